@@ -1,0 +1,16 @@
+"""Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
+
+from jax_ep import lax as lax
+from jax_ep.errors import (
+    CapacityError as CapacityError,
+    GroupClosedError as GroupClosedError,
+    InvalidRoutingError as InvalidRoutingError,
+    JaxEpError as JaxEpError,
+    PeerLostError as PeerLostError,
+    PeerTimeoutError as PeerTimeoutError,
+    PlatformError as PlatformError,
+)
+from jax_ep.group import Group as Group
+from jax_ep.moe import combine as combine, dispatch as dispatch
+from jax_ep.routing import Dispatched as Dispatched, Routing as Routing
+from jax_ep.version import __version__ as __version__

@@ -1,0 +1,97 @@
+"""Argument checks shared by the ops: each names the argument, what it was and what it must be."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, ManualAxisType, Mesh
+
+TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
+
+
+def check_rank(op: str, name: str, x: jax.Array, ndim: int, layout: str) -> None:
+    if x.ndim != ndim:
+        raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
+
+
+def check_shape(op: str, name: str, x: jax.Array, shape: tuple[int, ...], layout: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got {x.shape}")
+
+
+def check_dtype(op: str, name: str, x: jax.Array, allowed: Sequence[np.dtype]) -> None:
+    if np.dtype(x.dtype) not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
+
+
+def check_positive(op: str, name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{op}: {name} must be a Python int, known when the op is traced; got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+
+
+def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
+    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume."""
+    here: AbstractMesh = jax.sharding.get_abstract_mesh()
+    expected = dict(mesh.shape)
+    if axis_name not in here.manual_axes:
+        raise ValueError(
+            f"{op}: must be called inside jax.shard_map over axis {axis_name!r} of the group's mesh {expected}; "
+            f"the manual axes here are {tuple(here.manual_axes)}"
+        )
+    if dict(here.shape) != expected:
+        raise ValueError(f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, the group's is {expected}")
+    automatic = [name for name in here.axis_names if here.shape[name] > 1 and name not in here.manual_axes]
+    if automatic:
+        raise ValueError(f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not")
+
+
+def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts the operands to one varying set: the group's axis and whatever any of them varies over.
+
+    Without it, `check_vma=True` would reject operands that differ. It does nothing where `check_vma=False`.
+    """
+    if not jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
+        return arrays
+    axes = frozenset({axis_name}).union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return tuple(_pcast(x, axes - jax.typeof(x).manual_axis_type.varying) for x in arrays)
+
+
+def _pcast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def result_type(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the axes `like` varies over; a plain one counts as unvarying."""
+    varying = jax.typeof(like).manual_axis_type.varying
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=varying))
+
+
+# An identity that refuses to be batched: it turns vmap of a collective into an error that names the op.
+_not_batched_p = Primitive("jax_ep_not_batched")
+_not_batched_p.def_impl(lambda x, *, op: x)
+_not_batched_p.def_abstract_eval(lambda x, *, op: x)
+mlir.register_lowering(_not_batched_p, lambda ctx, x, *, op: [x])
+ad.deflinear2(_not_batched_p, lambda ct, x, *, op: [ct])
+
+
+def _refuse_batching(args: Any, dims: Any, *, op: str) -> Any:
+    raise NotImplementedError(f"{op} does not support jax.vmap: call it once on all tokens, or use jax.lax.map")
+
+
+batching.primitive_batchers[_not_batched_p] = _refuse_batching
+
+
+def not_batched(op: str, x: jax.Array) -> jax.Array:
+    return _not_batched_p.bind(x, op=op)

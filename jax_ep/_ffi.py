@@ -1,0 +1,200 @@
+"""The only module that names the compiled libraries and their FFI targets."""
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _checks
+from jax_ep.errors import (
+    CapacityError,
+    GroupClosedError,
+    InvalidRoutingError,
+    JaxEpError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlatformError,
+)
+from jax_ep.routing import Dispatched, DispatchConfig, Routing
+from jax_ep.version import __version__
+
+if TYPE_CHECKING:
+    from jax_ep.group import Group
+
+PLATFORMS = ("cpu", "cuda", "hip")
+MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
+
+_JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
+_FP8_BLOCK = 128
+
+
+class NativeGroup(Protocol):
+    """What the compiled libraries call a group."""
+
+    id: int
+
+    def close(self) -> None: ...
+    def take_error(self) -> tuple[str, str] | None: ...
+    def stall(self, rank: int, where: str) -> None: ...
+
+
+def library_name(device: jax.Device) -> str:
+    """The name of the library for a device: jax says "gpu" for CUDA and ROCm alike."""
+    if device.platform != "gpu":
+        return device.platform
+    return "hip" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def is_built(platform: str) -> bool:
+    return platform in PLATFORMS and importlib.util.find_spec(f"_jax_ep_{platform}") is not None
+
+
+def built_platforms() -> tuple[str, ...]:
+    return tuple(platform for platform in PLATFORMS if is_built(platform))
+
+
+@functools.cache
+def _library(platform: str) -> ModuleType:
+    """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
+    library = importlib.import_module(f"_jax_ep_{platform}")
+    if library.version != __version__:
+        raise PlatformError(
+            f"the compiled library for {platform!r} is of jax_ep {library.version}, the Python code of {__version__}: "
+            "install jax_ep again"
+        )
+    for name, type_info in library.types().items():
+        jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
+    for name, handlers in library.handlers().items():
+        jax.ffi.register_ffi_target(f"jax_ep_{name}", handlers, platform=_JAX_PLATFORM[platform])
+    return library
+
+
+def create_group(platform: str, lines: list[list[int]], timeout: float) -> NativeGroup:
+    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass."""
+    poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
+    return _library(platform).Group(lines, timeout, poison)
+
+
+def take_error(native: NativeGroup) -> JaxEpError | None:
+    """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
+    found = native.take_error()
+    if found is None:
+        return None
+    kind, message = found
+    kinds: dict[str, type[JaxEpError]] = {
+        "PeerTimeoutError": PeerTimeoutError,
+        "PeerLostError": PeerLostError,
+        "CapacityError": CapacityError,
+        "InvalidRoutingError": InvalidRoutingError,
+        "GroupClosedError": GroupClosedError,
+    }
+    return kinds.get(kind, JaxEpError)(message)
+
+
+def capacity_error(rank: int, needed: int, capacity: int) -> CapacityError:
+    return CapacityError(f"dispatch: rank {rank} needs {needed} rows but capacity is {capacity}")
+
+
+def _call(name: str, results: Any, *operands: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any):
+    return jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)(*operands, **attributes)
+
+
+def dispatch(
+    group: "Group", config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> Dispatched:
+    (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
+    table = (config.size, num_tokens, top_k)
+    wire_row = 0 if config.wire_dtype is None else hidden + 4 * (hidden // _FP8_BLOCK)
+    result = functools.partial(_checks.result_type, like=tokens)
+    out, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
+        "dispatch",
+        (
+            result((config.capacity, hidden), tokens.dtype),
+            result((config.local_experts,), jnp.int32),
+            result((num_tokens, top_k), jnp.int32),
+            result(table, jnp.int32),
+            result(table, jnp.float32),
+            result((config.size, config.local_experts), jnp.int32),
+            result((1,), jnp.int32),
+            result((1,), jnp.int32),
+            result((_library(group.platform).route_scratch(config.num_experts),), jnp.int32),
+            result((config.size * num_tokens, wire_row), jnp.uint8),  # where fp8 rows land
+        ),
+        tokens,
+        expert_ids,
+        weights,
+        group=np.int64(group.native_id),
+        alignment=np.int32(config.alignment),
+        drop=config.drop,
+    )
+    return Dispatched(out, sizes, Routing(targets, rows, arrived, counts, dropped, invalid, config))
+
+
+def scatter(group: "Group", tokens: jax.Array, routing: Routing) -> jax.Array:
+    config = routing.config
+    return _call(
+        "scatter",
+        _checks.result_type((config.capacity, tokens.shape[1]), tokens.dtype, tokens),
+        tokens,
+        routing.targets,
+        routing.rows,
+        routing.counts,
+        group=np.int64(group.native_id),
+        alignment=np.int32(config.alignment),
+    )
+
+
+def combine(group: "Group", expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+    none = jnp.zeros((0,), jnp.float32)
+    return _combine(group, expert_outputs, weights, none, (0,), routing)[0]
+
+
+def return_rows(group: "Group", rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """Unweighted row sums per token, and [R, T, K] scalars returned to the [T, K] they belong to."""
+    none = jnp.zeros((0,), jnp.float32)
+    return _combine(group, rows, none, weights, routing.targets.shape, routing)
+
+
+def _combine(
+    group: "Group",
+    rows: jax.Array,
+    weights: jax.Array,
+    scalars: jax.Array,
+    returned: tuple[int, ...],
+    routing: Routing,
+) -> tuple[jax.Array, jax.Array]:
+    num_tokens, hidden = routing.targets.shape[0], rows.shape[1]
+    result = functools.partial(_checks.result_type, like=rows)
+    out, back, _ = _call(
+        "combine",
+        (
+            result((num_tokens, hidden), rows.dtype),
+            result(returned, jnp.float32),
+            result((routing.config.size, num_tokens, hidden), rows.dtype),  # where partial sums land
+        ),
+        rows,
+        weights,
+        scalars,
+        routing.targets,
+        routing.rows,
+        group=np.int64(group.native_id),
+    )
+    return out, back
+
+
+def ragged_all_to_all(group: "Group", operand: jax.Array, output: jax.Array, *indices: jax.Array) -> jax.Array:
+    return _call(
+        "ragged_all_to_all",
+        _checks.result_type(output.shape, output.dtype, output),
+        operand,
+        output,
+        *indices,
+        aliases={1: 0},
+        group=np.int64(group.native_id),
+    )

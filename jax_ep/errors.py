@@ -1,0 +1,29 @@
+"""What can go wrong at run time. Bad arguments raise plain `ValueError` and `TypeError` at trace time instead."""
+
+
+class JaxEpError(RuntimeError):
+    """Base of every error that jax_ep raises about a running group."""
+
+
+class PeerTimeoutError(JaxEpError):
+    """A rank waited longer than the group's timeout for a peer. The group has failed: close it and open a new one."""
+
+
+class PeerLostError(JaxEpError):
+    """A peer gave up and told this rank so. The group has failed: close it and open a new one."""
+
+
+class CapacityError(JaxEpError):
+    """A rank was sent more rows than its `capacity`. Nothing was delivered; the group remains usable."""
+
+
+class InvalidRoutingError(JaxEpError):
+    """Offsets or sizes point outside a buffer, or two ranks disagree on them. The group remains usable."""
+
+
+class GroupClosedError(JaxEpError):
+    """The group was closed before the operation ran."""
+
+
+class PlatformError(JaxEpError):
+    """No library was built for the platform of the group's devices."""

@@ -1,0 +1,105 @@
+"""Collectives with the signatures and semantics of `jax.lax`: change one import."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _checks, _ffi, reference
+from jax_ep.group import Group, find_open_group
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+    axis_index_groups: None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
+
+    Slice i goes to rank i // (len(send_sizes) / size): rows [input_offsets[i], input_offsets[i] + send_sizes[i]) of
+    `operand` land there at row output_offsets[i]. Differentiable in `operand` and `output`.
+
+    Args:
+      operand: [N, ...] rows to send, of any dtype.
+      output: [M, ...] of the same dtype and row shape; what no peer writes keeps its value.
+      input_offsets, send_sizes, output_offsets, recv_sizes: [size * slices] integers; `recv_sizes` must equal what
+        the peers send.
+      axis_name: the axis of the one open group over this mesh.
+      axis_index_groups: must be None.
+
+    Returns:
+      [M, ...], `output` with the received slices written into it.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or no single open group has this axis; when the op is traced.
+      InvalidRoutingError: from `group.check()` or the next op, when a slice lies outside its buffer or the sizes of
+        two ranks disagree (`jax.errors.JaxRuntimeError` where the result is awaited).
+    """
+    op = "ragged_all_to_all"
+    group = find_open_group(op, axis_name)
+    group.check()
+    _checks.check_inside_shard_map(op, group.mesh, axis_name)
+    if axis_index_groups is not None:
+        raise ValueError(f"{op}: axis_index_groups must be None, got {axis_index_groups}")
+    if operand.ndim < 1 or output.shape[1:] != operand.shape[1:] or output.ndim != operand.ndim:
+        raise ValueError(
+            f"{op}: output must have the row shape of operand, got operand {operand.shape} and output {output.shape}"
+        )
+    if output.dtype != operand.dtype:
+        raise TypeError(f"{op}: output must have the dtype of operand, {operand.dtype}, got {output.dtype}")
+    offsets = dict(
+        input_offsets=input_offsets, send_sizes=send_sizes, output_offsets=output_offsets, recv_sizes=recv_sizes
+    )
+    for name, array in offsets.items():
+        _checks.check_rank(op, name, array, 1, "[size * slices]")
+        if not jnp.issubdtype(array.dtype, np.integer):
+            raise TypeError(f"{op}: {name} must be of an integer dtype, got {array.dtype}")
+        _checks.check_shape(op, name, array, input_offsets.shape, "that of input_offsets")
+    if input_offsets.shape[0] % group.size:
+        raise ValueError(
+            f"{op}: input_offsets must have a multiple of the group's size {group.size} entries, "
+            f"got {input_offsets.shape[0]}"
+        )
+    if input_offsets.shape[0] // group.size > _ffi.MAX_EXPERTS:
+        raise ValueError(
+            f"{op}: at most {_ffi.MAX_EXPERTS} slices per rank, got {input_offsets.shape[0] // group.size}"
+        )
+    operand, output, *indices = _checks.vary_alike(
+        axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values())
+    )
+    operand = _checks.not_batched(op, operand)
+    if group.resolve(op, "auto") == "xla":
+        return reference.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
+    return _ragged_all_to_all(group, operand, output, *indices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_all_to_all(group: Group, operand: jax.Array, output: jax.Array, *indices: jax.Array) -> jax.Array:
+    return _ffi.ragged_all_to_all(group, operand, output, *indices)
+
+
+def _fwd(group: Group, operand: jax.Array, output: jax.Array, *indices: jax.Array) -> Any:
+    # The backward pass needs only the operand's type: a constant, which XLA makes where it is used.
+    return _ffi.ragged_all_to_all(group, operand, output, *indices), (jnp.zeros_like(operand), indices)
+
+
+def _bwd(group: Group, residuals: Any, cotangent: jax.Array) -> Any:
+    """The same exchange backwards: what came from a rank goes back to where it started."""
+    like_operand, (input_offsets, send_sizes, output_offsets, recv_sizes) = residuals
+    exchange = partial(jax.lax.all_to_all, axis_name=group.axis_name, split_axis=0, concat_axis=0, tiled=True)
+    arrived_at, came_from = exchange(output_offsets), exchange(input_offsets)
+    d_operand = _ragged_all_to_all(group, cotangent, like_operand, arrived_at, recv_sizes, came_from, send_sizes)
+    edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[arrived_at].add(1).at[arrived_at + recv_sizes].add(-1)
+    overwritten = jnp.cumsum(edges)[:-1].reshape(-1, *[1] * (cotangent.ndim - 1)) > 0
+    return d_operand, jnp.where(overwritten, jnp.zeros_like(cotangent), cotangent), None, None, None, None
+
+
+_ragged_all_to_all.defvjp(_fwd, _bwd)

@@ -1,0 +1,152 @@
+"""Every op in plain jax.numpy and jax.lax: the oracle, and `implementation="xla"`.
+
+Written to be read, not to be fast: every rank gathers all assignments and derives the same layout from them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.routing import Dispatched, DispatchConfig, Routing
+
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+
+
+class _Layout(NamedTuple):
+    """The row of every assignment of every rank, at the rank that owns its expert. N = R * T * K."""
+
+    owner: jax.Array  # [N] rank, meaningless where row is -1
+    row: jax.Array  # [N] row at the owner, -1 if there is none
+    dropped: jax.Array  # [N] bool
+    group_sizes: jax.Array  # [R, E / R] padded and clipped to capacity
+    counts: jax.Array  # [E] before padding and clipping
+    needed: jax.Array  # [R] rows each rank would need
+
+
+def _layout(ids: jax.Array, config: DispatchConfig) -> _Layout:
+    experts, local = config.num_experts, config.local_experts
+    valid = (ids >= 0) & (ids < experts)
+    expert = jnp.where(valid, ids, experts)
+    counts = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
+    padded = (-(-counts // config.alignment) * config.alignment).reshape(config.size, local)
+    ends = jnp.cumsum(padded, axis=1)
+    starts = (ends - padded).reshape(-1)
+
+    order = jnp.argsort(expert, stable=True)
+    first = jnp.append(jnp.cumsum(counts) - counts, 0)
+    position = jnp.zeros_like(expert).at[order].set(jnp.arange(ids.size, dtype=expert.dtype)) - first[expert]
+    row = starts[jnp.minimum(expert, experts - 1)] + position
+    fits = valid & (row < config.capacity)
+    return _Layout(
+        owner=expert // local,
+        row=jnp.where(fits, row, -1).astype(jnp.int32),
+        dropped=valid & ~fits,
+        group_sizes=(jnp.minimum(ends, config.capacity) - jnp.minimum(ends - padded, config.capacity)).astype(
+            jnp.int32
+        ),
+        counts=counts,
+        needed=ends[:, -1],
+    )
+
+
+def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., H] -> float8_e4m3fn [..., H] and one float32 scale per 128 values, [..., H / 128]."""
+    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, FP8_BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    scales = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
+    values = (blocks / scales[..., None]).astype(jnp.float8_e4m3fn)
+    return values.reshape(rows.shape), scales
+
+
+def dequantize_rows(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The inverse of `quantize_rows`, rounded to `dtype`."""
+    blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, FP8_BLOCK)
+    return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
+
+
+def dispatch(
+    tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: str, config: DispatchConfig
+) -> tuple[Dispatched, jax.Array]:
+    """Like `jax_ep.dispatch`; returns also the rows every rank needs, [R] int32."""
+    (num_tokens, top_k), size = expert_ids.shape, config.size
+    me = jax.lax.axis_index(axis_name)
+    sent = tokens
+    if config.wire_dtype is not None:  # the gradient passes straight through the rounding
+        rounded = dequantize_rows(*quantize_rows(tokens), tokens.dtype)
+        sent = tokens + jax.lax.stop_gradient(rounded - tokens)
+        sent = jnp.where(jnp.isfinite(tokens), sent, rounded)
+
+    layout = _layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config)
+    shape = (size, num_tokens, top_k)
+    here = (layout.row >= 0) & (layout.owner == me)
+    rows = jnp.where(here, layout.row, -1)
+    source = jnp.arange(rows.size) // max(top_k, 1)
+    all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, -1)
+    outside = config.capacity
+    received = jnp.zeros((config.capacity, tokens.shape[1]), tokens.dtype)
+    received = received.at[jnp.where(here, rows, outside)].set(all_tokens[source], mode="drop")
+
+    targets = jnp.where(layout.row >= 0, layout.owner * config.capacity + layout.row, -1).reshape(shape)
+    arrived = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
+    ids = jax.lax.all_gather(expert_ids, axis_name).reshape(size, -1)
+    by_source = jax.vmap(lambda i: jnp.bincount(jnp.where((i >= 0) & (i < config.num_experts), i, config.num_experts),
+                                               length=config.num_experts + 1))(ids)  # fmt: skip
+    by_source = by_source[:, : config.num_experts].reshape(size, size, -1)
+    routing = Routing(
+        targets=targets[me].astype(jnp.int32),
+        rows=rows.reshape(shape),
+        weights=arrived,
+        counts=by_source[:, me].astype(jnp.int32),
+        dropped=layout.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
+        invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
+        config=config,
+    )
+    return Dispatched(received, layout.group_sizes[me], routing), layout.needed
+
+
+def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: str) -> jax.Array:
+    """Like `jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partials in rank order."""
+    size, num_tokens, top_k = routing.rows.shape
+    partial = jnp.zeros((size, num_tokens, expert_outputs.shape[1]), jnp.float32)
+    for k in range(top_k):
+        rows = routing.rows[:, :, k]
+        values = expert_outputs.at[rows].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
+        partial += jnp.where((rows >= 0)[..., None], routing.weights[:, :, k, None] * values, 0)
+    arrived = jax.lax.all_to_all(partial.astype(expert_outputs.dtype), axis_name, 0, 0)
+    total = jnp.zeros(arrived.shape[1:], jnp.float32)
+    for rank in range(size):
+        total += arrived[rank].astype(jnp.float32)
+    return total.astype(expert_outputs.dtype)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> jax.Array:
+    """Like `jax.lax.ragged_all_to_all`, by gathering every rank's operand and picking the rows that are mine."""
+    me = jax.lax.axis_index(axis_name)
+    size = jax.lax.axis_size(axis_name)
+
+    def chunks_for_me(x: jax.Array) -> jax.Array:  # [R, slices]: from each rank, the slices it sends here
+        return jax.lax.all_gather(x, axis_name).reshape(size, size, -1)[:, me]
+
+    operands = jax.lax.all_gather(operand, axis_name)
+    starts, sizes, places = map(chunks_for_me, (input_offsets, send_sizes, output_offsets))
+    del recv_sizes  # implied by the senders' sizes
+    index = jnp.arange(output.shape[0])
+    result = output
+    for source in range(size):
+        for piece in range(starts.shape[1]):
+            offset = index - places[source, piece]
+            inside = (offset >= 0) & (offset < sizes[source, piece])
+            picked = operands[source].at[offset + starts[source, piece]].get(mode="clip")
+            result = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), picked, result)
+    return result

@@ -1,0 +1,76 @@
+"""The values that travel between dispatch and combine."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchConfig:
+    """Everything about a dispatch that is known when it is traced."""
+
+    size: int
+    num_experts: int
+    capacity: int
+    alignment: int
+    wire_dtype: np.dtype | None
+    drop: bool
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where every assignment of a dispatch went: what `combine` needs, and what was counted.
+
+    Shapes are per rank, with T tokens, top-K, E experts and R ranks. Every leaf has a leading axis, so under
+    `jax.shard_map` the one spec `P(axis_name)` fits the whole pytree.
+
+    Attributes:
+      targets: [T, K] int32. For each assignment of this rank `owner * capacity + row`; -1 if skipped, invalid or dropped.
+      rows: [R, T, K] int32. For each assignment of source rank s the row of this rank that holds it, or -1.
+      weights: [R, T, K] float32. The weights as they arrived, 0 where `rows` is -1. Differentiable.
+      counts: [R, E / R] int32. Assignments per source rank and local expert, before padding and before drops.
+      dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
+      invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
+      config: static; how the dispatch was called.
+    """
+
+    targets: jax.Array
+    rows: jax.Array
+    weights: jax.Array
+    counts: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+    config: DispatchConfig = dataclasses.field(metadata={"static": True})
+
+
+class Dispatched(NamedTuple):
+    """What `dispatch` returns.
+
+    Attributes:
+      tokens: [capacity, H]. Rows grouped by local expert; within an expert by (source rank, token, k). Padding is zero.
+      group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
+      routing: what `combine` needs.
+    """
+
+    tokens: jax.Array
+    group_sizes: jax.Array
+    routing: Routing
+
+
+def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
+    """Rows a rank receives at most when no token names an expert twice, every expert's segment aligned."""
+    rows = size * num_tokens * min(top_k, local_experts)
+    padded = rows + min(local_experts, rows) * (alignment - 1)
+    return padded // alignment * alignment
+
+
+def canonical_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+    return None if dtype is None else np.dtype(dtype)
