@@ -21,7 +21,7 @@ from jax_ep.errors import (
     PeerTimeoutError,
     PlatformError,
 )
-from jax_ep.routing import Dispatched, DispatchConfig, Routing
+from jax_ep.routing import DispatchConfig, Dispatched, Routing
 from jax_ep.version import __version__
 
 if TYPE_CHECKING:

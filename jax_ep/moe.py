@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import _checks, _ffi, reference
 from jax_ep.group import Group
-from jax_ep.routing import Dispatched, DispatchConfig, Routing, canonical_dtype, worst_case_capacity
+from jax_ep.routing import DispatchConfig, Dispatched, Routing, canonical_dtype, worst_case_capacity
 
 IMPLEMENTATIONS = ("auto", "ffi", "xla")
 

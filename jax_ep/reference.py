@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep.routing import Dispatched, DispatchConfig, Routing
+from jax_ep.routing import DispatchConfig, Dispatched, Routing
 
 FP8_BLOCK = 128
 FP8_MAX = 448.0

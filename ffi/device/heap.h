@@ -1,0 +1,57 @@
+// The symmetric heap: one `Heap` per rank, of the same layout on all, mapped by every peer.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_ep {
+
+constexpr int kMaxRanks = 64;
+constexpr int kMaxExperts = 4096;
+
+enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all };
+
+enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing };
+
+// What a rank reports to the host: the first team of an op to fail claims it in the heap and fills it in.
+struct Report {
+  uint64_t epoch;  // of the op that failed, written last
+  Failure failure;
+  OpKind op;
+  int32_t rank;  // that reports; for `capacity`, the rank that lacks room
+  int32_t peer;
+  int64_t expected;
+  int64_t seen;
+};
+
+// What a source rank posts at a peer when an op begins: where the peer may write, and what it will send.
+struct Mail {
+  void* buffers[3];
+  int32_t counts[kMaxExperts];
+};
+
+// Flags hold the epoch of the last op they stand for, so nothing is ever reset between ops.
+struct alignas(128) Heap {
+  uint64_t epoch;  // ops finished by this rank
+  uint64_t abort;  // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
+  uint64_t reported;  // epoch of the last op that claimed the report
+  alignas(128) uint64_t posted[kMaxRanks];     // by source: its mail is here
+  alignas(128) uint64_t delivered[kMaxRanks];  // by source: all its rows are here
+  alignas(128) uint64_t acknowledged[kMaxRanks];  // by source: it has given up and writes here no more
+  alignas(128) uint64_t arrived;                  // barrier among this rank's teams
+  uint64_t released;
+  alignas(128) uint64_t exited;
+  // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
+  Mail mail[2][kMaxRanks];
+};
+
+// Handed to every kernel by value.
+struct Comm {
+  int rank;
+  int size;
+  bool poison;          // debug: fill results and used mail with 0xFF
+  uint64_t timeout_ns;
+  Report* report;       // host memory
+  Heap* heaps[kMaxRanks];
+};
+
+}  // namespace jax_ep

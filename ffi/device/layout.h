@@ -1,0 +1,64 @@
+// Who gets what, where: the only arithmetic on rows, segments and shares.
+#pragma once
+
+#include <cstdint>
+
+#include "device/platform.h"
+
+namespace jax_ep {
+
+struct Range {
+  int begin, end;
+};
+
+// The contiguous share of `items` that one team of `count` takes.
+JAX_EP_FN Range share(int items, int index, int count) {
+  return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
+}
+
+JAX_EP_FN int align_up(int rows, int alignment) { return (rows + alignment - 1) / alignment * alignment; }
+
+JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
+
+// A token's row at the rank that owns the expert, as one number; -1 stands for none.
+struct Target {
+  int owner, row;
+};
+JAX_EP_FN int pack_target(Target target, int capacity) { return target.owner * capacity + target.row; }
+JAX_EP_FN Target unpack_target(int packed, int capacity) { return {packed / capacity, packed % capacity}; }
+
+// One local expert's rows: [start, start + rows) hold tokens, up to start + padded are zero.
+struct Segment {
+  int start, rows, padded;
+};
+
+// Calls visit(expert, segment, valid) on every lane for the local experts in order; returns the end of the last
+// segment. `rows_of(expert)` is the number of assignments.
+template <class RowsOf, class Visit>
+JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignment, RowsOf rows_of, Visit visit) {
+  int start = 0;
+  for (int first = 0; first < local_experts; first += Team::lanes) {
+    const int expert = first + team.lane;
+    const bool valid = expert < local_experts;
+    const int rows = valid ? rows_of(expert) : 0;
+    const int padded = align_up(rows, alignment);
+    int total = 0;
+    const int before = team.exclusive_scan(padded, &total);
+    if (valid) visit(expert, Segment{start + before, rows, padded});
+    start += total;
+  }
+  return start;
+}
+
+// Scratch of routing, in int32: per team a histogram of the experts and two counters, then per expert the first row
+// of this rank's share, then per rank the rows it needs.
+constexpr int64_t histogram_ints(int num_experts) { return num_experts + 2; }
+constexpr int64_t first_rows_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
+constexpr int64_t needed_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
+constexpr int64_t route_scratch_ints(int num_experts, int max_ranks) { return needed_offset(num_experts) + max_ranks; }
+
+// Rows in float8: H values, then one float32 scale per block.
+constexpr int kScaleBlock = 128;
+JAX_EP_FN int64_t wire_bytes(int hidden) { return hidden + int64_t{4} * (hidden / kScaleBlock); }
+
+}  // namespace jax_ep

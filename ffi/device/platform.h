@@ -1,0 +1,13 @@
+// Chooses the target this code is compiled for. The only place that asks which platform it is.
+//
+// A target header provides JAX_EP_FN (the function prefix), the memory-order verbs, clock_ns, pause, and Team:
+// the unit that runs a kernel together, a warp on a GPU and a thread on the CPU.
+#pragma once
+
+#if defined(__CUDACC__)
+#include "device/target/cuda.h"
+#elif defined(__HIP__)
+#include "device/target/hip.h"
+#else
+#include "device/target/host.h"
+#endif

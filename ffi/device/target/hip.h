@@ -1,0 +1,97 @@
+// AMD GPUs as a target: a team is a wavefront. Memory order by clang's scoped atomics.
+#pragma once
+
+#include <hip/hip_runtime.h>
+
+#include <cstdint>
+
+#define JAX_EP_FN __device__ inline __attribute__((always_inline))
+
+namespace jax_ep {
+
+constexpr int kMaxTeams = 1024;
+constexpr int kLaneValues = 8;
+
+JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
+  return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN void store_relaxed(uint64_t* p, uint64_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
+  return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
+  return __hip_atomic_fetch_add(p, value, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired) {
+  return __hip_atomic_compare_exchange_strong(p, &expected, desired, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE,
+                                              __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+// The constant 100 MHz counter.
+JAX_EP_FN uint64_t clock_ns() { return __builtin_readsteadycounter() * 10; }
+
+JAX_EP_FN void pause(unsigned) { __builtin_amdgcn_s_sleep(1); }
+
+struct Match {
+  int below;
+  int total;
+};
+
+struct Team {
+  int index;
+  int count;
+  int lane;
+  static constexpr int lanes = 64;
+
+  JAX_EP_FN void sync() const {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+  }
+  JAX_EP_FN int broadcast(int value) const { return __builtin_amdgcn_readfirstlane(value); }
+  JAX_EP_FN Match match(int value) const {
+    uint64_t same = 0;
+    for (bool todo = true; todo;) {  // one round per distinct value: the first lane left names it
+      const int candidate = __builtin_amdgcn_readfirstlane(value);
+      const uint64_t holders = __builtin_amdgcn_ballot_w64(value == candidate);
+      if (value == candidate) {
+        same = holders;
+        todo = false;
+      }
+    }
+    return {__builtin_popcountll(same & ((1ull << lane) - 1)), __builtin_popcountll(same)};
+  }
+  JAX_EP_FN int from_lane(int value, int source) const { return __builtin_amdgcn_ds_bpermute(source * 4, value); }
+  JAX_EP_FN int sum(int value) const {
+    for (int step = lanes / 2; step; step /= 2) value += from_lane(value, lane ^ step);
+    return value;
+  }
+  JAX_EP_FN float max(float value) const {
+    for (int step = lanes / 2; step; step /= 2) {
+      const float other = __builtin_bit_cast(float, from_lane(__builtin_bit_cast(int, value), lane ^ step));
+      value = other > value || other != other ? other : value;  // NaN wins
+    }
+    return value;
+  }
+  JAX_EP_FN int exclusive_scan(int value, int* total) const {
+    int inclusive = value;
+    for (int step = 1; step < lanes; step *= 2) {
+      const int other = from_lane(inclusive, lane - step);
+      if (lane >= step) inclusive += other;
+    }
+    *total = from_lane(inclusive, lanes - 1);
+    return inclusive - value;
+  }
+};
+
+JAX_EP_FN Team this_team() {
+  const int waves = blockDim.x / Team::lanes;
+  return {static_cast<int>(blockIdx.x * waves + threadIdx.x / Team::lanes), static_cast<int>(gridDim.x * waves),
+          static_cast<int>(threadIdx.x % Team::lanes)};
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,78 @@
+// The host as a target: a team is one thread. Every rank's part of an op runs on threads of its own.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
+#define JAX_EP_FN inline
+
+namespace jax_ep {
+
+// Assignments counted by one team at a time; bounds the scratch space of routing.
+constexpr int kMaxTeams = 8;
+// Values of a row that one lane sums at a time: enough for the compiler to vectorise.
+constexpr int kLaneValues = 128;
+
+template <class T>
+JAX_EP_FN T load_relaxed(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+template <class T>
+JAX_EP_FN void store_relaxed(T* p, T value) {
+  __atomic_store_n(p, value, __ATOMIC_RELAXED);
+}
+// Acquire and release at system scope: they order what this rank and its peers wrote before a flag.
+template <class T>
+JAX_EP_FN T load_acquire(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <class T>
+JAX_EP_FN void store_release(T* p, T value) {
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+// Among the teams of one rank.
+template <class T>
+JAX_EP_FN T fetch_add(T* p, T value) {
+  return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
+}
+template <class T>
+JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
+  return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+JAX_EP_FN uint64_t clock_ns() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+// Ranks outnumber cores on the CPU: a waiting one gives its core away soon.
+JAX_EP_FN void pause(unsigned tries) {
+  if (tries > 16) std::this_thread::yield();
+}
+
+struct Match {
+  int below;  // lanes before this one with the same value
+  int total;  // lanes with the same value
+};
+
+struct Team {
+  int index = 0;  // among the teams of this rank
+  int count = 1;
+  static constexpr int lane = 0;
+  static constexpr int lanes = 1;
+
+  void sync() const {}
+  int broadcast(int value) const { return value; }
+  Match match(int) const { return {0, 1}; }
+  int sum(int value) const { return value; }
+  float max(float value) const { return value; }
+  // The sum over the lanes before this one; `total` is that over all.
+  int exclusive_scan(int value, int* total) const {
+    *total = value;
+    return 0;
+  }
+};
+
+}  // namespace jax_ep

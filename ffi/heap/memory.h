@@ -1,0 +1,19 @@
+// Memory of a group, owned: the heaps on the devices and the reports that the host reads. One source per platform.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace jax_ep {
+
+// Zeroed memory on a device, freed with the last reference. Throws std::runtime_error.
+std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes);
+
+// Zeroed host memory that kernels can write.
+std::shared_ptr<void> allocate_on_host(std::size_t bytes);
+
+// Lets the devices write to each other's memory. Throws std::runtime_error naming a pair that cannot.
+void connect_devices(const std::vector<int>& ordinals);
+
+}  // namespace jax_ep

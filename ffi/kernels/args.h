@@ -1,0 +1,62 @@
+// What each op is called with: plain pointers into XLA's buffers of this rank, and the shapes.
+#pragma once
+
+#include <cstdint>
+
+#include "device/numeric.h"
+
+namespace jax_ep {
+
+// Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R.
+struct DispatchArgs {
+  DType dtype;
+  int num_tokens, top_k, hidden, num_experts, capacity, alignment;
+  bool drop, wire_float8;
+  const char* tokens;         // [T, H]
+  const int32_t* expert_ids;  // [T, K]
+  const float* weights;       // [T, K]
+  char* received;             // [C, H]
+  int32_t* group_sizes;       // [L]
+  int32_t* targets;           // [T, K]
+  int32_t* rows;              // [R, T, K]
+  float* arrived;             // [R, T, K]
+  int32_t* counts;            // [R, L]
+  int32_t* dropped;           // [1]
+  int32_t* invalid;           // [1]
+  int32_t* scratch;
+  char* landing;  // [R, T] rows of float8 and scales
+};
+
+struct ScatterArgs {
+  DType dtype;
+  int num_tokens, top_k, hidden, local_experts, capacity, alignment;
+  const char* tokens;      // [T, H]
+  const int32_t* targets;  // [T, K]
+  const int32_t* rows;     // [R, T, K]
+  const int32_t* counts;   // [R, L]
+  char* received;          // [C, H]
+};
+
+struct CombineArgs {
+  DType dtype;
+  int num_tokens, top_k, hidden, capacity;
+  const char* outputs;     // [C, H]
+  const float* weights;    // [R, T, K], or null for 1
+  const float* scalars;    // [R, T, K] to return to their token's rank, or null
+  const int32_t* targets;  // [T, K]
+  const int32_t* rows;     // [R, T, K]
+  char* combined;          // [T, H]
+  float* returned;         // [T, K], or null
+  char* landing;           // [R, T, H] partial sums
+};
+
+struct RaggedArgs {
+  DType dtype;  // not looked at: rows are bytes
+  int slices;   // per peer
+  int64_t operand_rows, result_rows, row_bytes;
+  const char* operand;
+  const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;  // [R, slices]
+  char* result;
+};
+
+}  // namespace jax_ep

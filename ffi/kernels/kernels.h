@@ -1,0 +1,28 @@
+// All ops, and the choice of the instantiation that fits the rows' dtype.
+#pragma once
+
+#include "kernels/combine.h"
+#include "kernels/dispatch.h"
+#include "kernels/ragged_all_to_all.h"
+#include "kernels/scatter.h"
+
+namespace jax_ep {
+
+constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
+constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
+constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
+constexpr OpKind kind_of(const RaggedArgs&) { return OpKind::ragged_all_to_all; }
+
+template <class Args>
+JAX_EP_FN void run_any(const Comm& comm, const Args& args, const Team& team) {
+  switch (args.dtype) {
+    case DType::float32:
+      return run_kernel<float>(comm, args, team);
+    case DType::bfloat16:
+      return run_kernel<BFloat16>(comm, args, team);
+    case DType::float16:
+      return run_kernel<Float16>(comm, args, team);
+  }
+}
+
+}  // namespace jax_ep

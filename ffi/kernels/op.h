@@ -1,0 +1,184 @@
+// The life of one op on one rank: begin, post, deliver, finish. Every kernel of this library is written over it.
+#pragma once
+
+#include "device/barrier.h"
+#include "device/copy.h"
+#include "device/heap.h"
+#include "device/layout.h"
+
+namespace jax_ep {
+
+// A result buffer: what poison and failure fill.
+struct Buffer {
+  void* data;
+  int64_t bytes;
+  bool is_size = false;  // sizes and counts become 0 on failure, never -1: other kernels may trust them
+};
+
+class Op {
+ public:
+  JAX_EP_FN Op(const Comm& comm, const Team& team, OpKind kind)
+      : comm(comm),
+        team(team),
+        heap(comm.heaps[comm.rank]),
+        epoch(load_relaxed(&heap->epoch) + 1),
+        deadline_(clock_ns() + comm.timeout_ns),
+        kind_(kind),
+        status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
+
+  const Comm& comm;
+  const Team& team;
+  Heap* const heap;
+  const uint64_t epoch;
+
+  JAX_EP_FN bool ok() const { return status_ == Status::ok; }
+
+  // The box in which `source` leaves its mail at `rank` for this op.
+  JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
+  JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
+
+  JAX_EP_FN void barrier() {
+    if (ok()) settle(rank_barrier(heap, team, deadline_), comm.rank, 0, 0);
+  }
+
+  // Tells every peer where it may write, once all teams have written the rest of their mail.
+  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
+    barrier();
+    if (!ok() || team.index != 0) return;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+      Mail* box = mail(peer, comm.rank);
+      box->buffers[0] = a;
+      box->buffers[1] = b;
+      box->buffers[2] = c;
+      store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
+    }
+  }
+
+  // Tells every peer that all teams of this rank have written what they send.
+  JAX_EP_FN void deliver() {
+    barrier();
+    if (!ok() || team.index != 0) return;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      store_release(&comm.heaps[peer]->delivered[comm.rank], epoch);
+  }
+
+  JAX_EP_FN void wait_posted() { wait_all(heap->posted); }
+  JAX_EP_FN void wait_delivered() { wait_all(heap->delivered); }
+
+  // Looked at before every row: a peer that gave up must not be written to.
+  JAX_EP_FN bool may_push() const { return ok() && !load_relaxed(&heap->abort); }
+
+  // Records what went wrong, once per op; on its own it leaves the group usable.
+  JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
+    const uint64_t before = load_relaxed(&heap->reported);
+    if (before >= epoch || !compare_exchange(&heap->reported, before, epoch)) return;
+    Report* report = comm.report;
+    report->failure = failure;
+    report->op = kind_;
+    report->rank = rank;
+    report->peer = peer;
+    report->expected = expected;
+    report->seen = seen;
+    store_release(&report->epoch, epoch);
+  }
+
+  // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
+  template <int N>
+  JAX_EP_FN void poison(const Buffer (&results)[N]) {
+    if (!comm.poison) return;
+    fill(results, team.index, team.count);
+    barrier();
+  }
+
+  // Ends the op; every team must call it. The last one to come settles a failure: it returns only when no peer can
+  // write into this rank's buffers any more.
+  template <int N>
+  JAX_EP_FN void finish(const Buffer (&results)[N], bool discard = false) {
+    team.sync();
+    int last = 0;
+    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(team.count) - 1;
+    if (!team.broadcast(last)) return;
+    const bool failed = load_acquire(&heap->abort) != 0;
+    if (failed) {
+      if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
+      give_up();
+    }
+    if (failed || discard) fill(results, 0, 1);
+    if (comm.poison && !failed) poison_mail();
+    if (team.lane != 0) return;
+    store_relaxed(&heap->arrived, uint64_t{0});
+    store_relaxed(&heap->exited, uint64_t{0});
+    store_release(&heap->epoch, epoch);
+  }
+
+ private:
+  JAX_EP_FN void wait_all(const uint64_t* flags) {
+    if (!ok()) return;
+    for (int first = 0; first < comm.size && ok(); first += Team::lanes) {
+      const int peer = first + team.lane;
+      Status status = Status::ok;
+      if (peer < comm.size) {
+        const auto done = [&] { return load_acquire(&flags[peer]) >= epoch; };
+        status = spin_until(done, &heap->abort, deadline_);
+      }
+      const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);
+      if (status == Status::timeout) settle(status, peer, epoch, load_relaxed(&flags[peer]));
+      if (late) status_ = Status::timeout;
+      else if (lost) settle(Status::aborted, comm.rank, 0, 0);
+    }
+    team.sync();
+  }
+
+  // Ends this team's part. The abort word says who was waited for in vain: its rank + 1.
+  JAX_EP_FN void settle(Status status, int peer, int64_t expected, int64_t seen) {
+    if (status == Status::ok) return;
+    status_ = status;
+    if (status == Status::timeout) {
+      compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(peer) + 1);
+      report(Failure::timeout, comm.rank, peer, expected, seen);
+    } else {
+      report(Failure::peer_lost, comm.rank, static_cast<int>(load_relaxed(&heap->abort)) - 1, expected, seen);
+    }
+  }
+
+  // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too.
+  // A peer that does not answer in time is dead, or has not begun: then it looks at its abort word first.
+  JAX_EP_FN void give_up() {
+    const uint64_t culprit = load_relaxed(&heap->abort);
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+      compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
+      store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
+    }
+    constexpr uint64_t kGraceNs = 300'000'000, kNever = 0;
+    const uint64_t grace = clock_ns() + kGraceNs;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      spin_until([&] { return load_acquire(&heap->acknowledged[peer]) != 0; }, &kNever, grace);
+    team.sync();
+  }
+
+  template <int N>
+  JAX_EP_FN void fill(const Buffer (&results)[N], int index, int count) const {
+    for (const Buffer& result : results) {
+      const int chunks = static_cast<int>((result.bytes + kFillBytes - 1) / kFillBytes);
+      for (int chunk = index; chunk < chunks; chunk += count) {
+        const int64_t begin = chunk * kFillBytes, left = result.bytes - begin;
+        fill_row(team, static_cast<char*>(result.data) + begin, result.is_size ? 0 : 0xff,
+                 left < kFillBytes ? left : kFillBytes);
+      }
+    }
+    team.sync();
+  }
+
+  JAX_EP_FN void poison_mail() const {
+    for (int source = 0; source < comm.size; ++source)
+      fill_row(team, reinterpret_cast<char*>(mail(comm.rank, source)), 0xff, sizeof(Mail));
+  }
+
+  static constexpr int64_t kFillBytes = 1 << 16;
+
+  const uint64_t deadline_;
+  const OpKind kind_;
+  Status status_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,51 @@
+// The CPU's streams: a thread per rank that runs its part of an op, and threads that hand results back to XLA.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace jax_ep {
+
+// Runs jobs one after another on a thread of its own.
+class Worker {
+ public:
+  Worker();
+  ~Worker();  // runs what is left, then ends
+  void enqueue(std::function<void()> job);
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> jobs_;
+  bool ending_ = false;
+  std::thread thread_;
+};
+
+// Runs every job at once, whatever the others do: what XLA continues with may block in a collective of its own.
+// Its threads are not waited for; they end when they find nothing left to do.
+class Elastic {
+ public:
+  Elastic() : state_(std::make_shared<State>()) {}
+  ~Elastic();
+  void run(std::function<void()> job);
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::deque<std::function<void()>> jobs;
+    size_t idle = 0;
+    bool ending = false;
+  };
+  static void serve(const std::shared_ptr<State>& state);
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,70 @@
+// How the bindings start an op on the CPU: park it with its group, and give XLA a future.
+#pragma once
+
+#include <memory>
+
+#include "binding/registry.h"
+#include "kernels/kernels.h"
+#include "platform/cpu/cpu_group.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+using PlatformGroup = CpuGroup;
+using LaunchResult = ffi::Future;
+constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
+
+struct CallSite : Site {
+  static ffi::TypeId id;
+};
+
+// What a handler learns from XLA about its call.
+struct Call {
+  CallSite* site;
+  int64_t run;
+  int device;
+};
+
+// The stage that makes the sites, and their type.
+XLA_FFI_Handler* instantiate_handler();
+XLA_FFI_TypeId* call_site_type();
+
+inline ffi::Future fail_call(ffi::Error error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+template <class Args>
+ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, const Args& args) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  Task task = [args](const Comm& comm, const Team& team) { run_any(comm, args, team); };
+  group->arrive(call.site, call.run, kind_of(args), seat, std::move(task),
+                [promise](const std::optional<GroupError>& error) mutable {
+                  error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
+                });
+  return future;
+}
+
+}  // namespace jax_ep
+
+namespace xla::ffi {
+
+template <>
+struct CtxDecoding<jax_ep::Call> {
+  using Type = jax_ep::Call;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& why) {
+    const auto site = CtxDecoding<State<jax_ep::CallSite>>::Decode(api, ctx, why);
+    const auto run = CtxDecoding<RunId>::Decode(api, ctx, why);
+    const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, why);
+    if (!site || !run || !device) return std::nullopt;
+    return jax_ep::Call{*site, run->run_id, *device};
+  }
+};
+
+}  // namespace xla::ffi
