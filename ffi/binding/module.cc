@@ -8,7 +8,6 @@
 
 #include "binding/decode.h"
 #include "binding/handlers.h"
-#include "device/layout.h"
 
 namespace py = pybind11;
 
@@ -76,7 +75,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("max_ranks") = kMaxRanks;
   module.def("handlers", &handlers);
   module.def("types", &types);
-  module.def("route_scratch", [](int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); });
+  module.def("route_scratch", &route_scratch);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool>(), unlocked)

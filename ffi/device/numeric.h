@@ -4,11 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "device/dtype.h"
 #include "device/platform.h"
 
 namespace jax_ep {
-
-enum class DType : int32_t { float32, bfloat16, float16 };
 
 template <class To, class From>
 JAX_EP_FN To bit_cast(From from) {

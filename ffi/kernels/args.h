@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "device/numeric.h"
+#include "device/dtype.h"
+#include "device/heap.h"
 
 namespace jax_ep {
 
@@ -58,5 +59,10 @@ struct RaggedArgs {
   const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;  // [R, slices]
   char* result;
 };
+
+constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
+constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
+constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
+constexpr OpKind kind_of(const RaggedArgs&) { return OpKind::ragged_all_to_all; }
 
 }  // namespace jax_ep

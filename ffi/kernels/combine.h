@@ -2,26 +2,27 @@
 // order. Its own share it adds in float32, unrounded.
 #pragma once
 
+#include "device/numeric.h"
 #include "kernels/args.h"
 #include "kernels/op.h"
 
 namespace jax_ep {
 
-// A lane's piece of a row, in 16-byte words where the rows allow it.
+// A lane's piece of a row, moved in 16-byte words where the rows allow it.
 template <class T>
-struct Piece {
+struct alignas(16) Piece {
   T values[kLaneValues];
 
   JAX_EP_FN void load(const T* from, int count, bool words) {
     if (words && count == kLaneValues) {
-      memcpy(this, __builtin_assume_aligned(from, 16), sizeof(*this));
+      *this = *reinterpret_cast<const Piece*>(from);
     } else {
       for (int i = 0; i < count; ++i) values[i] = from[i];
     }
   }
   JAX_EP_FN void store(T* to, int count, bool words) const {
     if (words && count == kLaneValues) {
-      memcpy(__builtin_assume_aligned(to, 16), this, sizeof(*this));
+      *reinterpret_cast<Piece*>(to) = *this;
     } else {
       for (int i = 0; i < count; ++i) to[i] = values[i];
     }

@@ -8,11 +8,6 @@
 
 namespace jax_ep {
 
-constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
-constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
-constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
-constexpr OpKind kind_of(const RaggedArgs&) { return OpKind::ragged_all_to_all; }
-
 template <class Args>
 JAX_EP_FN void run_any(const Comm& comm, const Args& args, const Team& team) {
   switch (args.dtype) {

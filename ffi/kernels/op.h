@@ -10,9 +10,11 @@ namespace jax_ep {
 
 // A result buffer: what poison and failure fill.
 struct Buffer {
+  JAX_EP_FN Buffer(void* data, int64_t bytes, bool is_size = false) : data(data), bytes(bytes), is_size(is_size) {}
+
   void* data;
   int64_t bytes;
-  bool is_size = false;  // sizes and counts become 0 on failure, never -1: other kernels may trust them
+  bool is_size;  // sizes and counts become 0 on failure, never -1: other kernels may trust them
 };
 
 class Op {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ __forceinline__
+#define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 
 namespace jax_ep {
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
+#define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 
 namespace jax_ep {
 
@@ -89,9 +90,10 @@ struct Team {
 };
 
 JAX_EP_FN Team this_team() {
-  const int waves = blockDim.x / Team::lanes;
-  return {static_cast<int>(blockIdx.x * waves + threadIdx.x / Team::lanes), static_cast<int>(gridDim.x * waves),
-          static_cast<int>(threadIdx.x % Team::lanes)};
+  const int thread = __builtin_amdgcn_workitem_id_x(), threads = __builtin_amdgcn_workgroup_size_x();
+  const int block = __builtin_amdgcn_workgroup_id_x(), blocks = __builtin_amdgcn_grid_size_x() / threads;
+  const int waves = threads / Team::lanes;
+  return {block * waves + thread / Team::lanes, blocks * waves, thread % Team::lanes};
 }
 
 }  // namespace jax_ep

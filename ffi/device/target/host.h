@@ -6,6 +6,7 @@
 #include <thread>
 
 #define JAX_EP_FN inline
+#define JAX_EP_CONSTANT_FN constexpr
 
 namespace jax_ep {
 

@@ -31,6 +31,9 @@ struct Call {
 XLA_FFI_Handler* instantiate_handler();
 XLA_FFI_TypeId* call_site_type();
 
+// The scratch of dispatch, in int32.
+inline int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
+
 inline ffi::Future fail_call(ffi::Error error) {
   ffi::Promise promise;
   ffi::Future future(promise);

@@ -1,0 +1,36 @@
+// The CUDA runtime under the names that platform/gpu uses; platform/hip has its twin.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace jax_ep::gpu {
+
+using Stream = cudaStream_t;
+using Error = cudaError_t;
+
+constexpr Error kSuccess = cudaSuccess;
+constexpr Error kPeerAlreadyEnabled = cudaErrorPeerAccessAlreadyEnabled;
+
+inline const char* describe(Error error) { return cudaGetErrorString(error); }
+inline Error take_last_error() { return cudaGetLastError(); }
+inline Error get_device(int* device) { return cudaGetDevice(device); }
+inline Error set_device(int device) { return cudaSetDevice(device); }
+inline Error allocate(void** memory, std::size_t bytes) { return cudaMalloc(memory, bytes); }
+inline Error release(void* memory) { return cudaFree(memory); }
+inline Error zero(void* memory, std::size_t bytes) { return cudaMemset(memory, 0, bytes); }
+inline Error allocate_host(void** memory, std::size_t bytes) { return cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped); }
+inline Error release_host(void* memory) { return cudaFreeHost(memory); }
+inline Error synchronize() { return cudaDeviceSynchronize(); }
+inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }
+inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0); }
+inline Error processor_count(int* count, int device) {
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+inline Error load_kernel(const void* kernel) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
+}  // namespace jax_ep::gpu

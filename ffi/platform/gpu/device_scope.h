@@ -1,0 +1,31 @@
+// The current device, restored on leaving; and errors of the runtime as exceptions.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "runtime.h"
+
+namespace jax_ep::gpu {
+
+inline void check(Error error, const char* doing) {
+  if (error == kSuccess) return;
+  take_last_error();
+  throw std::runtime_error(std::string("jax_ep: ") + doing + " failed: " + describe(error));
+}
+
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    get_device(&before_);
+    check(set_device(device), "choosing a device");
+  }
+  ~DeviceScope() { set_device(before_); }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,26 @@
+// Launching kernels: plain functions, so that only kernels.cu is device code.
+#pragma once
+
+#include "kernels/args.h"
+#include "runtime.h"
+
+namespace jax_ep {
+
+// Blocks and threads of a launch. Few blocks: they wait for peers, and others must find room beside them.
+struct LaunchConfig {
+  int blocks, threads;
+};
+
+LaunchConfig launch_config(OpKind op, int num_tokens, int processors);
+
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const DispatchArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
+
+// Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
+gpu::Error load_kernels();
+
+int64_t route_scratch(int num_experts);
+
+}  // namespace jax_ep

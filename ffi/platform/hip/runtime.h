@@ -1,0 +1,36 @@
+// The HIP runtime under the names that platform/gpu uses; platform/cuda has its twin.
+#pragma once
+
+#include <hip/hip_runtime_api.h>
+
+#include <cstddef>
+
+namespace jax_ep::gpu {
+
+using Stream = hipStream_t;
+using Error = hipError_t;
+
+constexpr Error kSuccess = hipSuccess;
+constexpr Error kPeerAlreadyEnabled = hipErrorPeerAccessAlreadyEnabled;
+
+inline const char* describe(Error error) { return hipGetErrorString(error); }
+inline Error take_last_error() { return hipGetLastError(); }
+inline Error get_device(int* device) { return hipGetDevice(device); }
+inline Error set_device(int device) { return hipSetDevice(device); }
+inline Error allocate(void** memory, std::size_t bytes) { return hipMalloc(memory, bytes); }
+inline Error release(void* memory) { return hipFree(memory); }
+inline Error zero(void* memory, std::size_t bytes) { return hipMemset(memory, 0, bytes); }
+inline Error allocate_host(void** memory, std::size_t bytes) { return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped); }
+inline Error release_host(void* memory) { return hipHostFree(memory); }
+inline Error synchronize() { return hipDeviceSynchronize(); }
+inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }
+inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); }
+inline Error processor_count(int* count, int device) {
+  return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
+}
+inline Error load_kernel(const void* kernel) {
+  hipFuncAttributes attributes;
+  return hipFuncGetAttributes(&attributes, kernel);
+}
+
+}  // namespace jax_ep::gpu
