@@ -1,0 +1,149 @@
+// The kernels on bare threads, without XLA: several ranks, several teams a rank, many ops in a row. Built with
+// ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "heap/group.h"
+#include "kernels/kernels.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kRanks = 4, kTeams = 3, kTokens = 13, kTopK = 3, kHidden = 128, kExperts = 8;
+constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
+constexpr int kCapacity = (kRanks * kTokens * kTopK / kAlignment + kLocal) * kAlignment;
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "FAILED: %s\n", what);
+  std::exit(1);
+}
+
+// One rank's buffers for a dispatch and the combine after it.
+struct Rank {
+  std::vector<float> tokens = std::vector<float>(kTokens * kHidden), weights = std::vector<float>(kTokens * kTopK);
+  std::vector<int32_t> ids = std::vector<int32_t>(kTokens * kTopK);
+  std::vector<float> received = std::vector<float>(kCapacity * kHidden);
+  std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kTokens * kTopK);
+  std::vector<int32_t> rows = std::vector<int32_t>(kRanks * kTokens * kTopK);
+  std::vector<float> arrived = std::vector<float>(kRanks * kTokens * kTopK);
+  std::vector<int32_t> counts = std::vector<int32_t>(kRanks * kLocal);
+  int32_t dropped = 0, invalid = 0;
+  std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kMaxRanks));
+  std::vector<char> wire = std::vector<char>(kRanks * kTokens * (kHidden + 4 * kHidden / kScaleBlock));
+  std::vector<float> combined = std::vector<float>(kTokens * kHidden);
+  std::vector<float> landing = std::vector<float>(kRanks * kTokens * kHidden);
+
+  DispatchArgs dispatch_args(bool float8) {
+    DispatchArgs a{};
+    a.num_tokens = kTokens, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
+    a.alignment = kAlignment, a.wire_float8 = float8, a.weights = weights.data(), a.expert_ids = ids.data();
+    a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
+    a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
+    a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
+    a.landing = wire.data();
+    return a;
+  }
+
+  CombineArgs combine_args() {
+    CombineArgs a{};
+    a.num_tokens = kTokens, a.top_k = kTopK, a.hidden = kHidden, a.capacity = kCapacity;
+    a.outputs = reinterpret_cast<char*>(received.data()), a.weights = arrived.data(), a.targets = targets.data();
+    a.rows = rows.data(), a.combined = reinterpret_cast<char*>(combined.data());
+    a.landing = reinterpret_cast<char*>(landing.data());
+    return a;
+  }
+};
+
+void fill(std::vector<Rank>& ranks, std::mt19937& random) {
+  for (Rank& rank : ranks) {
+    for (float& x : rank.tokens) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
+    for (float& x : rank.weights) x = static_cast<int>(random() % 1000) / 1000.0f;
+    for (int32_t& id : rank.ids) id = static_cast<int>(random() % (kExperts + 2)) - 1;  // -1 skips, kExperts is invalid
+  }
+}
+
+// Every rank on kTeams threads of its own, as a GPU would run it.
+template <class Body>
+void on_all_ranks(const Group& group, Body body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank)
+    for (int team = 0; team < kTeams; ++team)
+      threads.emplace_back([&, rank, team] { body(group.comm({0, rank}), rank, Team{team, kTeams}); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// dispatch followed by combine of the very rows gives each token times the sum of its valid weights.
+void check_round_trip(const std::vector<Rank>& ranks, float tolerance) {
+  for (const Rank& rank : ranks)
+    for (int t = 0; t < kTokens; ++t) {
+      float weight = 0;
+      for (int k = 0; k < kTopK; ++k) {
+        const int id = rank.ids[t * kTopK + k];
+        if (id >= 0 && id < kExperts) weight += rank.weights[t * kTopK + k];
+      }
+      for (int h = 0; h < kHidden; ++h)
+        expect(std::fabs(rank.combined[t * kHidden + h] - weight * rank.tokens[t * kHidden + h]) <= tolerance,
+               "combine(dispatch(x)) is x times its weights");
+    }
+}
+
+void check_counts(const std::vector<Rank>& ranks) {
+  for (int owner = 0; owner < kRanks; ++owner)
+    for (int e = 0; e < kLocal; ++e) {
+      int rows = 0;
+      for (const Rank& source : ranks)
+        for (const int id : source.ids) rows += id == owner * kLocal + e;
+      const int padded = (rows + kAlignment - 1) / kAlignment * kAlignment;
+      expect(ranks[owner].sizes[e] == padded, "group_sizes are the padded counts");
+    }
+}
+
+void round_trips(int times) {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
+  std::vector<Rank> ranks(kRanks);
+  std::mt19937 random(1);
+  for (int i = 0; i < times; ++i) {
+    const bool float8 = i % 3 == 2;
+    fill(ranks, random);
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+      run_kernel<float>(comm, ranks[rank].dispatch_args(float8), team);
+    });
+    check_counts(ranks);
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+      run_kernel<float>(comm, ranks[rank].combine_args(), team);
+    });
+    check_round_trip(ranks, float8 ? 0.2f : 1e-5f);
+  }
+  expect(!group.take_error(), "no error is reported");
+}
+
+// A rank that never comes: the others give up within the timeout, name it, and fill their results.
+void lost_rank() {
+  Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks);
+  std::mt19937 random(2);
+  fill(ranks, random);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    if (rank != 2) run_kernel<float>(comm, ranks[rank].dispatch_args(false), team);
+  });
+  const auto error = group.take_error();
+  expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+  expect(error->message.find("rank 2") != std::string::npos, "the error names the lost rank");
+  expect(std::isnan(ranks[0].received[0]), "results are NaN after a failure");
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() {
+  jax_ep::round_trips(60);
+  jax_ep::lost_rank();
+  std::puts("protocol: all checks passed");
+  return 0;
+}
