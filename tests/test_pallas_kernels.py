@@ -1,0 +1,34 @@
+"""The Pallas kernels in interpret mode, against numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import weighted_row_sum
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
+@pytest.mark.parametrize("hidden", [7, 64, 200])
+def test_weighted_row_sum(rng: np.random.Generator, dtype: jnp.dtype, tolerance: float, hidden: int) -> None:
+    rows = jnp.asarray(rng.standard_normal((11, hidden)), dtype)
+    index = rng.integers(-1, 11, (5, 3)).astype(np.int32)
+    weights = rng.random((5, 3), np.float32)
+    expected = np.zeros((5, hidden))
+    for t, k in np.ndindex(5, 3):
+        if index[t, k] >= 0:
+            expected[t] += weights[t, k] * np.asarray(rows, np.float64)[index[t, k]]
+    got = weighted_row_sum(rows, jnp.asarray(index), jnp.asarray(weights), block=64, interpret=True)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_weighted_row_sum_ignores_rows_that_are_not_picked(rng: np.random.Generator) -> None:
+    rows = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32).at[0].set(jnp.nan)
+    index = jnp.asarray([[1, -1], [-1, -1]], jnp.int32)
+    got = weighted_row_sum(rows, index, jnp.ones((2, 2), jnp.float32), block=8, interpret=True)
+    np.testing.assert_array_equal(np.asarray(got), np.stack([np.asarray(rows[1]), np.zeros(8)]))
+
+
+def test_weighted_row_sum_refuses_shapes_that_differ() -> None:
+    with pytest.raises(ValueError, match=r"index and weights"):
+        weighted_row_sum(jnp.zeros((2, 4)), jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 1)))
