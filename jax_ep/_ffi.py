@@ -44,7 +44,7 @@ class NativeGroup(Protocol):
     def stall(self, rank: int, where: str) -> None: ...
 
 
-def library_name(device: jax.Device) -> str:
+def library_name(device: Any) -> str:
     """The name of the library for a device: jax says "gpu" for CUDA and ROCm alike."""
     if device.platform != "gpu":
         return device.platform
@@ -137,6 +137,7 @@ def dispatch(
 
 
 def scatter(group: "Group", tokens: jax.Array, routing: Routing) -> jax.Array:
+    """Rows [T, H] along a routing that is already known: [capacity, H]."""
     config = routing.config
     return _call(
         "scatter",

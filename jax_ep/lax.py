@@ -55,9 +55,12 @@ def ragged_all_to_all(
         )
     if output.dtype != operand.dtype:
         raise TypeError(f"{op}: output must have the dtype of operand, {operand.dtype}, got {output.dtype}")
-    offsets = dict(
-        input_offsets=input_offsets, send_sizes=send_sizes, output_offsets=output_offsets, recv_sizes=recv_sizes
-    )
+    offsets = {
+        "input_offsets": input_offsets,
+        "send_sizes": send_sizes,
+        "output_offsets": output_offsets,
+        "recv_sizes": recv_sizes,
+    }
     for name, array in offsets.items():
         _checks.check_rank(op, name, array, 1, "[size * slices]")
         if not jnp.issubdtype(array.dtype, np.integer):
@@ -81,14 +84,12 @@ def ragged_all_to_all(
     return _ragged_all_to_all(group, operand, output, *indices)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_all_to_all(group: Group, operand: jax.Array, output: jax.Array, *indices: jax.Array) -> jax.Array:
-    return _ffi.ragged_all_to_all(group, operand, output, *indices)
+_ragged_all_to_all = jax.custom_vjp(_ffi.ragged_all_to_all, nondiff_argnums=(0,))
 
 
 def _fwd(group: Group, operand: jax.Array, output: jax.Array, *indices: jax.Array) -> Any:
     # The backward pass needs only the operand's type: a constant, which XLA makes where it is used.
-    return _ffi.ragged_all_to_all(group, operand, output, *indices), (jnp.zeros_like(operand), indices)
+    return _ragged_all_to_all(group, operand, output, *indices), (jnp.zeros_like(operand), indices)
 
 
 def _bwd(group: Group, residuals: Any, cotangent: jax.Array) -> Any:

@@ -180,17 +180,17 @@ def _dispatch_xla(
     return out._replace(tokens=jnp.where(overflow, jnp.nan, out.tokens))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dispatch(
-    group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Dispatched:
-    return _ffi.dispatch(group, config, tokens, expert_ids, weights)
+# Each op with its backward pass. The forward rules call the op, not the kernel, so that they can be differentiated too.
+_dispatch = jax.custom_vjp(_ffi.dispatch, nondiff_argnums=(0, 1))
+_combine = jax.custom_vjp(_ffi.combine, nondiff_argnums=(0,))
+_scatter = jax.custom_vjp(_ffi.scatter, nondiff_argnums=(0,))
+_return = jax.custom_vjp(_ffi.return_rows, nondiff_argnums=(0,))
 
 
 def _dispatch_fwd(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> tuple[Dispatched, Routing]:
-    out = _ffi.dispatch(group, config, tokens, expert_ids, weights)
+    out = _dispatch(group, config, tokens, expert_ids, weights)
     return out, out.routing
 
 
@@ -199,23 +199,15 @@ def _dispatch_bwd(group: Group, config: DispatchConfig, routing: Routing, cotang
     return d_tokens, None, d_weights
 
 
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    return _ffi.combine(group, expert_outputs, weights, routing)
-
-
 def _combine_fwd(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> Any:
-    return _ffi.combine(group, expert_outputs, weights, routing), (expert_outputs, weights, routing)
+    return _combine(group, expert_outputs, weights, routing), (expert_outputs, weights, routing)
 
 
 def _combine_bwd(group: Group, residuals: Any, cotangent: jax.Array) -> Any:
     expert_outputs, weights, routing = residuals
-    rows, present = routing.rows, routing.rows >= 0
+    present = routing.rows >= 0
+    place = jnp.where(present, routing.rows, routing.config.capacity)
     arrived = _scatter(group, cotangent, routing).astype(jnp.float32)
-    place = jnp.where(present, rows, routing.config.capacity)
     row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[place].set(weights, mode="drop")
     d_outputs = (arrived * row_weights[:, None]).astype(expert_outputs.dtype)
     products = jnp.sum(arrived * expert_outputs.astype(jnp.float32), axis=1)
@@ -223,34 +215,16 @@ def _combine_bwd(group: Group, residuals: Any, cotangent: jax.Array) -> Any:
     return d_outputs, d_weights, None
 
 
-_combine.defvjp(_combine_fwd, _combine_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(group: Group, tokens: jax.Array, routing: Routing) -> jax.Array:
-    """Sends [T, H] rows along an existing routing: [C, H]."""
-    return _ffi.scatter(group, tokens, routing)
-
-
 def _scatter_fwd(group: Group, tokens: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
-    return _ffi.scatter(group, tokens, routing), routing
+    return _scatter(group, tokens, routing), routing
 
 
 def _scatter_bwd(group: Group, routing: Routing, cotangent: jax.Array) -> Any:
     return _return(group, cotangent, jnp.zeros_like(routing.weights), routing)[0], None
 
 
-_scatter.defvjp(_scatter_fwd, _scatter_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _return(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """The adjoint of dispatch: [C, H] rows summed per token, [R, T, K] weights back to their [T, K]."""
-    return _ffi.return_rows(group, rows, weights, routing)
-
-
 def _return_fwd(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> Any:
-    return _ffi.return_rows(group, rows, weights, routing), routing
+    return _return(group, rows, weights, routing), routing
 
 
 def _return_bwd(group: Group, routing: Routing, cotangents: tuple[jax.Array, jax.Array]) -> Any:
@@ -259,4 +233,7 @@ def _return_bwd(group: Group, routing: Routing, cotangents: tuple[jax.Array, jax
     return _scatter(group, d_tokens, routing), jnp.where(routing.rows >= 0, sent, 0), None
 
 
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+_combine.defvjp(_combine_fwd, _combine_bwd)
+_scatter.defvjp(_scatter_fwd, _scatter_bwd)
 _return.defvjp(_return_fwd, _return_bwd)

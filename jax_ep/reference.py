@@ -75,25 +75,24 @@ def dispatch(
     sent = tokens
     if config.wire_dtype is not None:  # the gradient passes straight through the rounding
         rounded = dequantize_rows(*quantize_rows(tokens), tokens.dtype)
-        sent = tokens + jax.lax.stop_gradient(rounded - tokens)
-        sent = jnp.where(jnp.isfinite(tokens), sent, rounded)
+        sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
     layout = _layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config)
     shape = (size, num_tokens, top_k)
     here = (layout.row >= 0) & (layout.owner == me)
     rows = jnp.where(here, layout.row, -1)
     source = jnp.arange(rows.size) // max(top_k, 1)
-    all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, -1)
+    all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, tokens.shape[1])
     outside = config.capacity
     received = jnp.zeros((config.capacity, tokens.shape[1]), tokens.dtype)
     received = received.at[jnp.where(here, rows, outside)].set(all_tokens[source], mode="drop")
 
     targets = jnp.where(layout.row >= 0, layout.owner * config.capacity + layout.row, -1).reshape(shape)
     arrived = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
-    ids = jax.lax.all_gather(expert_ids, axis_name).reshape(size, -1)
+    ids = jax.lax.all_gather(expert_ids, axis_name).reshape(size, num_tokens * top_k)
     by_source = jax.vmap(lambda i: jnp.bincount(jnp.where((i >= 0) & (i < config.num_experts), i, config.num_experts),
                                                length=config.num_experts + 1))(ids)  # fmt: skip
-    by_source = by_source[:, : config.num_experts].reshape(size, size, -1)
+    by_source = by_source[:, : config.num_experts].reshape(size, size, config.local_experts)
     routing = Routing(
         targets=targets[me].astype(jnp.int32),
         rows=rows.reshape(shape),

@@ -33,7 +33,7 @@ class Routing:
     `jax.shard_map` the one spec `P(axis_name)` fits the whole pytree.
 
     Attributes:
-      targets: [T, K] int32. For each assignment of this rank `owner * capacity + row`; -1 if skipped, invalid or dropped.
+      targets: [T, K] int32. For each assignment of this rank `owner * capacity + row`; -1 if there is no row.
       rows: [R, T, K] int32. For each assignment of source rank s the row of this rank that holds it, or -1.
       weights: [R, T, K] float32. The weights as they arrived, 0 where `rows` is -1. Differentiable.
       counts: [R, E / R] int32. Assignments per source rank and local expert, before padding and before drops.

@@ -22,8 +22,10 @@ py::capsule capsule(Function* handler) {
 // The handlers by op; the platform adds the stages it needs besides "execute".
 py::dict handlers() {
   py::dict all;
-  for (const auto& [name, handler] : {std::pair{"dispatch", dispatch_handler}, {"scatter", scatter_handler},
-                                      {"combine", combine_handler}, {"ragged_all_to_all", ragged_all_to_all_handler}}) {
+  for (const auto& [name, handler] : {std::pair{"dispatch", dispatch_handler},
+                                      {"scatter", scatter_handler},
+                                      {"combine", combine_handler},
+                                      {"ragged_all_to_all", ragged_all_to_all_handler}}) {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());

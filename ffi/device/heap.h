@@ -31,11 +31,11 @@ struct Mail {
 
 // Flags hold the epoch of the last op they stand for, so nothing is ever reset between ops.
 struct alignas(128) Heap {
-  uint64_t epoch;  // ops finished by this rank
-  uint64_t abort;  // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
+  uint64_t epoch;     // ops finished by this rank
+  uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t reported;  // epoch of the last op that claimed the report
-  alignas(128) uint64_t posted[kMaxRanks];     // by source: its mail is here
-  alignas(128) uint64_t delivered[kMaxRanks];  // by source: all its rows are here
+  alignas(128) uint64_t posted[kMaxRanks];        // by source: its mail is here
+  alignas(128) uint64_t delivered[kMaxRanks];     // by source: all its rows are here
   alignas(128) uint64_t acknowledged[kMaxRanks];  // by source: it has given up and writes here no more
   alignas(128) uint64_t arrived;                  // barrier among this rank's teams
   uint64_t released;
@@ -48,9 +48,9 @@ struct alignas(128) Heap {
 struct Comm {
   int rank;
   int size;
-  bool poison;          // debug: fill results and used mail with 0xFF
+  bool poison;  // debug: fill results and used mail with 0xFF
   uint64_t timeout_ns;
-  Report* report;       // host memory
+  Report* report;  // host memory
   Heap* heaps[kMaxRanks];
 };
 

@@ -55,7 +55,9 @@ JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignmen
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 2; }
 JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
 JAX_EP_CONSTANT_FN int64_t needed_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
-JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int max_ranks) { return needed_offset(num_experts) + max_ranks; }
+JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int max_ranks) {
+  return needed_offset(num_experts) + max_ranks;
+}
 
 // Rows in float8: H values, then one float32 scale per block.
 constexpr int kScaleBlock = 128;

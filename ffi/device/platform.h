@@ -1,7 +1,7 @@
 // Chooses the target this code is compiled for. The only place that asks which platform it is.
 //
-// A target header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), the memory-order verbs, clock_ns, pause, and Team:
-// the unit that runs a kernel together, a warp on a GPU and a thread on the CPU.
+// A target header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), the memory-order verbs, clock_ns,
+// pause, and Team: the unit that runs a kernel together, a warp on a GPU and a thread on the CPU.
 #pragma once
 
 #if defined(__CUDACC__)

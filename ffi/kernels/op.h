@@ -125,8 +125,10 @@ class Op {
       }
       const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);
       if (status == Status::timeout) settle(status, peer, epoch, load_relaxed(&flags[peer]));
-      if (late) status_ = Status::timeout;
-      else if (lost) settle(Status::aborted, comm.rank, 0, 0);
+      if (late)
+        status_ = Status::timeout;
+      else if (lost)
+        settle(Status::aborted, comm.rank, 0, 0);
     }
     team.sync();
   }
@@ -151,7 +153,7 @@ class Op {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
       store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
     }
-    constexpr uint64_t kGraceNs = 300'000'000, kNever = 0;
+    constexpr uint64_t kNever = 0;
     const uint64_t grace = clock_ns() + kGraceNs;
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
       spin_until([&] { return load_acquire(&heap->acknowledged[peer]) != 0; }, &kNever, grace);

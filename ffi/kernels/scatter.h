@@ -18,8 +18,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   for (int token = mine.begin; token < mine.end && op.may_push(); ++token)
     push_row(op, args.tokens + token * bytes, bytes, args.targets + int64_t{token} * args.top_k, args.top_k,
              args.capacity);
-  if (op.ok())
-    zero_padding(op, args.received, bytes, args.counts, args.local_experts, args.capacity, args.alignment);
+  if (op.ok()) zero_padding(op, args.received, bytes, args.counts, args.local_experts, args.capacity, args.alignment);
   op.deliver();
   op.wait_delivered();
   expand_rows(op, args.received, bytes, args.rows, args.num_tokens, args.top_k);

@@ -11,6 +11,8 @@
 namespace jax_ep {
 
 constexpr int kMaxTeams = 1024;
+// How long a rank that gives up waits for peers to say that they write no more.
+constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kLaneValues = 8;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {

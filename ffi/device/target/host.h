@@ -12,6 +12,8 @@ namespace jax_ep {
 
 // Assignments counted by one team at a time; bounds the scratch space of routing.
 constexpr int kMaxTeams = 8;
+// How long a rank that gives up waits for peers to say that they write no more; a preempted thread needs long.
+constexpr uint64_t kGraceNs = 800'000'000;
 // Values of a row that one lane sums at a time: enough for the compiler to vectorise.
 constexpr int kLaneValues = 128;
 

@@ -73,9 +73,7 @@ void CpuGroup::watch() {
 }
 
 void CpuGroup::release(const GroupError& error) {
-  const auto complete = [&](Completion done) {
-    completions_.run([done = std::move(done), error] { done(error); });
-  };
+  const auto complete = [&](Completion done) { completions_.run([done = std::move(done), error] { done(error); }); };
   for (auto& [key, gathering] : gatherings_)
     for (auto& [rank, arrival] : gathering.arrivals) complete(std::move(arrival.done));
   for (Completion& done : stalled_) complete(std::move(done));

@@ -20,7 +20,9 @@ inline Error set_device(int device) { return hipSetDevice(device); }
 inline Error allocate(void** memory, std::size_t bytes) { return hipMalloc(memory, bytes); }
 inline Error release(void* memory) { return hipFree(memory); }
 inline Error zero(void* memory, std::size_t bytes) { return hipMemset(memory, 0, bytes); }
-inline Error allocate_host(void** memory, std::size_t bytes) { return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped); }
+inline Error allocate_host(void** memory, std::size_t bytes) {
+  return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped);
+}
 inline Error release_host(void* memory) { return hipHostFree(memory); }
 inline Error synchronize() { return hipDeviceSynchronize(); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }

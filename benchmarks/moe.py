@@ -1,0 +1,221 @@
+"""dispatch and combine beside the capacity-padded all_to_all of XLA: `python -m jax_ep bench moe`."""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import math
+import os
+import platform
+import shlex
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import padded_all_to_all as padded
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jax_ep
+
+AXIS = "ep"
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    tokens: int  # per rank
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"T={self.tokens}, H={self.hidden}, top-{self.top_k} of {self.experts}, {self.dtype}"
+
+
+SHAPES = {"cpu": [Shape(512, 1024, 8, 64, "float32")]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Formulation:
+    """`dispatch(tokens, ids, weights)` returns a state whose first two leaves are the rows and their group sizes;
+    `combine(state, weights)` brings those very rows back."""
+
+    name: str
+    dispatch: Callable[..., Any]
+    combine: Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Median microseconds per call of each formulation."""
+
+    shape: Shape
+    dispatch: dict[str, float]
+    combine: dict[str, float]
+
+
+def formulations(shape: Shape, group: jax_ep.Group, implementation: str) -> tuple[Formulation, Formulation]:
+    """Ours and the padded all_to_all, each as jitted functions of global arrays."""
+    mean_rows = shape.tokens * shape.top_k
+    capacity = math.ceil(1.25 * mean_rows)
+    block = padded.block_rows(mean_rows / group.size)
+
+    def our_dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
+        return jax_ep.dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=shape.experts,
+            capacity=capacity,
+            implementation=implementation,
+        )
+
+    def our_combine(state: jax_ep.Dispatched, weights: jax.Array) -> jax.Array:
+        del weights  # they travelled with the dispatch
+        return jax_ep.combine(state.tokens, state.routing, group=group, implementation=implementation)
+
+    def padded_dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[Any, ...]:
+        del weights
+        return padded.dispatch(tokens, ids, axis_name=AXIS, num_experts=shape.experts, block=block)
+
+    def padded_combine(state: tuple[Any, ...], weights: jax.Array) -> jax.Array:
+        rows, _, sent = state
+        return padded.combine(rows, sent, weights, axis_name=AXIS)
+
+    def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(jax.shard_map(function, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+
+    return (
+        Formulation("jax_ep", jitted(our_dispatch), jitted(our_combine)),
+        Formulation("padded all_to_all", jitted(padded_dispatch), jitted(padded_combine)),
+    )
+
+
+def make_inputs(shape: Shape, group: jax_ep.Group) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, ids and weights of all ranks, routed uniformly to distinct experts."""
+    rng = np.random.default_rng(SEED)
+    total = group.size * shape.tokens
+    tokens = rng.standard_normal((total, shape.hidden), np.float32)
+    ids = np.argsort(rng.random((total, shape.experts)), axis=1)[:, : shape.top_k].astype(np.int32)
+    weights = rng.random((total, shape.top_k), np.float32)
+    place = partial(jax.device_put, device=NamedSharding(group.mesh, P(AXIS)))
+    return place(jnp.asarray(tokens, shape.dtype)), place(ids), place(weights)
+
+
+def check_equal(states: list[Any], outputs: list[jax.Array], size: int, dtype: str) -> None:
+    """Raises unless the formulations delivered the same rows in the same order, and the same sums."""
+    (rows_a, sizes_a), (rows_b, sizes_b) = (map(np.asarray, jax.tree.leaves(state)[:2]) for state in states)
+    np.testing.assert_array_equal(sizes_a, sizes_b)
+    used = sizes_a.reshape(size, -1).sum(axis=1)
+    for count, a, b in zip(used, np.split(rows_a, size), np.split(rows_b, size), strict=True):
+        np.testing.assert_array_equal(a[:count], b[:count])
+    epsilon = float(jnp.finfo(dtype).eps)
+    a, b = (np.asarray(output, np.float32) for output in outputs)
+    np.testing.assert_allclose(a, b, rtol=16 * epsilon, atol=16 * epsilon * float(np.max(np.abs(b))))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def measure(shape: Shape, group: jax_ep.Group, implementation: str, repeats: int) -> Result:
+    """Checks the formulations against each other, then times them in turns."""
+    tokens, ids, weights = make_inputs(shape, group)
+    both = formulations(shape, group, implementation)
+    states = [jax.block_until_ready(one.dispatch(tokens, ids, weights)) for one in both]
+    outputs = [jax.block_until_ready(one.combine(state, weights)) for one, state in zip(both, states, strict=True)]
+    check_equal(states, outputs, group.size, shape.dtype)
+
+    dispatch_times: dict[str, list[float]] = {one.name: [] for one in both}
+    combine_times: dict[str, list[float]] = {one.name: [] for one in both}
+    for _ in range(repeats):
+        for one, state in zip(both, states, strict=True):
+            dispatch_times[one.name].append(seconds(partial(one.dispatch, tokens, ids, weights)))
+            combine_times[one.name].append(seconds(partial(one.combine, state, weights)))
+    group.check()
+
+    def medians(times: dict[str, list[float]]) -> dict[str, float]:
+        return {name: 1e6 * statistics.median(values) for name, values in times.items()}
+
+    return Result(shape, medians(dispatch_times), medians(combine_times))
+
+
+def table(result: Result) -> str:
+    """The result as a markdown table; the ratio says how many times faster ours is."""
+    names = list(result.dispatch)
+    total = {name: result.dispatch[name] + result.combine[name] for name in names}
+    lines = [f"| {result.shape} | " + " | ".join(f"{name}, us" for name in names) + " | ratio |", "|---|---|---|---|"]
+    for row, times in (("dispatch", result.dispatch), ("combine", result.combine), ("sum", total)):
+        ours, other = (times[name] for name in names)
+        lines.append(f"| {row} | {ours:,.0f} | {other:,.0f} | {other / ours:.2f} |")
+    return "\n".join(lines)
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Writes grouped bars, one panel a shape, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(results), 4), layout="constrained")
+    for axes, result in zip(np.atleast_1d(figure.subplots(1, len(results))), results, strict=True):
+        for i, name in enumerate(result.dispatch):
+            dispatch, combine = result.dispatch[name] / 1e3, result.combine[name] / 1e3
+            axes.bar(np.arange(3) + 0.4 * i - 0.2, [dispatch, combine, dispatch + combine], width=0.4, label=name)
+        axes.set(title=str(result.shape), ylabel="ms per call")
+        axes.set_xticks(np.arange(3), ["dispatch", "combine", "sum"])
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def cpu_name() -> str:
+    """The processor's own name where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def header(group: jax_ep.Group, implementation: str, arguments: list[str]) -> str:
+    """When, where and with what: everything a reader needs to repeat the figures."""
+    devices = f"{group.size} x {group.mesh.devices.flat[0].device_kind}"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy"))
+    return "\n".join(
+        (
+            f"- date: {datetime.date.today().isoformat()}",
+            f"- hardware: {cpu_name()}, {os.cpu_count()} cores; {devices} devices",
+            f"- versions: jax_ep {jax_ep.__version__} ({implementation!r}), {versions}, "
+            f"python {platform.python_version()}",
+            f"- command: `{shlex.join(['python', '-m', 'jax_ep', 'bench', 'moe', *arguments])}`",
+        )
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench moe", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=30, help="timed calls of each; default: %(default)s")
+    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    parser.add_argument(
+        "--plot", type=Path, nargs="?", const=Path("jax_ep_bench_moe.png"), help="also write a PNG [%(const)s]"
+    )
+    options = parser.parse_args(arguments)
+
+    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
+        implementation = group.resolve("bench", options.implementation)
+        print(header(group, implementation, arguments), flush=True)
+        results = []
+        for shape in SHAPES.get(group.platform, SHAPES["cpu"]):
+            results.append(measure(shape, group, options.implementation, options.repeats))
+            print(f"\n{table(results[-1])}", flush=True)
+    if options.plot:
+        plot(results, options.plot)
+        print(f"\nwrote {options.plot}")
+    return 0

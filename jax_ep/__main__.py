@@ -1,0 +1,95 @@
+"""`python -m jax_ep demo | info | bench moe`; `--help` after any of them."""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+from jax_ep import _ffi
+from jax_ep.version import __version__
+
+_DEMO_EXTRAS = ("matplotlib", "optax", "tqdm")
+_CPU_DEVICES = 8
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Collectives for mixture-of-experts in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
+    commands.add_parser("info", help="built platforms, devices, links, versions")
+    bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
+    bench.add_subparsers(dest="what", required=True).add_parser("moe", add_help=False, help="dispatch and combine")
+    options, rest = parser.parse_known_args(arguments)
+
+    _ask_for_cpu_devices()
+    if options.command == "info":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return info()
+    _avoid_unbuilt_gpus()
+    module = _load("examples", "train_moe_lm") if options.command == "demo" else _load("benchmarks", options.what)
+    return module.main(rest)
+
+
+def info() -> int:
+    """Prints what was built, and what runs here."""
+    devices = jax.devices()
+    print("versions")
+    print(f"  jax_ep {__version__}, python {platform.python_version()}")
+    print("  " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")))
+    print("platforms")
+    for name in _ffi.PLATFORMS:
+        print(f"  {name}: {'built' if _ffi.is_built(name) else 'not built'}")
+    print("devices")
+    for device in devices:
+        print(f"  {device.id}: {device.device_kind} ({_ffi.library_name(device)}), process {device.process_index}")
+    print("links")
+    print(_links(_ffi.library_name(devices[0])))
+    return 0
+
+
+def _links(library: str) -> str:
+    if library == "cpu":
+        return "  shared memory"
+    if library != "cuda" or shutil.which("nvidia-smi") is None:
+        return "  unknown"
+    topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
+    return topology.stdout.rstrip() or "  unknown: nvidia-smi topo -m printed nothing"
+
+
+def _ask_for_cpu_devices() -> None:
+    """Splits the CPU into virtual devices, unless the user already said how many. Harmless where there are GPUs."""
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not chosen and jax.config.values["jax_num_cpu_devices"] < 0:
+        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+
+
+def _avoid_unbuilt_gpus() -> None:
+    """Runs on the CPU where no GPU library was built, unless the user named a platform (JAX_PLATFORMS)."""
+    if not jax.config.values["jax_platforms"] and not _ffi.is_built("cuda") and not _ffi.is_built("hip"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _load(folder: str, module: str) -> ModuleType:
+    """Imports a script from `folder`, which lies in the installed package or beside it in a source tree."""
+    package = Path(__file__).parent
+    root = package if (package / folder).is_dir() else package.parent
+    sys.path.insert(0, str(root / folder))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in _DEMO_EXTRAS:
+            raise
+        sys.exit(f'{error.name} is missing: run python -m pip install "jax_ep[demo]"')
+
+
+if __name__ == "__main__":
+    sys.exit(main())
