@@ -25,7 +25,8 @@ def ragged_all_to_all(
     """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
 
     Slice i goes to rank i // (len(send_sizes) / size): rows [input_offsets[i], input_offsets[i] + send_sizes[i]) of
-    `operand` land there at row output_offsets[i]. Differentiable in `operand` and `output`.
+    `operand` land there at row output_offsets[i]. Differentiable in `operand` and `output`; as in `jax.lax`, the gradient
+    takes the slices of `operand` not to overlap.
 
     Args:
       operand: [N, ...] rows to send, of any dtype.
@@ -78,7 +79,7 @@ def ragged_all_to_all(
     operand, output, *indices = _checks.vary_alike(
         axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values())
     )
-    operand = _checks.not_batched(op, operand)
+    operand, output = _checks.not_batched(op, operand), _checks.not_batched(op, output)
     if group.resolve(op, "auto") == "xla":
         return reference.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
     return _ragged_all_to_all(group, operand, output, *indices)

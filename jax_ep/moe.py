@@ -71,8 +71,7 @@ def dispatch(
     if weights is None:
         weights = jnp.ones(expert_ids.shape, jnp.float32)
     tokens, expert_ids, weights = _checks.vary_alike(group.axis_name, tokens, expert_ids, weights)
-    tokens = _checks.not_batched(op, tokens)
-    expert_ids = _checks.not_batched(op, expert_ids)
+    tokens, expert_ids, weights = (_checks.not_batched(op, x) for x in (tokens, expert_ids, weights))
     if group.resolve(op, implementation) == "xla":
         return _dispatch_xla(group, config, tokens, expert_ids, weights)
     return _dispatch(group, config, tokens, expert_ids, weights)
@@ -81,8 +80,8 @@ def dispatch(
 def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implementation: str = "auto") -> jax.Array:
     """For each token of this rank, the weighted sum of its experts' output rows.
 
-    Each expert rank sums its rows of a token in float32 and sends one row; the token's rank sums those in rank order.
-    The same inputs give the same bits. Differentiable in `expert_outputs` and `routing.weights`.
+    Each peer sums its rows of a token in float32 and sends one row; the token's rank adds those and its own rows in
+    float32, in rank order. The same inputs give the same bits. Differentiable in `expert_outputs` and `routing.weights`.
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.tokens`. H' is free.
@@ -112,8 +111,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
         )
     leaves, treedef = jax.tree.flatten(routing)
     expert_outputs, *leaves = _checks.vary_alike(group.axis_name, expert_outputs, *leaves)
+    expert_outputs, *leaves = (_checks.not_batched(op, x) for x in (expert_outputs, *leaves))
     routing = jax.tree.unflatten(treedef, leaves)
-    expert_outputs = _checks.not_batched(op, expert_outputs)
     if group.resolve(op, implementation) == "xla":
         return reference.combine(expert_outputs, routing, axis_name=group.axis_name)
     return _combine(group, expert_outputs, routing.weights, routing)

@@ -1,0 +1,57 @@
+"""What every test file shares: devices, groups that are closed again, implementations and seeds."""
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+from helpers import SEED, mesh_of
+
+from jax_ep import Group, _ffi
+
+# Both before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
+jax.config.update("jax_num_cpu_devices", 8)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # test processes share a GPU
+
+OpenGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A stream of random numbers of its own for every test."""
+    print(f"JAX_EP_TEST_SEED={SEED}")
+    return np.random.default_rng([SEED, zlib.crc32(request.node.name.encode())])
+
+
+@pytest.fixture
+def open_group() -> Iterator[OpenGroup]:
+    """Opens groups over the axis "ep" of a mesh of `size` devices, or of the mesh given; closes them after the test."""
+    with contextlib.ExitStack() as groups:
+
+        def opened(size: int = 4, *, mesh: jax.sharding.Mesh | None = None, timeout: float = 30.0) -> Group:
+            return groups.enter_context(Group(mesh or mesh_of(ep=size), "ep", timeout=timeout))
+
+        yield opened
+
+
+def require_native() -> None:
+    """A missing library fails: a skip would hide a broken build."""
+    platform = _ffi.library_name(jax.devices()[0])
+    if not _ffi.is_built(platform):
+        pytest.fail(f"the library for {platform!r} is not built, run `pip install .`", pytrace=False)
+
+
+@pytest.fixture(params=["ffi", "xla"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    if request.param == "ffi":
+        require_native()
+    return request.param
+
+
+@pytest.fixture
+def native() -> None:
+    """For what only the compiled libraries have."""
+    require_native()

@@ -1,0 +1,132 @@
+"""Programs, random cases and comparisons that several test files use."""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep import Dispatched, Group, combine, dispatch
+
+SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
+SIZES = (1, 2, 4, 8)
+DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))
+BIG = 2**31 - 1
+
+
+def mesh_of(**axes: int) -> Mesh:
+    """A mesh over the first devices, e.g. `mesh_of(dp=2, ep=4)`; skips the test where there are too few."""
+    needed, devices = math.prod(axes.values()), jax.devices()
+    if len(devices) < needed:
+        pytest.skip(f"needs {needed} devices, this host has {len(devices)}")
+    return Mesh(np.array(devices[:needed]).reshape(*axes.values()), tuple(axes))
+
+
+def largest_size() -> int:
+    return max(size for size in SIZES if size <= len(jax.devices()))
+
+
+def per_rank(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """jit of `function` on every device: its arguments and results get the mesh's axes as leading axes."""
+    spec = PartitionSpec(*mesh.axis_names)
+    axes = len(mesh.axis_names)
+
+    def body(*arguments: Any) -> Any:
+        here = jax.tree.map(lambda x: x.reshape(x.shape[axes:]), arguments)
+        return jax.tree.map(lambda x: x.reshape((1,) * axes + x.shape), function(*here))
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def fetch(results: Any) -> Any:
+    """Awaits all results, as must be done before a group closes, and copies them to numpy."""
+    return jax.tree.map(np.asarray, jax.block_until_ready(results))
+
+
+def round_trip(group: Group, *, implementation: str, **options: Any) -> Callable[..., tuple[Dispatched, jax.Array]]:
+    """On one rank, (tokens, ids, weights) -> (Dispatched, combine of the very rows that arrived)."""
+
+    def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array | None) -> tuple[Dispatched, jax.Array]:
+        out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options)
+        return out, combine(out.tokens, out.routing, group=group, implementation=implementation)
+
+    return both
+
+
+def dispatch_combine(group: Group, **options: Any) -> Callable[..., Any]:
+    """The program of `round_trip` for all ranks."""
+    return per_rank(round_trip(group, **options), group.mesh)
+
+
+class Case(NamedTuple):
+    """Operands of `dispatch` on all ranks."""
+
+    tokens: np.ndarray  # [R, T, H]
+    ids: np.ndarray  # [R, T, K]
+    weights: np.ndarray  # [R, T, K]
+
+
+def draw_case(
+    rng: np.random.Generator,
+    size: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    dtype: np.dtype = DTYPES[2],
+) -> Case:
+    """Random tokens and weights; every token picks different experts."""
+    ids = rng.permuted(np.broadcast_to(np.arange(experts, dtype=np.int32), (size, tokens, experts)), axis=2)
+    return Case(
+        tokens=rng.standard_normal((size, tokens, hidden)).astype(dtype),
+        ids=np.ascontiguousarray(ids[:, :, :top_k]),
+        weights=rng.uniform(0.1, 1, (size, tokens, top_k)).astype(np.float32),
+    )
+
+
+def wide(x: Any) -> np.ndarray:
+    """In a dtype that numpy compares: bfloat16 and float16 are float32 too."""
+    array = np.asarray(x)
+    return array if array.dtype.kind in "iub" else array.astype(np.float32)
+
+
+def bits(results: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(results)]
+
+
+def assert_dispatched(actual: Dispatched, expected: oracle.Expected) -> None:
+    """Every value is equal, and NaN only where NaN is expected."""
+    for name in ("tokens", "group_sizes"):
+        np.testing.assert_array_equal(wide(getattr(actual, name)), wide(getattr(expected, name)), name)
+    assert_routing(actual, expected)
+
+
+def assert_routing(actual: Dispatched, expected: oracle.Expected) -> None:
+    for name in ("targets", "rows", "weights", "counts", "dropped", "invalid"):
+        np.testing.assert_array_equal(getattr(actual.routing, name), getattr(expected, name), name)
+
+
+def assert_combined(actual: np.ndarray, outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> None:
+    """Within the rounding of the partial sums and of the result."""
+    exact = oracle.combine(outputs, targets, weights)
+    magnitude = oracle.combine(np.abs(outputs), targets, np.abs(weights))
+    unit = float(jnp.finfo(actual.dtype).eps) + 16 * 2.0**-23
+    error = np.abs(actual.astype(np.float64) - exact)
+    assert actual.dtype == outputs.dtype
+    assert np.all(error <= unit * magnitude + float(jnp.finfo(actual.dtype).smallest_subnormal)), error.max()
+
+
+def assert_round_trip(actual: tuple[Dispatched, np.ndarray], case: Case, **options: Any) -> oracle.Expected:
+    """The results of `dispatch_combine` on all ranks are the oracle's."""
+    dispatched, combined = actual
+    expected = oracle.dispatch(*case, capacity=dispatched.tokens.shape[1], **options)
+    assert_dispatched(dispatched, expected)
+    assert_combined(combined, expected.tokens, expected.targets, case.weights)
+    return expected

@@ -1,0 +1,161 @@
+"""What the ops must return, in numpy and plain loops. Shares no code with jax_ep.
+
+Every array has a leading axis of ranks.
+"""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8_BLOCK = 128
+
+
+class Expected(NamedTuple):
+    """What `dispatch` returns on all ranks; `needed` counts the rows each rank would receive."""
+
+    tokens: Array  # [R, C, H]
+    group_sizes: Array  # [R, E / R]
+    targets: Array  # [R, T, K]
+    rows: Array  # [R, R, T, K]
+    weights: Array  # [R, R, T, K]
+    counts: Array  # [R, R, E / R]
+    dropped: Array  # [R, 1]
+    invalid: Array  # [R, 1]
+    needed: Array  # [R]
+
+
+def dispatch(
+    tokens: Array, ids: Array, weights: Array, *, num_experts: int, capacity: int, alignment: int = 1, fp8: bool = False
+) -> Expected:
+    size, num_tokens, top_k = ids.shape
+    local = num_experts // size
+    assigned: list[list[tuple[int, int, int]]] = [[] for _ in range(num_experts)]
+    out = Expected(
+        tokens=np.zeros((size, capacity, tokens.shape[2]), tokens.dtype),
+        group_sizes=np.zeros((size, local), np.int32),
+        targets=np.full((size, num_tokens, top_k), -1, np.int32),
+        rows=np.full((size, size, num_tokens, top_k), -1, np.int32),
+        weights=np.zeros((size, size, num_tokens, top_k), np.float32),
+        counts=np.zeros((size, size, local), np.int32),
+        dropped=np.zeros((size, 1), np.int32),
+        invalid=np.zeros((size, 1), np.int32),
+        needed=np.zeros(size, np.int64),
+    )
+    for source in range(size):
+        for token in range(num_tokens):
+            for k in range(top_k):
+                expert = int(ids[source, token, k])
+                if 0 <= expert < num_experts:
+                    assigned[expert].append((source, token, k))
+                    out.counts[expert // local, source, expert % local] += 1
+                elif expert != -1:
+                    out.invalid[source] += 1
+    for rank in range(size):
+        start = 0
+        for expert in range(local):
+            row = start
+            for source, token, k in assigned[rank * local + expert]:
+                if row < capacity:
+                    sent = tokens[source, token]
+                    out.tokens[rank, row] = through_fp8(sent)[0] if fp8 else sent
+                    out.targets[source, token, k] = rank * capacity + row
+                    out.rows[rank, source, token, k] = row
+                    out.weights[rank, source, token, k] = weights[source, token, k]
+                else:
+                    out.dropped[source] += 1
+                row += 1
+            while row % alignment:
+                row += 1
+            out.group_sizes[rank, expert] = min(row, capacity) - min(start, capacity)
+            start = row
+        out.needed[rank] = start
+    return out
+
+
+def through_fp8(row: Array) -> tuple[Array, Array]:
+    """A row [H] after its way through float8_e4m3fn, and the scale of each of its values."""
+    arrived, scales = np.empty_like(row), np.empty(row.shape, np.float32)
+    for start in range(0, len(row), FP8_BLOCK):
+        block = slice(start, start + FP8_BLOCK)
+        values = row[block].astype(np.float32)
+        largest = np.max(np.abs(values))
+        scale = np.float32(1) if largest == 0 else np.float32(largest / np.float32(448))
+        arrived[block] = ((values / scale).astype(FP8).astype(np.float32) * scale).astype(row.dtype)
+        scales[block] = scale
+    return arrived, scales
+
+
+def combine(outputs: Array, targets: Array, weights: Array) -> Array:
+    """The weighted sums [R, T, H'] in float64, without any rounding."""
+    size, num_tokens, top_k = targets.shape
+    total = np.zeros((size, num_tokens, outputs.shape[2]), np.float64)
+    for source in range(size):
+        for token in range(num_tokens):
+            for k in range(top_k):
+                if targets[source, token, k] >= 0:
+                    rank, row = divmod(int(targets[source, token, k]), outputs.shape[1])
+                    total[source, token] += np.float64(weights[source, token, k]) * outputs[rank, row].astype(float)
+    return total
+
+
+def combine_in_order(outputs: Array, targets: Array, weights: Array, *, round_own: bool) -> Array:
+    """The sums as documented: over k in float32 on the expert's rank, rounded; then over ranks in float32, rounded.
+
+    Without `round_own`, a token's rank adds its own experts' rows one by one to the sum over ranks.
+    """
+    size, num_tokens, top_k = targets.shape
+    total = np.zeros((size, num_tokens, outputs.shape[2]), outputs.dtype)
+    for source in range(size):
+        for token in range(num_tokens):
+            partial = np.zeros((size, outputs.shape[2]), np.float32)
+            for k in range(top_k):
+                if targets[source, token, k] >= 0:
+                    rank, row = divmod(int(targets[source, token, k]), outputs.shape[1])
+                    partial[rank] += weights[source, token, k] * outputs[rank, row].astype(np.float32)
+            arrived = partial.astype(outputs.dtype).astype(np.float32)
+            sum_of_ranks = np.zeros(outputs.shape[2], np.float32)
+            for rank in range(size):
+                if round_own or rank != source:
+                    sum_of_ranks += arrived[rank]
+                    continue
+                for k in range(top_k):
+                    if targets[source, token, k] // outputs.shape[1] == rank:
+                        row = targets[source, token, k] % outputs.shape[1]
+                        sum_of_ranks += weights[source, token, k] * outputs[rank, row].astype(np.float32)
+            total[source, token] = sum_of_ranks.astype(outputs.dtype)
+    return total
+
+
+class Slices(NamedTuple):
+    """The index operands of `ragged_all_to_all`, each [R, R * S]; slice i of a rank goes to rank i // S."""
+
+    input_offsets: Array
+    send_sizes: Array
+    output_offsets: Array
+    recv_sizes: Array
+
+
+def ragged_all_to_all(operand: Array, output: Array, slices: Slices) -> Array:
+    result = output.copy()
+    for (source, i), size in np.ndenumerate(slices.send_sizes):
+        rank = i // (slices.send_sizes.shape[1] // len(operand))
+        start, place = slices.input_offsets[source, i], slices.output_offsets[source, i]
+        for row in range(size):
+            result[rank, place + row] = operand[source, start + row]
+    return result
+
+
+def ragged_all_to_all_gradient(operand: Array, cotangent: Array, slices: Slices) -> tuple[Array, Array]:
+    """The gradients for operand and output."""
+    d_operand, d_output = np.zeros_like(operand), cotangent.copy()
+    for (source, i), size in np.ndenumerate(slices.send_sizes):
+        rank = i // (slices.send_sizes.shape[1] // len(operand))
+        start, place = slices.input_offsets[source, i], slices.output_offsets[source, i]
+        for row in range(size):
+            d_operand[source, start + row] += cotangent[rank, place + row]
+            d_output[rank, place + row] = 0
+    return d_operand, d_output

@@ -1,0 +1,113 @@
+"""More rows than a rank has room for: exactly full, one too many, raised or dropped and counted."""
+
+import re
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from helpers import Case
+
+from jax_ep import CapacityError, Group, combine, dispatch
+
+SIZE, EXPERTS, CAPACITY = 4, 8, 12
+
+
+def case_with(rng: np.random.Generator, rows_of_rank_2: int) -> Case:
+    """Rank 2 owns experts 4 and 5 and is sent so many rows; every other rank fewer."""
+    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+    case.ids[:] = -1
+    case.ids[:, 3, 0] = (0, 3, 6, 0)
+    picks = case.ids.reshape(-1, 2)[: rows_of_rank_2 // 2]
+    picks[:] = (5, 4)
+    if rows_of_rank_2 % 2:
+        case.ids[3, 3, 1] = 4
+    return case
+
+
+def test_exactly_full(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
+    case = case_with(rng, CAPACITY)
+    expected = helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+    assert expected.needed[2] == CAPACITY
+    group.check()
+
+
+def assert_overflow_of_rank_2(group: Group) -> None:
+    with pytest.raises(CapacityError) as raised:
+        group.check()
+    numbers = re.search(r"rank (\d+) needs (\d+) rows but capacity is (\d+)", str(raised.value))
+    assert numbers is not None, raised.value
+    assert tuple(map(int, numbers.groups())) == (2, CAPACITY + 1, CAPACITY)
+    group.check()  # reported once
+
+
+def test_one_too_many_raises_and_the_group_goes_on(
+    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
+    full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
+    for _ in range(3):
+        if implementation == "ffi":
+            with pytest.raises(jax.errors.JaxRuntimeError, match="rank 2 needs 13 rows"):
+                helpers.fetch(program(*too_many))
+        else:
+            dispatched, _ = helpers.fetch(program(*too_many))
+            assert np.isnan(dispatched.tokens).all()
+        assert_overflow_of_rank_2(group)
+        helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
+
+
+def test_all_ranks_stop_together(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """A rank with room must not go on to a collective where it would wait for the rank without."""
+    group = open_group(SIZE)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, implementation="ffi")
+        total = jax.lax.psum(combine(out.tokens, out.routing, group=group, implementation="ffi"), "ep")
+        again = dispatch(tokens + total, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
+        return combine(again.tokens, again.routing, group=group, implementation="ffi")
+
+    program = helpers.per_rank(body, group.mesh)
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rank 2"):
+            helpers.fetch(program(*case_with(rng, CAPACITY + 1)))
+        assert_overflow_of_rank_2(group)
+        assert np.isfinite(helpers.fetch(program(*case_with(rng, CAPACITY)))).all()
+
+
+def test_the_next_op_raises_what_nobody_checked(
+    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    options = {"num_experts": EXPERTS, "capacity": CAPACITY, "implementation": implementation}
+    too_many = case_with(rng, CAPACITY + 1)
+    try:
+        helpers.fetch(helpers.dispatch_combine(group, **options)(*too_many))
+    except jax.errors.JaxRuntimeError:
+        assert implementation == "ffi"
+    with pytest.raises(CapacityError, match="rank 2"):
+        helpers.dispatch_combine(group, **options)(*too_many)  # traced anew: this is the next op
+    group.check()
+
+
+@pytest.mark.parametrize(("capacity", "alignment"), [(11, 1), (7, 1), (1, 1), (8, 4), (12, 4)])
+def test_drop(
+    capacity: int, alignment: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    options = {"num_experts": EXPERTS, "alignment": alignment}
+    program = helpers.dispatch_combine(
+        group, capacity=capacity, on_overflow="drop", implementation=implementation, **options
+    )
+    crowded = helpers.draw_case(rng, SIZE, 6, 3, EXPERTS, 16)
+    for case in (crowded, case_with(rng, CAPACITY)):
+        expected = helpers.assert_round_trip(helpers.fetch(program(*case)), case, **options)
+        kept = (expected.targets >= 0).sum()
+        assert kept + expected.dropped.sum() == (case.ids >= 0).sum()
+        if case is crowded:
+            assert expected.dropped.sum() > 0
+    group.check()

@@ -1,0 +1,154 @@
+"""combine against the oracle, and what must not influence it: order, padding, NaN of others, where it runs."""
+
+import helpers
+import jax
+import numpy as np
+import oracle
+import pytest
+from conftest import OpenGroup
+from helpers import DTYPES, Case
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import Dispatched, Group, combine, dispatch
+
+SIZE, EXPERTS = 4, 16
+
+
+def given_outputs(group: Group, implementation: str):
+    """A program (tokens, ids, weights, outputs) -> combine of `outputs`, whatever was dispatched."""
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array) -> jax.Array:
+        out = dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=EXPERTS,
+            capacity=outputs.shape[0],
+            implementation=implementation,
+        )
+        return combine(outputs, out.routing, group=group, implementation=implementation)
+
+    return helpers.per_rank(body, group.mesh)
+
+
+def layout_of(case: Case, capacity: int) -> oracle.Expected:
+    return oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 21, 256])
+def test_outputs_of_another_width(
+    width: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    program = given_outputs(open_group(SIZE), implementation)
+    case = helpers.draw_case(rng, SIZE, 5, 4, EXPERTS, 16)  # tokens are float32 whatever the outputs are
+    outputs = rng.standard_normal((SIZE, SIZE * 5 * 4, width)).astype(dtype)
+    combined = helpers.fetch(program(*case, outputs))
+    helpers.assert_combined(combined, outputs, layout_of(case, SIZE * 5 * 4).targets, case.weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_order_of_the_sum(
+    dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    program = given_outputs(open_group(SIZE), implementation)
+    case = helpers.draw_case(rng, SIZE, 6, 8, EXPERTS, 16)
+    case.weights[:] = 2.0 ** rng.integers(-3, 4, case.weights.shape)  # exact products: a fused multiply-add is no other
+    outputs = rng.standard_normal((SIZE, SIZE * 6 * 8, 24)).astype(dtype)
+    combined = helpers.fetch(program(*case, outputs))
+    targets = layout_of(case, SIZE * 6 * 8).targets
+    wanted = oracle.combine_in_order(outputs, targets, case.weights, round_own=implementation == "xla")
+    np.testing.assert_array_equal(helpers.wide(combined), helpers.wide(wanted))
+
+
+def test_rows_of_no_token_do_not_matter(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    program = given_outputs(open_group(SIZE), implementation)
+    case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
+    case.ids[:, 0, 1] = -1
+    case.ids[:, 1] = -1
+    layout = layout_of(case, SIZE * 5 * 3)
+    outputs = rng.standard_normal((SIZE, SIZE * 5 * 3, 16)).astype(np.float32)
+    for rank in range(SIZE):
+        outputs[rank, layout.group_sizes[rank].sum() :] = np.nan
+    combined = helpers.fetch(program(*case, outputs))
+    np.testing.assert_array_equal(combined[:, 1], 0)
+    helpers.assert_combined(combined, np.nan_to_num(outputs), layout.targets, case.weights)
+
+
+def test_nan_stays_in_its_token(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Values and gradients, through an expert whose derivative depends on its input."""
+    group = open_group(SIZE)
+
+    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[Dispatched, jax.Array]]:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+        combined = combine(out.tokens**2, out.routing, group=group, implementation=implementation)
+        return combined.sum(), (out, combined)
+
+    program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
+    case = helpers.draw_case(rng, SIZE, 4, 3, EXPERTS, 16)
+    clean_gradients, (clean, clean_sum) = helpers.fetch(program(case.tokens, case.weights, case.ids))
+    case.tokens[2, 1, 5] = np.nan
+    gradients, (dirty, dirty_sum) = helpers.fetch(program(case.tokens, case.weights, case.ids))
+
+    expected = layout_of(case, clean.tokens.shape[1])
+    helpers.assert_dispatched(dirty, expected)
+    other_values = np.ones_like(case.tokens, bool)
+    other_values[2, 1, 5] = False
+    other_tokens = np.ones_like(case.weights, bool)
+    other_tokens[2, 1] = False
+    for before, after, others in (
+        (clean_sum, dirty_sum, other_values),
+        (clean_gradients[0], gradients[0], other_values),
+        (clean_gradients[1], gradients[1], other_tokens),
+    ):
+        np.testing.assert_array_equal(after[others], before[others])
+        assert np.isnan(after[~others]).all()
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_ragged_dot_of_what_arrives(
+    alignment: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
+        out = dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=EXPERTS,
+            alignment=alignment,
+            implementation=implementation,
+        )
+        outputs = jax.lax.ragged_dot(out.tokens, matrices, out.group_sizes)
+        return combine(outputs, out.routing, group=group, implementation=implementation)
+
+    case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
+    matrices = rng.standard_normal((EXPERTS, 16, 12)).astype(np.float32)
+    combined = helpers.fetch(helpers.per_rank(body, group.mesh)(*case, matrices.reshape(SIZE, EXPERTS // SIZE, 16, 12)))
+    dense = np.einsum("rtk,rth,rtkhf->rtf", case.weights, case.tokens, matrices[case.ids])
+    np.testing.assert_allclose(combined, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_routing_travels_between_two_shard_maps(
+    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+
+    def there(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
+        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+
+    def back(out: Dispatched) -> jax.Array:
+        return combine(out.tokens, out.routing, group=group, implementation=implementation)
+
+    send, answer = (
+        jax.jit(jax.shard_map(half, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))) for half in (there, back)
+    )
+    case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
+    out = jax.block_until_ready(send(*(x.reshape(-1, x.shape[-1]) for x in case)))
+    combined = helpers.fetch(answer(out)).reshape(case.tokens.shape)
+    capacity = out.tokens.shape[0] // SIZE
+    layout = layout_of(case, capacity)
+    helpers.assert_combined(combined, layout.tokens, layout.targets, case.weights)

@@ -1,0 +1,60 @@
+"""The same bits on every run, and no hang however many ops are in flight at once."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from conftest import OpenGroup
+
+from jax_ep import combine, dispatch
+
+EXPERTS = 16
+
+
+def test_a_hundred_runs_give_the_same_bits(
+    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(8)
+
+    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+        combined = combine(jnp.tanh(out.tokens), out.routing, group=group, implementation=implementation)
+        return (combined**2).sum(), (out, combined)
+
+    program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
+    case = helpers.draw_case(rng, 8, 16, 8, EXPERTS, 32)
+    first = helpers.bits(helpers.fetch(program(case.tokens, case.weights, case.ids)))
+    for run in range(99):
+        again = helpers.bits(helpers.fetch(program(case.tokens, case.weights, case.ids)))
+        assert again == first, f"run {run + 2} differs"
+
+
+def test_many_independent_ops_in_one_program(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """64 pairs that XLA may run in any order and at once, among its own collectives, 200 times."""
+    pairs, runs, size = 64, 200, 4
+    group = open_group(size)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        combined, sums = [], []
+        for index in range(pairs):
+            sent = tokens * (index + 1)
+            out = dispatch(sent, ids, weights, group=group, num_experts=8, implementation="ffi")
+            combined.append(combine(out.tokens, out.routing, group=group, implementation="ffi"))
+            if index % 4 == 0:
+                sums.append(jax.lax.psum(sent, "ep"))
+        return jnp.stack(combined), jnp.stack(sums)
+
+    program = helpers.per_rank(body, group.mesh)
+    case = helpers.draw_case(rng, size, 3, 2, 8, 8)
+    case.tokens[:] = np.round(case.tokens * 4)  # small integers and halves: every sum is exact
+    case.weights[:] = 0.5
+    layout = oracle.dispatch(*case, num_experts=8, capacity=64)
+    factors = np.arange(1, pairs + 1).reshape(-1, 1, 1)
+    one = oracle.combine(layout.tokens, layout.targets, case.weights)
+    for _ in range(runs):
+        combined, sums = helpers.fetch(program(*case))
+        np.testing.assert_array_equal(combined, one[:, None] * factors)
+        np.testing.assert_array_equal(sums, np.broadcast_to(case.tokens.sum(axis=0) * factors[::4], sums.shape))

@@ -1,0 +1,291 @@
+"""Every wrong argument raises, when the op is traced, an error that names the op and the argument."""
+
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+from jax_ep import Dispatched, Group, GroupClosedError, PlatformError, Routing, combine, dispatch
+from jax_ep.lax import ragged_all_to_all
+
+SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 4, 2, 8, 16
+
+
+def trace(group: Group, body: Callable[[], Any]) -> None:
+    """Traces `body` on every rank of the group's mesh, without compiling it."""
+
+    def traced(anything: jax.Array) -> jax.Array:
+        body()
+        return anything
+
+    spec = P(*group.mesh.axis_names)
+    jax.eval_shape(
+        jax.shard_map(traced, mesh=group.mesh, in_specs=spec, out_specs=spec), np.zeros(group.mesh.devices.shape)
+    )
+
+
+def dispatched(group: Group, **changes: Any) -> Dispatched:
+    arguments: dict[str, Any] = {
+        "tokens": jnp.zeros((TOKENS, HIDDEN)),
+        "expert_ids": jnp.zeros((TOKENS, TOP_K), jnp.int32),
+        "weights": None,
+        "group": group,
+        "num_experts": EXPERTS,
+        "implementation": "xla",
+    }
+    return dispatch(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("tokens", jnp.zeros((TOKENS,)), ValueError),
+        ("tokens", jnp.zeros((1, TOKENS, HIDDEN)), ValueError),
+        ("tokens", jnp.zeros((TOKENS, HIDDEN), jnp.int32), TypeError),
+        ("tokens", jnp.zeros((TOKENS, HIDDEN), jnp.float8_e4m3fn), TypeError),
+        ("expert_ids", jnp.zeros((TOKENS,), jnp.int32), ValueError),
+        ("expert_ids", jnp.zeros((TOKENS + 1, TOP_K), jnp.int32), ValueError),
+        ("expert_ids", jnp.zeros((TOKENS, TOP_K), jnp.uint32), TypeError),
+        ("expert_ids", jnp.zeros((TOKENS, TOP_K)), TypeError),
+        ("weights", jnp.zeros((TOKENS,)), ValueError),
+        ("weights", jnp.zeros((TOKENS, TOP_K + 1)), ValueError),
+        ("weights", jnp.zeros((TOKENS, TOP_K), jnp.bfloat16), TypeError),
+        ("num_experts", 0, ValueError),
+        ("num_experts", 9, ValueError),
+        ("num_experts", 1 << 20, ValueError),
+        ("num_experts", 8.0, TypeError),
+        ("num_experts", True, TypeError),
+        ("capacity", 0, ValueError),
+        ("capacity", -1, ValueError),
+        ("capacity", 8.0, TypeError),
+        ("capacity", jnp.int32(8), TypeError),
+        ("capacity", 2**30, ValueError),
+        ("alignment", 0, ValueError),
+        ("alignment", 1.5, TypeError),
+        ("wire_dtype", jnp.float8_e5m2, ValueError),
+        ("wire_dtype", jnp.bfloat16, ValueError),
+        ("wire_dtype", jnp.float8_e4m3fn, ValueError),  # 16 values are no block of 128
+        ("on_overflow", "ignore", ValueError),
+        ("implementation", "nccl", ValueError),
+    ],
+)
+def test_dispatch(argument: str, value: Any, error: type[Exception], open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    with pytest.raises(error, match=rf"^dispatch: .*\b{argument}\b"):
+        trace(group, lambda: dispatched(group, **{argument: value}))
+
+
+def test_capacity_no_multiple_of_alignment(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    with pytest.raises(ValueError, match=r"^dispatch: capacity must be a multiple of alignment 8, got 12"):
+        trace(group, lambda: dispatched(group, capacity=12, alignment=8))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("expert_outputs", lambda out: out.tokens[0], ValueError),
+        ("expert_outputs", lambda out: out.tokens[1:], ValueError),
+        ("expert_outputs", lambda out: out.tokens.astype(jnp.int32), TypeError),
+        ("implementation", lambda _: "nccl", ValueError),
+    ],
+)
+def test_combine(
+    argument: str, value: Callable[[Dispatched], Any], error: type[Exception], open_group: OpenGroup
+) -> None:
+    group = open_group(SIZE)
+
+    def body() -> None:
+        out = dispatched(group)
+        arguments: dict[str, Any] = {"expert_outputs": out.tokens, "routing": out.routing, "implementation": "xla"}
+        combine(**(arguments | {argument: value(out)}), group=group)
+
+    with pytest.raises(error, match=rf"^combine: .*\b{argument}\b"):
+        trace(group, body)
+
+
+def test_routing_of_another_group(open_group: OpenGroup) -> None:
+    group, larger = open_group(SIZE), open_group(2 * SIZE)
+    kept: list[Routing] = []
+    trace(group, lambda: kept.append(dispatched(group).routing))
+
+    def body() -> None:
+        like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept[0])
+        combine(jnp.zeros((kept[0].config.capacity, HIDDEN)), like, group=larger, implementation="xla")
+
+    with pytest.raises(ValueError, match=r"^combine: routing is of a group of 2 ranks, group has 4"):
+        trace(larger, body)
+
+
+ROWS, INDICES = jnp.zeros((6, 3)), jnp.zeros(SIZE, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("operand", jnp.zeros(()), ValueError),
+        ("output", jnp.zeros((6, 4)), ValueError),
+        ("output", jnp.zeros(6), ValueError),
+        ("output", jnp.zeros((6, 3), jnp.bfloat16), TypeError),
+        ("input_offsets", jnp.zeros((SIZE, 1), jnp.int32), ValueError),
+        ("input_offsets", jnp.zeros(SIZE), TypeError),
+        ("send_sizes", jnp.zeros(2 * SIZE, jnp.int32), ValueError),
+        ("output_offsets", jnp.zeros(SIZE, jnp.bool), TypeError),
+        ("recv_sizes", jnp.zeros(SIZE + 1, jnp.int32), ValueError),
+        ("axis_index_groups", [[0], [1]], ValueError),
+    ],
+)
+def test_ragged_all_to_all(argument: str, value: Any, error: type[Exception], open_group: OpenGroup) -> None:
+    arguments: dict[str, Any] = {
+        "operand": ROWS,
+        "output": ROWS,
+        "input_offsets": INDICES,
+        "send_sizes": INDICES,
+        "output_offsets": INDICES,
+        "recv_sizes": INDICES,
+        "axis_name": "ep",
+    }
+    with pytest.raises(error, match=rf"^ragged_all_to_all: .*\b{argument}\b"):
+        trace(open_group(SIZE), lambda: ragged_all_to_all(**(arguments | {argument: value})))
+
+
+@pytest.mark.parametrize("entries", [SIZE + 1, SIZE * 5000])
+def test_ragged_all_to_all_number_of_slices(entries: int, open_group: OpenGroup) -> None:
+    indices = jnp.zeros(entries, jnp.int32)
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: .*(input_offsets|slices)"):
+        trace(open_group(SIZE), lambda: ragged_all_to_all(ROWS, ROWS, *[indices] * 4, axis_name="ep"))
+
+
+def exchanged() -> jax.Array:
+    return ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="ep")
+
+
+def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    other_mesh = open_group(2 * SIZE)
+    another = open_group(SIZE)
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: 2 open jax_ep\.Groups over axis 'ep'"):
+        trace(group, exchanged)
+    another.close()
+    group.close()
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: no open jax_ep\.Group over axis 'ep'"):
+        trace(group, exchanged)
+    with pytest.raises(ValueError, match="no open"):
+        trace(other_mesh, lambda: ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="tp"))
+
+
+OPS: dict[str, Callable[[Group], Any]] = {
+    "dispatch": dispatched,
+    "ragged_all_to_all": lambda _: exchanged(),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_outside_shard_map(op: str, open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    with pytest.raises(ValueError, match=f"^{op}: "):
+        OPS[op](group)
+
+
+def test_dispatch_outside_shard_map_says_what_to_do(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map over axis 'ep'"):
+        dispatched(group)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_axis_must_be_manual(op: str, open_group: OpenGroup) -> None:
+    devices = helpers.mesh_of(dp=2, ep=SIZE).devices
+    mesh = Mesh(devices, ("dp", "ep"), axis_types=(AxisType.Auto, AxisType.Auto))
+    group = open_group(mesh=mesh)
+
+    def body(x: jax.Array) -> jax.Array:
+        OPS[op](group)
+        return x
+
+    partly = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
+    with pytest.raises(ValueError, match=rf"^{op}: every mesh axis must be manual .*'dp'"):
+        jax.eval_shape(partly, np.zeros((SIZE, 1)))
+
+
+def test_group_of_another_mesh(open_group: OpenGroup) -> None:
+    group, larger = open_group(SIZE), open_group(2 * SIZE)
+    with pytest.raises(ValueError, match=r"^dispatch: the mesh of this jax\.shard_map is {'ep': 4}, .* {'ep': 2}"):
+        trace(larger, lambda: dispatched(group))
+
+
+def test_vmap(implementation: str, open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    tokens = jnp.zeros((3, TOKENS, HIDDEN))
+    ids = jnp.zeros((3, TOKENS, TOP_K), jnp.int32)
+    weights = jnp.ones((3, TOKENS, TOP_K))
+
+    def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+        outputs = out.tokens if outputs is None else outputs
+        return combine(outputs, out.routing, group=group, implementation=implementation)
+
+    for op, batched in {
+        "dispatch": lambda: jax.vmap(lambda t: one(t, ids[0], weights[0]))(tokens),
+        "dispatch: ids": lambda: jax.vmap(lambda i: one(tokens[0], i, weights[0]))(ids),
+        "dispatch: weights": lambda: jax.vmap(lambda w: one(tokens[0], ids[0], w))(weights),
+        "combine": lambda: jax.vmap(lambda o: one(tokens[0], ids[0], weights[0], o))(
+            jnp.zeros((3, SIZE * TOKENS * TOP_K, HIDDEN))
+        ),
+    }.items():
+        with pytest.raises(NotImplementedError, match=rf"^{op.split(':')[0]} does not support jax\.vmap"):
+            trace(group, batched)
+
+
+def test_vmap_of_ragged_all_to_all(open_group: OpenGroup) -> None:
+    batch = jnp.zeros((3, *ROWS.shape))
+    with pytest.raises(NotImplementedError, match=r"^ragged_all_to_all does not support jax\.vmap"):
+        trace(
+            open_group(SIZE),
+            lambda: jax.vmap(lambda x: ragged_all_to_all(x, ROWS, *[INDICES] * 4, axis_name="ep"))(batch),
+        )
+
+
+def test_group_axis() -> None:
+    with pytest.raises(ValueError, match=r"^Group: axis_name 'tp' is not an axis of the mesh"):
+        Group(helpers.mesh_of(ep=1), "tp")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_group_timeout(timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"^Group: timeout must be a positive number"):
+        Group(helpers.mesh_of(ep=1), "ep", timeout=timeout)
+
+
+def test_closed_group(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    with group:
+        assert not group.closed
+    group.close()  # twice is fine
+    assert group.closed
+    with pytest.raises(GroupClosedError, match="closed"):
+        group.check()
+    with pytest.raises(GroupClosedError, match="closed"):
+        trace(group, lambda: dispatched(group))
+
+
+def test_group_describes_itself(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    assert group.size == SIZE
+    assert "'ep'" in repr(group)
+    assert f"size={SIZE}" in repr(group)
+
+
+def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax_ep._ffi.is_built", lambda platform: False)
+    group = open_group(SIZE)
+    for implementation in ("auto", "ffi"):
+        with pytest.raises(PlatformError, match=r"^dispatch: no jax_ep library is built for platform"):
+            trace(group, lambda name=implementation: dispatched(group, implementation=name))
+    trace(group, lambda: dispatched(group))

@@ -1,0 +1,255 @@
+"""Gradients of a mixture of experts against those of a dense one-hot formulation in float32."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import Group, combine, dispatch
+
+SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
+
+Layer = Callable[..., jax.Array]
+
+
+class Model(NamedTuple):
+    """What is differentiated; the matrices of every layer are stacked."""
+
+    tokens: Any  # [R * T, H]
+    weights: Any  # [R * T, K]
+    up: Any  # [layers, E, H, F]
+    down: Any  # [layers, E, F, H]
+
+
+class Setting(NamedTuple):
+    model: Model
+    ids: np.ndarray  # [R * T, K]
+    target: np.ndarray  # [R * T, H]
+
+
+def draw_setting(rng: np.random.Generator, layers: int = 1) -> Setting:
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    case.ids[:, 0, 0] = -1
+    case.ids[1, :, 1] = case.ids[1, :, 0]  # one expert twice
+    case.ids[2] = 7  # all tokens of a rank on one expert
+    case.ids[3, 2] = EXPERTS
+    tokens, ids, weights = (x.reshape(-1, x.shape[-1]) for x in case)
+    up = rng.standard_normal((layers, EXPERTS, HIDDEN, WIDTH)).astype(np.float32) / HIDDEN**0.5
+    down = rng.standard_normal((layers, EXPERTS, WIDTH, HIDDEN)).astype(np.float32) / WIDTH**0.5
+    return Setting(Model(tokens, weights, up, down), ids, rng.standard_normal(tokens.shape).astype(np.float32))
+
+
+def dense_layer(tokens: Any, weights: Any, up: Any, down: Any, ids: Any) -> Any:
+    """Every expert sees every token; a one-hot mask picks. An id without an expert picks none."""
+    outputs = jnp.einsum("etf,efh->eth", jnp.tanh(jnp.einsum("th,ehf->etf", tokens, up)), down)
+    return tokens + jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, EXPERTS), weights, outputs)
+
+
+def sparse_layer(group: Group, implementation: str, with_weights: bool = True, **options: Any) -> Layer:
+    def layer(tokens: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array, ids: jax.Array) -> jax.Array:
+        out = dispatch(
+            tokens,
+            ids,
+            weights if with_weights else None,
+            group=group,
+            num_experts=EXPERTS,
+            capacity=SIZE * TOKENS * TOP_K,
+            implementation=implementation,
+            **options,
+        )
+        inner = jnp.tanh(jax.lax.ragged_dot(out.tokens, up, out.group_sizes))
+        outputs = jax.lax.ragged_dot(inner, down, out.group_sizes)
+        return tokens + combine(outputs, out.routing, group=group, implementation=implementation)
+
+    return layer
+
+
+def one_after_another(layer: Layer) -> Layer:
+    def network(tokens: Any, weights: Any, up: Any, down: Any, ids: Any, on: Any) -> Any:
+        for index in range(up.shape[0]):
+            tokens = layer(tokens, weights, up[index], down[index], ids)
+        return tokens
+
+    return network
+
+
+def under_checkpoint(layer: Layer) -> Layer:
+    return one_after_another(jax.checkpoint(layer))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def under_scan(layer: Layer) -> Layer:
+    def network(tokens: Any, weights: Any, up: Any, down: Any, ids: Any, on: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (layer(x, weights, *w, ids), None), tokens, (up, down))[0]
+
+    return network
+
+
+def under_cond(layer: Layer) -> Layer:
+    """`on` is the same on all ranks; both of its values must give the right gradient."""
+
+    def network(tokens: Any, weights: Any, up: Any, down: Any, ids: Any, on: Any) -> Any:
+        return jax.lax.cond(on, layer, lambda tokens, *_: tokens, tokens, weights, up[0], down[0], ids)
+
+    return network
+
+
+def sharded_loss(group: Group, network: Layer, check_vma: bool) -> Callable[..., jax.Array]:
+    mapped = jax.shard_map(
+        network,
+        mesh=group.mesh,
+        in_specs=(P("ep"), P("ep"), P(None, "ep"), P(None, "ep"), P("ep"), P()),
+        out_specs=P("ep"),
+        check_vma=check_vma,
+    )
+    return lambda model, ids, target, on: jnp.sum(mapped(*model, ids, on) * target)
+
+
+def dense_loss(model: Model, ids: Any, target: Any, on: Any) -> jax.Array:
+    return jnp.sum(one_after_another(dense_layer)(*model, ids, on) * target) if on else jnp.sum(model.tokens * target)
+
+
+def assert_close(actual: Any, wanted: Any) -> None:
+    """1e-5 of the largest value of each array."""
+    for a, w in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, w, rtol=0, atol=1e-5 * max(float(np.abs(w).max()), 1e-6))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize(
+    ("wrap", "layers"), [(one_after_another, 1), (under_checkpoint, 2), (under_scan, 3), (under_cond, 1)]
+)
+def test_against_dense(
+    wrap: Callable[[Layer], Layer],
+    layers: int,
+    check_vma: bool,
+    implementation: str,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+) -> None:
+    group = open_group(SIZE)
+    model, ids, target = draw_setting(rng, layers)
+    program = jax.jit(
+        jax.value_and_grad(sharded_loss(group, wrap(sparse_layer(group, implementation)), check_vma=check_vma))
+    )
+    for on in (True, False) if wrap is under_cond else (True,):
+        value, gradient = helpers.fetch(program(model, ids, target, on))
+        wanted_value, wanted = jax.value_and_grad(dense_loss)(model, ids, target, on)
+        np.testing.assert_allclose(value, wanted_value, rtol=1e-5, atol=1e-4)
+        assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_grad_inside_shard_map(
+    check_vma: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    model, ids, target = draw_setting(rng)
+    layer = sparse_layer(group, implementation)
+
+    def gradient(model: Model, ids: jax.Array, target: jax.Array) -> Model:
+        return jax.grad(lambda m: jnp.sum(layer(m.tokens, m.weights, m.up[0], m.down[0], ids) * target))(model)
+
+    specs = Model(P("ep"), P("ep"), P(None, "ep"), P(None, "ep"))
+    program = jax.jit(
+        jax.shard_map(
+            gradient, mesh=group.mesh, in_specs=(specs, P("ep"), P("ep")), out_specs=specs, check_vma=check_vma
+        )
+    )
+    assert_close(helpers.fetch(program(model, ids, target)), jax.grad(dense_loss)(model, ids, target, True))
+
+
+def test_without_weights(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    model, ids, target = draw_setting(rng)
+    network = one_after_another(sparse_layer(group, implementation, with_weights=False))
+    gradient = helpers.fetch(jax.jit(jax.grad(sharded_loss(group, network, check_vma=True)))(model, ids, target, True))
+    wanted = jax.grad(dense_loss)(model._replace(weights=jnp.ones_like(model.weights)), ids, target, True)
+    assert_close(gradient, wanted._replace(weights=jnp.zeros_like(model.weights)))
+
+
+def test_second_order(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
+    group = open_group(SIZE)
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    tokens, ids, weights = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in case)
+    scales = rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
+
+    def sparse(tokens: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
+        def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
+            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+            row_scales = jnp.repeat(scales, out.group_sizes, axis=0, total_repeat_length=out.tokens.shape[0])
+            return combine(jnp.tanh(row_scales * out.tokens), out.routing, group=group, implementation=implementation)
+
+        mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        return jnp.sum(mapped(tokens, ids, weights, scales) ** 2)
+
+    def dense(tokens: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.einsum("tk,tkh->th", weights, jnp.tanh(scales[ids] * tokens[:, None])) ** 2)
+
+    def steepness(loss: Layer) -> Layer:
+        def squared(*model: jax.Array) -> jax.Array:
+            return sum((jnp.sum(g**2) for g in jax.grad(loss, argnums=(0, 1, 2))(*model)), start=jnp.zeros(()))
+
+        return squared
+
+    second = helpers.fetch(jax.jit(jax.grad(steepness(sparse), argnums=(0, 1, 2)))(tokens, weights, scales))
+    assert_close(second, jax.grad(steepness(dense), argnums=(0, 1, 2))(tokens, weights, scales))
+
+
+def test_dropped_rows_have_no_gradient(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    case.ids[:] = np.where(rng.random(case.ids.shape) < 0.5, 2, case.ids)
+
+    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=EXPERTS,
+            capacity=16,
+            alignment=4,
+            on_overflow="drop",
+            implementation=implementation,
+        )
+        combined = combine(out.tokens**2, out.routing, group=group, implementation=implementation)
+        return combined.sum(), out.routing.targets
+
+    program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
+    (d_tokens, d_weights), targets = helpers.fetch(program(case.tokens, case.weights, case.ids))
+    arrived = targets >= 0
+    assert not arrived.all()
+    wanted = 2 * case.tokens * (case.weights * arrived).sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(d_tokens, wanted, rtol=1e-5, atol=1e-5)
+    wanted = arrived * (case.tokens**2).sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(d_weights, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_rounding_is_passed_straight_through(
+    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, 128)
+
+    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        out = dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=EXPERTS,
+            wire_dtype=jnp.float8_e4m3fn,
+            implementation=implementation,
+        )
+        return combine(3 * out.tokens, out.routing, group=group, implementation=implementation).sum()
+
+    d_tokens = helpers.fetch(helpers.per_rank(jax.grad(loss), group.mesh)(case.tokens, case.weights, case.ids))
+    wanted = np.broadcast_to(3 * case.weights.sum(axis=2, keepdims=True), case.tokens.shape)
+    np.testing.assert_allclose(d_tokens, wanted, rtol=1e-5)

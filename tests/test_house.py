@@ -1,0 +1,245 @@
+"""The rules of the house (DESIGN section 3), by reading includes, imports and a few keywords.
+
+Every rule is a function from a root folder to the places that break it, and is shown to fail on a tree that does.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_FILE = 350
+
+Rule = Callable[[Path], list[str]]
+
+STANDARD_HEADER = re.compile(r"[a-z_]+")  # of C++: no folder, no ending
+PLATFORM_HEADER = re.compile(r"(cuda|hip|cooperative_groups)[\w/]*(\.h)?")
+PLATFORM_MACRO = re.compile(
+    r"__(CUDA|HIP|NVCC|AMD|GFX|NVPTX|x86_64|aarch64|linux)\w*|_WIN32|JAX_EP_(CUDA|HIP|CPU|GPU)\b"
+)
+CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif|elifdef|elifndef)\b(.*)$", re.MULTILINE)
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+ASSEMBLY = re.compile(r"\b(?:asm|__asm|__asm__)\b")
+
+
+def native_files(root: Path, *folders: str) -> Iterator[tuple[str, str]]:
+    """(path below ffi/, text without comments) of the files in these folders of ffi/."""
+    for folder in folders:
+        for path in sorted((root / "ffi" / folder).rglob("*")):
+            if path.is_file():
+                yield path.relative_to(root / "ffi").as_posix(), COMMENT.sub(" ", path.read_text())
+
+
+def python_files(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path.relative_to(root).as_posix(), ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Full names of what a module imports, anywhere in it: `a.b` of `import a.b`, `a.b` too of `from a import b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def headers(text: str) -> Iterator[tuple[str, str]]:
+    """(quoted, angled): one of them is empty."""
+    for match in INCLUDE.finditer(text):
+        yield match[1] or "", match[2] or ""
+
+
+def device_includes_only_device(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted or angled}"
+        for path, text in native_files(root, "device")
+        for quoted, angled in headers(text)
+        if not quoted.startswith("device/")
+        and not STANDARD_HEADER.fullmatch(angled)
+        and not PLATFORM_HEADER.fullmatch(angled)
+    ]
+
+
+def kernels_include_only_device_and_kernels(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted or angled}"
+        for path, text in native_files(root, "kernels")
+        for quoted, angled in headers(text)
+        if not quoted.startswith(("device/", "kernels/")) and not STANDARD_HEADER.fullmatch(angled)
+    ]
+
+
+def binding_knows_no_offsets(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted}"
+        for path, text in native_files(root, "binding")
+        for quoted, _ in headers(text)
+        if quoted.endswith("layout.h")
+    ]
+
+
+def only_platform_h_asks_for_the_platform(root: Path) -> list[str]:
+    return [
+        f"{path} asks {condition.strip()}"
+        for path, text in native_files(root, "device", "kernels")
+        for condition in CONDITION.findall(text)
+        if path != "device/platform.h" and PLATFORM_MACRO.search(condition)
+    ]
+
+
+def assembly_only_for_memory_order(root: Path) -> list[str]:
+    """In device/order.h, or in device/target/ where every platform has its own."""
+    return [
+        f"{path} contains assembly"
+        for path, text in native_files(root, "device", "kernels")
+        if ASSEMBLY.search(text) and path != "device/order.h" and not path.startswith("device/target/")
+    ]
+
+
+def protocol_throws_nothing(root: Path) -> list[str]:
+    return [f"{path} throws" for path, text in native_files(root, "device", "kernels") if re.search(r"\bthrow\b", text)]
+
+
+def only_ffi_py_names_libraries(root: Path) -> list[str]:
+    def names_library(node: ast.AST) -> bool:
+        if isinstance(node, ast.Constant):
+            return isinstance(node.value, str) and "_jax_ep_" in node.value
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return name == "ffi_call" or name.startswith("register_ffi_")
+
+    return [
+        path
+        for path, tree in python_files(root, "jax_ep")
+        if path != "jax_ep/_ffi.py"
+        and (
+            any(map(names_library, ast.walk(tree)))
+            or any(name.startswith(("_jax_ep_", "jax.ffi")) for name in imports(tree))
+        )
+    ]
+
+
+def pallas_kernels_know_no_jax_ep(root: Path) -> list[str]:
+    return [
+        f"{path} imports {name}"
+        for path, tree in python_files(root, "pallas_kernels")
+        for name in imports(tree)
+        if name.split(".")[0] == "jax_ep"
+    ]
+
+
+def init_only_exports(root: Path) -> list[str]:
+    path = root / "jax_ep" / "__init__.py"
+    return [
+        f"jax_ep/__init__.py line {node.lineno}"
+        for index, node in enumerate(ast.parse(path.read_text()).body if path.exists() else [])
+        if not isinstance(node, (ast.Import, ast.ImportFrom))
+        and not (index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        and not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    ]
+
+
+def python_touches_no_pointer(root: Path) -> list[str]:
+    return [
+        f"{path} imports {name}"
+        for path, tree in python_files(root, "jax_ep", "pallas_kernels")
+        for name in imports(tree)
+        if name.split(".")[0] in ("ctypes", "cffi", "_ctypes")
+    ]
+
+
+def files_are_short(root: Path) -> list[str]:
+    endings = {".py", ".h", ".cc", ".cu", ".cpp", ".cuh", ".hip", ".txt", ".cmake"}
+    folders = ("jax_ep", "pallas_kernels", "ffi", "tests", "examples", "benchmarks")
+    return [
+        f"{path.relative_to(root)} has {lines} lines"
+        for folder in folders
+        for path in sorted((root / folder).rglob("*"))
+        if path.suffix in endings and (lines := len(path.read_text().splitlines())) >= LONGEST_FILE
+    ]
+
+
+# Every rule, and files that break it: the path, what it holds, and nothing else in the tree.
+BROKEN: list[tuple[Rule, str, str]] = [
+    (device_includes_only_device, "ffi/device/a.h", '#include "xla/ffi/api/ffi.h"'),
+    (device_includes_only_device, "ffi/device/a.h", "#include <pybind11/pybind11.h>"),
+    (device_includes_only_device, "ffi/device/target/a.h", '#include "kernels/dispatch.h"'),
+    (device_includes_only_device, "ffi/device/a.h", '  #  include "heap/group.h"'),
+    (device_includes_only_device, "ffi/device/a.h", '#include "platform/cpu/executor.h"'),
+    (device_includes_only_device, "ffi/device/a.h", "#include <unistd.h>"),
+    (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "binding/decode.h"'),
+    (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "heap/group.h"'),
+    (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", "#include <cuda_runtime.h>"),
+    (binding_knows_no_offsets, "ffi/binding/a.cc", '#include "device/layout.h"'),
+    (only_platform_h_asks_for_the_platform, "ffi/device/a.h", "#ifdef __CUDACC__\n#endif"),
+    (only_platform_h_asks_for_the_platform, "ffi/device/target/a.h", "#if __CUDA_ARCH__ >= 900\n#endif"),
+    (only_platform_h_asks_for_the_platform, "ffi/kernels/a.h", "#if 0\n#elif defined(__HIP_PLATFORM_AMD__)\n#endif"),
+    (only_platform_h_asks_for_the_platform, "ffi/kernels/a.h", "#if !defined(__x86_64__)\n#endif"),
+    (assembly_only_for_memory_order, "ffi/device/copy.h", 'asm volatile("membar.sys;");'),
+    (assembly_only_for_memory_order, "ffi/kernels/a.h", '__asm__("nop");'),
+    (protocol_throws_nothing, "ffi/kernels/a.h", "void f() { throw 1; }"),
+    (only_ffi_py_names_libraries, "jax_ep/a.py", "import _jax_ep_cpu"),
+    (only_ffi_py_names_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('_jax_ep_cpu')"),
+    (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.ffi_call('x', None)"),
+    (only_ffi_py_names_libraries, "jax_ep/a.py", "from jax.ffi import ffi_call as call"),
+    (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.register_ffi_target('x', None)"),
+    (pallas_kernels_know_no_jax_ep, "pallas_kernels/a.py", "import jax_ep.group"),
+    (pallas_kernels_know_no_jax_ep, "pallas_kernels/a.py", "def f():\n    from jax_ep import Group"),
+    (init_only_exports, "jax_ep/__init__.py", '"""Doc."""\nfrom a import b\nx = b()'),
+    (init_only_exports, "jax_ep/__init__.py", "def f(): ..."),
+    (python_touches_no_pointer, "jax_ep/a.py", "import ctypes.util"),
+    (python_touches_no_pointer, "pallas_kernels/a.py", "from ctypes import c_int"),
+    (files_are_short, "ffi/kernels/a.h", "\n" * LONGEST_FILE),
+    (files_are_short, "tests/a.py", "\n" * LONGEST_FILE),
+]
+
+# What must pass, for no rule may be so strict that it cannot be kept.
+KEPT = {
+    "ffi/device/platform.h": '#if defined(__CUDACC__)\n#include "device/target/cuda.h"\n#endif',
+    "ffi/device/target/cuda.h": '#include <cuda_runtime.h>\nasm volatile("fence;");',
+    "ffi/device/target/hip.h": "#include <hip/hip_runtime.h>\n",
+    "ffi/device/a.h": '// never asm or throw, nor __CUDACC__\n#include "device/platform.h"\n#include <cstdint>',
+    "ffi/kernels/a.h": '#pragma once\n#include "device/layout.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
+    "ffi/binding/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
+    "jax_ep/__init__.py": '"""Doc."""\nfrom jax_ep.a import b as b\n__all__ = ["b"]',
+    "jax_ep/_ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
+    "pallas_kernels/a.py": "import jax",
+}
+
+RULES = list(dict.fromkeys(rule for rule, _, _ in BROKEN))
+
+
+def plant(root: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule: Rule) -> None:
+    assert rule(ROOT) == []
+
+
+def test_the_rules_have_something_to_read() -> None:
+    for folder in ("device", "kernels", "binding"):
+        assert list(native_files(ROOT, folder)), f"ffi/{folder} is empty"
+    assert list(python_files(ROOT, "jax_ep"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"), [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(BROKEN)]
+)
+def test_a_broken_rule_is_found(rule: Rule, path: str, text: str, tmp_path: Path) -> None:
+    plant(tmp_path, KEPT | {path: text})
+    assert rule(tmp_path) != []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_what_the_rules_allow(rule: Rule, tmp_path: Path) -> None:
+    plant(tmp_path, KEPT)
+    assert rule(tmp_path) == []

@@ -1,0 +1,206 @@
+"""ragged_all_to_all: the semantics of `jax.lax.ragged_all_to_all`, against the oracle."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from conftest import OpenGroup
+
+from jax_ep import Group, InvalidRoutingError
+from jax_ep.lax import ragged_all_to_all
+
+SIZE, ROWS = 4, 40
+
+
+@pytest.fixture
+def group(implementation: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> Group:
+    choose(implementation, monkeypatch)
+    return open_group(SIZE)
+
+
+def choose(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op has no argument for it: where the library is built it would never take "xla"."""
+    if implementation == "xla":
+        monkeypatch.setattr(Group, "resolve", lambda *_: "xla")
+
+
+def exchange(group: Group) -> Callable[..., Any]:
+    def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
+        return ragged_all_to_all(operand, output, *slices, axis_name="ep")
+
+    return helpers.per_rank(body, group.mesh)
+
+
+def place(rng: np.random.Generator, sizes: np.ndarray) -> np.ndarray:
+    """Offsets in ROWS for slices of these sizes: in random order, with gaps, never overlapping."""
+    gaps = rng.multinomial(ROWS - sizes.sum(), np.ones(len(sizes) + 1) / (len(sizes) + 1))
+    offsets, end = np.empty_like(sizes), 0
+    for gap, i in zip(gaps, rng.permutation(len(sizes)), strict=False):
+        offsets[i] = end + gap
+        end = offsets[i] + sizes[i]
+    return offsets
+
+
+def draw_slices(rng: np.random.Generator, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
+    """`each` slices from every rank to every rank, a third of them empty."""
+    sizes = rng.integers(0, 3, (size, size, each))  # from, to, which
+    received = sizes.swapaxes(0, 1)
+    arrives = np.array([place(rng, rank.reshape(-1)).reshape(size, each) for rank in received])
+    slices = oracle.Slices(
+        input_offsets=np.array([place(rng, rank.reshape(-1)) for rank in sizes]),
+        send_sizes=sizes.reshape(size, -1),
+        output_offsets=arrives.swapaxes(0, 1).reshape(size, -1),
+        recv_sizes=received.reshape(size, -1),
+    )
+    return oracle.Slices(*(np.ascontiguousarray(x, dtype) for x in slices))
+
+
+def test_signature_is_that_of_jax() -> None:
+    ours, theirs = (list(inspect.signature(f).parameters) for f in (ragged_all_to_all, jax.lax.ragged_all_to_all))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32, np.int8, np.uint8, np.int32])
+def test_dtypes(dtype: Any, group: Group, rng: np.random.Generator) -> None:
+    slices = draw_slices(rng, each=1)
+    operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 5)).astype(dtype)
+    actual = helpers.fetch(exchange(group)(operand, output, *slices))
+    assert actual.dtype == dtype
+    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
+
+
+@pytest.mark.parametrize("each", [2, 3])
+@pytest.mark.parametrize("row", [(), (3,), (2, 7)], ids=str)
+def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], group: Group, rng: np.random.Generator) -> None:
+    program = exchange(group)
+    for _ in range(5):
+        slices = draw_slices(rng, each)
+        operand, output = rng.standard_normal((2, SIZE, ROWS, *row)).astype(np.float32)
+        actual = helpers.fetch(program(operand, output, *slices))
+        np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_sizes(
+    size: int,
+    implementation: str,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose(implementation, monkeypatch)
+    slices = draw_slices(rng, 2, size, np.uint32 if size == 2 else np.int32)
+    operand, output = rng.standard_normal((2, size, ROWS, 3)).astype(np.float32)
+    actual = helpers.fetch(exchange(open_group(size))(operand, output, *slices))
+    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
+
+
+def test_nothing_to_send(group: Group, rng: np.random.Generator) -> None:
+    nothing = np.zeros((SIZE, SIZE), np.int32)
+    operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
+    actual = helpers.fetch(exchange(group)(operand, output, nothing, nothing, nothing, nothing))
+    np.testing.assert_array_equal(actual, output)
+
+
+def test_output_longer_than_operand(group: Group, rng: np.random.Generator) -> None:
+    slices = draw_slices(rng, each=1)
+    operand = rng.standard_normal((SIZE, ROWS, 3)).astype(np.float32)
+    output = rng.standard_normal((SIZE, 3 * ROWS, 3)).astype(np.float32)
+    slices.output_offsets[:] += ROWS
+    actual = helpers.fetch(exchange(group)(operand, output, *slices))
+    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
+
+
+def test_operands_are_not_changed(group: Group, rng: np.random.Generator) -> None:
+    """The native call writes into the buffer of `output`: it must be a copy when `output` is used again."""
+    slices = draw_slices(rng, each=1)
+    operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
+
+    def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ragged_all_to_all(operand, output, *slices, axis_name="ep"), output * 2
+
+    on_device = jax.device_put(output)
+    _, doubled = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, on_device, *slices))
+    np.testing.assert_array_equal(doubled, output * 2)
+    np.testing.assert_array_equal(on_device, output)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_gradient(each: int, group: Group, rng: np.random.Generator) -> None:
+    slices = draw_slices(rng, each)
+    operand, output, cotangent = rng.standard_normal((3, SIZE, ROWS, 3)).astype(np.float32)
+
+    def body(operand: jax.Array, output: jax.Array, cotangent: jax.Array, *slices: jax.Array) -> Any:
+        _, pull = jax.vjp(lambda x, y: ragged_all_to_all(x, y, *slices, axis_name="ep"), operand, output)
+        return pull(cotangent)
+
+    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, cotangent, *slices))
+    for a, wanted in zip(actual, oracle.ragged_all_to_all_gradient(operand, cotangent, slices), strict=True):
+        np.testing.assert_array_equal(a, wanted)
+
+
+def slice_before_operand(slices: oracle.Slices) -> None:
+    slices.input_offsets[1, 2] = -1
+
+
+def slice_beyond_operand(slices: oracle.Slices) -> None:
+    slices.input_offsets[1, 2] = ROWS + 1
+
+
+def slice_before_output(slices: oracle.Slices) -> None:
+    slices.output_offsets[1, 2] = -1
+
+
+def slice_beyond_output(slices: oracle.Slices) -> None:
+    slices.output_offsets[1, 2] = helpers.BIG
+
+
+def negative_size(slices: oracle.Slices) -> None:
+    slices.send_sizes[1, 2] = slices.recv_sizes[2, 1] = -1
+
+
+def more_sent_than_expected(slices: oracle.Slices) -> None:
+    slices.recv_sizes[2, 1] = 0
+
+
+def less_sent_than_expected(slices: oracle.Slices) -> None:
+    slices.recv_sizes[2, 1] = 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        slice_before_operand,
+        slice_beyond_operand,
+        slice_before_output,
+        slice_beyond_output,
+        negative_size,
+        more_sent_than_expected,
+        less_sent_than_expected,
+    ],
+    ids=lambda spoil: spoil.__name__,
+)
+def test_bad_slices_are_reported_and_the_group_goes_on(
+    spoil: Callable[[oracle.Slices], None], native: None, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    program = exchange(group)
+    good = draw_slices(rng, each=1)
+    good.send_sizes[1, 2] = good.recv_sizes[2, 1] = 1
+    good.input_offsets[1, 2] = good.output_offsets[1, 2] = ROWS  # one row, behind all others
+    operand, output = rng.standard_normal((2, SIZE, ROWS + 1, 3)).astype(np.float32)
+    bad = oracle.Slices(*(x.copy() for x in good))
+    spoil(bad)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        helpers.fetch(program(operand, output, *bad))
+    with pytest.raises(InvalidRoutingError):
+        group.check()
+    group.check()  # reported once
+    actual = helpers.fetch(program(operand, output, *good))
+    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, good))
