@@ -25,8 +25,8 @@ def ragged_all_to_all(
     """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
 
     Slice i goes to rank i // (len(send_sizes) / size): rows [input_offsets[i], input_offsets[i] + send_sizes[i]) of
-    `operand` land there at row output_offsets[i]. Differentiable in `operand` and `output`; as in `jax.lax`, the gradient
-    takes the slices of `operand` not to overlap.
+    `operand` land there at row output_offsets[i]. Differentiable in `operand` and `output`; as in `jax.lax`,
+    the gradient takes the slices of `operand` not to overlap.
 
     Args:
       operand: [N, ...] rows to send, of any dtype.

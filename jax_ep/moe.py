@@ -81,7 +81,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
     """For each token of this rank, the weighted sum of its experts' output rows.
 
     Each peer sums its rows of a token in float32 and sends one row; the token's rank adds those and its own rows in
-    float32, in rank order. The same inputs give the same bits. Differentiable in `expert_outputs` and `routing.weights`.
+    float32, in rank order. The same inputs give the same bits. Differentiable in `expert_outputs` and in
+    `routing.weights`.
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.tokens`. H' is free.
