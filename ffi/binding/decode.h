@@ -13,24 +13,24 @@ using I32 = ffi::Buffer<ffi::S32>;
 using F32 = ffi::Buffer<ffi::F32>;
 using U8 = ffi::Buffer<ffi::U8>;
 
-// The group of a call and the place of its device in it, or why there is none.
-struct Place {
+// The group of a call and the seat of its device in it, or why there is none.
+struct Caller {
   std::shared_ptr<PlatformGroup> group;
   Seat seat;
   std::optional<ffi::Error> error;
 };
 
-inline Place find_place(const Call& call, int64_t id) {
-  Place place{std::static_pointer_cast<PlatformGroup>(find_group(id)), {}, std::nullopt};
-  if (!place.group) {
-    place.error = to_ffi({"GroupClosedError", "the group of this program is closed", true});
-  } else if (const std::optional<Seat> seat = place.group->find_seat(call.device)) {
-    place.seat = *seat;
+inline Caller find_caller(const Call& call, int64_t id) {
+  Caller caller{std::static_pointer_cast<PlatformGroup>(find_group(id)), {}, std::nullopt};
+  if (!caller.group) {
+    caller.error = to_ffi({"GroupClosedError", "the group of this program is closed", true});
+  } else if (const std::optional<Seat> seat = caller.group->find_seat(call.device)) {
+    caller.seat = *seat;
   } else {
-    place.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                             "device " + std::to_string(call.device) + " is not in the group of this program");
+    caller.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                              "device " + std::to_string(call.device) + " is not in the group of this program");
   }
-  return place;
+  return caller;
 }
 
 inline std::optional<DType> dtype_of(ffi::DataType type) {

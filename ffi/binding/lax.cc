@@ -8,10 +8,10 @@ namespace {
 LaunchResult ragged_all_to_all_impl(Call call, ffi::AnyBuffer operand, ffi::AnyBuffer, I32 input_offsets,
                                     I32 send_sizes, I32 output_offsets, I32 recv_sizes,
                                     ffi::Result<ffi::AnyBuffer> result, int64_t group) {
-  const Place place = find_place(call, group);
-  if (place.error) return fail_call(*place.error);
+  const Caller caller = find_caller(call, group);
+  if (caller.error) return fail_call(*caller.error);
   RaggedArgs args{};
-  args.slices = dim(send_sizes, 0) / place.group->size();
+  args.slices = dim(send_sizes, 0) / caller.group->size();
   args.operand_rows = dim(operand, 0);
   args.result_rows = dim(*result, 0);
   args.row_bytes = args.result_rows ? static_cast<int64_t>(result->size_bytes()) / args.result_rows : 0;
@@ -21,7 +21,7 @@ LaunchResult ragged_all_to_all_impl(Call call, ffi::AnyBuffer operand, ffi::AnyB
   args.output_offsets = output_offsets.typed_data();
   args.recv_sizes = recv_sizes.typed_data();
   args.result = bytes_of(result);
-  return launch(call, place.group, place.seat, args);
+  return launch(call, caller.group, caller.seat, args);
 }
 
 }  // namespace

@@ -10,8 +10,8 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
                            ffi::Result<I32> rows, ffi::Result<F32> arrived, ffi::Result<I32> counts,
                            ffi::Result<I32> dropped, ffi::Result<I32> invalid, ffi::Result<I32> scratch,
                            ffi::Result<U8> landing, int64_t group, int32_t alignment, bool drop) {
-  const Place place = find_place(call, group);
-  if (place.error) return fail_call(*place.error);
+  const Caller caller = find_caller(call, group);
+  if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
   if (!dtype) return fail_call(bad_dtype("dispatch"));
   DispatchArgs args{};
@@ -19,7 +19,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.num_tokens = dim(expert_ids, 0);
   args.top_k = dim(expert_ids, 1);
   args.hidden = dim(tokens, 1);
-  args.num_experts = dim(*group_sizes, 0) * place.group->size();
+  args.num_experts = dim(*group_sizes, 0) * caller.group->size();
   args.capacity = dim(*received, 0);
   args.alignment = alignment;
   args.drop = drop;
@@ -37,13 +37,13 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.invalid = invalid->typed_data();
   args.scratch = scratch->typed_data();
   args.landing = reinterpret_cast<char*>(landing->typed_data());
-  return launch(call, place.group, place.seat, args);
+  return launch(call, caller.group, caller.seat, args);
 }
 
 LaunchResult scatter_impl(Call call, ffi::AnyBuffer tokens, I32 targets, I32 rows, I32 counts,
                           ffi::Result<ffi::AnyBuffer> received, int64_t group, int32_t alignment) {
-  const Place place = find_place(call, group);
-  if (place.error) return fail_call(*place.error);
+  const Caller caller = find_caller(call, group);
+  if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
   if (!dtype) return fail_call(bad_dtype("combine's backward pass"));
   ScatterArgs args{};
@@ -59,14 +59,14 @@ LaunchResult scatter_impl(Call call, ffi::AnyBuffer tokens, I32 targets, I32 row
   args.rows = rows.typed_data();
   args.counts = counts.typed_data();
   args.received = bytes_of(received);
-  return launch(call, place.group, place.seat, args);
+  return launch(call, caller.group, caller.seat, args);
 }
 
 LaunchResult combine_impl(Call call, ffi::AnyBuffer outputs, F32 weights, F32 scalars, I32 targets, I32 rows,
                           ffi::Result<ffi::AnyBuffer> combined, ffi::Result<F32> returned,
                           ffi::Result<ffi::AnyBuffer> landing, int64_t group) {
-  const Place place = find_place(call, group);
-  if (place.error) return fail_call(*place.error);
+  const Caller caller = find_caller(call, group);
+  if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(outputs.element_type());
   if (!dtype) return fail_call(bad_dtype("combine"));
   CombineArgs args{};
@@ -83,7 +83,7 @@ LaunchResult combine_impl(Call call, ffi::AnyBuffer outputs, F32 weights, F32 sc
   args.combined = bytes_of(combined);
   args.returned = data_or_null(*returned);
   args.landing = bytes_of(landing);
-  return launch(call, place.group, place.seat, args);
+  return launch(call, caller.group, caller.seat, args);
 }
 
 }  // namespace

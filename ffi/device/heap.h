@@ -7,6 +7,8 @@ namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
+constexpr int kChunkTokens = 512;
+constexpr int kMaxChunks = 16;
 
 enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all };
 
@@ -34,12 +36,14 @@ struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t reported;  // epoch of the last op that claimed the report
-  alignas(128) uint64_t posted[kMaxRanks];        // by source: its mail is here
-  alignas(128) uint64_t delivered[kMaxRanks];     // by source: all its rows are here
-  alignas(128) uint64_t acknowledged[kMaxRanks];  // by source: it has given up and writes here no more
-  alignas(128) uint64_t arrived;                  // barrier among this rank's teams
+  alignas(128) uint64_t posted[kMaxRanks];                 // by source: its mail is here
+  alignas(128) uint64_t delivered[kMaxRanks][kMaxChunks];  // by source: its rows of a chunk of tokens are here
+  alignas(128) uint64_t acknowledged[kMaxRanks];           // by source: it has given up and writes here no more
+  alignas(128) uint64_t arrived;                           // barrier among this rank's teams
   uint64_t released;
-  alignas(128) uint64_t exited;
+  alignas(128) uint64_t exited;              // teams that are done with the op
+  alignas(128) uint64_t ticket;              // the next piece of work for whoever is free
+  alignas(128) uint64_t pushed[kMaxChunks];  // teams that have pushed their part of a chunk
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };

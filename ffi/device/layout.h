@@ -19,6 +19,7 @@ JAX_EP_FN Range share(int items, int index, int count) {
 JAX_EP_FN int align_up(int rows, int alignment) { return (rows + alignment - 1) / alignment * alignment; }
 
 JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
+JAX_EP_FN int larger(int a, int b) { return a > b ? a : b; }
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
 struct Target {

@@ -4,6 +4,13 @@
 // pause, and Team: the unit that runs a kernel together, a warp on a GPU and a thread on the CPU.
 #pragma once
 
+// Hopper and newer copy in bulk through shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define JAX_EP_BULK_COPIES 1
+#else
+#define JAX_EP_BULK_COPIES 0
+#endif
+
 #if defined(__CUDACC__)
 #include "device/target/cuda.h"
 #elif defined(__HIP__)

@@ -5,6 +5,7 @@
 #include "device/numeric.h"
 #include "kernels/args.h"
 #include "kernels/op.h"
+#include "kernels/schedule.h"
 
 namespace jax_ep {
 
@@ -55,38 +56,55 @@ class Combine {
         words_(in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                in_words(args.combined, args.combined, 0)) {}
 
-  // Sums the rows of every token of every peer, and sends the sums and the scalars home.
-  JAX_EP_FN void push_partials() {
-    const int tokens = args_.num_tokens, ranks = op_.comm.size;
-    for (int i = op_.team.index; i < (ranks - 1) * tokens && op_.may_push(); i += op_.team.count) {
-      const int home = (op_.comm.rank + 1 + i / tokens) % ranks, token = i % tokens;
-      push_partial(home, token);
+  // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
+  JAX_EP_FN void push() {
+    const Place pusher = op_.team.pusher;
+    if (pusher.index < 0) return;
+    const Schedule schedule(args_.num_tokens);
+    for (int chunk = 0; chunk < schedule.chunks; ++chunk) {
+      const Range tokens = schedule.chunk(chunk);
+      const int in_chunk = tokens.end - tokens.begin, all = op_.comm.size * in_chunk;
+      for (int i = pusher.index; i < all && op_.may_push(); i += pusher.count) {
+        const int home = (op_.comm.rank + 1 + i % op_.comm.size) % op_.comm.size;
+        const int token = tokens.begin + i / op_.comm.size;
+        if (home != op_.comm.rank) push_partial(home, token);
+        if (args_.scalars) push_scalars(home, token);
+      }
+      op_.team.sync();
+      op_.deliver(chunk);
     }
-    if (!args_.scalars) return;
-    for (int i = op_.team.index; i < ranks * tokens && op_.may_push(); i += op_.team.count)
-      push_scalars(i / tokens, i % tokens);
   }
 
-  // For every token of this rank, the sum over ranks.
+  // For every token of this rank, the sum over ranks, in the order in which they arrive.
   JAX_EP_FN void reduce() {
-    for (int token = op_.team.index; op_.ok() && token < args_.num_tokens; token += op_.team.count) {
-      const int32_t* targets = args_.targets + int64_t{token} * args_.top_k;
-      T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden;
-      sum_rows<T>(op_.team, args_.hidden, out, words_, [&](auto add) {
-        for (int rank = 0; rank < op_.comm.size; ++rank) {
-          if (rank == op_.comm.rank)
-            add_rows(rank, token, add);
-          else if (sends(rank, targets))
-            add(landed(reinterpret_cast<const T*>(args_.landing), rank, token), 1.0f);
-        }
-      });
-      return_nothing(token, targets);
+    const Schedule schedule(args_.num_tokens);
+    while (op_.ok()) {
+      const int ticket = op_.take_ticket(), chunk = ticket / schedule.groups();
+      if (chunk >= schedule.chunks) return;
+      op_.wait_delivered(chunk);
+      if (!op_.ok()) return;
+      const Range tokens = schedule.group(chunk, ticket % schedule.groups());
+      for (int token = tokens.begin; token < tokens.end; ++token) reduce(token);
     }
   }
 
  private:
   JAX_EP_FN int64_t table(int source, int token) const {
     return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
+  }
+
+  JAX_EP_FN void reduce(int token) {
+    const int32_t* targets = args_.targets + int64_t{token} * args_.top_k;
+    T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden;
+    sum_rows<T>(op_.team, args_.hidden, out, words_, [&](auto add) {
+      for (int rank = 0; rank < op_.comm.size; ++rank) {
+        if (rank == op_.comm.rank)
+          add_rows(rank, token, add);
+        else if (sends(rank, targets))
+          add(landed(reinterpret_cast<const T*>(args_.landing), rank, token), 1.0f);
+      }
+    });
+    return_nothing(token, targets);
   }
 
   template <class Pointer>
@@ -146,9 +164,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team&
   op.post(args.landing, args.returned);
   op.wait_posted();
   Combine<T> combine(op, args);
-  combine.push_partials();
-  op.deliver();
-  op.wait_delivered();
+  combine.push();
   combine.reduce();
   op.finish(results);
 }

@@ -56,16 +56,31 @@ class Op {
     }
   }
 
-  // Tells every peer that all teams of this rank have written what they send.
-  JAX_EP_FN void deliver() {
-    barrier();
-    if (!ok() || team.index != 0) return;
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
-      store_release(&comm.heaps[peer]->delivered[comm.rank], epoch);
+  // Called by every pushing team when its part of a chunk is written. The last one tells the peers.
+  JAX_EP_FN void deliver(int chunk) {
+    if (team.lane != 0 || !may_push()) return;  // rows may be missing once the group has failed
+    if (fetch_add(&heap->pushed[chunk], uint64_t{1}) != static_cast<uint64_t>(team.pusher.count) - 1) return;
+    store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    for (int peer = 0; peer < comm.size; ++peer) store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], epoch);
   }
 
-  JAX_EP_FN void wait_posted() { wait_all(heap->posted); }
-  JAX_EP_FN void wait_delivered() { wait_all(heap->delivered); }
+  JAX_EP_FN void wait_posted() {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->posted[peer]; });
+  }
+  // Until a chunk is here, from one source or from all.
+  JAX_EP_FN void wait_delivered(int source, int chunk) {
+    wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
+  }
+  JAX_EP_FN void wait_delivered(int chunk) {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
+  }
+
+  // The next piece of work for this team, in order over all teams of the rank.
+  JAX_EP_FN int take_ticket() {
+    int ticket = 0;
+    if (team.lane == 0) ticket = static_cast<int>(fetch_add(&heap->ticket, uint64_t{1}));
+    return team.broadcast(ticket);
+  }
 
   // Looked at before every row: a peer that gave up must not be written to.
   JAX_EP_FN bool may_push() const { return ok() && !load_relaxed(&heap->abort); }
@@ -88,7 +103,7 @@ class Op {
   template <int N>
   JAX_EP_FN void poison(const Buffer (&results)[N]) {
     if (!comm.poison) return;
-    fill(results, team.index, team.count);
+    fill(results, {team.index, team.count});
     barrier();
   }
 
@@ -105,26 +120,28 @@ class Op {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
       give_up();
     }
-    if (failed || discard) fill(results, 0, 1);
+    if (failed || discard) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
     store_relaxed(&heap->arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
+    store_relaxed(&heap->ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
   }
 
  private:
-  JAX_EP_FN void wait_all(const uint64_t* flags) {
-    if (!ok()) return;
-    for (int first = 0; first < comm.size && ok(); first += Team::lanes) {
-      const int peer = first + team.lane;
+  // Waits for `count` flags to reach this op's epoch, a lane each.
+  template <class PeerOf, class FlagOf>
+  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
+    for (int first = 0; first < count && ok(); first += Team::lanes) {
+      const int i = first + team.lane;
       Status status = Status::ok;
-      if (peer < comm.size) {
-        const auto done = [&] { return load_acquire(&flags[peer]) >= epoch; };
-        status = spin_until(done, &heap->abort, deadline_);
+      if (i < count) {
+        const uint64_t* flag = flag_of(i);
+        status = spin_until([&] { return load_acquire(flag) >= epoch; }, &heap->abort, deadline_);
+        if (status == Status::timeout) settle(status, peer_of(i), epoch, load_relaxed(flag));
       }
       const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);
-      if (status == Status::timeout) settle(status, peer, epoch, load_relaxed(&flags[peer]));
       if (late)
         status_ = Status::timeout;
       else if (lost)
@@ -161,10 +178,10 @@ class Op {
   }
 
   template <int N>
-  JAX_EP_FN void fill(const Buffer (&results)[N], int index, int count) const {
+  JAX_EP_FN void fill(const Buffer (&results)[N], Place place) const {
     for (const Buffer& result : results) {
       const int chunks = static_cast<int>((result.bytes + kFillBytes - 1) / kFillBytes);
-      for (int chunk = index; chunk < chunks; chunk += count) {
+      for (int chunk = place.index; chunk < chunks; chunk += place.count) {
         const int64_t begin = chunk * kFillBytes, left = result.bytes - begin;
         fill_row(team, static_cast<char*>(result.data) + begin, result.is_size ? 0 : 0xff,
                  left < kFillBytes ? left : kFillBytes);

@@ -1,7 +1,7 @@
-// ragged_all_to_all: slices of rows straight to their place in the receiver's buffer.
+// ragged_all_to_all: slices of rows straight to their place in the receiver's buffer. Every team pushes.
 #pragma once
 
-#include "device/copy.h"
+#include "device/mover.h"
 #include "kernels/args.h"
 #include "kernels/op.h"
 
@@ -24,15 +24,19 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
 }
 
 JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
-  for (int i = 0; i < op.comm.size * args.slices; ++i) {
+  RowMover mover(op.team);
+  for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
     const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer
     const int index = shifted % (op.comm.size * args.slices), peer = index / args.slices;
     if (!check_slice(op, args, peer, index)) continue;
     const char* from = args.operand + args.input_offsets[index] * args.row_bytes;
     char* to = static_cast<char*>(op.mail_from(peer)->buffers[0]) + args.output_offsets[index] * args.row_bytes;
-    for (int row = op.team.index; row < args.send_sizes[index] && op.may_push(); row += op.team.count)
-      copy_row(op.team, to + row * args.row_bytes, from + row * args.row_bytes, args.row_bytes);
+    const auto source = [&](int row) -> const char* { return op.may_push() ? from + row * args.row_bytes : nullptr; };
+    const auto sinks = [&](int row, auto put) { put(to + row * args.row_bytes); };
+    mover.move(Stride{op.team.pusher.index, args.send_sizes[index], op.team.pusher.count}, args.row_bytes, source,
+               sinks, [](int, RowMover&) {});
   }
+  mover.complete(0);
 }
 
 // What peers said they send must be what this rank was told it receives.
@@ -53,9 +57,9 @@ JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& 
   op.post(args.result);
   op.wait_posted();
   check_sizes(op, args);
-  if (op.ok()) push_slices(op, args);
-  op.deliver();
-  op.wait_delivered();
+  push_slices(op, args);
+  op.deliver(0);
+  op.wait_delivered(0);
   const Buffer results[] = {{args.result, args.result_rows * args.row_bytes}};
   op.finish(results);
 }

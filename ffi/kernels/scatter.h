@@ -14,14 +14,14 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   op.poison(results);
   op.post(args.received);
   op.wait_posted();
-  const Range mine = share(args.num_tokens, team.index, team.count);
-  for (int token = mine.begin; token < mine.end && op.may_push(); ++token)
-    push_row(op, args.tokens + token * bytes, bytes, args.targets + int64_t{token} * args.top_k, args.top_k,
-             args.capacity);
-  if (op.ok()) zero_padding(op, args.received, bytes, args.counts, args.local_experts, args.capacity, args.alignment);
-  op.deliver();
-  op.wait_delivered();
-  expand_rows(op, args.received, bytes, args.rows, args.num_tokens, args.top_k);
+  RowMover mover(team);
+  const auto source = [&](int token) { return args.tokens + token * bytes; };
+  const auto sinks = [&](int token, auto put) {
+    put_token(op, bytes, args.targets + int64_t{token} * args.top_k, args.top_k, args.capacity, put);
+  };
+  push_chunks(op, mover, args.num_tokens, bytes, source, sinks);
+  zero_padding(op, args.received, bytes, args.counts, args.local_experts, args.capacity, args.alignment);
+  expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
   op.finish(results);
 }
 

@@ -14,7 +14,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kRanks = 4, kTeams = 3, kTokens = 13, kTopK = 3, kHidden = 128, kExperts = 8;
+constexpr int kRanks = 4, kTeams = 3, kPushers = 2, kTokens = 530, kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
 constexpr int kCapacity = (kRanks * kTokens * kTopK / kAlignment + kLocal) * kAlignment;
 
@@ -74,7 +74,11 @@ void on_all_ranks(const Group& group, Body body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank)
     for (int team = 0; team < kTeams; ++team)
-      threads.emplace_back([&, rank, team] { body(group.comm({0, rank}), rank, Team{team, kTeams}); });
+      threads.emplace_back([&, rank, team] {
+        const Team roles({team, kTeams}, pusher_place(0, 1, team, kPushers),
+                         filler_place(0, 1, team, kTeams, kPushers));
+        body(group.comm({0, rank}), rank, roles);
+      });
   for (std::thread& thread : threads) thread.join();
 }
 
@@ -142,7 +146,7 @@ void lost_rank() {
 }  // namespace jax_ep
 
 int main() {
-  jax_ep::round_trips(60);
+  jax_ep::round_trips(21);
   jax_ep::lost_rank();
   std::puts("protocol: all checks passed");
   return 0;

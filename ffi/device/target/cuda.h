@@ -7,12 +7,16 @@
 
 #define JAX_EP_FN __device__ __forceinline__
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
+#define JAX_EP_MOVER "device/target/cuda_mover.h"
+
+#include "device/place.h"
 
 namespace jax_ep {
 
 constexpr int kMaxTeams = 1024;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
+constexpr int kGroupTokens = 8;
 constexpr int kLaneValues = 8;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
@@ -60,9 +64,12 @@ struct Match {
 };
 
 struct Team {
-  int index;
+  int index;  // among the teams of this rank
   int count;
+  Place pusher, filler;
   int lane;
+  char* shared;  // this team's own shared memory
+  int shared_bytes;
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
@@ -90,10 +97,17 @@ struct Team {
   }
 };
 
-JAX_EP_FN Team this_team() {
-  const int warps = blockDim.x / Team::lanes;
-  return {static_cast<int>(blockIdx.x * warps + threadIdx.x / Team::lanes), static_cast<int>(gridDim.x * warps),
-          static_cast<int>(threadIdx.x % Team::lanes)};
+// The first warps of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
+JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
+  extern __shared__ __align__(128) char shared[];
+  const int block = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x / Team::lanes, warps = blockDim.x / Team::lanes;
+  return {block * warps + warp,
+          blocks * warps,
+          pusher_place(block, blocks, warp, pushers_per_block),
+          filler_place(block, blocks, warp, warps, pushers_per_block),
+          static_cast<int>(threadIdx.x % Team::lanes),
+          shared + warp * shared_bytes,
+          shared_bytes};
 }
 
 }  // namespace jax_ep

@@ -7,12 +7,16 @@
 
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
+#define JAX_EP_MOVER "device/target/plain_mover.h"
+
+#include "device/place.h"
 
 namespace jax_ep {
 
 constexpr int kMaxTeams = 1024;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
+constexpr int kGroupTokens = 8;
 constexpr int kLaneValues = 8;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
@@ -46,8 +50,9 @@ struct Match {
 };
 
 struct Team {
-  int index;
+  int index;  // among the teams of this rank
   int count;
+  Place pusher, filler;
   int lane;
   static constexpr int lanes = 64;
 
@@ -91,11 +96,13 @@ struct Team {
   }
 };
 
-JAX_EP_FN Team this_team() {
+// The first wavefronts of every block push, the others fill.
+JAX_EP_FN Team this_team(int pushers_per_block, int) {
   const int thread = __builtin_amdgcn_workitem_id_x(), threads = __builtin_amdgcn_workgroup_size_x();
   const int block = __builtin_amdgcn_workgroup_id_x(), blocks = __builtin_amdgcn_grid_size_x() / threads;
-  const int waves = threads / Team::lanes;
-  return {block * waves + thread / Team::lanes, blocks * waves, thread % Team::lanes};
+  const int wave = thread / Team::lanes, waves = threads / Team::lanes;
+  return {block * waves + wave, blocks * waves, pusher_place(block, blocks, wave, pushers_per_block),
+          filler_place(block, blocks, wave, waves, pushers_per_block), thread % Team::lanes};
 }
 
 }  // namespace jax_ep

@@ -7,6 +7,9 @@
 
 #define JAX_EP_FN inline
 #define JAX_EP_CONSTANT_FN constexpr
+#define JAX_EP_MOVER "device/target/plain_mover.h"
+
+#include "device/place.h"
 
 namespace jax_ep {
 
@@ -14,6 +17,8 @@ namespace jax_ep {
 constexpr int kMaxTeams = 8;
 // How long a rank that gives up waits for peers to say that they write no more; a preempted thread needs long.
 constexpr uint64_t kGraceNs = 800'000'000;
+// Tokens that a team takes at a time when it expands or reduces.
+constexpr int kGroupTokens = 64;
 // Values of a row that one lane sums at a time: enough for the compiler to vectorise.
 constexpr int kLaneValues = 128;
 
@@ -61,8 +66,12 @@ struct Match {
 };
 
 struct Team {
-  int index = 0;  // among the teams of this rank
-  int count = 1;
+  Team(Place all, Place pusher, Place filler) : index(all.index), count(all.count), pusher(pusher), filler(filler) {}
+  explicit Team(Place all = {0, 1}) : Team(all, all, all) {}
+
+  int index;  // among the teams of this rank
+  int count;
+  Place pusher, filler;
   static constexpr int lane = 0;
   static constexpr int lanes = 1;
 

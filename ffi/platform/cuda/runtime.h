@@ -30,6 +30,9 @@ inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0);
 inline Error processor_count(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
+inline Error allow_shared(const void* kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
 inline Error load_kernel(const void* kernel) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, kernel);

@@ -2,16 +2,10 @@
 #pragma once
 
 #include "kernels/args.h"
+#include "platform/gpu/launch_config.h"
 #include "runtime.h"
 
 namespace jax_ep {
-
-// Blocks and threads of a launch. Few blocks: they wait for peers, and others must find room beside them.
-struct LaunchConfig {
-  int blocks, threads;
-};
-
-LaunchConfig launch_config(OpKind op, int num_tokens, int processors);
 
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const DispatchArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);

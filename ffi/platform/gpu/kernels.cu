@@ -5,16 +5,21 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kMaxThreads = 512;
 
 template <class T, class Args>
-__global__ void __launch_bounds__(kThreads) kernel(const Comm comm, const Args args) {
-  run_kernel<T>(comm, args, this_team());
+__global__ void __launch_bounds__(kMaxThreads) kernel(const Comm comm, const Args args, int pushers, int team_bytes) {
+  run_kernel<T>(comm, args, this_team(pushers, team_bytes));
 }
 
 template <class T, class Args>
 gpu::Error start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
-  kernel<T, Args><<<config.blocks, config.threads, 0, stream>>>(comm, args);
+  const int teams = config.threads / Team::lanes, shared = teams * config.team_bytes;
+  if (const gpu::Error error = gpu::allow_shared(reinterpret_cast<const void*>(&kernel<T, Args>), shared);
+      error != gpu::kSuccess)
+    return error;
+  kernel<T, Args>
+      <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.pushers_per_block, config.team_bytes);
   return gpu::take_last_error();
 }
 
@@ -41,13 +46,6 @@ gpu::Error load_for_dtype() {
 }
 
 }  // namespace
-
-LaunchConfig launch_config(OpKind op, int num_tokens, int processors) {
-  const int most = processors / 4;
-  const int warps_wanted = op == OpKind::ragged_all_to_all ? most * kThreads / 32 : num_tokens;
-  const int blocks = (warps_wanted * 32 + kThreads - 1) / kThreads;
-  return {blocks < 1 ? 1 : blocks < most ? blocks : most, kThreads};
-}
 
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const DispatchArgs& args) {
   return start_any(config, stream, comm, args);

@@ -30,6 +30,9 @@ inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); 
 inline Error processor_count(int* count, int device) {
   return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
 }
+inline Error allow_shared(const void* kernel, int bytes) {
+  return hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
 inline Error load_kernel(const void* kernel) {
   hipFuncAttributes attributes;
   return hipFuncGetAttributes(&attributes, kernel);

@@ -1,0 +1,227 @@
+// The kernels without JAX: every GPU of this machine is a rank, each op is timed inside a CUDA graph, for several
+// launch configurations. Prints microseconds per op and checks that combine(dispatch(x)) is x times its weights.
+//
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
+//     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/kernels.cu ffi/platform/gpu/launch_config.cc
+//     ffi/heap/group.cc ffi/heap/memory_gpu.cc -o kernels_bench && ./kernels_bench
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "heap/group.h"
+#include "platform/gpu/kernel_launch.h"
+
+using namespace jax_ep;
+
+namespace {
+
+constexpr int kOpsPerGraph = 20;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+#define CHECK(call) check((call), #call)
+
+struct Shape {
+  int tokens, hidden, top_k, experts;
+};
+
+template <class T>
+T* device_array(size_t count) {
+  void* memory = nullptr;
+  CHECK(cudaMalloc(&memory, std::max<size_t>(count, 1) * sizeof(T)));
+  CHECK(cudaMemset(memory, 0xff, std::max<size_t>(count, 1) * sizeof(T)));
+  return static_cast<T*>(memory);
+}
+template <class T>
+T* upload(const std::vector<T>& host) {
+  T* memory = device_array<T>(host.size());
+  CHECK(cudaMemcpy(memory, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return memory;
+}
+
+// One rank: its inputs on the host, its buffers on the device, and its calls.
+struct Rank {
+  std::vector<__nv_bfloat16> tokens;
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+  DispatchArgs dispatch{}, dispatch_float8{};
+  CombineArgs combine{};
+  cudaStream_t stream{};
+};
+
+Rank make_rank(const Shape& s, int rank, int ranks) {
+  CHECK(cudaSetDevice(rank));
+  Rank r;
+  std::mt19937 random(rank + 1);
+  r.tokens.resize(size_t{1} * s.tokens * s.hidden);
+  for (auto& x : r.tokens) x = __float2bfloat16(static_cast<int>(random() % 2001) / 1000.0f - 1);
+  for (int t = 0; t < s.tokens; ++t) {
+    std::set<int> chosen;
+    while (static_cast<int>(chosen.size()) < s.top_k) chosen.insert(random() % s.experts);
+    r.ids.insert(r.ids.end(), chosen.begin(), chosen.end());
+  }
+  for (int i = 0; i < s.tokens * s.top_k; ++i) r.weights.push_back(static_cast<int>(random() % 1000) / 1000.0f);
+  const int local = s.experts / ranks, capacity = s.tokens * s.top_k * 5 / 4;
+  const size_t table = size_t{1} * ranks * s.tokens * s.top_k, row = size_t{2} * s.hidden;
+
+  DispatchArgs& d = r.dispatch;
+  d.dtype = DType::bfloat16;
+  d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
+  d.capacity = capacity, d.alignment = 1;
+  d.tokens = reinterpret_cast<char*>(upload(r.tokens));
+  d.expert_ids = upload(r.ids), d.weights = upload(r.weights);
+  d.received = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
+  d.targets = device_array<int32_t>(r.ids.size()), d.rows = device_array<int32_t>(table);
+  d.arrived = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
+  d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
+  d.scratch = device_array<int32_t>(route_scratch(s.experts));
+  d.landing = device_array<char>(size_t{1} * ranks * s.tokens * (s.hidden + s.hidden / 32));
+  r.dispatch_float8 = d;
+  r.dispatch_float8.wire_float8 = true;
+
+  CombineArgs& c = r.combine;
+  c.dtype = DType::bfloat16;
+  c.num_tokens = s.tokens, c.top_k = s.top_k, c.hidden = s.hidden, c.capacity = capacity;
+  c.outputs = d.received, c.weights = d.arrived, c.targets = d.targets, c.rows = d.rows;
+  c.combined = device_array<char>(s.tokens * row);
+  c.landing = device_array<char>(ranks * s.tokens * row);
+  CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+  return r;
+}
+
+void release(Rank& r) {
+  const DispatchArgs& d = r.dispatch;
+  const void* all[] = {d.tokens,  d.expert_ids, d.weights, d.received,         d.group_sizes,
+                       d.targets, d.rows,       d.arrived, d.counts,           d.dropped,
+                       d.invalid, d.scratch,    d.landing, r.combine.combined, r.combine.landing};
+  for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
+  CHECK(cudaStreamDestroy(r.stream));
+}
+
+void synchronize(const std::vector<Rank>& ranks) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    CHECK(cudaSetDevice(i));
+    CHECK(cudaStreamSynchronize(ranks[i].stream));
+  }
+}
+
+// Microseconds per op: the median over graphs of the slowest rank's time. Negative if the group failed.
+template <class ArgsOf>
+double time_op(const Group& group, std::vector<Rank>& ranks, const LaunchConfig& config, ArgsOf args_of) {
+  const size_t n = ranks.size();
+  std::vector<cudaGraphExec_t> graphs(n);
+  std::vector<cudaEvent_t> begin(n), end(n);
+  for (size_t i = 0; i < n; ++i) {
+    CHECK(cudaSetDevice(i));
+    CHECK(cudaEventCreate(&begin[i]));
+    CHECK(cudaEventCreate(&end[i]));
+    cudaGraph_t graph;
+    CHECK(cudaStreamBeginCapture(ranks[i].stream, cudaStreamCaptureModeThreadLocal));
+    for (int op = 0; op < kOpsPerGraph; ++op)
+      CHECK(launch_kernel(config, ranks[i].stream, group.comm({0, static_cast<int>(i)}), args_of(ranks[i])));
+    CHECK(cudaStreamEndCapture(ranks[i].stream, &graph));
+    CHECK(cudaGraphInstantiate(&graphs[i], graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+  }
+  std::vector<double> times;
+  for (int repeat = 0; repeat < 6; ++repeat) {
+    for (size_t i = 0; i < n; ++i) {
+      CHECK(cudaSetDevice(i));
+      CHECK(cudaEventRecord(begin[i], ranks[i].stream));
+      CHECK(cudaGraphLaunch(graphs[i], ranks[i].stream));
+      CHECK(cudaEventRecord(end[i], ranks[i].stream));
+    }
+    synchronize(ranks);
+    float slowest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      float ms = 0;
+      CHECK(cudaEventElapsedTime(&ms, begin[i], end[i]));
+      slowest = std::max(slowest, ms);
+    }
+    if (repeat > 0) times.push_back(slowest * 1e3 / kOpsPerGraph);
+  }
+  for (size_t i = 0; i < n; ++i) CHECK(cudaGraphExecDestroy(graphs[i]));
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
+  double worst = 0;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    CHECK(cudaSetDevice(i));
+    std::vector<__nv_bfloat16> out(size_t{1} * s.tokens * s.hidden);
+    CHECK(cudaMemcpy(out.data(), ranks[i].combine.combined, out.size() * 2, cudaMemcpyDeviceToHost));
+    for (int t = 0; t < s.tokens; t += 7) {
+      const float weight = std::accumulate(&ranks[i].weights[t * s.top_k], &ranks[i].weights[(t + 1) * s.top_k], 0.0f);
+      for (int h = 0; h < s.hidden; h += 3) {
+        const size_t at = size_t{1} * t * s.hidden + h;
+        const double want = weight * __bfloat162float(ranks[i].tokens[at]);
+        const double error = std::abs(__bfloat162float(out[at]) - want) / s.top_k;
+        worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+      }
+    }
+  }
+  return worst;
+}
+
+void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines) {
+  int n = 0;
+  CHECK(cudaGetDeviceCount(&n));
+  std::vector<int> devices(n);
+  std::iota(devices.begin(), devices.end(), 0);
+  Group group({devices}, 2.0, false);
+  std::vector<Rank> ranks;
+  for (int i = 0; i < n; ++i) {
+    ranks.push_back(make_rank(s, i, n));
+    CHECK(load_kernels());
+  }
+  std::printf("T=%d H=%d top-%d of %d, bf16, %d GPUs\n", s.tokens, s.hidden, s.top_k, s.experts, n);
+  const auto print = [&](const char* op, const LaunchConfig& c, double us) {
+    std::printf("%-14s blocks %3d threads %3d pushers %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
+                c.pushers_per_block, c.team_bytes, us);
+    std::fflush(stdout);
+    if (const auto error = group.take_error()) {
+      std::printf("FAILED %s: %s\n", error->kind.c_str(), error->message.c_str());
+      std::exit(1);
+    }
+  };
+  for (const LaunchConfig& c : dispatches)
+    print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
+  for (const LaunchConfig& c : dispatches)
+    print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
+  for (const LaunchConfig& c : combines)
+    print("combine", c, time_op(group, ranks, c, [](const Rank& r) { return r.combine; }));
+  std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
+  for (Rank& r : ranks) release(r);
+}
+
+}  // namespace
+
+int main() {
+  constexpr int kStage = 128 + 3 * 7168;
+  std::vector<LaunchConfig> dispatches, combines;
+  for (const int blocks : {16, 24, 32, 64, 128})
+    for (const int pushers : {2, 4, 6}) dispatches.push_back({blocks, 256, pushers, kStage});
+  for (const int blocks : {24, 48, 96, 128})
+    for (const int pushers : {8, 12, 16}) combines.push_back({blocks, 512, pushers, 0});
+  run({4096, 7168, 8, 256}, dispatches, combines);
+  dispatches.clear(), combines.clear();
+  for (const int blocks : {4, 8, 16, 32, 64}) {
+    dispatches.push_back({blocks, 256, 4, kStage});
+    combines.push_back({blocks, 512, 12, 0});
+  }
+  run({128, 7168, 8, 256}, dispatches, combines);
+  return 0;
+}

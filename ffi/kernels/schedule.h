@@ -1,0 +1,27 @@
+// How a rank's tokens are cut up: chunks, each announced to the peers by a flag of its own so that they can go on
+// while later ones travel, and groups, the pieces of a chunk that one team takes at a time.
+#pragma once
+
+#include "device/heap.h"
+#include "device/layout.h"
+
+namespace jax_ep {
+
+struct Schedule {
+  int tokens, chunk_tokens, chunks;
+
+  JAX_EP_FN explicit Schedule(int tokens)
+      : tokens(tokens),
+        chunk_tokens(larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
+        chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)) {}
+
+  JAX_EP_FN int groups() const { return (chunk_tokens + kGroupTokens - 1) / kGroupTokens; }
+  JAX_EP_FN Range chunk(int index) const { return {index * chunk_tokens, smaller((index + 1) * chunk_tokens, tokens)}; }
+  JAX_EP_FN Range group(int chunk_index, int index) const {
+    const Range all = chunk(chunk_index);
+    return {smaller(all.begin + index * kGroupTokens, all.end),
+            smaller(all.begin + (index + 1) * kGroupTokens, all.end)};
+  }
+};
+
+}  // namespace jax_ep
