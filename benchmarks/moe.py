@@ -17,39 +17,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import moe_formulations as forms
+import moe_sweep
 import numpy as np
 import padded_all_to_all as padded
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from moe_cases import SEED, Shape
+from moe_formulations import AXIS, Formulation
 
 import jax_ep
 
-AXIS = "ep"
-SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    tokens: int  # per rank
-    hidden: int
-    top_k: int
-    experts: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"T={self.tokens}, H={self.hidden}, top-{self.top_k} of {self.experts}, {self.dtype}"
-
-
-SHAPES = {"cpu": [Shape(512, 1024, 8, 64, "float32")]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Formulation:
-    """`dispatch(tokens, ids, weights)` returns a state whose first two leaves are the rows and their group sizes;
-    `combine(state, weights)` brings those very rows back."""
-
-    name: str
-    dispatch: Callable[..., Any]
-    combine: Callable[..., jax.Array]
+CPU_SHAPES = [Shape(512, 1024, 8, 64, "float32")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,38 +42,14 @@ class Result:
 def formulations(shape: Shape, group: jax_ep.Group, implementation: str) -> tuple[Formulation, Formulation]:
     """Ours and the padded all_to_all, each as jitted functions of global arrays."""
     mean_rows = shape.tokens * shape.top_k
-    capacity = math.ceil(1.25 * mean_rows)
-    block = padded.block_rows(mean_rows / group.size)
 
-    def our_dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
-        return jax_ep.dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=shape.experts,
-            capacity=capacity,
-            implementation=implementation,
-        )
-
-    def our_combine(state: jax_ep.Dispatched, weights: jax.Array) -> jax.Array:
-        del weights  # they travelled with the dispatch
-        return jax_ep.combine(state.tokens, state.routing, group=group, implementation=implementation)
-
-    def padded_dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[Any, ...]:
-        del weights
-        return padded.dispatch(tokens, ids, axis_name=AXIS, num_experts=shape.experts, block=block)
-
-    def padded_combine(state: tuple[Any, ...], weights: jax.Array) -> jax.Array:
-        rows, _, sent = state
-        return padded.combine(rows, sent, weights, axis_name=AXIS)
-
-    def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(jax.shard_map(function, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    def jitted(one: Formulation) -> Formulation:
+        wrap = partial(jax.shard_map, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+        return Formulation(one.name, jax.jit(wrap(one.dispatch)), jax.jit(wrap(one.combine)))
 
     return (
-        Formulation("jax_ep", jitted(our_dispatch), jitted(our_combine)),
-        Formulation("padded all_to_all", jitted(padded_dispatch), jitted(padded_combine)),
+        jitted(forms.jax_ep_ops(group, shape.experts, math.ceil(1.25 * mean_rows), implementation)),
+        jitted(forms.padded_all_to_all(shape.experts, padded.block_rows(mean_rows / group.size))),
     )
 
 
@@ -201,8 +155,11 @@ def header(group: jax_ep.Group, implementation: str, arguments: list[str]) -> st
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench moe", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30, help="timed calls of each; default: %(default)s")
+    parser.add_argument("--repeats", type=int, help="timed calls of each (CPU, default 30) or loops of calls (GPU, 5)")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="GPU: only T=128 and T=4096, uniform routing")
+    parser.add_argument("--shapes", default="", metavar="TEXT", help="GPU: only shapes whose name has TEXT")
+    parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)  # the GPU's way of timing on the CPU
     parser.add_argument(
         "--plot", type=Path, nargs="?", const=Path("jax_ep_bench_moe.png"), help="also write a PNG [%(const)s]"
     )
@@ -211,11 +168,16 @@ def main(arguments: list[str]) -> int:
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         implementation = group.resolve("bench", options.implementation)
         print(header(group, implementation, arguments), flush=True)
-        results = []
-        for shape in SHAPES.get(group.platform, SHAPES["cpu"]):
-            results.append(measure(shape, group, options.implementation, options.repeats))
-            print(f"\n{table(results[-1])}", flush=True)
+        if options.loop or group.platform != "cpu":
+            swept = moe_sweep.run(group, implementation, options.repeats or 5, options.quick, options.shapes)
+            draw = partial(moe_sweep.plot, swept)
+        else:
+            results = []
+            for shape in CPU_SHAPES:
+                results.append(measure(shape, group, options.implementation, options.repeats or 30))
+                print(f"\n{table(results[-1])}", flush=True)
+            draw = partial(plot, results)
     if options.plot:
-        plot(results, options.plot)
+        draw(options.plot)
         print(f"\nwrote {options.plot}")
     return 0

@@ -31,7 +31,6 @@ PLATFORMS = ("cpu", "cuda", "hip")
 MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
-_FP8_BLOCK = 128
 
 
 class NativeGroup(Protocol):
@@ -110,7 +109,8 @@ def dispatch(
 ) -> Dispatched:
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     table = (config.size, num_tokens, top_k)
-    wire_row = 0 if config.wire_dtype is None else hidden + 4 * (hidden // _FP8_BLOCK)
+    library = _library(group.platform)
+    wire_row = 0 if config.wire_dtype is None else library.wire_row_bytes(hidden)
     result = functools.partial(_checks.result_type, like=tokens)
     out, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
         "dispatch",
@@ -123,7 +123,7 @@ def dispatch(
             result((config.size, config.local_experts), jnp.int32),
             result((1,), jnp.int32),
             result((1,), jnp.int32),
-            result((_library(group.platform).route_scratch(config.num_experts),), jnp.int32),
+            result((library.route_scratch(config.num_experts),), jnp.int32),
             result((config.size * num_tokens, wire_row), jnp.uint8),  # where fp8 rows land
         ),
         tokens,

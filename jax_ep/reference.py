@@ -55,9 +55,9 @@ def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., H] -> float8_e4m3fn [..., H] and one float32 scale per 128 values, [..., H / 128]."""
     blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, FP8_BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
-    scales = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
-    values = (blocks / scales[..., None]).astype(jnp.float8_e4m3fn)
-    return values.reshape(rows.shape), scales
+    inverses = jnp.where(largest == 0, 1.0, jnp.minimum(FP8_MAX / largest, jnp.finfo(jnp.float32).max))
+    values = (blocks * inverses[..., None]).astype(jnp.float8_e4m3fn)
+    return values.reshape(rows.shape), jnp.where(largest == 0, 1.0, largest / FP8_MAX)
 
 
 def dequantize_rows(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:

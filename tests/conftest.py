@@ -12,11 +12,19 @@ from helpers import SEED, mesh_of
 
 from jax_ep import Group, _ffi
 
-# Both before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
+# All before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round float32 operands to tf32
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # test processes share a GPU
 
 OpenGroup = Callable[..., Group]
+
+GPU_WORKERS = 4
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Few processes share a GPU: each has a context there, and a kernel that waits for a peer takes a time slice."""
+    return None if jax.default_backend() == "cpu" else GPU_WORKERS
 
 
 @pytest.fixture

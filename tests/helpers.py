@@ -1,8 +1,9 @@
 """Programs, random cases and comparisons that several test files use."""
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,24 @@ import oracle
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep import Dispatched, Group, combine, dispatch
+from jax_ep import Dispatched, Group, JaxEpError, combine, dispatch
 
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
 SIZES = (1, 2, 4, 8)
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))
 BIG = 2**31 - 1
+
+# What a GPU leaves in the results of a dispatch that failed.
+FAILED = {
+    "tokens": np.nan,
+    "group_sizes": 0,
+    "targets": np.int32(-0x7F7F7F80),  # 0x80 in every byte: by it combine knows
+    "rows": -1,
+    "weights": np.nan,
+    "counts": 0,
+    "dropped": 0,
+    "invalid": 0,
+}
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -48,6 +61,40 @@ def per_rank(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 def fetch(results: Any) -> Any:
     """Awaits all results, as must be done before a group closes, and copies them to numpy."""
     return jax.tree.map(np.asarray, jax.block_until_ready(results))
+
+
+def fields(out: Dispatched) -> dict[str, Any]:
+    """Everything that a dispatch returns, by name."""
+    found = {"tokens": out.tokens, "group_sizes": out.group_sizes}
+    return found | {name: getattr(out.routing, name) for name in FAILED.keys() - found.keys()}
+
+
+def awaiting_failure(
+    group: Group, match: str, implementation: str = "ffi"
+) -> contextlib.AbstractContextManager[object, bool | None]:
+    """Around the awaiting of an op that fails: kernels on the CPU raise there; a GPU's, and XLA, deliver NaN."""
+    if group.platform == "cpu" and implementation == "ffi":
+        return pytest.raises(jax.errors.JaxRuntimeError, match=match)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def expect_failure(group: Group, error: type[JaxEpError], match: str, implementation: str = "ffi") -> Iterator[None]:
+    """As `awaiting_failure`; afterwards `group.check()` raises the typed error on every platform.
+
+    What follows the awaiting inside the block runs only where that does not raise: there it can look at the results.
+    """
+    with awaiting_failure(group, match, implementation):
+        yield
+    with pytest.raises(error, match=match):
+        group.check()
+
+
+def assert_nothing_delivered(out: Dispatched, implementation: str = "ffi") -> None:
+    """After a failure on a GPU every result says so; XLA's formulation spoils the tokens alone."""
+    for name, array in fields(out).items():
+        if implementation == "ffi" or name == "tokens":
+            np.testing.assert_array_equal(wide(array), FAILED[name], name)
 
 
 def round_trip(group: Group, *, implementation: str, **options: Any) -> Callable[..., tuple[Dispatched, jax.Array]]:

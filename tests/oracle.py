@@ -84,7 +84,8 @@ def through_fp8(row: Array) -> tuple[Array, Array]:
         values = row[block].astype(np.float32)
         largest = np.max(np.abs(values))
         scale = np.float32(1) if largest == 0 else np.float32(largest / np.float32(448))
-        arrived[block] = ((values / scale).astype(FP8).astype(np.float32) * scale).astype(row.dtype)
+        inverse = np.float32(1) if largest == 0 else min(np.float32(448) / largest, np.finfo(np.float32).max)
+        arrived[block] = ((values * inverse).astype(FP8).astype(np.float32) * scale).astype(row.dtype)
         scales[block] = scale
     return arrived, scales
 

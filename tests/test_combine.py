@@ -97,12 +97,14 @@ def test_nan_stays_in_its_token(implementation: str, open_group: OpenGroup, rng:
     other_values[2, 1, 5] = False
     other_tokens = np.ones_like(case.weights, bool)
     other_tokens[2, 1] = False
+    # XLA's scatter-add on a GPU sums in no fixed order.
+    tolerance = 1e-6 if implementation == "xla" and group.platform != "cpu" else 0
     for before, after, others in (
         (clean_sum, dirty_sum, other_values),
         (clean_gradients[0], gradients[0], other_values),
         (clean_gradients[1], gradients[1], other_tokens),
     ):
-        np.testing.assert_array_equal(after[others], before[others])
+        np.testing.assert_allclose(after[others], before[others], rtol=tolerance, atol=0)
         assert np.isnan(after[~others]).all()
 
 

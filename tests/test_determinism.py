@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 from conftest import OpenGroup
 
 from jax_ep import combine, dispatch
@@ -17,7 +18,10 @@ EXPERTS = 16
 def test_a_hundred_runs_give_the_same_bits(
     implementation: str, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
-    group = open_group(8)
+    size = helpers.largest_size()
+    group = open_group(size)
+    if implementation == "xla" and group.platform != "cpu":
+        pytest.skip("XLA's scatter-add on a GPU, in the gradient, sums in no fixed order")
 
     def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
@@ -25,7 +29,7 @@ def test_a_hundred_runs_give_the_same_bits(
         return (combined**2).sum(), (out, combined)
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
-    case = helpers.draw_case(rng, 8, 16, 8, EXPERTS, 32)
+    case = helpers.draw_case(rng, size, 16, 8, EXPERTS, 32)
     first = helpers.bits(helpers.fetch(program(case.tokens, case.weights, case.ids)))
     for run in range(99):
         again = helpers.bits(helpers.fetch(program(case.tokens, case.weights, case.ids)))

@@ -57,6 +57,7 @@ struct Rank {
   std::vector<int32_t> ids;
   std::vector<float> weights;
   DispatchArgs dispatch{}, dispatch_float8{};
+  ScatterArgs scatter{};
   CombineArgs combine{};
   cudaStream_t stream{};
 };
@@ -90,6 +91,12 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.landing = device_array<char>(size_t{1} * ranks * s.tokens * (s.hidden + s.hidden / 32));
   r.dispatch_float8 = d;
   r.dispatch_float8.wire_float8 = true;
+
+  ScatterArgs& a = r.scatter;
+  a.dtype = DType::bfloat16;
+  a.num_tokens = s.tokens, a.top_k = s.top_k, a.hidden = s.hidden, a.local_experts = local, a.capacity = capacity;
+  a.alignment = 1, a.tokens = d.tokens, a.targets = d.targets, a.rows = d.rows, a.counts = d.counts;
+  a.received = d.received;
 
   CombineArgs& c = r.combine;
   c.dtype = DType::bfloat16;
@@ -198,9 +205,11 @@ void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std:
     }
   };
   for (const LaunchConfig& c : dispatches)
-    print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
+    if (s.hidden % 128 == 0) print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
   for (const LaunchConfig& c : dispatches)
     print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
+  for (const LaunchConfig& c : dispatches)
+    print("scatter", c, time_op(group, ranks, c, [](const Rank& r) { return r.scatter; }));
   for (const LaunchConfig& c : combines)
     print("combine", c, time_op(group, ranks, c, [](const Rank& r) { return r.combine; }));
   std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
@@ -210,17 +219,22 @@ void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std:
 }  // namespace
 
 int main() {
-  constexpr int kStage = 128 + 3 * 7168;
+  constexpr int kStage = 128 + 3 * 7168, kHalfStage = 128 + 3 * 3584, kWriter = 4 * 2048;
+  run({14744, 7168, 1, 256}, {{24, 256, 4, kStage}, {64, 256, 4, kStage}}, {});  // a pure push
+  run({700, 8, 8, 64}, {{24, 256, 4, kStage}}, {{24, 512, 12, kWriter}});
+  run({3, 2880, 4, 128}, {{24, 256, 4, kStage}}, {{24, 512, 12, kWriter}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int blocks : {16, 24, 32, 64, 128})
-    for (const int pushers : {2, 4, 6}) dispatches.push_back({blocks, 256, pushers, kStage});
-  for (const int blocks : {24, 48, 96, 128})
-    for (const int pushers : {8, 12, 16}) combines.push_back({blocks, 512, pushers, 0});
+  for (const int blocks : {24, 48, 64, 128})
+    for (const int pushers : {4, 6}) dispatches.push_back({blocks, 256, pushers, kStage});
+  for (const int blocks : {24, 48, 64, 128})
+    for (const int pushers : {6, 8}) dispatches.push_back({blocks, 512, pushers, kHalfStage});
+  for (const int blocks : {24, 48, 64, 128})
+    for (const int pushers : {8, 12, 16}) combines.push_back({blocks, 512, pushers, kWriter});
   run({4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
-  for (const int blocks : {4, 8, 16, 32, 64}) {
+  for (const int blocks : {16, 32, 64, 128}) {
     dispatches.push_back({blocks, 256, 4, kStage});
-    combines.push_back({blocks, 512, 12, 0});
+    combines.push_back({blocks, 512, 12, kWriter});
   }
   run({128, 7168, 8, 256}, dispatches, combines);
   return 0;

@@ -1,4 +1,4 @@
-// The barrier among the teams of one rank.
+// The barrier among squads of one rank.
 #pragma once
 
 #include "device/heap.h"
@@ -6,21 +6,24 @@
 
 namespace jax_ep {
 
-// Everything any team did before it is visible to every team after it. A team that failed must not call it.
-JAX_EP_FN Status rank_barrier(Heap* heap, const Team& team, uint64_t deadline_ns) {
-  team.sync();
+// Everything any team of the first `squads` did before it is visible to all of them after it. All teams of a squad
+// must call it, also those for which the op has failed: `join` is then false, and the others find the abort word.
+JAX_EP_FN Status squad_barrier(BarrierWords* words, const Team& team, int squads, bool join, const uint64_t* abort_word,
+                               uint64_t deadline_ns) {
+  team.squad_sync();
   int status = static_cast<int>(Status::ok);
-  if (team.lane == 0) {
-    const uint64_t round = load_relaxed(&heap->released);
-    if (fetch_add(&heap->arrived, uint64_t{1}) == static_cast<uint64_t>(team.count) - 1) {
-      store_relaxed(&heap->arrived, uint64_t{0});
-      store_release(&heap->released, round + 1);
+  if (team.member.index == 0 && team.lane == 0 && squads > 1 && join) {
+    const uint64_t round = load_relaxed(&words->released);
+    if (fetch_add(&words->arrived, uint64_t{1}) == static_cast<uint64_t>(squads) - 1) {
+      store_relaxed(&words->arrived, uint64_t{0});
+      store_release(&words->released, round + 1);
     } else {
-      const auto done = [&] { return load_acquire(&heap->released) != round; };
-      status = static_cast<int>(spin_until(done, &heap->abort, deadline_ns));
+      status = static_cast<int>(spin_until(&words->released, round + 1, abort_word, deadline_ns));
     }
   }
-  return static_cast<Status>(team.broadcast(status));
+  status = team.broadcast(status);
+  team.squad_sync();
+  return static_cast<Status>(status);
 }
 
 }  // namespace jax_ep

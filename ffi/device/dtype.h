@@ -1,4 +1,4 @@
-// The dtypes of rows.
+// The dtypes of rows, and the formats that C++ does not have.
 #pragma once
 
 #include <cstdint>
@@ -6,5 +6,15 @@
 namespace jax_ep {
 
 enum class DType : int32_t { float32, bfloat16, float16 };
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+struct Float8E4M3 {
+  uint8_t bits;
+};
 
 }  // namespace jax_ep

@@ -31,19 +31,24 @@ struct Mail {
   int32_t counts[kMaxExperts];
 };
 
+// A barrier among some squads. Those that meet at different barriers must not share its words.
+struct alignas(128) BarrierWords {
+  uint64_t arrived, released;
+};
+
 // Flags hold the epoch of the last op they stand for, so nothing is ever reset between ops.
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
+  uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
   alignas(128) uint64_t posted[kMaxRanks];                 // by source: its mail is here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxChunks];  // by source: its rows of a chunk of tokens are here
   alignas(128) uint64_t acknowledged[kMaxRanks];           // by source: it has given up and writes here no more
-  alignas(128) uint64_t arrived;                           // barrier among this rank's teams
-  uint64_t released;
-  alignas(128) uint64_t exited;              // teams that are done with the op
-  alignas(128) uint64_t ticket;              // the next piece of work for whoever is free
-  alignas(128) uint64_t pushed[kMaxChunks];  // teams that have pushed their part of a chunk
+  BarrierWords routers, everyone;                          // barriers among squads of this rank
+  alignas(128) uint64_t exited;                            // teams that are done with the op
+  alignas(128) uint64_t ticket;                            // the next piece of work for whoever is free
+  alignas(128) uint64_t pushed[kMaxChunks];                // teams that have pushed their part of a chunk
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };

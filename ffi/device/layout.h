@@ -21,20 +21,37 @@ JAX_EP_FN int align_up(int rows, int alignment) { return (rows + alignment - 1) 
 JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
 JAX_EP_FN int larger(int a, int b) { return a > b ? a : b; }
 
+// Divides by a number known only at run time, by one multiplication: exact for every dividend below 2^32.
+class Divider {
+ public:
+  JAX_EP_FN explicit Divider(int divisor) : divisor_(divisor), magic_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}
+  JAX_EP_FN int quotient(int n) const {
+    if (divisor_ <= 1) return n;
+    return static_cast<int>((static_cast<unsigned __int128>(magic_) * static_cast<uint32_t>(n)) >> 64);
+  }
+
+ private:
+  int divisor_;
+  uint64_t magic_;
+};
+
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
 struct Target {
   int owner, row;
 };
 JAX_EP_FN int pack_target(Target target, int capacity) { return target.owner * capacity + target.row; }
-JAX_EP_FN Target unpack_target(int packed, int capacity) { return {packed / capacity, packed % capacity}; }
+JAX_EP_FN Target unpack_target(int packed, int capacity, const Divider& by_capacity) {
+  const int owner = by_capacity.quotient(packed);
+  return {owner, packed - owner * capacity};
+}
 
 // One local expert's rows: [start, start + rows) hold tokens, up to start + padded are zero.
 struct Segment {
   int start, rows, padded;
 };
 
-// Calls visit(expert, segment, valid) on every lane for the local experts in order; returns the end of the last
-// segment. `rows_of(expert)` is the number of assignments.
+// Lays out the local experts in order, a lane each: all lanes call visit(expert, segment) together, with an empty
+// segment behind the last expert. Returns the end of the last segment; `rows_of(expert)` counts its assignments.
 template <class RowsOf, class Visit>
 JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignment, RowsOf rows_of, Visit visit) {
   int start = 0;
@@ -45,23 +62,35 @@ JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignmen
     const int padded = align_up(rows, alignment);
     int total = 0;
     const int before = team.exclusive_scan(padded, &total);
-    if (valid) visit(expert, Segment{start + before, rows, padded});
+    visit(expert, Segment{start + before, rows, padded});
     start += total;
   }
   return start;
 }
 
-// Scratch of routing, in int32: per team a histogram of the experts and two counters, then per expert the first row
-// of this rank's share, then per rank the rows it needs.
+// Scratch of routing, in int32: a histogram per team and per router squad, then per expert the first row of this
+// rank's share, then per rank the rows it needs. A histogram has a bin per expert, one for invalid ids, one for drops.
+constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 2; }
-JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
+JAX_EP_CONSTANT_FN int64_t squad_bins_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
+JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) {
+  return squad_bins_offset(num_experts) + kMaxRouters * histogram_ints(num_experts);
+}
 JAX_EP_CONSTANT_FN int64_t needed_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int max_ranks) {
   return needed_offset(num_experts) + max_ranks;
 }
 
-// Rows in float8: H values, then one float32 scale per block.
+// Squads that take part in routing.
+JAX_EP_FN int router_squads(int assignments, int squads) {
+  const int wanted = (assignments + kRouterAssignments - 1) / kRouterAssignments;
+  return larger(1, smaller(wanted, smaller(squads, kMaxRouters)));
+}
+
+// Rows in float8: H values, one float32 scale per block, and padding to whole 16-byte words.
 constexpr int kScaleBlock = 128;
-JAX_EP_FN int64_t wire_bytes(int hidden) { return hidden + int64_t{4} * (hidden / kScaleBlock); }
+JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
+  return (hidden + int64_t{4} * (hidden / kScaleBlock) + 15) / 16 * 16;
+}
 
 }  // namespace jax_ep

@@ -1,8 +1,11 @@
-// RowMover: moves rows one after another, as fast as the target can.
+// RowMover moves rows from memory to memory, RowWriter writes rows that a team makes in registers, each as fast as the
+// target can.
 //
-//   move(places, bytes, source, sinks, after): for every i of `places`, copies the `bytes` at source(i) to every
-//     address that sinks(i, put) hands to put, then calls after(i, mover). A null source moves nothing. The callbacks
-//     may run on one lane or on all.
+// RowMover:
+//   move(places, bytes, fanout, source, sink, after): for every i of `places`, copies the `bytes` at source(i) to the
+//     up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move nothing. All lanes
+//     call together, each sink with a k of its own, and sink(i, k) right after source(i).
+//   publish(): what this team has just written may be a source.
 //   complete(pending): returns when all rows but the `pending` latest are written, so that a flag may announce them.
 #pragma once
 
@@ -18,3 +21,4 @@ struct Stride {
 }  // namespace jax_ep
 
 #include JAX_EP_MOVER
+#include JAX_EP_WRITER

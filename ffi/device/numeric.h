@@ -34,16 +34,6 @@ JAX_EP_FN float widen(uint32_t magnitude) {
   return bit_cast<float>(magnitude << (23 - kMantissa)) * bit_cast<float>((254u - kBias) << 23);
 }
 
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-struct Float8E4M3 {
-  uint8_t bits;
-};
-
 JAX_EP_FN float to_float(float x) { return x; }
 JAX_EP_FN float to_float(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
 JAX_EP_FN float to_float(Float16 x) {
@@ -51,12 +41,6 @@ JAX_EP_FN float to_float(Float16 x) {
   const uint32_t value = bit_cast<uint32_t>(widen<10, 15>(magnitude));
   return bit_cast<float>(sign | (magnitude >= 0x7c00u ? value | 0x7f800000u : value));
 }
-JAX_EP_FN float to_float(Float8E4M3 x) {
-  const uint32_t magnitude = x.bits & 0x7fu, sign = (x.bits & 0x80u) << 24;
-  const uint32_t value = bit_cast<uint32_t>(widen<3, 7>(magnitude));
-  return bit_cast<float>(sign | (magnitude == 0x7fu ? 0x7fc00000u : value));
-}
-
 JAX_EP_FN void from_float(float x, float* out) { *out = x; }
 JAX_EP_FN void from_float(float x, BFloat16* out) {
   const uint32_t bits = bit_cast<uint32_t>(x);
@@ -70,12 +54,38 @@ JAX_EP_FN void from_float(float x, Float16* out) {
   const uint32_t finite = magnitude >= 0x47800000u || rounded > 0x7c00u ? 0x7c00u : rounded;
   out->bits = static_cast<uint16_t>(((bits >> 16) & 0x8000u) | (magnitude > 0x7f800000u ? 0x7e00u : finite));
 }
+JAX_EP_FN float to_float(Float8E4M3 x) {
+  const uint32_t magnitude = x.bits & 0x7fu, sign = (x.bits & 0x80u) << 24;
+  const uint32_t value = bit_cast<uint32_t>(widen<3, 7>(magnitude));
+  return bit_cast<float>(sign | (magnitude == 0x7fu ? 0x7fc00000u : value));
+}
+
 // Out of range is NaN, as this format has no infinity.
 JAX_EP_FN void from_float(float x, Float8E4M3* out) {
   const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu;
   const uint32_t rounded = narrow<3, 7>(magnitude);
   const bool nan = magnitude >= 0x43f00000u || rounded > 0x7eu;
   out->bits = static_cast<uint8_t>(((bits >> 24) & 0x80u) | (nan ? 0x7fu : rounded));
+}
+
+// Many at a time, which a target may do better than one by one.
+template <int kCount, class T>
+JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
+#ifdef JAX_EP_OWN_CONVERSIONS
+  if constexpr (kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
+    for (int i = 0; i < kCount; i += 2) pair_from_floats(from[i], from[i + 1], to + i);
+    return;
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) from_float(from[i], &to[i]);
+}
+template <int kCount>
+JAX_EP_FN void to_floats(const Float8E4M3* from, float (&to)[kCount]) {
+#ifdef JAX_EP_OWN_CONVERSIONS
+  for (int i = 0; i < kCount; i += 2) floats_from_pair(from + i, &to[i], &to[i + 1]);
+#else
+  for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
+#endif
 }
 
 }  // namespace jax_ep

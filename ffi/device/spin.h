@@ -1,4 +1,4 @@
-// The only spinning. A wait ends by its condition, by the group's abort word or by its deadline, and says which.
+// The only spinning. A wait ends by its flag, by the group's abort word or by its deadline, and says which.
 #pragma once
 
 #include "device/platform.h"
@@ -7,10 +7,14 @@ namespace jax_ep {
 
 enum class Status : int { ok, timeout, aborted };
 
-template <class Done>
-JAX_EP_FN Status spin_until(Done done, const uint64_t* abort_word, uint64_t deadline_ns) {
+// Waits until *flag is at least `value`. Polls without ordering, which would cost the other teams their caches, and
+// orders once at the end.
+JAX_EP_FN Status spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t deadline_ns) {
   for (unsigned tries = 0;; ++tries) {
-    if (done()) return Status::ok;
+    if (load_relaxed(flag) >= value) {
+      load_acquire(flag);
+      return Status::ok;
+    }
     if (load_relaxed(abort_word)) return Status::aborted;
     if (tries % 64 == 63 && clock_ns() > deadline_ns) return Status::timeout;
     pause(tries);

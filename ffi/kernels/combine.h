@@ -1,48 +1,44 @@
-// combine: the expert's rank sums a token's rows in float32 and sends one row; the token's rank sums those in rank
-// order. Its own share it adds in float32, unrounded.
+// combine: the expert's rank sums a token's rows in float32 and sends one row; the token's rank adds those and its own
+// rows, in rank order.
 #pragma once
 
-#include "device/numeric.h"
+#include "device/copy.h"
+#include "device/mover.h"
 #include "kernels/args.h"
+#include "kernels/lineup.h"
 #include "kernels/op.h"
+#include "kernels/piece.h"
 #include "kernels/schedule.h"
 
 namespace jax_ep {
 
-// A lane's piece of a row, moved in 16-byte words where the rows allow it.
-template <class T>
-struct alignas(16) Piece {
-  T values[kLaneValues];
-
-  JAX_EP_FN void load(const T* from, int count, bool words) {
-    if (words && count == kLaneValues) {
-      *this = *reinterpret_cast<const Piece*>(from);
-    } else {
-      for (int i = 0; i < count; ++i) values[i] = from[i];
-    }
-  }
-  JAX_EP_FN void store(T* to, int count, bool words) const {
-    if (words && count == kLaneValues) {
-      *reinterpret_cast<Piece*>(to) = *this;
-    } else {
-      for (int i = 0; i < count; ++i) to[i] = values[i];
-    }
-  }
-};
-
-// out = the sum of weight * row over terms(add), where terms calls add(row, weight) in a fixed order.
+// out = the sum of weight * row over the terms of a lineup, in their order; two rows are in flight at a time.
 template <class T, class Terms>
-JAX_EP_FN void sum_rows(const Team& team, int hidden, T* out, bool words, Terms terms) {
-  for (int begin = team.lane * kLaneValues; begin < hidden; begin += Team::lanes * kLaneValues) {
-    const int count = smaller(kLaneValues, hidden - begin);
-    float total[kLaneValues] = {};
-    Piece<T> piece{};
-    terms([&](const T* row, float weight) {
-      piece.load(row + begin, count, words);
-      for (int i = 0; i < kLaneValues; ++i) total[i] += weight * to_float(piece.values[i]);
-    });
-    for (int i = 0; i < kLaneValues; ++i) from_float(total[i], &piece.values[i]);
-    piece.store(out + begin, count, words);
+JAX_EP_FN void sum_rows(const Team& team, RowWriter& writer, int hidden, T* out, bool words, const Terms& terms) {
+  constexpr int kValues = kPieceValues<T>;
+  for (int first = 0; first < hidden; first += kLanePieces * Team::lanes * kValues) {
+    float total[kLanePieces][kValues] = {};
+    Piece<T> one[kLanePieces], other[kLanePieces];
+    const auto load = [&](Piece<T>(&pieces)[kLanePieces], const T* row) {
+      for (int i = 0; i < kLanePieces; ++i) {
+        const int at = first + (i * Team::lanes + team.lane) * kValues;
+        pieces[i].load(row + at, smaller(kValues, hidden - at), words);
+      }
+    };
+    const auto add = [&](const Piece<T>(&pieces)[kLanePieces], float weight) {
+      for (int i = 0; i < kLanePieces; ++i)
+        for (int j = 0; j < kValues; ++j) total[i][j] += weight * to_float(pieces[i].values[j]);
+    };
+    auto walk = terms.walk();
+    for (auto a = walk.next(); a.row; a = walk.next()) {
+      const auto b = walk.next();
+      load(one, a.row);
+      if (b.row) load(other, b.row);
+      add(one, a.weight);
+      if (b.row) add(other, b.weight);
+    }
+    for (int i = 0; i < kLanePieces; ++i) from_floats<kValues>(total[i], one[i].values);
+    writer.put(one, out, first, hidden, words);
   }
 }
 
@@ -53,6 +49,8 @@ class Combine {
       : op_(op),
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
+        by_capacity_(args.capacity),
+        writer_(op.team),
         words_(in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                in_words(args.combined, args.combined, 0)) {}
 
@@ -61,26 +59,30 @@ class Combine {
     const Place pusher = op_.team.pusher;
     if (pusher.index < 0) return;
     const Schedule schedule(args_.num_tokens);
+    const int ranks = op_.comm.size;
+    int announced = 0, written = 0;
     for (int chunk = 0; chunk < schedule.chunks; ++chunk) {
       const Range tokens = schedule.chunk(chunk);
-      const int in_chunk = tokens.end - tokens.begin, all = op_.comm.size * in_chunk;
+      const int all = ranks * (tokens.end - tokens.begin);
       for (int i = pusher.index; i < all && op_.may_push(); i += pusher.count) {
-        const int home = (op_.comm.rank + 1 + i % op_.comm.size) % op_.comm.size;
-        const int token = tokens.begin + i / op_.comm.size;
+        const int home = (op_.comm.rank + 1 + i % ranks) % ranks, token = tokens.begin + i / ranks;
         if (home != op_.comm.rank) push_partial(home, token);
         if (args_.scalars) push_scalars(home, token);
+        if (announced < chunk) announce(announced++, written);  // while the next rows are already on their way
       }
-      op_.team.sync();
-      op_.deliver(chunk);
+      if (announced < chunk) announce(announced++, written);
+      written = writer_.mark();
     }
+    announce(announced, written);
   }
 
-  // For every token of this rank, the sum over ranks, in the order in which they arrive.
+  // For every token of this rank, the sum over ranks, as they arrive.
   JAX_EP_FN void reduce() {
-    const Schedule schedule(args_.num_tokens);
-    while (op_.ok()) {
-      const int ticket = op_.take_ticket(), chunk = ticket / schedule.groups();
-      if (chunk >= schedule.chunks) return;
+    const Schedule schedule(args_.num_tokens, args_.num_tokens, op_.team.count);
+    for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
+      const int ticket = op_.take_ticket(asked), chunk = ticket / larger(1, schedule.groups());
+      if (chunk >= schedule.chunks || args_.num_tokens == 0) return;
+      asked = op_.ask_for_ticket();
       op_.wait_delivered(chunk);
       if (!op_.ok()) return;
       const Range tokens = schedule.group(chunk, ticket % schedule.groups());
@@ -88,23 +90,33 @@ class Combine {
     }
   }
 
+  JAX_EP_FN void complete() { writer_.complete_to(writer_.mark()); }
+
  private:
+  JAX_EP_FN void announce(int chunk, int written) {
+    writer_.complete_to(written);
+    op_.deliver(chunk);
+  }
+
   JAX_EP_FN int64_t table(int source, int token) const {
     return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
   }
 
-  JAX_EP_FN void reduce(int token) {
+  // The k-th assignment of a token of `home`, if its row is here.
+  JAX_EP_FN Term<const T> own_term(int home, int token, int k) const {
+    const int64_t at = table(home, token) + k;
+    const int row = args_.rows[at];
+    const float weight = args_.weights ? args_.weights[at] : 1.0f;  // asked for without waiting for the row
+    return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden, weight};
+  }
+
+  // The partial sum of a peer, if it sends one.
+  JAX_EP_FN Term<const T> peer_term(int rank, int token) const {
     const int32_t* targets = args_.targets + int64_t{token} * args_.top_k;
-    T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden;
-    sum_rows<T>(op_.team, args_.hidden, out, words_, [&](auto add) {
-      for (int rank = 0; rank < op_.comm.size; ++rank) {
-        if (rank == op_.comm.rank)
-          add_rows(rank, token, add);
-        else if (sends(rank, targets))
-          add(landed(reinterpret_cast<const T*>(args_.landing), rank, token), 1.0f);
-      }
-    });
-    return_nothing(token, targets);
+    for (int k = 0; k < args_.top_k; ++k)
+      if (targets[k] >= 0 && by_capacity_.quotient(targets[k]) == rank)
+        return {landed(reinterpret_cast<const T*>(args_.landing), rank, token), 1.0f};
+    return {nullptr, 0};
   }
 
   template <class Pointer>
@@ -112,26 +124,11 @@ class Combine {
     return landing + (int64_t{source} * args_.num_tokens + token) * args_.hidden;
   }
 
-  JAX_EP_FN bool sends(int rank, const int32_t* targets) const {
-    for (int k = 0; k < args_.top_k; ++k)
-      if (targets[k] >= 0 && targets[k] / args_.capacity == rank) return true;
-    return false;
-  }
-
-  template <class Add>
-  JAX_EP_FN void add_rows(int home, int token, Add add) const {
-    const int64_t at = table(home, token);
-    for (int k = 0; k < args_.top_k; ++k)
-      if (args_.rows[at + k] >= 0)
-        add(outputs_ + int64_t{args_.rows[at + k]} * args_.hidden, args_.weights ? args_.weights[at + k] : 1.0f);
-  }
-
   JAX_EP_FN void push_partial(int home, int token) {
-    bool any = false;
-    for (int k = 0; k < args_.top_k; ++k) any |= args_.rows[table(home, token) + k] >= 0;
-    if (!any) return;
+    const auto terms = line_up<const T>(op_.team, args_.top_k, [&](int k) { return own_term(home, token, k); });
+    if (!terms.walk().next().row) return;
     T* there = landed(static_cast<T*>(op_.mail_from(home)->buffers[0]), op_.comm.rank, token);
-    sum_rows<T>(op_.team, args_.hidden, there, words_, [&](auto add) { add_rows(home, token, add); });
+    sum_rows<T>(op_.team, writer_, args_.hidden, there, words_, terms);
   }
 
   JAX_EP_FN void push_scalars(int home, int token) {
@@ -141,16 +138,39 @@ class Combine {
       if (args_.rows[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
 
+  // Terms in rank order: a row of each peer, and in this rank's place its own rows.
+  JAX_EP_FN void reduce(int token) {
+    const int me = op_.comm.rank, own_end = me + args_.top_k;
+    const auto terms = line_up<const T>(op_.team, op_.comm.size - 1 + args_.top_k, [&](int i) {
+      if (i >= me && i < own_end) return own_term(me, token, i - me);
+      return peer_term(i < me ? i : i - args_.top_k + 1, token);
+    });
+    T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden;
+    if (undelivered(token))
+      fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{args_.hidden} * sizeof(T));
+    else
+      sum_rows<T>(op_.team, writer_, args_.hidden, out, words_, terms);
+    return_nothing(token);
+  }
+
+  // Whether the dispatch of this token failed: then its sum is NaN, not zero.
+  JAX_EP_FN bool undelivered(int token) const {
+    return args_.top_k > 0 && args_.targets[int64_t{token} * args_.top_k] < -1;
+  }
+
   // No rank sends a scalar for an assignment without a row.
-  JAX_EP_FN void return_nothing(int token, const int32_t* targets) {
+  JAX_EP_FN void return_nothing(int token) {
     if (!args_.returned) return;
+    const int64_t at = int64_t{token} * args_.top_k;
     for (int k = op_.team.lane; k < args_.top_k; k += Team::lanes)
-      if (targets[k] < 0) args_.returned[int64_t{token} * args_.top_k + k] = 0.0f;
+      if (args_.targets[at + k] < 0) args_.returned[at + k] = 0.0f;
   }
 
   Op& op_;
   const CombineArgs& args_;
   const T* outputs_;
+  const Divider by_capacity_;
+  RowWriter writer_;
   const bool words_;
 };
 
@@ -166,6 +186,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team&
   Combine<T> combine(op, args);
   combine.push();
   combine.reduce();
+  combine.complete();
   op.finish(results);
 }
 

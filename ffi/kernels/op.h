@@ -8,13 +8,18 @@
 
 namespace jax_ep {
 
-// A result buffer: what poison and failure fill.
+// What the bytes of a result become when it is not delivered: NaN, or -1 in integers; 0 for sizes, which other kernels
+// trust; and for targets, something less than -1, by which combine knows that its tokens never left.
+enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
+
+// A result of an op.
 struct Buffer {
-  JAX_EP_FN Buffer(void* data, int64_t bytes, bool is_size = false) : data(data), bytes(bytes), is_size(is_size) {}
+  JAX_EP_FN Buffer(void* data, int64_t bytes, Undelivered undelivered = Undelivered::nan)
+      : data(data), bytes(bytes), undelivered(undelivered) {}
 
   void* data;
   int64_t bytes;
-  bool is_size;  // sizes and counts become 0 on failure, never -1: other kernels may trust them
+  Undelivered undelivered;
 };
 
 class Op {
@@ -39,13 +44,13 @@ class Op {
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
   JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
 
-  JAX_EP_FN void barrier() {
-    if (ok()) settle(rank_barrier(heap, team, deadline_), comm.rank, 0, 0);
-  }
+  // Every team that is to meet must call it, failed or not.
+  JAX_EP_FN void barrier() { meet(&heap->everyone, team.squad.count); }
+  // Among the teams of the first squads only.
+  JAX_EP_FN void router_barrier(int squads) { meet(&heap->routers, squads); }
 
-  // Tells every peer where it may write, once all teams have written the rest of their mail.
+  // Tells every peer where it may write, when the rest of the mail is written and the teams have met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
-    barrier();
     if (!ok() || team.index != 0) return;
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
@@ -58,10 +63,15 @@ class Op {
 
   // Called by every pushing team when its part of a chunk is written. The last one tells the peers.
   JAX_EP_FN void deliver(int chunk) {
-    if (team.lane != 0 || !may_push()) return;  // rows may be missing once the group has failed
-    if (fetch_add(&heap->pushed[chunk], uint64_t{1}) != static_cast<uint64_t>(team.pusher.count) - 1) return;
-    store_relaxed(&heap->pushed[chunk], uint64_t{0});
-    for (int peer = 0; peer < comm.size; ++peer) store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], epoch);
+    int last = 0;
+    if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
+      last = fetch_add(&heap->pushed[chunk], uint64_t{1}) == static_cast<uint64_t>(team.pusher.count) - 1;
+      if (last) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    }
+    if (!team.broadcast(last)) return;
+    team.sync();
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], epoch);
   }
 
   JAX_EP_FN void wait_posted() {
@@ -75,17 +85,15 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
   }
 
-  // The next piece of work for this team, in order over all teams of the rank.
-  JAX_EP_FN int take_ticket() {
-    int ticket = 0;
-    if (team.lane == 0) ticket = static_cast<int>(fetch_add(&heap->ticket, uint64_t{1}));
-    return team.broadcast(ticket);
-  }
+  // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they
+  // need it, so that nobody waits for the memory.
+  JAX_EP_FN uint64_t ask_for_ticket() { return team.lane == 0 ? fetch_add(&heap->ticket, uint64_t{1}) : 0; }
+  JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
 
   // Looked at before every row: a peer that gave up must not be written to.
   JAX_EP_FN bool may_push() const { return ok() && !load_relaxed(&heap->abort); }
 
-  // Records what went wrong, once per op; on its own it leaves the group usable.
+  // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
     const uint64_t before = load_relaxed(&heap->reported);
     if (before >= epoch || !compare_exchange(&heap->reported, before, epoch)) return;
@@ -110,7 +118,7 @@ class Op {
   // Ends the op; every team must call it. The last one to come settles a failure: it returns only when no peer can
   // write into this rank's buffers any more.
   template <int N>
-  JAX_EP_FN void finish(const Buffer (&results)[N], bool discard = false) {
+  JAX_EP_FN void finish(const Buffer (&results)[N]) {
     team.sync();
     int last = 0;
     if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(team.count) - 1;
@@ -120,16 +128,26 @@ class Op {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
       give_up();
     }
-    if (failed || discard) fill(results, {0, 1});
+    if (failed || load_relaxed(&heap->reported) == epoch) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
-    store_relaxed(&heap->arrived, uint64_t{0});
+    store_relaxed(&heap->routers.arrived, uint64_t{0});
+    store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
   }
 
  private:
+  JAX_EP_FN void meet(BarrierWords* words, int squads) {
+    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, deadline_);
+    if (!ok()) return;
+    if (status != Status::ok)
+      settle(status, comm.rank, 0, 0);
+    else if (load_relaxed(&heap->abort))  // the team that stood at the barrier for this one may have failed
+      settle(Status::aborted, comm.rank, 0, 0);
+  }
+
   // Waits for `count` flags to reach this op's epoch, a lane each.
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
@@ -138,7 +156,7 @@ class Op {
       Status status = Status::ok;
       if (i < count) {
         const uint64_t* flag = flag_of(i);
-        status = spin_until([&] { return load_acquire(flag) >= epoch; }, &heap->abort, deadline_);
+        status = spin_until(flag, epoch, &heap->abort, deadline_);
         if (status == Status::timeout) settle(status, peer_of(i), epoch, load_relaxed(flag));
       }
       const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);
@@ -155,8 +173,8 @@ class Op {
     if (status == Status::ok) return;
     status_ = status;
     if (status == Status::timeout) {
+      report(Failure::timeout, comm.rank, peer, expected, seen);  // before others of this rank see the abort word
       compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(peer) + 1);
-      report(Failure::timeout, comm.rank, peer, expected, seen);
     } else {
       report(Failure::peer_lost, comm.rank, static_cast<int>(load_relaxed(&heap->abort)) - 1, expected, seen);
     }
@@ -170,10 +188,9 @@ class Op {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
       store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
     }
-    constexpr uint64_t kNever = 0;
     const uint64_t grace = clock_ns() + kGraceNs;
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
-      spin_until([&] { return load_acquire(&heap->acknowledged[peer]) != 0; }, &kNever, grace);
+      spin_until(&heap->acknowledged[peer], 1, &heap->never, grace);
     team.sync();
   }
 
@@ -183,7 +200,7 @@ class Op {
       const int chunks = static_cast<int>((result.bytes + kFillBytes - 1) / kFillBytes);
       for (int chunk = place.index; chunk < chunks; chunk += place.count) {
         const int64_t begin = chunk * kFillBytes, left = result.bytes - begin;
-        fill_row(team, static_cast<char*>(result.data) + begin, result.is_size ? 0 : 0xff,
+        fill_row(team, static_cast<char*>(result.data) + begin, static_cast<uint8_t>(result.undelivered),
                  left < kFillBytes ? left : kFillBytes);
       }
     }

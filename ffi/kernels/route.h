@@ -1,5 +1,7 @@
 // Routing: every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its
 // assignments. Rows are ordered by (expert, source rank, token, k), whatever the number of teams.
+//
+// The first squads of a rank, the routers, do it. A squad's teams keep their histograms in shared memory.
 #pragma once
 
 #include "kernels/args.h"
@@ -7,141 +9,221 @@
 
 namespace jax_ep {
 
-struct RouteScratch {
-  int32_t* ints;
-  int num_experts;
+class Router {
+ public:
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        squads_(router_squads(args.num_tokens * args.top_k, op.team.squad.count)),
+        local_(args.num_experts / op.comm.size) {}
 
-  JAX_EP_FN int32_t* histogram(int team) const { return ints + team * histogram_ints(num_experts); }
-  JAX_EP_FN int32_t* first_rows() const { return ints + first_rows_offset(num_experts); }
-  JAX_EP_FN int32_t* needed() const { return ints + needed_offset(num_experts); }
-  // The two counters behind a team's histogram.
-  JAX_EP_FN int32_t& invalid(int team) const { return histogram(team)[num_experts]; }
-  JAX_EP_FN int32_t& dropped(int team) const { return histogram(team)[num_experts + 1]; }
-};
+  // The whole of routing; `landing` is what peers write into. Returns whether rows may be sent.
+  JAX_EP_FN bool route(void* landing) {
+    if (op_.team.squad.index < squads_) {
+      count();
+      sum_over_squad();
+      op_.router_barrier(squads_);
+      sum_over_squads();
+      op_.router_barrier(squads_);
+      op_.post(landing, args_.rows, args_.arrived);
+      op_.wait_posted();
+      lay_out();
+      op_.router_barrier(squads_);
+      if (op_.ok() && rank_without_room() < 0) place();  // after it peers must be waited for
+    }
+    op_.barrier();
+    if (!op_.ok() || !check_capacity()) return false;
+    sum_dropped();
+    return true;
+  }
 
-// The histogram bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin behind the last.
-JAX_EP_FN int histogram_bin(int expert, int num_experts) {
-  if (expert == -1) return -1;
-  return expert >= 0 && expert < num_experts ? expert : num_experts;
-}
+ private:
+  JAX_EP_FN void sum_dropped() const {
+    if (op_.team.index != 0) return;
+    int dropped = 0;
+    for (int i = op_.team.lane; i < squads_; i += Team::lanes) dropped += squad_bins(i)[args_.num_experts + 1];
+    dropped = op_.team.sum(dropped);
+    if (op_.team.lane == 0) *args_.dropped = dropped;
+  }
 
-// Calls visit(index, bin, earlier) for the assignments of this team's tokens; `earlier` is the number of this team's
-// assignments before it in the same bin.
-template <class Visit>
-JAX_EP_FN void for_each_assignment(const DispatchArgs& args, const RouteScratch& scratch, const Team& team,
-                                   Visit visit) {
-  int32_t* bins = scratch.histogram(team.index);
-  const Range mine = share(args.num_tokens, team.index, team.count);
-  const int end = mine.end * args.top_k;
-  for (int first = mine.begin * args.top_k; first < end; first += Team::lanes) {
-    const int index = first + team.lane;
-    const int bin = index < end ? histogram_bin(args.expert_ids[index], args.num_experts) : -1;
+  // This team's histogram, or that of another member of its squad.
+  JAX_EP_FN int32_t* bins(int member) const {
+    const Team& team = op_.team;
+    const int64_t ints = histogram_ints(args_.num_experts);
+    if (team.shared_bytes >= ints * 4)
+      return reinterpret_cast<int32_t*>(team.shared + (member - team.member.index) * team.shared_bytes);
+    return args_.scratch + (team.index + member - team.member.index) * ints;
+  }
+  JAX_EP_FN int32_t* squad_bins(int squad) const {
+    return args_.scratch + squad_bins_offset(args_.num_experts) + squad * histogram_ints(args_.num_experts);
+  }
+  JAX_EP_FN int32_t* first_rows() const { return args_.scratch + first_rows_offset(args_.num_experts); }
+  JAX_EP_FN int32_t* needed() const { return args_.scratch + needed_offset(args_.num_experts); }
+
+  JAX_EP_FN Range my_tokens() const {
+    const Team& team = op_.team;
+    const Range squad = share(args_.num_tokens, team.squad.index, squads_);
+    const Range mine = share(squad.end - squad.begin, team.member.index, team.member.count);
+    return {squad.begin + mine.begin, squad.begin + mine.end};
+  }
+
+  // The bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin behind the last.
+  JAX_EP_FN int bin_of(int expert) const {
+    if (expert == -1) return -1;
+    return expert >= 0 && expert < args_.num_experts ? expert : args_.num_experts;
+  }
+
+  // Calls visit(index, bin, earlier) for the assignments of this team's tokens; `earlier` is what the bin held before
+  // it. Every visit adds one to its bin. Ids are read a few steps ahead.
+  template <class Visit>
+  JAX_EP_FN void for_each_assignment(Visit visit) {
+    constexpr int kAhead = Team::lanes == 1 ? 1 : 4;
+    const Range tokens = my_tokens();
+    const int end = tokens.end * args_.top_k;
+    for (int first = tokens.begin * args_.top_k; first < end; first += kAhead * Team::lanes) {
+      int ids[kAhead];
+      for (int i = 0; i < kAhead; ++i) {
+        const int index = first + i * Team::lanes + op_.team.lane;
+        ids[i] = index < end ? args_.expert_ids[index] : -1;
+      }
+      for (int i = 0; i < kAhead; ++i) {
+        const int index = first + i * Team::lanes + op_.team.lane, bin = bin_of(ids[i]);
+        const int earlier = count_one(bin);
+        if (index < end) visit(index, bin, earlier);
+      }
+    }
+  }
+
+  // Adds this lane's assignment to its bin, behind those of the lanes before it.
+  JAX_EP_FN int count_one(int bin) {
+    const Team& team = op_.team;
+    int32_t* mine = bins(team.member.index);
     const Match match = team.match(bin);
-    const int earlier = bin < 0 ? 0 : bins[bin] + match.below;
+    const int earlier = bin < 0 ? 0 : mine[bin] + match.below;
     team.sync();
-    if (bin >= 0 && match.below == match.total - 1) bins[bin] = earlier + 1;
+    if (bin >= 0 && match.below == match.total - 1) mine[bin] = earlier + 1;
     team.sync();
-    if (index < end) visit(index, bin, earlier);
+    return earlier;
   }
-}
 
-JAX_EP_FN void count_assignments(const DispatchArgs& args, const RouteScratch& scratch, const Team& team) {
-  int32_t* bins = scratch.histogram(team.index);
-  for (int i = team.lane; i < histogram_ints(args.num_experts); i += Team::lanes) bins[i] = 0;
-  team.sync();
-  for_each_assignment(args, scratch, team, [](int, int, int) {});
-}
-
-// Turns the teams' histograms into the place of each team's first assignment within its expert, and sends the totals.
-JAX_EP_FN void send_counts(Op& op, const DispatchArgs& args, const RouteScratch& scratch) {
-  const Team& team = op.team;
-  const int experts = args.num_experts;
-  if (op.ok() && team.index == 0) {
-    int invalid = 0;
-    for (int i = team.lane; i < team.count; i += Team::lanes) invalid += scratch.invalid(i);
-    invalid = team.sum(invalid);
-    if (team.lane == 0) *args.invalid = invalid;
+  JAX_EP_FN void count() {
+    int32_t* mine = bins(op_.team.member.index);
+    for (int i = op_.team.lane; i < histogram_ints(args_.num_experts); i += Team::lanes) mine[i] = 0;
+    op_.team.sync();
+    for_each_assignment([](int, int, int) {});
+    op_.team.squad_sync();
   }
-  for (int e = team.index * Team::lanes + team.lane; op.ok() && e < experts; e += team.count * Team::lanes) {
-    int total = 0;
-    for (int i = 0; i < team.count; ++i) {
-      const int32_t count = scratch.histogram(i)[e];
-      scratch.histogram(i)[e] = total;
-      total += count;
+
+  // Turns the members' histograms into what the members before each counted, and sums them up.
+  JAX_EP_FN void sum_over_squad() {
+    const Team& team = op_.team;
+    for (int e = team.member.index * Team::lanes + team.lane; e <= args_.num_experts;
+         e += team.member.count * Team::lanes) {
+      int total = 0;
+      for (int member = 0; member < team.member.count; ++member) {
+        const int32_t count = bins(member)[e];
+        bins(member)[e] = total;
+        total += count;
+      }
+      squad_bins(team.squad.index)[e] = total;
     }
-    for (int peer = 0; peer < op.comm.size; ++peer) op.mail(peer, op.comm.rank)->counts[e] = total;
+    if (team.member.index == 0 && team.lane == 0) squad_bins(team.squad.index)[args_.num_experts + 1] = 0;
   }
-}
 
-// From all ranks' counts: the segments of every rank, and in them the first row of this rank's share.
-JAX_EP_FN void lay_out(Op& op, const DispatchArgs& args, const RouteScratch& scratch) {
-  const Comm& comm = op.comm;
-  const int local = args.num_experts / comm.size;
-  for (int owner = op.team.index; op.ok() && owner < comm.size; owner += op.team.count) {
-    const auto count = [&](int source, int e) { return op.mail_from(source)->counts[owner * local + e]; };
-    const auto rows_of = [&](int e) {
-      int rows = 0;
-      for (int source = 0; source < comm.size; ++source) rows += count(source, e);
-      return rows;
-    };
-    const auto visit = [&](int e, const Segment& segment) {
-      int before = 0;
-      for (int source = 0; source < comm.rank; ++source) before += count(source, e);
-      scratch.first_rows()[owner * local + e] = segment.start + before;
-      if (owner != comm.rank) return;
-      const int begin = smaller(segment.start, args.capacity);
-      args.group_sizes[e] = smaller(segment.start + segment.padded, args.capacity) - begin;
-      for (int source = 0; source < comm.size; ++source) args.counts[source * local + e] = count(source, e);
-    };
-    const int needed = for_each_segment(op.team, local, args.alignment, rows_of, visit);
-    if (op.team.lane == 0) scratch.needed()[owner] = needed;
-  }
-  op.barrier();
-}
-
-// Whether every rank has room; all ranks come to the same answer.
-JAX_EP_FN bool check_capacity(Op& op, const DispatchArgs& args, const RouteScratch& scratch) {
-  if (args.drop) return true;
-  for (int rank = 0; rank < op.comm.size; ++rank) {
-    const int needed = scratch.needed()[rank];
-    if (needed <= args.capacity) continue;
-    if (op.team.index == 0 && op.team.lane == 0) op.report(Failure::capacity, rank, rank, args.capacity, needed);
-    return false;
-  }
-  return true;
-}
-
-// Writes the targets of this team's assignments.
-JAX_EP_FN void place(Op& op, const DispatchArgs& args, const RouteScratch& scratch) {
-  const int local = args.num_experts / op.comm.size;
-  int dropped = 0;
-  for_each_assignment(args, scratch, op.team, [&](int index, int bin, int earlier) {
-    int packed = -1;
-    if (bin >= 0 && bin < args.num_experts) {
-      const Target target{bin / local, scratch.first_rows()[bin] + earlier};
-      if (target.row < args.capacity)
-        packed = pack_target(target, args.capacity);
+  // The same over squads; the totals go to every peer.
+  JAX_EP_FN void sum_over_squads() {
+    const Team& team = op_.team;
+    for (int e = team.index * Team::lanes + team.lane; op_.ok() && e <= args_.num_experts;
+         e += squads_ * team.member.count * Team::lanes) {
+      int32_t before[kMaxRouters];
+      for (int squad = 0; squad < kMaxRouters; ++squad) before[squad] = squad < squads_ ? squad_bins(squad)[e] : 0;
+      int total = 0;
+      for (int squad = 0; squad < kMaxRouters; ++squad) {
+        if (squad < squads_) squad_bins(squad)[e] = total;
+        total += before[squad];
+      }
+      if (e == args_.num_experts)
+        *args_.invalid = total;
       else
-        ++dropped;
+        for (int peer = 0; peer < op_.comm.size; ++peer) op_.mail(peer, op_.comm.rank)->counts[e] = total;
     }
-    args.targets[index] = packed;
-  });
-  dropped = op.team.sum(dropped);
-  if (op.team.lane == 0) scratch.dropped(op.team.index) = dropped;
-  op.team.sync();
-}
+  }
 
-// The whole of routing. `buffers` are what peers write into. Returns whether rows may be sent.
-JAX_EP_FN bool route(Op& op, const DispatchArgs& args, const RouteScratch& scratch, void* landing) {
-  count_assignments(args, scratch, op.team);
-  op.barrier();
-  send_counts(op, args, scratch);
-  op.post(landing, args.rows, args.arrived);
-  op.wait_posted();
-  lay_out(op, args, scratch);
-  if (!op.ok() || !check_capacity(op, args, scratch)) return false;
-  place(op, args, scratch);
-  return true;
-}
+  // From all ranks' counts: the segments of every rank, and in them the first row of this rank's share.
+  JAX_EP_FN void lay_out() {
+    const Comm& comm = op_.comm;
+    for (int owner = op_.team.index; op_.ok() && owner < comm.size; owner += squads_ * op_.team.member.count) {
+      const auto count = [&](int source, int e) { return op_.mail_from(source)->counts[owner * local_ + e]; };
+      const auto rows_of = [&](int e) {
+        int rows = 0;
+        for (int source = 0; source < comm.size; ++source) rows += count(source, e);
+        return rows;
+      };
+      const auto visit = [&](int e, const Segment& segment) {
+        if (e >= local_) return;
+        int before = 0;
+        for (int source = 0; source < comm.rank; ++source) before += count(source, e);
+        first_rows()[owner * local_ + e] = segment.start + before;
+        if (owner != comm.rank) return;
+        const int begin = smaller(segment.start, args_.capacity);
+        args_.group_sizes[e] = smaller(segment.start + segment.padded, args_.capacity) - begin;
+        for (int source = 0; source < comm.size; ++source) args_.counts[source * local_ + e] = count(source, e);
+      };
+      const int rows = for_each_segment(op_.team, local_, args_.alignment, rows_of, visit);
+      if (op_.team.lane == 0) needed()[owner] = rows;
+    }
+  }
+
+  // The first rank that would receive more than its capacity, or -1. All ranks come to the same answer.
+  JAX_EP_FN int rank_without_room() const {
+    if (args_.drop) return -1;
+    for (int first = 0; first < op_.comm.size; first += Team::lanes) {
+      const int rank = first + op_.team.lane, rows = rank < op_.comm.size ? needed()[rank] : 0;
+      const uint64_t full = op_.team.ballot(rows > args_.capacity);
+      if (full) return first + lowest_bit(full);
+    }
+    return -1;
+  }
+
+  JAX_EP_FN bool check_capacity() const {
+    const int rank = rank_without_room();
+    if (rank >= 0 && op_.team.index == 0 && op_.team.lane == 0)
+      op_.report(Failure::capacity, rank, rank, args_.capacity, needed()[rank]);
+    return rank < 0;
+  }
+
+  // Writes the targets of this team's assignments, and tells every rank which of its rows hold them.
+  JAX_EP_FN void place() {
+    int32_t* bins_now = bins(op_.team.member.index);
+    const int32_t* before = squad_bins(op_.team.squad.index);
+    for (int e = op_.team.lane; e < args_.num_experts; e += Team::lanes) bins_now[e] += first_rows()[e] + before[e];
+    op_.team.sync();
+    const Divider by_local(local_);
+    const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
+    int dropped = 0;
+    for_each_assignment([&](int index, int bin, int row) {
+      Target target{-1, -1};
+      if (bin >= 0 && bin < args_.num_experts) {
+        if (row < args_.capacity)
+          target = {by_local.quotient(bin), row};
+        else
+          ++dropped;
+      }
+      const float weight = args_.weights[index];
+      args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
+      for (int rank = 0; rank < op_.comm.size; ++rank) {
+        const Mail* box = op_.mail_from(rank);
+        static_cast<int32_t*>(box->buffers[1])[mine + index] = rank == target.owner ? target.row : -1;
+        static_cast<float*>(box->buffers[2])[mine + index] = rank == target.owner ? weight : 0.0f;
+      }
+    });
+    dropped = op_.team.sum(dropped);
+    if (op_.team.lane == 0 && dropped) atomic_add(&squad_bins(op_.team.squad.index)[args_.num_experts + 1], dropped);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const int squads_, local_;
+};
 
 }  // namespace jax_ep

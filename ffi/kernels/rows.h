@@ -7,58 +7,94 @@
 
 namespace jax_ep {
 
-// Calls visit(target, first) for the assignments of one token that have a row; `first` is the first at its owner.
-template <class Visit>
-JAX_EP_FN void for_each_target(const int32_t* targets, int top_k, int capacity, Visit visit) {
-  for (int k = 0; k < top_k; ++k) {
-    if (targets[k] < 0) continue;
-    const Target target = unpack_target(targets[k], capacity);
-    bool first = true;
-    for (int j = 0; j < k; ++j)
-      if (targets[j] >= 0 && targets[j] / capacity == target.owner) first = false;
-    visit(target, first);
+// Where the k-th assignment of a token is to be written: its row at the owner, if it is the token's first there or if
+// the owner is this rank. All lanes ask together, each for its own k; null beyond the last.
+class RowSink {
+ public:
+  JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity)
+      : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), base_(nullptr) {
+    if (bases_in_lanes() && op.team.lane < op.comm.size) base_ = base_in_mail(op.team.lane);
   }
-}
+
+  struct Sink {
+    Target target;
+    char* base;  // of the owner's buffer; null if nothing goes there
+  };
+  JAX_EP_FN Sink sink(int token, int k) const {
+    const int packed = k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1;
+    const Target target = packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
+    const bool first = first_at_owner(token, k, target.owner);
+    char* base = base_of(target.owner);
+    return {target, target.owner >= 0 && (first || target.owner == op_.comm.rank) ? base : nullptr};
+  }
+
+  // The address for rows of `bytes`.
+  JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
+    const Sink found = sink(token, k);
+    return found.base ? found.base + found.target.row * bytes : nullptr;
+  }
+
+ private:
+  JAX_EP_FN bool bases_in_lanes() const { return Team::lanes > 1 && op_.comm.size <= Team::lanes; }
+  JAX_EP_FN char* base_in_mail(int owner) const { return static_cast<char*>(op_.mail_from(owner)->buffers[0]); }
+  JAX_EP_FN char* base_of(int owner) const {
+    if (bases_in_lanes()) return op_.team.from_lane(base_, larger(owner, 0));
+    return owner < 0 ? nullptr : base_in_mail(owner);
+  }
+
+  JAX_EP_FN bool first_at_owner(int token, int k, int owner) const {
+    if (Team::lanes > 1 && top_k_ <= Team::lanes) return op_.team.match(owner).below == 0;
+    for (int j = 0; j < k && k < top_k_; ++j) {
+      const int packed = targets_[int64_t{token} * top_k_ + j];
+      if (packed >= 0 && by_capacity_.quotient(packed) == owner) return false;
+    }
+    return true;
+  }
+
+  const Op& op_;
+  const int32_t* const targets_;
+  const int top_k_, capacity_;
+  const Divider by_capacity_;
+  char* base_;  // of the rank with this lane's number
+};
 
 // Pushes this team's tokens in order and announces every chunk once it is written: when the first row of the next
-// chunk is already on its way, so that the wire does not run dry. source_of(token) is what sinks(token, put) places.
-template <class SourceOf, class Sinks>
-JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t bytes, SourceOf source_of, Sinks sinks) {
+// chunk is already on its way, so that the wire does not run dry.
+template <class Source, class Sink>
+JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t bytes, int fanout, Source source,
+                           Sink sink) {
   const Place pusher = op.team.pusher;
   if (!op.ok() || pusher.index < 0) return;
   const Schedule schedule(num_tokens);
   int announced = 0;
-  const auto source = [&](int token) -> const char* { return op.may_push() ? source_of(token) : nullptr; };
-  const auto after = [&](int token, RowMover& rows) {
+  bool may_push = op.may_push();
+  const auto checked = [&](int token) -> const char* {
+    if (!may_push) return nullptr;
+    may_push = op.may_push();  // for the next row: the answer comes while this one moves
+    return source(token);
+  };
+  const auto after = [&](int token, auto& rows) {
     const int chunk = token / schedule.chunk_tokens;
     if (chunk == announced) return;
     rows.complete(1);
     for (; announced < chunk; ++announced) op.deliver(announced);
   };
-  mover.move(Stride{pusher.index, num_tokens, pusher.count}, bytes, source, sinks, after);
+  mover.move(Stride{pusher.index, num_tokens, pusher.count}, bytes, fanout, checked, sink, after);
   mover.complete(0);
-  announced = op.team.broadcast(announced);
   for (; announced < schedule.chunks; ++announced) op.deliver(announced);
 }
 
-// Places a token in its first row at every owner, and in all of its rows on this rank.
-template <class Put>
-JAX_EP_FN void put_token(const Op& op, int64_t bytes, const int32_t* targets, int top_k, int capacity, Put put) {
-  for_each_target(targets, top_k, capacity, [&](Target target, bool first) {
-    if (!first && target.owner != op.comm.rank) return;
-    put(static_cast<char*>(op.mail_from(target.owner)->buffers[0]) + target.row * bytes);
-  });
-}
-
 // Takes groups of tokens in the order in which they arrive, until none are left: visit(source, tokens) once they are
-// here. Every chunk of every source but this rank, or of all sources, is waited for by somebody.
+// here. Somebody waits for every chunk of every peer, and of this rank too if `own`.
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
-  const Schedule schedule(num_tokens);
-  const int sources = op.comm.size - (own ? 0 : 1), per_chunk = sources * schedule.groups();
-  while (op.ok()) {
-    const int ticket = op.take_ticket();
+  const int sources = op.comm.size - (own ? 0 : 1);
+  const Schedule schedule(num_tokens, num_tokens * sources, op.team.count);
+  const int per_chunk = sources * schedule.groups();
+  for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
+    const int ticket = op.take_ticket(asked);
     if (ticket >= schedule.chunks * per_chunk) return;
+    asked = op.ask_for_ticket();
     const int chunk = ticket / per_chunk, group = ticket % per_chunk / sources;
     const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
     op.wait_delivered(source, chunk);
@@ -66,20 +102,17 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   }
 }
 
-// The first row of a token in a table of rows, and whether it has further ones.
-struct FirstRow {
-  int row;
-  bool more;
+// The rows of a token here: the first, and how many there are.
+struct TokenRows {
+  int first, count;
 };
-JAX_EP_FN FirstRow first_row(const int32_t* rows, int top_k) {
-  FirstRow found{-1, false};
-  for (int k = 0; k < top_k; ++k) {
-    if (rows[k] < 0) continue;
-    if (found.row >= 0) {
-      found.more = true;
-      break;
-    }
-    found.row = rows[k];
+JAX_EP_FN TokenRows rows_of_token(const Team& team, const int32_t* rows, int top_k) {
+  TokenRows found{-1, 0};
+  for (int begin = 0; begin < top_k; begin += Team::lanes) {
+    const int row = begin + team.lane < top_k ? rows[begin + team.lane] : -1;
+    const uint64_t present = team.ballot(row >= 0);
+    if (found.first < 0 && present) found.first = team.from_lane(row, lowest_bit(present));
+    found.count += count_bits(present);
   }
   return found;
 }
@@ -89,17 +122,17 @@ JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t byte
                            int top_k) {
   for_each_arrival(op, num_tokens, /*own=*/false, [&](int source_rank, Range tokens) {
     const int32_t* table = rows + int64_t{source_rank} * num_tokens * top_k;
+    int first = -1;  // of the token whose source was asked for last
     const auto source = [&](int token) -> const char* {
-      const FirstRow first = first_row(table + int64_t{token} * top_k, top_k);
-      return first.more ? received + first.row * bytes : nullptr;
+      const TokenRows found = rows_of_token(op.team, table + int64_t{token} * top_k, top_k);
+      first = found.first;
+      return found.count > 1 ? received + first * bytes : nullptr;
     };
-    const auto sinks = [&](int token, auto put) {
-      const int32_t* of_token = table + int64_t{token} * top_k;
-      const int first = first_row(of_token, top_k).row;
-      for (int k = 0; k < top_k; ++k)
-        if (of_token[k] >= 0 && of_token[k] != first) put(received + of_token[k] * bytes);
+    const auto sink = [&](int token, int k) -> char* {
+      const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
+      return row >= 0 && row != first ? received + row * bytes : nullptr;
     };
-    mover.move(Stride{tokens.begin, tokens.end, 1}, bytes, source, sinks, [](int, RowMover&) {});
+    mover.move(Stride{tokens.begin, tokens.end, 1}, bytes, top_k, source, sink, [](int, auto&) {});
   });
   mover.complete(0);
 }
@@ -114,15 +147,20 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const int32_t
     for (int row = begin + first; row < smaller(end, capacity); row += step)
       fill_row(team, received + row * bytes, 0, bytes);
   };
-  int start = 0;
-  for (int expert = 0; expert < local_experts; ++expert) {
+  const auto rows_of = [&](int expert) {
     int rows = 0;
     for (int source = 0; source < op.comm.size; ++source) rows += counts[source * local_experts + expert];
-    const int padded = align_up(rows, alignment);
-    if (expert % filler.count == filler.index) zero(start + rows, start + padded, 0, 1);
-    start += padded;
-  }
-  zero(start, capacity, filler.index, filler.count);
+    return rows;
+  };
+  const auto pad = [&](int expert, const Segment& segment) {
+    const bool mine = expert % filler.count == filler.index && segment.rows < segment.padded;
+    for (uint64_t left = team.ballot(mine); left; left &= left - 1) {
+      const int lane = lowest_bit(left), begin = team.from_lane(segment.start + segment.rows, lane);
+      zero(begin, begin + team.from_lane(segment.padded - segment.rows, lane), 0, 1);
+    }
+  };
+  const int end = for_each_segment(team, local_experts, alignment, rows_of, pad);
+  zero(end, capacity, filler.index, filler.count);
 }
 
 }  // namespace jax_ep

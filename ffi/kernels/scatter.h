@@ -15,11 +15,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   op.post(args.received);
   op.wait_posted();
   RowMover mover(team);
-  const auto source = [&](int token) { return args.tokens + token * bytes; };
-  const auto sinks = [&](int token, auto put) {
-    put_token(op, bytes, args.targets + int64_t{token} * args.top_k, args.top_k, args.capacity, put);
-  };
-  push_chunks(op, mover, args.num_tokens, bytes, source, sinks);
+  const RowSink sink(op, args.targets, args.top_k, args.capacity);
+  push_chunks(
+      op, mover, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
+      [&](int token, int k) { return sink.row(token, k, bytes); });
   zero_padding(op, args.received, bytes, args.counts, args.local_experts, args.capacity, args.alignment);
   expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
   op.finish(results);

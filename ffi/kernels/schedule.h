@@ -8,19 +8,21 @@
 namespace jax_ep {
 
 struct Schedule {
-  int tokens, chunk_tokens, chunks;
+  int tokens, chunk_tokens, chunks, group_tokens;
 
-  JAX_EP_FN explicit Schedule(int tokens)
+  // `pieces` and `teams`: how much there is to share, for the size of a group; 0 if groups are not asked for.
+  JAX_EP_FN explicit Schedule(int tokens, int pieces = 0, int teams = 1)
       : tokens(tokens),
         chunk_tokens(larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
-        chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)) {}
+        chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)),
+        group_tokens(larger(1, smaller(kGroupTokens, pieces / teams))) {}
 
-  JAX_EP_FN int groups() const { return (chunk_tokens + kGroupTokens - 1) / kGroupTokens; }
+  JAX_EP_FN int groups() const { return (smaller(chunk_tokens, tokens) + group_tokens - 1) / group_tokens; }
   JAX_EP_FN Range chunk(int index) const { return {index * chunk_tokens, smaller((index + 1) * chunk_tokens, tokens)}; }
   JAX_EP_FN Range group(int chunk_index, int index) const {
     const Range all = chunk(chunk_index);
-    return {smaller(all.begin + index * kGroupTokens, all.end),
-            smaller(all.begin + (index + 1) * kGroupTokens, all.end)};
+    return {smaller(all.begin + index * group_tokens, all.end),
+            smaller(all.begin + (index + 1) * group_tokens, all.end)};
   }
 };
 

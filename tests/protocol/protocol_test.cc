@@ -14,9 +14,10 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kRanks = 4, kTeams = 3, kPushers = 2, kTokens = 530, kTopK = 3, kHidden = 128, kExperts = 8;
+constexpr int kRanks = 4, kTeams = 3, kPushers = 2, kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
-constexpr int kCapacity = (kRanks * kTokens * kTopK / kAlignment + kLocal) * kAlignment;
+constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every team
+constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
 
 void expect(bool condition, const char* what) {
   if (condition) return;
@@ -26,22 +27,24 @@ void expect(bool condition, const char* what) {
 
 // One rank's buffers for a dispatch and the combine after it.
 struct Rank {
-  std::vector<float> tokens = std::vector<float>(kTokens * kHidden), weights = std::vector<float>(kTokens * kTopK);
-  std::vector<int32_t> ids = std::vector<int32_t>(kTokens * kTopK);
+  int count;  // of tokens
+  std::vector<float> tokens = std::vector<float>(kMostTokens * kHidden);
+  std::vector<float> weights = std::vector<float>(kMostTokens * kTopK);
+  std::vector<int32_t> ids = std::vector<int32_t>(kMostTokens * kTopK);
   std::vector<float> received = std::vector<float>(kCapacity * kHidden);
-  std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kTokens * kTopK);
-  std::vector<int32_t> rows = std::vector<int32_t>(kRanks * kTokens * kTopK);
-  std::vector<float> arrived = std::vector<float>(kRanks * kTokens * kTopK);
+  std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kMostTokens * kTopK);
+  std::vector<int32_t> rows = std::vector<int32_t>(kRanks * kMostTokens * kTopK);
+  std::vector<float> arrived = std::vector<float>(kRanks * kMostTokens * kTopK);
   std::vector<int32_t> counts = std::vector<int32_t>(kRanks * kLocal);
   int32_t dropped = 0, invalid = 0;
   std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kMaxRanks));
-  std::vector<char> wire = std::vector<char>(kRanks * kTokens * (kHidden + 4 * kHidden / kScaleBlock));
-  std::vector<float> combined = std::vector<float>(kTokens * kHidden);
-  std::vector<float> landing = std::vector<float>(kRanks * kTokens * kHidden);
+  std::vector<char> wire = std::vector<char>(kRanks * kMostTokens * wire_bytes(kHidden));
+  std::vector<float> combined = std::vector<float>(kMostTokens * kHidden);
+  std::vector<float> landing = std::vector<float>(kRanks * kMostTokens * kHidden);
 
   DispatchArgs dispatch_args(bool float8) {
     DispatchArgs a{};
-    a.num_tokens = kTokens, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
+    a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
     a.alignment = kAlignment, a.wire_float8 = float8, a.weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
@@ -52,7 +55,7 @@ struct Rank {
 
   CombineArgs combine_args() {
     CombineArgs a{};
-    a.num_tokens = kTokens, a.top_k = kTopK, a.hidden = kHidden, a.capacity = kCapacity;
+    a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.capacity = kCapacity;
     a.outputs = reinterpret_cast<char*>(received.data()), a.weights = arrived.data(), a.targets = targets.data();
     a.rows = rows.data(), a.combined = reinterpret_cast<char*>(combined.data());
     a.landing = reinterpret_cast<char*>(landing.data());
@@ -64,7 +67,8 @@ void fill(std::vector<Rank>& ranks, std::mt19937& random) {
   for (Rank& rank : ranks) {
     for (float& x : rank.tokens) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
     for (float& x : rank.weights) x = static_cast<int>(random() % 1000) / 1000.0f;
-    for (int32_t& id : rank.ids) id = static_cast<int>(random() % (kExperts + 2)) - 1;  // -1 skips, kExperts is invalid
+    for (int i = 0; i < kMostTokens * kTopK; ++i)  // -1 skips, kExperts is invalid
+      rank.ids[i] = i < rank.count * kTopK ? static_cast<int>(random() % (kExperts + 2)) - 1 : -1;
   }
 }
 
@@ -85,7 +89,7 @@ void on_all_ranks(const Group& group, Body body) {
 // dispatch followed by combine of the very rows gives each token times the sum of its valid weights.
 void check_round_trip(const std::vector<Rank>& ranks, float tolerance) {
   for (const Rank& rank : ranks)
-    for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < rank.count; ++t) {
       float weight = 0;
       for (int k = 0; k < kTopK; ++k) {
         const int id = rank.ids[t * kTopK + k];
@@ -108,9 +112,9 @@ void check_counts(const std::vector<Rank>& ranks) {
     }
 }
 
-void round_trips(int times) {
+void round_trips(int tokens, int times) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
-  std::vector<Rank> ranks(kRanks);
+  std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(1);
   for (int i = 0; i < times; ++i) {
     const bool float8 = i % 3 == 2;
@@ -130,7 +134,7 @@ void round_trips(int times) {
 // A rank that never comes: the others give up within the timeout, name it, and fill their results.
 void lost_rank() {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks);
+  std::vector<Rank> ranks(kRanks, Rank{kMostTokens});
   std::mt19937 random(2);
   fill(ranks, random);
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
@@ -146,7 +150,8 @@ void lost_rank() {
 }  // namespace jax_ep
 
 int main() {
-  jax_ep::round_trips(21);
+  jax_ep::round_trips(jax_ep::kMostTokens, 12);
+  jax_ep::round_trips(40, 60);  // routed by one team of each rank
   jax_ep::lost_rank();
   std::puts("protocol: all checks passed");
   return 0;

@@ -8,16 +8,18 @@
 #define JAX_EP_FN __device__ __forceinline__
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/cuda_mover.h"
+#define JAX_EP_WRITER "device/target/cuda_writer.h"
 
 #include "device/place.h"
 
 namespace jax_ep {
 
 constexpr int kMaxTeams = 1024;
+constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kGroupTokens = 8;
-constexpr int kLaneValues = 8;
+constexpr int kLanePieces = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   uint64_t value;
@@ -50,6 +52,9 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
   return before == expected;
 }
 
+// Counts among the teams of one squad, without order.
+JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { atomicAdd(p, value); }
+
 JAX_EP_FN uint64_t clock_ns() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -57,6 +62,9 @@ JAX_EP_FN uint64_t clock_ns() {
 }
 
 JAX_EP_FN void pause(unsigned) { __nanosleep(20); }
+
+JAX_EP_FN int count_bits(uint64_t bits) { return __popcll(bits); }
+JAX_EP_FN int lowest_bit(uint64_t bits) { return __ffsll(static_cast<long long>(bits)) - 1; }
 
 struct Match {
   int below;
@@ -67,20 +75,32 @@ struct Team {
   int index;  // among the teams of this rank
   int count;
   Place pusher, filler;
+  Place squad, member;  // the block, and this team in it
   int lane;
   char* shared;  // this team's own shared memory
   int shared_bytes;
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
+  JAX_EP_FN void squad_sync() const { __syncthreads(); }
+  JAX_EP_FN uint64_t ballot(bool value) const { return __ballot_sync(~0u, value); }
+  template <class V>
+  JAX_EP_FN V from_lane(V value, int source) const {
+    static_assert(sizeof(V) % sizeof(int) == 0);
+    int words[sizeof(V) / sizeof(int)];
+    memcpy(words, &value, sizeof(V));
+    for (int& word : words) word = __shfl_sync(~0u, word, source);
+    memcpy(&value, words, sizeof(V));
+    return value;
+  }
   JAX_EP_FN int broadcast(int value) const { return __shfl_sync(~0u, value, 0); }
   JAX_EP_FN Match match(int value) const {
     const unsigned same = __match_any_sync(~0u, value);
     return {__popc(same & ((1u << lane) - 1)), __popc(same)};
   }
   JAX_EP_FN int sum(int value) const { return __reduce_add_sync(~0u, value); }
-  JAX_EP_FN float max(float value) const {
-    for (int step = lanes / 2; step; step /= 2) {
+  JAX_EP_FN float max(float value, int width) const {
+    for (int step = width / 2; step; step /= 2) {
       const float other = __shfl_xor_sync(~0u, value, step);
       value = other > value || other != other ? other : value;  // NaN wins
     }
@@ -97,17 +117,24 @@ struct Team {
   }
 };
 
-// The first warps of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
+// The first teams of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
 JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
-  extern __shared__ __align__(128) char shared[];
-  const int block = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x / Team::lanes, warps = blockDim.x / Team::lanes;
-  return {block * warps + warp,
-          blocks * warps,
-          pusher_place(block, blocks, warp, pushers_per_block),
-          filler_place(block, blocks, warp, warps, pushers_per_block),
-          static_cast<int>(threadIdx.x % Team::lanes),
-          shared + warp * shared_bytes,
+  extern __shared__ __attribute__((aligned(128))) char shared[];
+  const int block = blockIdx.x, blocks = gridDim.x, team = threadIdx.x / Team::lanes, teams = blockDim.x / Team::lanes;
+  const int lane = threadIdx.x % Team::lanes;
+  return {block * teams + team,
+          blocks * teams,
+          pusher_place(block, blocks, team, pushers_per_block),
+          filler_place(block, blocks, team, teams, pushers_per_block),
+          {block, blocks},
+          {team, teams},
+          lane,
+          shared + team * shared_bytes,
           shared_bytes};
 }
 
 }  // namespace jax_ep
+
+#if JAX_EP_BULK_COPIES
+#include "device/target/cuda_convert.h"
+#endif

@@ -8,16 +8,18 @@
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
+#define JAX_EP_WRITER "device/target/plain_writer.h"
 
 #include "device/place.h"
 
 namespace jax_ep {
 
 constexpr int kMaxTeams = 1024;
+constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kGroupTokens = 8;
-constexpr int kLaneValues = 8;
+constexpr int kLanePieces = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -39,10 +41,18 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
                                               __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
+// Counts among the teams of one squad, without order.
+JAX_EP_FN void atomic_add(int32_t* p, int32_t value) {
+  __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+
 // The constant 100 MHz counter.
 JAX_EP_FN uint64_t clock_ns() { return __builtin_readsteadycounter() * 10; }
 
 JAX_EP_FN void pause(unsigned) { __builtin_amdgcn_s_sleep(1); }
+
+JAX_EP_FN int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
+JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
 
 struct Match {
   int below;
@@ -53,13 +63,22 @@ struct Team {
   int index;  // among the teams of this rank
   int count;
   Place pusher, filler;
+  Place squad, member;  // the block, and this team in it
   int lane;
+  char* shared;  // this team's own shared memory
+  int shared_bytes;
   static constexpr int lanes = 64;
 
   JAX_EP_FN void sync() const {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();
   }
+  JAX_EP_FN void squad_sync() const {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+  }
+  JAX_EP_FN uint64_t ballot(bool value) const { return __builtin_amdgcn_ballot_w64(value); }
   JAX_EP_FN int broadcast(int value) const { return __builtin_amdgcn_readfirstlane(value); }
   JAX_EP_FN Match match(int value) const {
     uint64_t same = 0;
@@ -73,14 +92,22 @@ struct Team {
     }
     return {__builtin_popcountll(same & ((1ull << lane) - 1)), __builtin_popcountll(same)};
   }
-  JAX_EP_FN int from_lane(int value, int source) const { return __builtin_amdgcn_ds_bpermute(source * 4, value); }
+  template <class V>
+  JAX_EP_FN V from_lane(V value, int source) const {
+    static_assert(sizeof(V) % sizeof(int) == 0);
+    int words[sizeof(V) / sizeof(int)];
+    __builtin_memcpy(words, &value, sizeof(V));
+    for (int& word : words) word = __builtin_amdgcn_ds_bpermute(source * 4, word);
+    __builtin_memcpy(&value, words, sizeof(V));
+    return value;
+  }
   JAX_EP_FN int sum(int value) const {
     for (int step = lanes / 2; step; step /= 2) value += from_lane(value, lane ^ step);
     return value;
   }
-  JAX_EP_FN float max(float value) const {
-    for (int step = lanes / 2; step; step /= 2) {
-      const float other = __builtin_bit_cast(float, from_lane(__builtin_bit_cast(int, value), lane ^ step));
+  JAX_EP_FN float max(float value, int width) const {
+    for (int step = width / 2; step; step /= 2) {
+      const float other = from_lane(value, lane ^ step);
       value = other > value || other != other ? other : value;  // NaN wins
     }
     return value;
@@ -96,13 +123,21 @@ struct Team {
   }
 };
 
-// The first wavefronts of every block push, the others fill.
-JAX_EP_FN Team this_team(int pushers_per_block, int) {
+// The first teams of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
+JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
+  extern __shared__ __attribute__((aligned(128))) char shared[];
   const int thread = __builtin_amdgcn_workitem_id_x(), threads = __builtin_amdgcn_workgroup_size_x();
   const int block = __builtin_amdgcn_workgroup_id_x(), blocks = __builtin_amdgcn_grid_size_x() / threads;
-  const int wave = thread / Team::lanes, waves = threads / Team::lanes;
-  return {block * waves + wave, blocks * waves, pusher_place(block, blocks, wave, pushers_per_block),
-          filler_place(block, blocks, wave, waves, pushers_per_block), thread % Team::lanes};
+  const int team = thread / Team::lanes, teams = threads / Team::lanes, lane = thread % Team::lanes;
+  return {block * teams + team,
+          blocks * teams,
+          pusher_place(block, blocks, team, pushers_per_block),
+          filler_place(block, blocks, team, teams, pushers_per_block),
+          {block, blocks},
+          {team, teams},
+          lane,
+          shared + team * shared_bytes,
+          shared_bytes};
 }
 
 }  // namespace jax_ep

@@ -8,19 +8,22 @@
 #define JAX_EP_FN inline
 #define JAX_EP_CONSTANT_FN constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
+#define JAX_EP_WRITER "device/target/plain_writer.h"
 
 #include "device/place.h"
 
 namespace jax_ep {
 
-// Assignments counted by one team at a time; bounds the scratch space of routing.
+// Bounds the scratch space of routing.
 constexpr int kMaxTeams = 8;
+// Assignments that make it worth while for one more squad to take part in routing.
+constexpr int kRouterAssignments = 256;
 // How long a rank that gives up waits for peers to say that they write no more; a preempted thread needs long.
 constexpr uint64_t kGraceNs = 800'000'000;
 // Tokens that a team takes at a time when it expands or reduces.
 constexpr int kGroupTokens = 64;
-// Values of a row that one lane sums at a time: enough for the compiler to vectorise.
-constexpr int kLaneValues = 128;
+// Pieces of a row that one lane has in flight.
+constexpr int kLanePieces = 1;
 
 template <class T>
 JAX_EP_FN T load_relaxed(const T* p) {
@@ -49,6 +52,9 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
   return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
+// Counts among the teams of one squad, without order.
+JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+
 JAX_EP_FN uint64_t clock_ns() {
   return static_cast<uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -60,26 +66,41 @@ JAX_EP_FN void pause(unsigned tries) {
   if (tries > 16) std::this_thread::yield();
 }
 
+JAX_EP_FN int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
+JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
+
 struct Match {
   int below;  // lanes before this one with the same value
   int total;  // lanes with the same value
 };
 
 struct Team {
-  Team(Place all, Place pusher, Place filler) : index(all.index), count(all.count), pusher(pusher), filler(filler) {}
+  Team(Place all, Place pusher, Place filler)
+      : index(all.index), count(all.count), pusher(pusher), filler(filler), squad(all) {}
   explicit Team(Place all = {0, 1}) : Team(all, all, all) {}
 
   int index;  // among the teams of this rank
   int count;
   Place pusher, filler;
+  Place squad;                             // teams that share fast memory form a squad: here each its own
+  static constexpr Place member = {0, 1};  // of the squad
+  static constexpr char* shared = nullptr;
+  static constexpr int shared_bytes = 0;
   static constexpr int lane = 0;
   static constexpr int lanes = 1;
 
   void sync() const {}
+  void squad_sync() const {}
   int broadcast(int value) const { return value; }
+  uint64_t ballot(bool value) const { return value; }
+  template <class V>
+  V from_lane(V value, int) const {
+    return value;
+  }
   Match match(int) const { return {0, 1}; }
   int sum(int value) const { return value; }
-  float max(float value) const { return value; }
+  // The largest value among `width` neighbouring lanes.
+  float max(float value, int) const { return value; }
   // The sum over the lanes before this one; `total` is that over all.
   int exclusive_scan(int value, int* total) const {
     *total = value;

@@ -5,23 +5,38 @@
 
 namespace jax_ep {
 
-class RowMover {
- public:
-  JAX_EP_FN explicit RowMover(const Team& team) : team_(team) {}
+// One row to all its places.
+template <class Sink>
+JAX_EP_FN void copy_to_all(const Team& team, const char* from, int64_t bytes, int fanout, int place, Sink sink) {
+  for (int first = 0; first < fanout; first += Team::lanes) {
+    char* mine = sink(place, first + team.lane);
+    for (uint64_t left = team.ballot(mine != nullptr); left; left &= left - 1)
+      copy_row(team, team.from_lane(mine, lowest_bit(left)), from, bytes);
+  }
+}
 
-  template <class Source, class Sinks, class After>
-  JAX_EP_FN void move(Stride places, int64_t bytes, Source source, Sinks sinks, After after) {
+class PlainMover {
+ public:
+  JAX_EP_FN explicit PlainMover(const Team& team) : team_(team) {}
+
+  template <class Source, class Sink, class After>
+  JAX_EP_FN void move(Stride places, int64_t bytes, int fanout, Source source, Sink sink, After after) {
     for (int i = places.begin; i < places.end; i += places.step) {
-      if (const char* from = source(i)) sinks(i, [&](char* to) { copy_row(team_, to, from, bytes); });
+      if (const char* from = source(i)) copy_to_all(team_, from, bytes, fanout, i, sink);
       team_.sync();
       after(i, *this);
     }
   }
 
+  JAX_EP_FN void publish() { team_.sync(); }
   JAX_EP_FN void complete(int) { team_.sync(); }
 
  private:
   const Team& team_;
 };
+
+#ifndef JAX_EP_OWN_MOVER
+using RowMover = PlainMover;
+#endif
 
 }  // namespace jax_ep

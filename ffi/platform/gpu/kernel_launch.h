@@ -15,6 +15,8 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 // Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
 gpu::Error load_kernels();
 
+// The scratch of dispatch, in int32, and the bytes of a row in float8.
 int64_t route_scratch(int num_experts);
+int64_t wire_row_bytes(int hidden);
 
 }  // namespace jax_ep

@@ -8,7 +8,8 @@ namespace {
 constexpr int kMaxThreads = 512;
 
 template <class T, class Args>
-__global__ void __launch_bounds__(kMaxThreads) kernel(const Comm comm, const Args args, int pushers, int team_bytes) {
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    kernel(const Comm comm, const Args args, int pushers, int team_bytes) {
   run_kernel<T>(comm, args, this_team(pushers, team_bytes));
 }
 
@@ -68,5 +69,6 @@ gpu::Error load_kernels() {
 }
 
 int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
+int64_t wire_row_bytes(int hidden) { return wire_bytes(hidden); }
 
 }  // namespace jax_ep

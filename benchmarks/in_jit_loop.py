@@ -1,0 +1,68 @@
+"""Microseconds per call of an op inside one jitted loop, so that the host's part of a call does not count."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """`calls` of `op(*operands, own)` per execution, `unroll` of them in the body of the loop.
+
+    What `op` returns is kept alive until the body ends: return everything that XLA could leave out otherwise.
+    """
+
+    op: Callable[..., Any]
+    operands: tuple[Any, ...]
+    own: Any
+    calls: int
+    unroll: int = 1
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """For the ranks of a mesh with one axis."""
+        spec = P(*mesh.axis_names)
+        function = jax.shard_map(self._run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(function).lower(*self.arguments)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        # One array under many parameters: XLA cannot tell, so it does not merge the calls of a body into one.
+        return self.operands, (self.own,) * self.unroll
+
+    def _run(self, operands: tuple[Any, ...], own: tuple[Any, ...]) -> jax.Array:
+        def body(_: jax.Array, seen: jax.Array) -> jax.Array:
+            kept, last = [], seen
+            for mine in own:
+                # The operands of a call appear to depend on the call before: neither hoisted nor reordered.
+                held, last = jax.lax.optimization_barrier(((*operands, mine), last))
+                kept.append(last)
+                last = self.op(*held)
+            kept.append(jax.lax.optimization_barrier(last))
+            # One value of each result, read by one small kernel per body.
+            return sum((leaf.ravel()[:1].astype(jnp.float32) for leaf in jax.tree.leaves(kept)), jnp.zeros(1))
+
+        assert self.calls % self.unroll == 0
+        return jax.lax.fori_loop(0, self.calls // self.unroll, body, jnp.zeros(1))
+
+
+def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int) -> list[float]:
+    """Median per call over `repeats` executions of each loop, taken in turns after one to warm up."""
+    lowered = [loop.lower(mesh) for loop in loops]
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda one: one.compile(), lowered))
+
+    times: list[list[float]] = [[] for _ in loops]
+    for turn in range(repeats + 1):
+        for loop, program, values in zip(loops, programs, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(program(*loop.arguments))
+            if turn:
+                values.append(1e6 * (time.perf_counter() - start) / loop.calls)
+    return [statistics.median(values) for values in times]

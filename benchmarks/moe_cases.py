@@ -1,0 +1,107 @@
+"""What the MoE benchmark measures: shapes, routings, and what their ids ask of the ranks and the wire."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    tokens: int  # per rank
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"T={self.tokens}, H={self.hidden}, top-{self.top_k} of {self.experts}, {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: Shape
+    routing: str = "uniform"  # or "Zipf", "all-to-one"
+    ragged: bool = False  # also time jax.lax.ragged_all_to_all, which is slow
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.routing}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What the ids of all ranks ask for, in rows."""
+
+    rows: int  # most that one rank receives
+    pair_rows: int  # most from one rank to one rank
+    remote_rows: int  # most that one rank sends to, or receives from, the others; a token counts once per rank
+
+
+Families = dict[str, list[Case]]  # by title
+
+_LARGE = Shape(4096, 7168, 8, 256, "bfloat16")
+_OTHERS = ((8, 2, 6144), (64, 6, 2048), (128, 4, 2880), (128, 8, 4096))
+_TINY = Shape(64, 256, 2, 16, "bfloat16")
+
+FAMILIES: Families = {
+    "H=7168, top-8 of 256, uniform routing": [
+        Case(dataclasses.replace(_LARGE, tokens=tokens), ragged=tokens in (128, 4096))
+        for tokens in (16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
+    ],
+    "Models, T=4096, uniform routing": [
+        *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
+        Case(_LARGE, ragged=True),
+    ],
+    "Zipf routing": [Case(_LARGE, "Zipf")],
+    "All to one: every token goes to experts of rank 0": [Case(_LARGE, "all-to-one")],
+}
+
+# The same paths at a size that virtual devices of a CPU can bear.
+TINY_FAMILIES: Families = {
+    "Tiny, uniform routing": [Case(_TINY), Case(dataclasses.replace(_TINY, tokens=128, hidden=192), ragged=True)],
+    "Tiny, skewed routing": [Case(_TINY, "Zipf"), Case(_TINY, "all-to-one", ragged=True)],
+}
+
+
+def select(families: Families, *, quick: bool, name_contains: str) -> Families:
+    """The cases whose name contains the string; with `quick` those of the first family that are compared with all."""
+    chosen = {
+        title: [case for case in cases if name_contains in str(case) and (case.ragged or not quick)]
+        for title, cases in list(families.items())[: 1 if quick else None]
+    }
+    return {title: cases for title, cases in chosen.items() if cases}
+
+
+def make_ids(case: Case, ranks: int) -> np.ndarray:
+    """Distinct experts per token, [ranks * T, K]: the first K arrivals, each expert as often as it is popular."""
+    shape, rng = case.shape, np.random.default_rng(SEED)
+    if case.routing == "uniform":
+        popularity = np.ones(shape.experts)
+    elif case.routing == "Zipf":
+        popularity = 1 / rng.permutation(np.arange(1, shape.experts + 1))
+    else:
+        popularity = (np.arange(shape.experts) < shape.experts // ranks).astype(float)
+    with np.errstate(divide="ignore"):
+        arrivals = rng.standard_exponential((ranks * shape.tokens, shape.experts)) / popularity
+    return np.argpartition(arrivals, shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
+
+
+def load(ids: np.ndarray, experts: int, ranks: int) -> Load:
+    owners = (ids // (experts // ranks)).reshape(ranks, -1, ids.shape[1])
+    assignments = (owners[..., None] == np.arange(ranks)).sum(axis=2)  # [source, token, destination]
+    pairs = assignments.sum(axis=1)
+    remote = np.count_nonzero(assignments, axis=1) * (1 - np.eye(ranks, dtype=int))
+    return Load(
+        rows=int(pairs.sum(axis=0).max()),
+        pair_rows=int(pairs.max()),
+        remote_rows=int(max(remote.sum(axis=0).max(), remote.sum(axis=1).max())),
+    )
+
+
+def capacity(case: Case, needed: Load) -> int:
+    """1.25 times the mean for uniform routing, otherwise what is needed, rounded up to 128."""
+    if case.routing == "uniform":
+        return max(math.ceil(1.25 * case.shape.tokens * case.shape.top_k), needed.rows)
+    return -(-needed.rows // 128) * 128

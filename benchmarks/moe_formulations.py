@@ -1,0 +1,69 @@
+"""The formulations of dispatch and combine that the MoE benchmark compares, as functions of one rank's arrays."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import padded_all_to_all as padded
+import ragged_formulation as ragged
+
+import jax_ep
+
+AXIS = "ep"
+
+
+@dataclasses.dataclass(frozen=True)
+class Formulation:
+    """`dispatch(tokens, ids, weights)` returns a state whose first two leaves are the rows and their group sizes;
+    `combine(state, weights)` brings those very rows back."""
+
+    name: str
+    dispatch: Callable[..., Any]
+    combine: Callable[..., jax.Array]
+
+
+def jax_ep_ops(
+    group: jax_ep.Group, experts: int, capacity: int, implementation: str, wire_dtype: Any = None
+) -> Formulation:
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
+        return jax_ep.dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=experts,
+            capacity=capacity,
+            wire_dtype=wire_dtype,
+            implementation=implementation,
+        )
+
+    def combine(state: jax_ep.Dispatched, weights: jax.Array) -> jax.Array:
+        del weights  # they travelled with the dispatch
+        return jax_ep.combine(state.tokens, state.routing, group=group, implementation=implementation)
+
+    return Formulation("jax_ep", dispatch, combine)
+
+
+def padded_all_to_all(experts: int, block: int) -> Formulation:
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[Any, ...]:
+        del weights
+        return padded.dispatch(tokens, ids, axis_name=AXIS, num_experts=experts, block=block)
+
+    def combine(state: tuple[Any, ...], weights: jax.Array) -> jax.Array:
+        rows, _, sent = state
+        return padded.combine(rows, sent, weights, axis_name=AXIS)
+
+    return Formulation("padded all_to_all", dispatch, combine)
+
+
+def ragged_all_to_all(experts: int, capacity: int, exchange: ragged.Exchange) -> Formulation:
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[Any, ...]:
+        del weights
+        return ragged.dispatch(tokens, ids, axis_name=AXIS, num_experts=experts, capacity=capacity, exchange=exchange)
+
+    def combine(state: tuple[Any, ...], weights: jax.Array) -> jax.Array:
+        rows, _, sent = state
+        return ragged.combine(rows, sent, weights, axis_name=AXIS, exchange=exchange)
+
+    return Formulation("ragged_all_to_all", dispatch, combine)

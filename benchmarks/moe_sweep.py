@@ -1,0 +1,235 @@
+"""The MoE benchmark on GPUs: every shape and routing inside jitted loops, beside the limit of the wire."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import moe_formulations as forms
+import numpy as np
+import padded_all_to_all as padded
+from in_jit_loop import Loop, microseconds
+from jax.sharding import NamedSharding, PartitionSpec as P
+from moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
+from moe_formulations import AXIS, Formulation
+
+import jax_ep
+
+NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
+FP8_BLOCK = 128  # values that share a float32 scale
+FP8 = "dispatch, fp8"  # on the wire only
+SMALL = 512  # tokens up to which a call is so short that its loop needs many
+
+COLUMNS = (
+    "shape | op | jax_ep, us | remote GB/s | of the all_to_all limit | of 370 GB/s "
+    "| padded all_to_all, us | ragged_all_to_all, us | ratio to the best XLA"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Microseconds per call of each formulation, and the bytes the busiest rank must send or receive."""
+
+    case: Case
+    op: str
+    times: dict[str, float]
+    remote_bytes: int
+
+
+class Candidate(NamedTuple):
+    op: str
+    formulation: str
+    loop: Loop
+
+
+def run(group: jax_ep.Group, implementation: str, repeats: int, quick: bool, name_contains: str) -> list[Result]:
+    """Measures the families chosen, and prints a table for each as it goes."""
+    on_cpu = group.platform == "cpu"
+    families = select(TINY_FAMILIES if on_cpu else FAMILIES, quick=quick, name_contains=name_contains)
+    if not families:
+        raise SystemExit(f"no shape's name has {name_contains!r}")
+    limit = all_to_all_limit(group, 2**20 if on_cpu else 2**28, repeats)
+    print(f"- all_to_all limit: {limit / 1e9:,.1f} GB/s of remote bytes, measured now")
+    print(f"- us: per call inside one jitted loop, median of {repeats} loops; remote bytes: deduplicated, busiest rank")
+    done: dict[Case, list[Result]] = {}
+    for title, cases in families.items():
+        print(f"\n{title}\n\n| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
+        for case in cases:
+            if case not in done:
+                done[case] = measure(case, group, implementation, repeats)
+            for result in done[case]:
+                print(line(result, limit), flush=True)
+    return [result for results in done.values() for result in results]
+
+
+def line(result: Result, limit: float) -> str:
+    ours = result.times["jax_ep"]
+    rate = result.remote_bytes / ours * 1e6
+    others = [result.times.get(name) for name in ("padded all_to_all", "ragged_all_to_all")]
+    known = [other for other in others if other is not None]
+    cells = [str(result.case), result.op, f"{ours:,.1f}", f"{rate / 1e9:,.1f}", f"{rate / limit:.2f}"]
+    cells += [f"{rate / NVLINK:.2f}", *("-" if other is None else f"{other:,.1f}" for other in others)]
+    return f"| {' | '.join(cells)} | {min(known) / ours:.2f} |"
+
+
+def all_to_all_limit(group: jax_ep.Group, size: int, repeats: int) -> float:
+    """Remote bytes a second of each rank in a dense all_to_all of `size` bytes per rank."""
+    ranks = group.size
+    sharding = NamedSharding(group.mesh, P(AXIS))
+    blocks = jax.jit(partial(jnp.zeros, (ranks * ranks, size // ranks), jnp.uint8), out_shardings=sharding)()
+    loop = Loop(lambda own: jax.lax.all_to_all(own, AXIS, 0, 0), (), blocks, calls=20, unroll=2)
+    (time,) = microseconds([loop], group.mesh, repeats)
+    return size * (ranks - 1) / ranks / time * 1e6
+
+
+def measure(case: Case, group: jax_ep.Group, implementation: str, repeats: int) -> list[Result]:
+    """Checks the formulations against each other, then times them in turns."""
+    shape = case.shape
+    ids = make_ids(case, group.size)
+    needed = load(ids, shape.experts, group.size)
+    formulations = choose(case, needed, group, implementation)
+    inputs = make_inputs(shape, ids, group)
+    states = prepare(case, formulations, group, inputs)
+
+    candidates = our_candidates(case, needed, group, implementation, inputs, states[0])
+    for one, state in zip(formulations[1:], states[1:], strict=True):
+        candidates += xla_candidates(one, inputs, state)
+    times = microseconds([candidate.loop for candidate in candidates], group.mesh, repeats)
+    group.check()
+
+    by_op: dict[str, dict[str, float]] = {}
+    for candidate, time in zip(candidates, times, strict=True):
+        by_op.setdefault(candidate.op, {})[candidate.formulation] = time
+    if FP8 in by_op:  # XLA's formulations have no such wire: they compete as they are
+        by_op[FP8] = by_op["dispatch"] | by_op[FP8]
+    row = shape.hidden * jnp.dtype(shape.dtype).itemsize
+    rows = {FP8: shape.hidden + 4 * shape.hidden // FP8_BLOCK}
+    return [Result(case, op, found, needed.remote_rows * rows.get(op, row)) for op, found in by_op.items()]
+
+
+def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: str) -> list[Formulation]:
+    """Ours first, each with just the room that this routing asks for."""
+    shape, room = case.shape, capacity(case, needed)
+    block = padded.block_rows(shape.tokens * shape.top_k / group.size) if case.routing == "uniform" else 0
+    found = [
+        forms.jax_ep_ops(group, shape.experts, room, implementation),
+        forms.padded_all_to_all(shape.experts, max(block, -(-needed.pair_rows // 8) * 8)),
+    ]
+    if case.ragged:  # jax.lax has none on the CPU
+        exchange = jax_ep.lax.ragged_all_to_all if group.platform == "cpu" else jax.lax.ragged_all_to_all
+        found.append(forms.ragged_all_to_all(shape.experts, room, exchange))
+    return found
+
+
+def our_candidates(
+    case: Case,
+    needed: Load,
+    group: jax_ep.Group,
+    implementation: str,
+    inputs: tuple[jax.Array, ...],
+    state: jax_ep.Dispatched,
+) -> list[Candidate]:
+    """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
+    shape, room = case.shape, capacity(case, needed)
+    unroll = 10  # of the kernels of the loop itself, a call bears a tenth
+    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
+
+    def dispatch(wire_dtype: Any = None) -> Loop:
+        ours = forms.jax_ep_ops(group, shape.experts, room, implementation, wire_dtype)
+
+        def op(*operands: jax.Array) -> jax.Array:  # the kernel writes this small result itself
+            return ours.dispatch(*operands).routing.dropped
+
+        return Loop(op, inputs[:2], inputs[2], calls, unroll)
+
+    def combine(rows: jax.Array, routing: jax_ep.Routing, weights: jax.Array) -> jax.Array:
+        routing = dataclasses.replace(routing, weights=weights)
+        return jax_ep.combine(rows, routing, group=group, implementation=implementation)
+
+    loops = {"dispatch": dispatch()}
+    if shape.hidden % FP8_BLOCK == 0:
+        loops[FP8] = dispatch(jnp.float8_e4m3fn)
+    loops["combine"] = Loop(combine, (state.tokens, state.routing), state.routing.weights, calls, unroll)
+    return [Candidate(op, "jax_ep", loop) for op, loop in loops.items()]
+
+
+def xla_candidates(formulation: Formulation, inputs: tuple[jax.Array, ...], state: Any) -> list[Candidate]:
+    calls = 2 if formulation.name == "ragged_all_to_all" else 20
+    return [
+        Candidate("dispatch", formulation.name, Loop(formulation.dispatch, inputs[:2], inputs[2], calls)),
+        Candidate("combine", formulation.name, Loop(formulation.combine, (state,), inputs[2], calls)),
+    ]
+
+
+def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, ids and weights of all ranks; the tokens are drawn where they stay."""
+    sharding = NamedSharding(group.mesh, P(AXIS))
+    total = group.size * shape.tokens
+    draw = partial(jax.random.normal, shape=(total, shape.hidden), dtype=shape.dtype)
+    tokens = jax.jit(draw, out_shardings=sharding)(jax.random.key(SEED))
+    weights = np.random.default_rng(SEED).random((total, shape.top_k), np.float32)
+    return tokens, jax.device_put(ids, sharding), jax.device_put(weights, sharding)
+
+
+def prepare(
+    case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    """The state of each after its dispatch; raises unless all deliver the same rows in the same order and sums."""
+
+    def run(*operands: jax.Array) -> tuple[Any, ...]:
+        states, outputs = [], []
+        for one in formulations:
+            if outputs:  # one after the other
+                operands, outputs[-1] = jax.lax.optimization_barrier((operands, outputs[-1]))
+            states.append(one.dispatch(*operands))
+            outputs.append(one.combine(states[-1], operands[2]))
+        wrong = [rows_differ(states[0], state) for state in states[1:]]
+        errors = [relative_error(outputs[0], output) for output in outputs[1:]]
+        return tuple(states), jnp.stack(wrong)[None], jnp.stack(errors)[None]
+
+    spec = P(AXIS)
+    function = jax.shard_map(run, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    states, wrong, errors = jax.block_until_ready(jax.jit(function)(*inputs))
+    tolerance = 16 * float(jnp.finfo(case.shape.dtype).eps)
+    if np.any(wrong) or not np.all(np.asarray(errors) < tolerance):
+        raise AssertionError(f"{case}: formulations disagree: rows {np.asarray(wrong)}, sums {np.asarray(errors)}")
+    return states
+
+
+def rows_differ(a: Any, b: Any) -> jax.Array:
+    (rows_a, sizes_a), (rows_b, sizes_b) = a[:2], b[:2]
+    shared = min(len(rows_a), len(rows_b))
+    used = jnp.arange(shared) < sizes_a.sum()
+    return jnp.any(sizes_a != sizes_b) | jnp.any(used[:, None] & (rows_a[:shared] != rows_b[:shared]))
+
+
+def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The largest difference, as a part of the largest value."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Writes microseconds over tokens as a PNG: one panel an op, for the hidden size and routing of the first case."""
+    from matplotlib.figure import Figure
+
+    def curve(result: Result) -> tuple[Any, ...]:
+        shape = result.case.shape
+        return result.case.routing, shape.hidden, shape.top_k, shape.experts
+
+    shown = [result for result in results if curve(result) == curve(results[0])]
+    ops = list(dict.fromkeys(result.op for result in shown))
+    figure = Figure(figsize=(5 * len(ops), 4), layout="constrained")
+    for axes, op in zip(np.atleast_1d(figure.subplots(1, len(ops), sharey=True)), ops, strict=True):
+        points = [result for result in shown if result.op == op]
+        for name in dict.fromkeys(name for point in points for name in point.times):
+            here = [point for point in points if name in point.times]
+            axes.plot([p.case.shape.tokens for p in here], [p.times[name] for p in here], marker="o", label=name)
+        tokens = [point.case.shape.tokens for point in points]
+        axes.plot(tokens, [p.remote_bytes / NVLINK * 1e6 for p in points], "k--", label="wire at 370 GB/s")
+        axes.set(title=op, xlabel="tokens per rank", xscale="log", yscale="log")
+        axes.legend()
+    figure.axes[0].set_ylabel("us per call")
+    figure.savefig(path, dpi=120)

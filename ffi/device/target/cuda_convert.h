@@ -1,0 +1,37 @@
+// Hopper's conversions between number formats, two values at a time.
+#pragma once
+
+#define JAX_EP_OWN_CONVERSIONS
+
+#include <cstring>
+
+#include "device/dtype.h"
+
+namespace jax_ep {
+
+JAX_EP_FN void pair_from_floats(float low, float high, BFloat16* to) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  memcpy(to, &pair, sizeof(pair));
+}
+JAX_EP_FN void pair_from_floats(float low, float high, Float16* to) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  memcpy(to, &pair, sizeof(pair));
+}
+// Values beyond the largest become the largest: an encoder scales them so that only rounding can bring them there.
+JAX_EP_FN void pair_from_floats(float low, float high, Float8E4M3* to) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  memcpy(to, &pair, sizeof(pair));
+}
+JAX_EP_FN void floats_from_pair(const Float8E4M3* from, float* low, float* high) {
+  uint16_t pair;
+  memcpy(&pair, from, sizeof(pair));
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(*low) : "h"(static_cast<uint16_t>(halves)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(*high) : "h"(static_cast<uint16_t>(halves >> 16)));
+}
+
+}  // namespace jax_ep

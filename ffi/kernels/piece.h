@@ -1,0 +1,42 @@
+// A lane's piece of a row: neighbouring values, moved in 16-byte words where the rows allow it.
+#pragma once
+
+#include "device/copy.h"
+#include "device/numeric.h"
+
+namespace jax_ep {
+
+// As many values as a lane moves at once: one word on a GPU, enough for the vectoriser on the CPU.
+template <class T>
+constexpr int kPieceValues = Team::lanes == 1 ? 128 : 16 / sizeof(T);
+
+template <class T, int kValues = kPieceValues<T>>
+struct Piece {
+  using Word = std::conditional_t<kValues * sizeof(T) % 16 == 0, Word16, uint64_t>;
+  static constexpr int kCount = kValues;
+  static constexpr int kWords = kValues * sizeof(T) / sizeof(Word);
+
+  union {
+    T values[kValues];
+    Word words[kWords];
+  };
+
+  JAX_EP_FN void load(const T* from, int count, bool in_words) {
+    if (in_words && count == kValues) {
+      for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
+    } else {
+      for (int i = 0; i < kValues; ++i)
+        if (i < count) values[i] = from[i];
+    }
+  }
+  JAX_EP_FN void store(T* to, int count, bool in_words) const {
+    if (in_words && count == kValues) {
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = words[i];
+    } else {
+      for (int i = 0; i < kValues; ++i)
+        if (i < count) to[i] = values[i];
+    }
+  }
+};
+
+}  // namespace jax_ep
