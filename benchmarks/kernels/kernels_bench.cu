@@ -205,7 +205,8 @@ void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std:
     }
   };
   for (const LaunchConfig& c : dispatches)
-    if (s.hidden % 128 == 0) print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
+    if (s.hidden % 128 == 0)
+      print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
   for (const LaunchConfig& c : dispatches)
     print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
   for (const LaunchConfig& c : dispatches)
@@ -219,22 +220,25 @@ void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std:
 }  // namespace
 
 int main() {
-  constexpr int kStage = 128 + 3 * 7168, kHalfStage = 128 + 3 * 3584, kWriter = 4 * 2048;
-  run({14744, 7168, 1, 256}, {{24, 256, 4, kStage}, {64, 256, 4, kStage}}, {});  // a pure push
-  run({700, 8, 8, 64}, {{24, 256, 4, kStage}}, {{24, 512, 12, kWriter}});
-  run({3, 2880, 4, 128}, {{24, 256, 4, kStage}}, {{24, 512, 12, kWriter}});
+  constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 2048, kWide = 128 + 14 * 2048;
+  run({700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 512, 12, kStream}});
+  run({3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 512, 12, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int blocks : {24, 48, 64, 128})
-    for (const int pushers : {4, 6}) dispatches.push_back({blocks, 256, pushers, kStage});
-  for (const int blocks : {24, 48, 64, 128})
-    for (const int pushers : {6, 8}) dispatches.push_back({blocks, 512, pushers, kHalfStage});
-  for (const int blocks : {24, 48, 64, 128})
-    for (const int pushers : {8, 12, 16}) combines.push_back({blocks, 512, pushers, kWriter});
+  for (const int blocks : {24, 64, 128}) {
+    dispatches.push_back({blocks, 256, 6, kMove});
+    for (const int pushers : {4, 8}) dispatches.push_back({blocks, 512, pushers, kStream});
+  }
+  for (const int blocks : {24, 48, 64, 128}) {
+    for (const int pushers : {8, 12, 16}) combines.push_back({blocks, 512, pushers, kStream});
+    for (const int pushers : {5, 8}) combines.push_back({blocks, 256, pushers, kWide});
+  }
   run({4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
-  for (const int blocks : {16, 32, 64, 128}) {
-    dispatches.push_back({blocks, 256, 4, kStage});
-    combines.push_back({blocks, 512, 12, kWriter});
+  for (const int blocks : {32, 64, 128}) {
+    dispatches.push_back({blocks, 256, 4, kMove});
+    dispatches.push_back({blocks, 512, 8, kStream});
+    combines.push_back({blocks, 512, 12, kStream});
+    combines.push_back({blocks, 256, 6, kWide});
   }
   run({128, 7168, 8, 256}, dispatches, combines);
   return 0;

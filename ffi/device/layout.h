@@ -87,10 +87,16 @@ JAX_EP_FN int router_squads(int assignments, int squads) {
   return larger(1, smaller(wanted, smaller(squads, kMaxRouters)));
 }
 
-// Rows in float8: H values, one float32 scale per block, and padding to whole 16-byte words.
+// Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
 constexpr int kScaleBlock = 128;
+constexpr int kWireValues = 1024;
+JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
+// Where the message that begins with value `first` of a row lies in its slot, and the size of a slot.
+JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {
+  return int64_t{first / kWireValues} * wire_message_bytes(kWireValues);
+}
 JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
-  return (hidden + int64_t{4} * (hidden / kScaleBlock) + 15) / 16 * 16;
+  return wire_offset(hidden) + wire_message_bytes(hidden % kWireValues);
 }
 
 }  // namespace jax_ep

@@ -79,13 +79,15 @@ JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
 #endif
   for (int i = 0; i < kCount; ++i) from_float(from[i], &to[i]);
 }
-template <int kCount>
-JAX_EP_FN void to_floats(const Float8E4M3* from, float (&to)[kCount]) {
+template <int kCount, class T>
+JAX_EP_FN void to_floats(const T* from, float (&to)[kCount]) {
 #ifdef JAX_EP_OWN_CONVERSIONS
-  for (int i = 0; i < kCount; i += 2) floats_from_pair(from + i, &to[i], &to[i + 1]);
-#else
-  for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
+  if constexpr (kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
+    for (int i = 0; i < kCount; i += 2) floats_from_pair(from + i, &to[i], &to[i + 1]);
+    return;
+  }
 #endif
+  for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
 }
 
 }  // namespace jax_ep

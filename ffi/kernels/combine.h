@@ -2,45 +2,13 @@
 // rows, in rank order.
 #pragma once
 
-#include "device/copy.h"
-#include "device/mover.h"
+#include "kernels/announcer.h"
 #include "kernels/args.h"
-#include "kernels/lineup.h"
 #include "kernels/op.h"
-#include "kernels/piece.h"
+#include "kernels/row_sum.h"
 #include "kernels/schedule.h"
 
 namespace jax_ep {
-
-// out = the sum of weight * row over the terms of a lineup, in their order; two rows are in flight at a time.
-template <class T, class Terms>
-JAX_EP_FN void sum_rows(const Team& team, RowWriter& writer, int hidden, T* out, bool words, const Terms& terms) {
-  constexpr int kValues = kPieceValues<T>;
-  for (int first = 0; first < hidden; first += kLanePieces * Team::lanes * kValues) {
-    float total[kLanePieces][kValues] = {};
-    Piece<T> one[kLanePieces], other[kLanePieces];
-    const auto load = [&](Piece<T>(&pieces)[kLanePieces], const T* row) {
-      for (int i = 0; i < kLanePieces; ++i) {
-        const int at = first + (i * Team::lanes + team.lane) * kValues;
-        pieces[i].load(row + at, smaller(kValues, hidden - at), words);
-      }
-    };
-    const auto add = [&](const Piece<T>(&pieces)[kLanePieces], float weight) {
-      for (int i = 0; i < kLanePieces; ++i)
-        for (int j = 0; j < kValues; ++j) total[i][j] += weight * to_float(pieces[i].values[j]);
-    };
-    auto walk = terms.walk();
-    for (auto a = walk.next(); a.row; a = walk.next()) {
-      const auto b = walk.next();
-      load(one, a.row);
-      if (b.row) load(other, b.row);
-      add(one, a.weight);
-      if (b.row) add(other, b.weight);
-    }
-    for (int i = 0; i < kLanePieces; ++i) from_floats<kValues>(total[i], one[i].values);
-    writer.put(one, out, first, hidden, words);
-  }
-}
 
 template <class T>
 class Combine {
@@ -50,9 +18,9 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
-        writer_(op.team),
-        words_(in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
-               in_words(args.combined, args.combined, 0)) {}
+        rows_(op.team, args.hidden,
+              in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
+                  in_words(args.combined, args.combined, 0)) {}
 
   // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
@@ -60,20 +28,14 @@ class Combine {
     if (pusher.index < 0) return;
     const Schedule schedule(args_.num_tokens);
     const int ranks = op_.comm.size;
-    int announced = 0, written = 0;
-    for (int chunk = 0; chunk < schedule.chunks; ++chunk) {
-      const Range tokens = schedule.chunk(chunk);
-      const int all = ranks * (tokens.end - tokens.begin);
-      for (int i = pusher.index; i < all && op_.may_push(); i += pusher.count) {
-        const int home = (op_.comm.rank + 1 + i % ranks) % ranks, token = tokens.begin + i / ranks;
-        if (home != op_.comm.rank) push_partial(home, token);
-        if (args_.scalars) push_scalars(home, token);
-        if (announced < chunk) announce(announced++, written);  // while the next rows are already on their way
-      }
-      if (announced < chunk) announce(announced++, written);
-      written = writer_.mark();
+    Announcer announcer(op_, schedule.chunks);
+    for (int i = pusher.index; i < ranks * args_.num_tokens && op_.may_push(); i += pusher.count) {
+      const int home = (op_.comm.rank + 1 + i % ranks) % ranks, token = i / ranks;
+      if (home != op_.comm.rank) push_partial(home, token);
+      if (args_.scalars) push_scalars(home, token);
+      announcer.after(token / schedule.chunk_tokens, rows_);
     }
-    announce(announced, written);
+    announcer.finish(rows_);
   }
 
   // For every token of this rank, the sum over ranks, as they arrive.
@@ -90,14 +52,9 @@ class Combine {
     }
   }
 
-  JAX_EP_FN void complete() { writer_.complete_to(writer_.mark()); }
+  JAX_EP_FN void complete() { rows_.complete_to(rows_.mark()); }
 
  private:
-  JAX_EP_FN void announce(int chunk, int written) {
-    writer_.complete_to(written);
-    op_.deliver(chunk);
-  }
-
   JAX_EP_FN int64_t table(int source, int token) const {
     return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
   }
@@ -113,10 +70,12 @@ class Combine {
   // The partial sum of a peer, if it sends one.
   JAX_EP_FN Term<const T> peer_term(int rank, int token) const {
     const int32_t* targets = args_.targets + int64_t{token} * args_.top_k;
-    for (int k = 0; k < args_.top_k; ++k)
-      if (targets[k] >= 0 && by_capacity_.quotient(targets[k]) == rank)
-        return {landed(reinterpret_cast<const T*>(args_.landing), rank, token), 1.0f};
-    return {nullptr, 0};
+    bool sends = false;
+    for (int k = 0; k < args_.top_k; ++k) {
+      const int packed = targets[k];
+      sends |= packed >= 0 && by_capacity_.quotient(packed) == rank;
+    }
+    return {sends ? landed(reinterpret_cast<const T*>(args_.landing), rank, token) : nullptr, 1.0f};
   }
 
   template <class Pointer>
@@ -126,9 +85,9 @@ class Combine {
 
   JAX_EP_FN void push_partial(int home, int token) {
     const auto terms = line_up<const T>(op_.team, args_.top_k, [&](int k) { return own_term(home, token, k); });
-    if (!terms.walk().next().row) return;
+    if (terms.empty()) return;
     T* there = landed(static_cast<T*>(op_.mail_from(home)->buffers[0]), op_.comm.rank, token);
-    sum_rows<T>(op_.team, writer_, args_.hidden, there, words_, terms);
+    rows_.sum(terms, there);
   }
 
   JAX_EP_FN void push_scalars(int home, int token) {
@@ -149,7 +108,7 @@ class Combine {
     if (undelivered(token))
       fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{args_.hidden} * sizeof(T));
     else
-      sum_rows<T>(op_.team, writer_, args_.hidden, out, words_, terms);
+      rows_.sum(terms, out);
     return_nothing(token);
   }
 
@@ -170,8 +129,7 @@ class Combine {
   const CombineArgs& args_;
   const T* outputs_;
   const Divider by_capacity_;
-  RowWriter writer_;
-  const bool words_;
+  RowSum<T> rows_;
 };
 
 template <class T>

@@ -1,93 +1,103 @@
 // dispatch: route, then every token straight into XLA's buffer at the ranks that own its experts.
 #pragma once
 
+#include "kernels/announcer.h"
 #include "kernels/route.h"
 #include "kernels/rows.h"
 #include "kernels/wire.h"
 
 namespace jax_ep {
 
+// Tokens as they are: pushed into their first row at every owner, expanded there.
 template <class T>
-class Dispatch {
+JAX_EP_FN void dispatch_plain(Op& op, const DispatchArgs& args) {
+  const int64_t bytes = int64_t{args.hidden} * sizeof(T);
+  RowMover mover(op.team);
+  const RowSink rows(op, args.targets, args.top_k, args.capacity);
+  const auto source = [&](int token) { return args.tokens + token * bytes; };
+  const auto sink = [&](int token, int k) { return rows.row(token, k, bytes); };
+  push_chunks(op, mover, args.num_tokens, bytes, args.top_k, source, sink);
+  zero_padding(op, args.received, bytes, args.counts, args.num_experts / op.comm.size, args.capacity, args.alignment);
+  expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
+}
+
+// Tokens in float8: encoded into a landing slot at every owner, this rank's included, and decoded from there.
+template <class T>
+class EncodedDispatch {
  public:
-  JAX_EP_FN Dispatch(Op& op, const DispatchArgs& args)
-      : op_(op),
-        args_(args),
-        row_bytes_(int64_t{args.hidden} * sizeof(T)),
-        slot_bytes_(wire_bytes(args.hidden)),
-        sink_(op, args.targets, args.top_k, args.capacity),
-        mover_(op.team) {}
+  JAX_EP_FN EncodedDispatch(Op& op, const DispatchArgs& args)
+      : op_(op), args_(args), sink_(op, args.targets, args.top_k, args.capacity), codec_(op.team, args.hidden) {}
 
   JAX_EP_FN void push() {
-    const auto source = [&](int token) { return args_.tokens + token * row_bytes_; };
-    const auto sink = [&](int token, int k) { return sink_.row(token, k, row_bytes_); };
-    push_chunks(op_, mover_, args_.num_tokens, row_bytes_, args_.top_k, source, sink);
-  }
-
-  // In float8: encodes each token into this rank's own landing slot, and pushes the slot.
-  JAX_EP_FN void push_encoded() {
-    const auto source = [&](int token) -> const char* {
-      char* own = args_.landing + slot(op_.comm.rank, token);
-      encode_row(op_.team, reinterpret_cast<const T*>(args_.tokens + token * row_bytes_), args_.hidden, own);
-      mover_.publish();
-      return own;
-    };
-    const auto sink = [&](int token, int k) -> char* {
-      const RowSink::Sink found = sink_.sink(token, k);
-      return found.base && found.target.owner != op_.comm.rank ? found.base + slot(op_.comm.rank, token) : nullptr;
-    };
-    push_chunks(op_, mover_, args_.num_tokens, slot_bytes_, args_.top_k, source, sink);
+    const Place pusher = op_.team.pusher;
+    if (!op_.ok() || pusher.index < 0) return;
+    const Schedule schedule(args_.num_tokens);
+    Announcer announcer(op_, schedule.chunks);
+    for (int token = pusher.index; token < args_.num_tokens && op_.may_push(); token += pusher.count) {
+      const auto slots = line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k); });
+      codec_.encode(reinterpret_cast<const T*>(args_.tokens) + int64_t{token} * args_.hidden, slots);
+      announcer.after(token / schedule.chunk_tokens, codec_);
+    }
+    announcer.finish(codec_);
   }
 
   JAX_EP_FN void expand() {
-    expand_rows(op_, mover_, args_.received, row_bytes_, args_.rows, args_.num_tokens, args_.top_k);
-  }
-
-  // Decodes what landed into all rows of every token.
-  JAX_EP_FN void expand_encoded() {
-    T* received = reinterpret_cast<T*>(args_.received);
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       for (int token = tokens.begin; token < tokens.end; ++token) {
-        const int32_t* rows = args_.rows + (int64_t{source} * args_.num_tokens + token) * args_.top_k;
-        const auto row_of = [&](int k) { return rows[k] < 0 ? nullptr : received + int64_t{rows[k]} * args_.hidden; };
-        decode_row<T>(op_.team, args_.landing + slot(source, token), args_.hidden, args_.top_k, row_of);
+        const int32_t* table = args_.rows + (int64_t{source} * args_.num_tokens + token) * args_.top_k;
+        const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) { return row_of(table[k]); });
+        if (!rows.empty()) codec_.decode(args_.landing + slot(source, token), rows);
       }
     });
+    codec_.complete_to(codec_.mark());
   }
 
  private:
-  // Where a token in float8 lands at every owner.
   JAX_EP_FN int64_t slot(int source, int token) const {
-    return (int64_t{source} * args_.num_tokens + token) * slot_bytes_;
+    return (int64_t{source} * args_.num_tokens + token) * wire_bytes(args_.hidden);
+  }
+  JAX_EP_FN Term<char> slot_at_owner(int token, int k) const {
+    char* landing = sink_.first(token, k);
+    return {landing ? landing + slot(op_.comm.rank, token) : nullptr, 1.0f};
+  }
+  JAX_EP_FN Term<char> row_of(int row) const {
+    return {row < 0 ? nullptr : args_.received + row * int64_t{args_.hidden} * static_cast<int>(sizeof(T)), 1.0f};
   }
 
   Op& op_;
   const DispatchArgs& args_;
-  const int64_t row_bytes_, slot_bytes_;
   const RowSink sink_;
-  RowMover mover_;
+  WireCodec<T> codec_;
 };
+
+template <class T>
+JAX_EP_FN void dispatch_encoded(Op& op, const DispatchArgs& args) {
+  EncodedDispatch<T> dispatch(op, args);
+  dispatch.push();
+  zero_padding(op, args.received, int64_t{args.hidden} * sizeof(T), args.counts, args.num_experts / op.comm.size,
+               args.capacity, args.alignment);
+  dispatch.expand();
+}
 
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
   Op op(comm, team, OpKind::dispatch);
-  const int local = args.num_experts / comm.size;
-  const int64_t row = int64_t{args.hidden} * sizeof(T);
+  const int64_t local = args.num_experts / comm.size;
   const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;
-  const Buffer results[] = {{args.received, args.capacity * row},
-                            {args.group_sizes, int64_t{local} * 4, Undelivered::size},
+  const Buffer results[] = {{args.received, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))},
+                            {args.group_sizes, local * 4, Undelivered::size},
                             {args.targets, int64_t{args.num_tokens} * args.top_k * 4, Undelivered::target},
                             {args.rows, table},
                             {args.arrived, table},
-                            {args.counts, int64_t{comm.size} * local * 4, Undelivered::size},
+                            {args.counts, comm.size * local * 4, Undelivered::size},
                             {args.dropped, 4, Undelivered::size},
                             {args.invalid, 4, Undelivered::size}};
   op.poison(results);
   if (Router(op, args).route(args.wire_float8 ? args.landing : args.received)) {
-    Dispatch<T> dispatch(op, args);
-    args.wire_float8 ? dispatch.push_encoded() : dispatch.push();
-    zero_padding(op, args.received, row, args.counts, local, args.capacity, args.alignment);
-    args.wire_float8 ? dispatch.expand_encoded() : dispatch.expand();
+    if (args.wire_float8)
+      dispatch_encoded<T>(op, args);
+    else
+      dispatch_plain<T>(op, args);
   }
   op.finish(results);
 }

@@ -21,17 +21,23 @@ struct Piece {
     Word words[kWords];
   };
 
+  JAX_EP_FN void load(const T* from) {
+    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
+  }
   JAX_EP_FN void load(const T* from, int count, bool in_words) {
     if (in_words && count == kValues) {
-      for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
+      load(from);
     } else {
       for (int i = 0; i < kValues; ++i)
         if (i < count) values[i] = from[i];
     }
   }
+  JAX_EP_FN void store(T* to) const {
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = words[i];
+  }
   JAX_EP_FN void store(T* to, int count, bool in_words) const {
     if (in_words && count == kValues) {
-      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = words[i];
+      store(to);
     } else {
       for (int i = 0; i < kValues; ++i)
         if (i < count) to[i] = values[i];

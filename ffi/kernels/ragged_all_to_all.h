@@ -1,7 +1,7 @@
 // ragged_all_to_all: slices of rows straight to their place in the receiver's buffer. Every team pushes.
 #pragma once
 
-#include "device/mover.h"
+#include "device/rows.h"
 #include "kernels/args.h"
 #include "kernels/op.h"
 

@@ -1,7 +1,7 @@
 // Moving rows along a routing: each token once per rank, its further rows there by the receiver.
 #pragma once
 
-#include "device/mover.h"
+#include "device/rows.h"
 #include "kernels/op.h"
 #include "kernels/schedule.h"
 
@@ -16,25 +16,27 @@ class RowSink {
     if (bases_in_lanes() && op.team.lane < op.comm.size) base_ = base_in_mail(op.team.lane);
   }
 
-  struct Sink {
-    Target target;
-    char* base;  // of the owner's buffer; null if nothing goes there
-  };
-  JAX_EP_FN Sink sink(int token, int k) const {
-    const int packed = k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1;
-    const Target target = packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
+  JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
+    const Target target = target_of(token, k);
     const bool first = first_at_owner(token, k, target.owner);
     char* base = base_of(target.owner);
-    return {target, target.owner >= 0 && (first || target.owner == op_.comm.rank) ? base : nullptr};
+    return target.owner >= 0 && (first || target.owner == op_.comm.rank) ? base + target.row * bytes : nullptr;
   }
 
-  // The address for rows of `bytes`.
-  JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
-    const Sink found = sink(token, k);
-    return found.base ? found.base + found.target.row * bytes : nullptr;
+  // The owner's buffer, if this is the token's first assignment there.
+  JAX_EP_FN char* first(int token, int k) const {
+    const Target target = target_of(token, k);
+    const bool first = first_at_owner(token, k, target.owner);
+    char* base = base_of(target.owner);
+    return target.owner >= 0 && first ? base : nullptr;
   }
 
  private:
+  JAX_EP_FN Target target_of(int token, int k) const {
+    const int packed = k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1;
+    return packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
+  }
+
   JAX_EP_FN bool bases_in_lanes() const { return Team::lanes > 1 && op_.comm.size <= Team::lanes; }
   JAX_EP_FN char* base_in_mail(int owner) const { return static_cast<char*>(op_.mail_from(owner)->buffers[0]); }
   JAX_EP_FN char* base_of(int owner) const {

@@ -1,83 +1,127 @@
-// Rows on the wire in float8: one scale per block of values, encoded by the sender, decoded where they land.
+// Rows on the wire in float8: encoded by the sender, decoded where they land. A row travels as messages of up to
+// kWireValues values, each followed by the float32 scales of its blocks.
 #pragma once
 
 #include "device/copy.h"
 #include "device/layout.h"
-#include "kernels/lineup.h"
+#include "device/rows.h"
 #include "kernels/piece.h"
 
 namespace jax_ep {
 
 constexpr float kFloat8Max = 448.0f;
 
-// A block is the work of neighbouring lanes, of one where a team has no more.
-constexpr int kBlockLanes = Team::lanes == 1 ? 1 : 16;
-constexpr int kBlockValues = kScaleBlock / kBlockLanes;
-constexpr int kBatch = Team::lanes == 1 ? 1 : 4;  // pieces that a lane has in flight
-
 // The inverse of a block of tiny values must not be infinite: zero times it would be NaN.
 JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }
 
-// x * (448 / largest) rounds to float8; the scale that undoes it is largest / 448. `row` and `wire` in 16-byte words.
 template <class T>
-JAX_EP_FN void encode_row(const Team& team, const T* row, int hidden, char* wire) {
-  auto* values = reinterpret_cast<Float8E4M3*>(wire);
-  auto* scales = reinterpret_cast<float*>(wire + hidden);
-  const bool words = in_words(row, wire, 0);
-  for (int first = 0; first < hidden; first += kBatch * Team::lanes * kBlockValues) {
-    Piece<T, kBlockValues> pieces[kBatch];
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = first + (i * Team::lanes + team.lane) * kBlockValues;
-      pieces[i].load(row + at, at < hidden ? kBlockValues : 0, words);
+class WireCodec {
+ public:
+  JAX_EP_FN WireCodec(const Team& team, int hidden)
+      : team_(team),
+        hidden_(hidden),
+        reader_(team, kWireValues * sizeof(T), true),
+        writer_(team, kWireValues * sizeof(T), true) {}
+
+  // Encodes a row into the slots `places`. x * (448 / largest) rounds to float8; largest / 448 undoes it.
+  template <class Places>
+  JAX_EP_FN void encode(const T* row, const Places& places) {
+    read_ahead([&](int first) { reader_.ask(1, row + first, values(first) * static_cast<int>(sizeof(T))); },
+               [&](int first) {
+                 const T* batch = reinterpret_cast<const T*>(reader_.take());
+                 Piece<Float8E4M3, kBlockValues> encoded[kPieces];
+                 float scales[kPieces];
+                 for (int i = 0; i < kPieces; ++i) scales[i] = encode_piece(batch, at(i), values(first), &encoded[i]);
+                 reader_.release();
+                 writer_.put(places, wire_offset(first), wire_message_bytes(values(first)), [&](char* to) {
+                   for (int i = 0; i < kPieces; ++i) {
+                     if (at(i) >= values(first)) continue;
+                     encoded[i].store(reinterpret_cast<Float8E4M3*>(to) + at(i), kBlockValues, true);
+                     if (at(i) % kScaleBlock == 0)
+                       reinterpret_cast<float*>(to + values(first))[at(i) / kScaleBlock] = scales[i];
+                   }
+                 });
+               });
+  }
+
+  // Decodes a slot into the rows `places`.
+  template <class Places>
+  JAX_EP_FN void decode(const char* wire, const Places& places) {
+    read_ahead([&](int first) { reader_.ask(1, wire + wire_offset(first), wire_message_bytes(values(first))); },
+               [&](int first) {
+                 const char* message = reader_.take();
+                 Piece<T, kBlockValues> decoded[kPieces];
+                 for (int i = 0; i < kPieces; ++i)
+                   if (at(i) < values(first)) decode_piece(message, at(i), values(first), &decoded[i]);
+                 reader_.release();
+                 const auto fill = [&](char* to) {
+                   for (int i = 0; i < kPieces; ++i)
+                     if (at(i) < values(first))
+                       decoded[i].store(reinterpret_cast<T*>(to) + at(i), kBlockValues, in_words(to, to, 0));
+                 };
+                 writer_.put(places, int64_t{first} * sizeof(T), values(first) * static_cast<int>(sizeof(T)), fill);
+               });
+  }
+
+  JAX_EP_FN int mark() const { return writer_.mark(); }
+  JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
+
+ private:
+  // A block is the work of neighbouring lanes, of one where a team has no more.
+  static constexpr int kBlockLanes = Team::lanes == 1 ? 1 : 16;
+  static constexpr int kBlockValues = kScaleBlock / kBlockLanes;
+  static constexpr int kPieces = kWireValues / (Team::lanes * kBlockValues);
+
+  JAX_EP_FN int values(int first) const { return smaller(kWireValues, hidden_ - first); }
+  JAX_EP_FN int at(int piece) const { return (piece * Team::lanes + team_.lane) * kBlockValues; }
+
+  template <class Ask, class Use>
+  JAX_EP_FN void read_ahead(Ask ask, Use use) {
+    int ahead = 0;
+    for (; ahead < hidden_ && ahead < reader_.depth() * kWireValues; ahead += kWireValues) ask(ahead);
+    for (int first = 0; first < hidden_; first += kWireValues) {
+      use(first);
+      if (ahead < hidden_) ask(ahead);
+      ahead += kWireValues;
     }
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = first + (i * Team::lanes + team.lane) * kBlockValues;
-      uint32_t largest = 0;
+  }
+
+  // Returns the scale of the block. All lanes call together.
+  JAX_EP_FN float encode_piece(const T* batch, int begin, int count, Piece<Float8E4M3, kBlockValues>* encoded) const {
+    Piece<T, kBlockValues> piece;
+    const bool present = begin < count;
+    float scaled[kBlockValues];
+    uint32_t largest = 0;
+    if (present) {
+      piece.load(batch + begin, kBlockValues, in_words(batch, batch, 0));
+      to_floats(piece.values, scaled);
       for (int j = 0; j < kBlockValues; ++j) {
-        const uint32_t magnitude = bit_cast<uint32_t>(to_float(pieces[i].values[j])) & 0x7fffffffu;
+        const uint32_t magnitude = bit_cast<uint32_t>(scaled[j]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;  // as integers, NaN is the largest
       }
-      const float most = team.max(bit_cast<float>(at < hidden ? largest : 0u), kBlockLanes);
-      if (at >= hidden) continue;
-      const float inverse = most == 0 ? 1.0f : finite(kFloat8Max / most);
-      float scaled[kBlockValues];
-      for (int j = 0; j < kBlockValues; ++j) scaled[j] = to_float(pieces[i].values[j]) * inverse;
-      Piece<Float8E4M3, kBlockValues> encoded;
-      from_floats(scaled, encoded.values);
-      encoded.store(values + at, kBlockValues, words);
-      if (at % kScaleBlock == 0) scales[at / kScaleBlock] = most == 0 ? 1.0f : most / kFloat8Max;
     }
+    const float most = team_.max(bit_cast<float>(largest), kBlockLanes);
+    if (!present) return 0;
+    const float inverse = most == 0 ? 1.0f : finite(kFloat8Max / most);
+    for (int j = 0; j < kBlockValues; ++j) scaled[j] *= inverse;
+    from_floats(scaled, encoded->values);
+    return most == 0 ? 1.0f : most / kFloat8Max;
   }
-  team.sync();
-}
 
-// Decodes into every row that row_of(0) .. row_of(count - 1) gives.
-template <class T, class RowOf>
-JAX_EP_FN void decode_row(const Team& team, const char* wire, int hidden, int count, RowOf row_of) {
-  const auto* values = reinterpret_cast<const Float8E4M3*>(wire);
-  const auto* scales = reinterpret_cast<const float*>(wire + hidden);
-  const auto rows = line_up<T>(team, count, [&](int k) { return Term<T>{row_of(k), 1.0f}; });
-  for (int first = 0; first < hidden; first += kBatch * Team::lanes * kBlockValues) {
-    Piece<T, kBlockValues> decoded[kBatch];
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = first + (i * Team::lanes + team.lane) * kBlockValues;
-      if (at >= hidden) continue;
-      Piece<Float8E4M3, kBlockValues> piece;
-      piece.load(values + at, kBlockValues, true);
-      const float scale = scales[at / kScaleBlock];
-      float scaled[kBlockValues];
-      to_floats(piece.values, scaled);
-      for (int j = 0; j < kBlockValues; ++j) scaled[j] *= scale;
-      from_floats(scaled, decoded[i].values);
-    }
-    auto walk = rows.walk();
-    for (T* row = walk.next().row; row; row = walk.next().row)
-      for (int i = 0; i < kBatch; ++i) {
-        const int at = first + (i * Team::lanes + team.lane) * kBlockValues;
-        if (at < hidden) decoded[i].store(row + at, kBlockValues, in_words(row, row, 0));
-      }
+  JAX_EP_FN void decode_piece(const char* message, int begin, int count, Piece<T, kBlockValues>* decoded) const {
+    Piece<Float8E4M3, kBlockValues> piece;
+    piece.load(reinterpret_cast<const Float8E4M3*>(message) + begin, kBlockValues, true);
+    const float scale = reinterpret_cast<const float*>(message + count)[begin / kScaleBlock];
+    float scaled[kBlockValues];
+    to_floats(piece.values, scaled);
+    for (int j = 0; j < kBlockValues; ++j) scaled[j] *= scale;
+    from_floats(scaled, decoded->values);
   }
-  team.sync();
-}
+
+  const Team& team_;
+  const int hidden_;
+  RowReader reader_;
+  RowWriter writer_;
+};
 
 }  // namespace jax_ep

@@ -8,7 +8,7 @@
 #define JAX_EP_FN __device__ __forceinline__
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/cuda_mover.h"
-#define JAX_EP_WRITER "device/target/cuda_writer.h"
+#define JAX_EP_STREAMS "device/target/cuda_streams.h"
 
 #include "device/place.h"
 

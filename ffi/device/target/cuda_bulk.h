@@ -19,6 +19,8 @@ JAX_EP_FN void init_barrier(uint64_t* barrier) {
 
 // Orders what threads wrote to memory with what bulk copies read, and the reverse.
 JAX_EP_FN void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for shared memory alone, which is far cheaper.
+JAX_EP_FN void shared_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 JAX_EP_FN void load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -57,6 +59,7 @@ JAX_EP_FN void wait_written() {
 constexpr bool kAvailable = false;
 JAX_EP_FN void init_barrier(uint64_t*) {}
 JAX_EP_FN void proxy_fence() {}
+JAX_EP_FN void shared_proxy_fence() {}
 JAX_EP_FN void load(char*, const char*, uint32_t, uint64_t*) {}
 JAX_EP_FN void wait_load(uint64_t*, uint32_t) {}
 JAX_EP_FN void store(char*, const char*, uint32_t) {}

@@ -25,6 +25,18 @@ JAX_EP_FN void pair_from_floats(float low, float high, Float8E4M3* to) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   memcpy(to, &pair, sizeof(pair));
 }
+JAX_EP_FN void floats_from_pair(const BFloat16* from, float* low, float* high) {
+  uint32_t pair;
+  memcpy(&pair, from, sizeof(pair));
+  *low = __uint_as_float(pair << 16);
+  *high = __uint_as_float(pair & 0xffff0000u);
+}
+JAX_EP_FN void floats_from_pair(const Float16* from, float* low, float* high) {
+  uint32_t pair;
+  memcpy(&pair, from, sizeof(pair));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(*low) : "h"(static_cast<uint16_t>(pair)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(*high) : "h"(static_cast<uint16_t>(pair >> 16)));
+}
 JAX_EP_FN void floats_from_pair(const Float8E4M3* from, float* low, float* high) {
   uint16_t pair;
   memcpy(&pair, from, sizeof(pair));

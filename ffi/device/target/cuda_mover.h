@@ -36,11 +36,6 @@ class RowMover {
     }
   }
 
-  JAX_EP_FN void publish() {
-    if (bulk::kAvailable) bulk::proxy_fence();
-    team_.sync();
-  }
-
   JAX_EP_FN void complete(int pending) {
     if (!bulk::kAvailable) return team_.sync();
     pending *= pieces_;

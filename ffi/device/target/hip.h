@@ -8,7 +8,7 @@
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
-#define JAX_EP_WRITER "device/target/plain_writer.h"
+#define JAX_EP_STREAMS "device/target/plain_streams.h"
 
 #include "device/place.h"
 

@@ -28,7 +28,6 @@ class PlainMover {
     }
   }
 
-  JAX_EP_FN void publish() { team_.sync(); }
   JAX_EP_FN void complete(int) { team_.sync(); }
 
  private:

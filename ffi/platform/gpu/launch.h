@@ -53,11 +53,17 @@ int tokens_of(const Args& args) {
   return args.num_tokens;
 }
 
+inline bool is_encoded(const DispatchArgs& args) { return args.wire_float8; }
+template <class Args>
+bool is_encoded(const Args&) {
+  return false;
+}
+
 template <class Args>
 ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
   if (group->stalled(seat)) return ffi::Error::Success();
-  const LaunchConfig config = launch_config(kind_of(args), tokens_of(args), group->processors());
+  const LaunchConfig config = launch_config(kind_of(args), tokens_of(args), is_encoded(args), group->processors());
   const gpu::Error error = launch_kernel(config, call.stream, group->comm(seat), args);
   if (error == gpu::kSuccess) return ffi::Error::Success();
   return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + gpu::describe(error)};

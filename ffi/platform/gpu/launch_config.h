@@ -14,6 +14,7 @@ struct LaunchConfig {
   int team_bytes;  // of shared memory, for each warp's stages
 };
 
-LaunchConfig launch_config(OpKind op, int num_tokens, int processors);
+// `encoded`: rows travel in float8.
+LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, int processors);
 
 }  // namespace jax_ep

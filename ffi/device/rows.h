@@ -1,0 +1,32 @@
+// How rows move, each as fast as the target can.
+//
+// RowMover: from memory to memory.
+//   move(places, bytes, fanout, source, sink, after): for every i of `places`, copies the `bytes` at source(i) to the
+//     up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move nothing. All lanes
+//     call together, each sink with a k of its own, and sink(i, k) right after source(i).
+//   complete(pending): returns when all rows but the `pending` latest are written, so that a flag may announce them.
+//
+// RowReader: from memory to registers, in batches asked for ahead of time.
+//   depth(): how many batches may be under way; in_bulk(): whether they come by themselves.
+//   ask(count, from, bytes): a batch for each of the first `count` lanes, from that lane's address (one, if not in
+//   bulk). take(): where the oldest batch is now; release(): all that was taken has been looked at.
+//
+// RowWriter: from registers to memory.
+//   put(places, offset, bytes, fill): a batch of `bytes` at `offset` from every place of a lineup. Every lane writes
+//     its part by fill(to).
+//   mark(), complete_to(mark): returns when all that was put before the mark is written.
+#pragma once
+
+#include "device/platform.h"
+
+namespace jax_ep {
+
+// begin, begin + step, ... below end.
+struct Stride {
+  int begin, end, step;
+};
+
+}  // namespace jax_ep
+
+#include JAX_EP_MOVER
+#include JAX_EP_STREAMS

@@ -1,0 +1,121 @@
+// RowReader and RowWriter by Hopper's bulk copies: batches come to shared memory before they are needed and leave from
+// there on their own, so that neither latency nor a slow link holds up a lane.
+//
+// A team's shared memory: barriers, the writer's stages, the reader's stages.
+#pragma once
+
+#define JAX_EP_OWN_STREAMS
+#include "device/target/cuda_bulk.h"
+#include "device/target/plain_streams.h"
+
+namespace jax_ep {
+
+constexpr int kStreamBarrierBytes = 128;
+constexpr int kWriterStages = 2;
+constexpr int kMostReaderStages = 12;
+
+class RowReader {
+ public:
+  // `bulk` if every batch is made of 16-byte words.
+  JAX_EP_FN RowReader(const Team& team, int batch_bytes, bool bulk)
+      : team_(team),
+        barriers_(reinterpret_cast<uint64_t*>(team.shared)),
+        stages_(team.shared + kStreamBarrierBytes + kWriterStages * batch_bytes),
+        batch_bytes_(batch_bytes),
+        stage_count_((team.shared_bytes - kStreamBarrierBytes) / batch_bytes - kWriterStages),
+        bulk_(bulk && bulk::kAvailable && stage_count_ > 0) {
+    if (stage_count_ > kMostReaderStages) stage_count_ = kMostReaderStages;
+    if (bulk_ && team.lane < stage_count_) bulk::init_barrier(&barriers_[team.lane]);
+    if (bulk_) bulk::proxy_fence();
+    team.sync();
+  }
+
+  JAX_EP_FN int depth() const { return bulk_ ? stage_count_ : 1; }
+  JAX_EP_FN bool in_bulk() const { return bulk_; }
+
+  // Each of the first `count` lanes asks for a batch; they are taken in the order of lanes.
+  JAX_EP_FN void ask(int count, const void* from, int bytes) {
+    from_ = static_cast<const char*>(from);
+    if (!bulk_) return;
+    const int stage = wrap(ask_ + team_.lane);
+    if (team_.lane < count) bulk::load(stages_ + stage * batch_bytes_, from_, bytes, &barriers_[stage]);
+    ask_ = wrap(ask_ + count);
+  }
+  JAX_EP_FN const char* take() {
+    if (!bulk_) return from_;
+    const int stage = take_;
+    bulk::wait_load(&barriers_[stage], phases_ >> stage & 1);
+    phases_ ^= 1u << stage;
+    take_ = wrap(stage + 1);
+    return stages_ + stage * batch_bytes_;
+  }
+  // All that was taken has been looked at.
+  JAX_EP_FN void release() { team_.sync(); }
+
+ private:
+  JAX_EP_FN int wrap(int stage) const { return stage >= stage_count_ ? stage - stage_count_ : stage; }
+
+  const Team& team_;
+  uint64_t* const barriers_;
+  char* const stages_;
+  const int batch_bytes_;
+  int stage_count_;
+  const bool bulk_;
+  const char* from_ = nullptr;
+  int ask_ = 0, take_ = 0;
+  uint32_t phases_ = 0;  // a bit per stage: the parity of its barrier
+};
+
+class RowWriter {
+ public:
+  JAX_EP_FN RowWriter(const Team& team, int batch_bytes, bool bulk)
+      : team_(team),
+        plain_(team, batch_bytes, bulk),
+        batch_bytes_(batch_bytes),
+        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= kStreamBarrierBytes + kWriterStages * batch_bytes) {}
+
+  template <class Places, class Fill>
+  JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
+    if (!bulk_) return plain_.put(places, offset, bytes, fill);
+    char* stage = team_.shared + kStreamBarrierBytes + put_++ % kWriterStages * batch_bytes_;
+    bulk::wait_read<kWriterStages - 1>();
+    team_.sync();
+    fill(stage);
+    bulk::shared_proxy_fence();
+    team_.sync();
+    if (places.cached()) {
+      if (places.mine().row) bulk::store(places.mine().row + offset, stage, bytes);
+    } else {
+      auto walk = places.walk();
+      for (char* place = walk.next().row; place; place = walk.next().row)
+        if (team_.lane == 0) bulk::store(place + offset, stage, bytes);
+    }
+    bulk::commit();
+  }
+
+  JAX_EP_FN int mark() const { return static_cast<int>(put_); }
+  JAX_EP_FN void complete_to(int mark) {
+    if (bulk::kAvailable) {
+      const int pending = static_cast<int>(put_) - mark;
+      if (pending >= 6)
+        bulk::wait_written<6>();
+      else if (pending >= 3)
+        bulk::wait_written<3>();
+      else if (pending >= 1)
+        bulk::wait_written<1>();
+      else
+        bulk::wait_written<0>();
+      bulk::proxy_fence();
+    }
+    team_.sync();
+  }
+
+ private:
+  const Team& team_;
+  PlainWriter plain_;
+  const int batch_bytes_;
+  const bool bulk_;
+  uint32_t put_ = 0;
+};
+
+}  // namespace jax_ep

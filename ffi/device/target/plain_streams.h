@@ -1,0 +1,42 @@
+// RowReader and RowWriter where lanes access memory themselves.
+#pragma once
+
+#include "device/lineup.h"
+
+namespace jax_ep {
+
+class PlainReader {
+ public:
+  JAX_EP_FN PlainReader(const Team&, int, bool) {}
+  JAX_EP_FN int depth() const { return 1; }
+  JAX_EP_FN bool in_bulk() const { return false; }
+  JAX_EP_FN void ask(int, const void* from, int) { from_ = static_cast<const char*>(from); }
+  JAX_EP_FN const char* take() { return from_; }
+  JAX_EP_FN void release() {}
+
+ private:
+  const char* from_ = nullptr;
+};
+
+class PlainWriter {
+ public:
+  JAX_EP_FN PlainWriter(const Team& team, int, bool) : team_(team) {}
+
+  template <class Places, class Fill>
+  JAX_EP_FN void put(const Places& places, int64_t offset, int, Fill fill) {
+    auto walk = places.walk();
+    for (char* place = walk.next().row; place; place = walk.next().row) fill(place + offset);
+  }
+  JAX_EP_FN int mark() const { return 0; }
+  JAX_EP_FN void complete_to(int) { team_.sync(); }
+
+ private:
+  const Team& team_;
+};
+
+#ifndef JAX_EP_OWN_STREAMS
+using RowReader = PlainReader;
+using RowWriter = PlainWriter;
+#endif
+
+}  // namespace jax_ep
