@@ -177,25 +177,28 @@ def prepare(
     case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
     """The state of each after its dispatch; raises unless all deliver the same rows in the same order and sums."""
-
-    def run(*operands: jax.Array) -> tuple[Any, ...]:
-        states, outputs = [], []
-        for one in formulations:
-            if outputs:  # one after the other
-                operands, outputs[-1] = jax.lax.optimization_barrier((operands, outputs[-1]))
-            states.append(one.dispatch(*operands))
-            outputs.append(one.combine(states[-1], operands[2]))
-        wrong = [rows_differ(states[0], state) for state in states[1:]]
-        errors = [relative_error(outputs[0], output) for output in outputs[1:]]
-        return tuple(states), jnp.stack(wrong)[None], jnp.stack(errors)[None]
-
     spec = P(AXIS)
-    function = jax.shard_map(run, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    states, wrong, errors = jax.block_until_ready(jax.jit(function)(*inputs))
+
+    def on_ranks(function: Any) -> Any:
+        return jax.jit(jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    def run(one: Formulation) -> tuple[Any, jax.Array]:
+        def both(*operands: jax.Array) -> tuple[Any, jax.Array]:
+            state = one.dispatch(*operands)
+            return state, one.combine(state, operands[2])
+
+        return jax.block_until_ready(on_ranks(both)(*inputs))  # alone: the formulations must not wait for each other
+
+    def compare(a: tuple[Any, jax.Array], b: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return rows_differ(a[0], b[0])[None], relative_error(a[1], b[1])[None]
+
+    results = [run(one) for one in formulations]
     tolerance = 16 * float(jnp.finfo(case.shape.dtype).eps)
-    if np.any(wrong) or not np.all(np.asarray(errors) < tolerance):
-        raise AssertionError(f"{case}: formulations disagree: rows {np.asarray(wrong)}, sums {np.asarray(errors)}")
-    return states
+    for one, result in zip(formulations[1:], results[1:], strict=True):
+        wrong, errors = map(np.asarray, on_ranks(compare)(results[0], result))
+        if np.any(wrong) or not np.all(errors < tolerance):
+            raise AssertionError(f"{case}: {one.name} disagrees with ours: rows {wrong}, sums {errors}")
+    return tuple(state for state, _ in results)
 
 
 def rows_differ(a: Any, b: Any) -> jax.Array:

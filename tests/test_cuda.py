@@ -75,6 +75,29 @@ def test_without_command_buffers() -> None:
     assert "1 passed" in result.stdout
 
 
+def test_a_captured_program_of_a_closed_group_delivers_nothing(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Long enough to be captured into a CUDA graph, which runs no handler: the kernels themselves must refuse."""
+    size = helpers.largest_size()
+    group = open_group(size)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        for _ in range(8):
+            tokens = multiply_by_expert(group, 16, tokens, ids, weights)
+        return tokens
+
+    program = helpers.per_rank(body, group.mesh)
+    case = helpers.draw_case(rng, size, 64, 4, 16, 256)
+    for _ in range(3):  # a graph is captured after a few runs
+        assert not np.isnan(np.asarray(program(*case))).any()
+    group.close()
+    try:
+        after = np.asarray(program(*case))
+    except jax.errors.JaxRuntimeError as error:
+        assert "closed" in str(error)
+    else:
+        assert np.isnan(after).all()
+
+
 class Config(NamedTuple):
     """One compiled program. `room`: a rank's rows, as a multiple of their mean number; None where all fit."""
 

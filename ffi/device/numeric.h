@@ -68,26 +68,32 @@ JAX_EP_FN void from_float(float x, Float8E4M3* out) {
   out->bits = static_cast<uint8_t>(((bits >> 24) & 0x80u) | (nan ? 0x7fu : rounded));
 }
 
+#ifdef JAX_EP_OWN_CONVERSIONS
+constexpr bool kOwnConversions = true;
+#else
+constexpr bool kOwnConversions = false;
+template <class T>
+JAX_EP_FN void pair_from_floats(float, float, T*) {}
+template <class T>
+JAX_EP_FN void floats_from_pair(const T*, float*, float*) {}
+#endif
+
 // Many at a time, which a target may do better than one by one.
 template <int kCount, class T>
 JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
-#ifdef JAX_EP_OWN_CONVERSIONS
-  if constexpr (kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
+  if constexpr (kOwnConversions && kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
     for (int i = 0; i < kCount; i += 2) pair_from_floats(from[i], from[i + 1], to + i);
-    return;
+  } else {
+    for (int i = 0; i < kCount; ++i) from_float(from[i], &to[i]);
   }
-#endif
-  for (int i = 0; i < kCount; ++i) from_float(from[i], &to[i]);
 }
 template <int kCount, class T>
 JAX_EP_FN void to_floats(const T* from, float (&to)[kCount]) {
-#ifdef JAX_EP_OWN_CONVERSIONS
-  if constexpr (kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
+  if constexpr (kOwnConversions && kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
     for (int i = 0; i < kCount; i += 2) floats_from_pair(from + i, &to[i], &to[i + 1]);
-    return;
+  } else {
+    for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
   }
-#endif
-  for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
 }
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// Memory of a group, owned: the heaps on the devices and the reports that the host reads. One source per platform.
+// Memory of a group: the heaps on the devices and the reports that the host reads. One source per platform.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace jax_ep {
 
-// Zeroed memory on a device, freed with the last reference. Throws std::runtime_error.
+// Zeroed memory on a device. Throws std::runtime_error.
 std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes);
 
 // Zeroed host memory that kernels can write.

@@ -8,24 +8,21 @@
 
 namespace jax_ep {
 
+// Neither is ever freed: a captured graph of a closed group may still be launched, and must find its abort word.
 std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
   void* memory = nullptr;
   gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
-  std::shared_ptr<void> owned(memory, [ordinal](void* p) {
-    const gpu::DeviceScope scope(ordinal);
-    gpu::release(p);
-  });
-  gpu::check(gpu::zero(memory, bytes), "clearing the symmetric heap");
+  gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
   gpu::check(gpu::synchronize(), "clearing the symmetric heap");
-  return owned;
+  return {memory, [](void*) {}};
 }
 
 std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
   void* memory = nullptr;
   gpu::check(gpu::allocate_host(&memory, bytes), "allocating host memory");
   std::memset(memory, 0, bytes);
-  return {memory, [](void* p) { gpu::release_host(p); }};
+  return {memory, [](void*) {}};
 }
 
 void connect_devices(const std::vector<int>& ordinals) {
@@ -40,7 +37,7 @@ void connect_devices(const std::vector<int>& ordinals) {
                                  ": the group needs peer-to-peer links");
       const gpu::Error error = gpu::enable_peer(peer);
       if (error == gpu::kPeerAlreadyEnabled)
-        gpu::take_last_error();  // XLA has enabled it; a sticky error would make its next call fail
+        gpu::ignore(gpu::take_last_error());  // XLA has enabled it; a sticky error would make its next call fail
       else
         gpu::check(error, "enabling peer access");
     }

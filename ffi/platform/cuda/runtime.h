@@ -18,12 +18,10 @@ inline Error take_last_error() { return cudaGetLastError(); }
 inline Error get_device(int* device) { return cudaGetDevice(device); }
 inline Error set_device(int device) { return cudaSetDevice(device); }
 inline Error allocate(void** memory, std::size_t bytes) { return cudaMalloc(memory, bytes); }
-inline Error release(void* memory) { return cudaFree(memory); }
-inline Error zero(void* memory, std::size_t bytes) { return cudaMemset(memory, 0, bytes); }
+inline Error fill(void* memory, int byte, std::size_t bytes) { return cudaMemset(memory, byte, bytes); }
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
 }
-inline Error release_host(void* memory) { return cudaFreeHost(memory); }
 inline Error synchronize() { return cudaDeviceSynchronize(); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0); }

@@ -21,6 +21,9 @@ class PlatformGroup final : public Group {
  public:
   PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison);
 
+  // Also raises the abort words, for graphs that were captured and may be launched again.
+  void close() override;
+
   int processors() const { return processors_; }
 
   // Test hook: from now on this rank's ops are not launched.
@@ -28,6 +31,7 @@ class PlatformGroup final : public Group {
   bool stalled(Seat seat) const { return seat.rank == stalled_; }
 
  private:
+  const std::vector<std::vector<int>> lines_;
   int processors_ = 0;
   int stalled_ = -1;
 };

@@ -18,12 +18,10 @@ inline Error take_last_error() { return hipGetLastError(); }
 inline Error get_device(int* device) { return hipGetDevice(device); }
 inline Error set_device(int device) { return hipSetDevice(device); }
 inline Error allocate(void** memory, std::size_t bytes) { return hipMalloc(memory, bytes); }
-inline Error release(void* memory) { return hipFree(memory); }
-inline Error zero(void* memory, std::size_t bytes) { return hipMemset(memory, 0, bytes); }
+inline Error fill(void* memory, int byte, std::size_t bytes) { return hipMemset(memory, byte, bytes); }
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped);
 }
-inline Error release_host(void* memory) { return hipHostFree(memory); }
 inline Error synchronize() { return hipDeviceSynchronize(); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); }
