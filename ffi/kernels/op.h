@@ -140,7 +140,9 @@ class Op {
 
  private:
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
-    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, deadline_);
+    // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
+    const uint64_t deadline = deadline_ + kBarrierGraceNs;
+    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, deadline);
     if (!ok()) return;
     if (status != Status::ok)
       settle(status, comm.rank, 0, 0);
@@ -213,6 +215,7 @@ class Op {
   }
 
   static constexpr int64_t kFillBytes = 1 << 16;
+  static constexpr uint64_t kBarrierGraceNs = 200'000'000;
 
   const uint64_t deadline_;
   const OpKind kind_;

@@ -132,9 +132,9 @@ void round_trips(int tokens, int times) {
 }
 
 // A rank that never comes: the others give up within the timeout, name it, and fill their results.
-void lost_rank() {
+void lost_rank(int tokens) {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{kMostTokens});
+  std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(2);
   fill(ranks, random);
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
@@ -142,7 +142,10 @@ void lost_rank() {
   });
   const auto error = group.take_error();
   expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
-  expect(error->message.find("rank 2") != std::string::npos, "the error names the lost rank");
+  for (const int rank : {0, 1, 3}) {
+    const auto seen = group.reported({0, rank});
+    expect(seen && seen->message.find("rank 2") != std::string::npos, "every rank names the lost one");
+  }
   expect(std::isnan(ranks[0].received[0]), "results are NaN after a failure");
 }
 
@@ -152,7 +155,8 @@ void lost_rank() {
 int main() {
   jax_ep::round_trips(jax_ep::kMostTokens, 12);
   jax_ep::round_trips(40, 60);  // routed by one team of each rank
-  jax_ep::lost_rank();
+  jax_ep::lost_rank(jax_ep::kMostTokens);
+  for (int i = 0; i < 10; ++i) jax_ep::lost_rank(40);  // some teams wait for the peer, the others for them
   std::puts("protocol: all checks passed");
   return 0;
 }
