@@ -62,12 +62,12 @@ def built_platforms() -> tuple[str, ...]:
 def _library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
     library = importlib.import_module(f"_jax_ep_{platform}")
-    assert library.max_experts == MAX_EXPERTS or library.version != __version__
     if library.version != __version__:
         raise PlatformError(
             f"the compiled library for {platform!r} is of jax_ep {library.version}, the Python code of {__version__}: "
             "install jax_ep again"
         )
+    assert library.max_experts == MAX_EXPERTS
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():

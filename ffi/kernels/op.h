@@ -51,6 +51,7 @@ class Op {
 
   // Tells every peer where it may write, when the rest of the mail is written and the teams have met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
+    team.sync();
     if (!ok() || team.index != 0) return;
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);

@@ -1,4 +1,4 @@
-// ragged_all_to_all: slices of rows straight to their place in the receiver's buffer. Every team pushes.
+// ragged_all_to_all: slices of rows straight to their place in the receiver's buffer.
 #pragma once
 
 #include "device/rows.h"
@@ -24,6 +24,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
 }
 
 JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
+  if (op.team.pusher.index < 0) return;
   RowMover mover(op.team);
   for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
     const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer
@@ -37,6 +38,7 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
     mover.move(rows, args.row_bytes, 1, source, sink, [](int, auto&) {});
   }
   mover.complete(0);
+  op.deliver(0);
 }
 
 // What peers said they send must be what this rank was told it receives.
@@ -58,7 +60,6 @@ JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& 
   op.wait_posted();
   check_sizes(op, args);
   push_slices(op, args);
-  op.deliver(0);
   op.wait_delivered(0);
   const Buffer results[] = {{args.result, args.result_rows * args.row_bytes}};
   op.finish(results);
