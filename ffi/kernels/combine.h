@@ -47,6 +47,7 @@ class Combine {
       asked = op_.ask_for_ticket();
       op_.wait_delivered(chunk);
       if (!op_.ok()) return;
+      rows_.acquire();
       const Range tokens = schedule.group(chunk, ticket % schedule.groups());
       for (int token = tokens.begin; token < tokens.end; ++token) reduce(token);
     }

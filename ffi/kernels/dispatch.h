@@ -43,6 +43,7 @@ class EncodedDispatch {
 
   JAX_EP_FN void expand() {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
+      codec_.acquire();
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = args_.rows + (int64_t{source} * args_.num_tokens + token) * args_.top_k;
         const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) { return row_of(table[k]); });

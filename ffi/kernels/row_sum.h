@@ -33,6 +33,7 @@ class RowSum {
       sum_directly(terms, place);
   }
 
+  JAX_EP_FN void acquire() { reader_.acquire(); }
   JAX_EP_FN int mark() const { return writer_.mark(); }
   JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
 

@@ -63,6 +63,7 @@ class WireCodec {
                });
   }
 
+  JAX_EP_FN void acquire() { reader_.acquire(); }
   JAX_EP_FN int mark() const { return writer_.mark(); }
   JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
 

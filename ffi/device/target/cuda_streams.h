@@ -33,6 +33,11 @@ class RowReader {
   JAX_EP_FN int depth() const { return bulk_ ? stage_count_ : 1; }
   JAX_EP_FN bool in_bulk() const { return bulk_; }
 
+  JAX_EP_FN void acquire() {
+    if (bulk_) bulk::proxy_fence();
+    team_.sync();
+  }
+
   // Each of the first `count` lanes asks for a batch; they are taken in the order of lanes.
   JAX_EP_FN void ask(int count, const void* from, int bytes) {
     from_ = static_cast<const char*>(from);

@@ -10,6 +10,7 @@ class PlainReader {
   JAX_EP_FN PlainReader(const Team&, int, bool) {}
   JAX_EP_FN int depth() const { return 1; }
   JAX_EP_FN bool in_bulk() const { return false; }
+  JAX_EP_FN void acquire() {}
   JAX_EP_FN void ask(int, const void* from, int) { from_ = static_cast<const char*>(from); }
   JAX_EP_FN const char* take() { return from_; }
   JAX_EP_FN void release() {}
