@@ -4,7 +4,7 @@
 //   move(places, bytes, fanout, source, sink, after): for every i of `places`, copies the `bytes` at source(i) to the
 //     up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move nothing. All lanes
 //     call together, each sink with a k of its own, and sink(i, k) right after source(i).
-//   complete(pending): returns when all rows but the `pending` latest are written, so that a flag may announce them.
+//   mark(), complete_to(mark): as of a RowWriter.
 //
 // RowReader: from memory to registers, in batches asked for ahead of time.
 //   depth(): how many batches may be under way; in_bulk(): whether they come by themselves.
@@ -14,7 +14,8 @@
 // RowWriter: from registers to memory.
 //   put(places, offset, bytes, fill): a batch of `bytes` at `offset` from every place of a lineup. Every lane writes
 //     its part by fill(to).
-//   mark(), complete_to(mark): returns when all that was put before the mark is written.
+//   mark(), complete_to(mark): returns when all that was put before the mark is written, so that a flag may announce
+//     it.
 #pragma once
 
 #include "device/platform.h"

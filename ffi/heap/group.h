@@ -39,6 +39,8 @@ class Group {
   double timeout_seconds() const { return timeout_seconds_; }
   const Comm& comm(Seat seat) const { return comms_[seat.line * size() + seat.rank]; }
 
+  int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
+
   // The seat of a device, if it has one.
   std::optional<Seat> find_seat(int ordinal) const;
 

@@ -37,7 +37,7 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
     const auto sink = [&](int row, int k) { return k == 0 ? to + row * args.row_bytes : nullptr; };
     mover.move(rows, args.row_bytes, 1, source, sink, [](int, auto&) {});
   }
-  mover.complete(0);
+  mover.complete_to(mover.mark());
   op.deliver(0);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/rows.h"
+#include "kernels/announcer.h"
 #include "kernels/op.h"
 #include "kernels/schedule.h"
 
@@ -18,17 +19,13 @@ class RowSink {
 
   JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
     const Target target = target_of(token, k);
-    const bool first = first_at_owner(token, k, target.owner);
-    char* base = base_of(target.owner);
-    return target.owner >= 0 && (first || target.owner == op_.comm.rank) ? base + target.row * bytes : nullptr;
+    char* base = base_for(token, k, target.owner, target.owner == op_.comm.rank);
+    return base ? base + target.row * bytes : nullptr;
   }
 
   // The owner's buffer, if this is the token's first assignment there.
   JAX_EP_FN char* first(int token, int k) const {
-    const Target target = target_of(token, k);
-    const bool first = first_at_owner(token, k, target.owner);
-    char* base = base_of(target.owner);
-    return target.owner >= 0 && first ? base : nullptr;
+    return base_for(token, k, target_of(token, k).owner, /*further=*/false);
   }
 
  private:
@@ -42,6 +39,13 @@ class RowSink {
   JAX_EP_FN char* base_of(int owner) const {
     if (bases_in_lanes()) return op_.team.from_lane(base_, larger(owner, 0));
     return owner < 0 ? nullptr : base_in_mail(owner);
+  }
+
+  // All lanes ask, whatever their owner. Null if the assignment is not the first there and further ones do not count.
+  JAX_EP_FN char* base_for(int token, int k, int owner, bool further) const {
+    const bool first = first_at_owner(token, k, owner);
+    char* base = base_of(owner);
+    return owner >= 0 && (first || further) ? base : nullptr;
   }
 
   JAX_EP_FN bool first_at_owner(int token, int k, int owner) const {
@@ -60,30 +64,23 @@ class RowSink {
   char* base_;  // of the rank with this lane's number
 };
 
-// Pushes this team's tokens in order and announces every chunk once it is written: when the first row of the next
-// chunk is already on its way, so that the wire does not run dry.
+// Pushes this team's tokens in order, and announces their chunks.
 template <class Source, class Sink>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t bytes, int fanout, Source source,
                            Sink sink) {
   const Place pusher = op.team.pusher;
   if (!op.ok() || pusher.index < 0) return;
   const Schedule schedule(num_tokens);
-  int announced = 0;
+  Announcer announcer(op, schedule.chunks);
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
     if (!may_push) return nullptr;
     may_push = op.may_push();  // for the next row: the answer comes while this one moves
     return source(token);
   };
-  const auto after = [&](int token, auto& rows) {
-    const int chunk = token / schedule.chunk_tokens;
-    if (chunk == announced) return;
-    rows.complete(1);
-    for (; announced < chunk; ++announced) op.deliver(announced);
-  };
+  const auto after = [&](int token, auto& rows) { announcer.after(token / schedule.chunk_tokens, rows); };
   mover.move(Stride{pusher.index, num_tokens, pusher.count}, bytes, fanout, checked, sink, after);
-  mover.complete(0);
-  for (; announced < schedule.chunks; ++announced) op.deliver(announced);
+  announcer.finish(mover);
 }
 
 // Takes groups of tokens in the order in which they arrive, until none are left: visit(source, tokens) once they are
@@ -136,7 +133,7 @@ JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t byte
     };
     mover.move(Stride{tokens.begin, tokens.end, 1}, bytes, top_k, source, sink, [](int, auto&) {});
   });
-  mover.complete(0);
+  mover.complete_to(mover.mark());
 }
 
 // Zeroes what holds no token: the padding of every segment, and all behind the last.

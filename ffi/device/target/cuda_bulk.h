@@ -70,4 +70,20 @@ template <int kPending>
 JAX_EP_FN void wait_written() {}
 #endif
 
+// The same for a number of groups known only at run time, of which the nearest smaller immediate is waited for.
+JAX_EP_FN void wait_written_but(int pending) {
+  if (pending >= 6)
+    wait_written<6>();
+  else if (pending >= 4)
+    wait_written<4>();
+  else if (pending >= 3)
+    wait_written<3>();
+  else if (pending >= 2)
+    wait_written<2>();
+  else if (pending >= 1)
+    wait_written<1>();
+  else
+    wait_written<0>();
+}
+
 }  // namespace jax_ep::bulk

@@ -29,25 +29,15 @@ class RowMover {
       move_in_bulk(places, bytes, fanout, source, sink, after);
       return;
     }
-    for (int i = places.begin; i < places.end; i += places.step) {
-      if (const char* from = source(i)) copy_to_all(team_, from, bytes, fanout, i, sink);
-      team_.sync();
-      after(i, *this);
-    }
+    copy_rows(team_, places, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
   }
 
-  JAX_EP_FN void complete(int pending) {
-    if (!bulk::kAvailable) return team_.sync();
-    pending *= pieces_;
-    if (pending >= 4)
-      bulk::wait_written<4>();
-    else if (pending >= 2)
-      bulk::wait_written<2>();
-    else if (pending == 1)
-      bulk::wait_written<1>();
-    else
-      bulk::wait_written<0>();
-    bulk::proxy_fence();
+  JAX_EP_FN int mark() const { return static_cast<int>(stored_); }
+  JAX_EP_FN void complete_to(int mark) {
+    if (bulk::kAvailable) {
+      bulk::wait_written_but(static_cast<int>(stored_) - mark);
+      bulk::proxy_fence();
+    }
     team_.sync();
   }
 

@@ -101,15 +101,7 @@ class RowWriter {
   JAX_EP_FN int mark() const { return static_cast<int>(put_); }
   JAX_EP_FN void complete_to(int mark) {
     if (bulk::kAvailable) {
-      const int pending = static_cast<int>(put_) - mark;
-      if (pending >= 6)
-        bulk::wait_written<6>();
-      else if (pending >= 3)
-        bulk::wait_written<3>();
-      else if (pending >= 1)
-        bulk::wait_written<1>();
-      else
-        bulk::wait_written<0>();
+      bulk::wait_written_but(static_cast<int>(put_) - mark);
       bulk::proxy_fence();
     }
     team_.sync();

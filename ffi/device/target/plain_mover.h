@@ -15,20 +15,28 @@ JAX_EP_FN void copy_to_all(const Team& team, const char* from, int64_t bytes, in
   }
 }
 
+// Rows one after another, each with all its places.
+template <class Source, class Sink, class After>
+JAX_EP_FN void copy_rows(const Team& team, Stride places, int64_t bytes, int fanout, Source source, Sink sink,
+                         After after) {
+  for (int i = places.begin; i < places.end; i += places.step) {
+    if (const char* from = source(i)) copy_to_all(team, from, bytes, fanout, i, sink);
+    team.sync();
+    after(i);
+  }
+}
+
 class PlainMover {
  public:
   JAX_EP_FN explicit PlainMover(const Team& team) : team_(team) {}
 
   template <class Source, class Sink, class After>
   JAX_EP_FN void move(Stride places, int64_t bytes, int fanout, Source source, Sink sink, After after) {
-    for (int i = places.begin; i < places.end; i += places.step) {
-      if (const char* from = source(i)) copy_to_all(team_, from, bytes, fanout, i, sink);
-      team_.sync();
-      after(i, *this);
-    }
+    copy_rows(team_, places, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
   }
 
-  JAX_EP_FN void complete(int) { team_.sync(); }
+  JAX_EP_FN int mark() const { return 0; }
+  JAX_EP_FN void complete_to(int) { team_.sync(); }
 
  private:
   const Team& team_;

@@ -5,7 +5,7 @@ namespace jax_ep {
 ffi::TypeId CallSite::id = {};
 
 PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison)
-    : Group(lines, timeout_seconds, poison), lines_(lines) {
+    : Group(lines, timeout_seconds, poison) {
   for (const std::vector<int>& line : lines)
     for (const int device : line) {
       const gpu::DeviceScope scope(device);
@@ -18,7 +18,7 @@ void PlatformGroup::close() {
   Group::close();
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank) {
-      const gpu::DeviceScope scope(lines_[line][rank]);
+      const gpu::DeviceScope scope(device_of({line, rank}));
       gpu::check(gpu::fill(&comm({line, rank}).heaps[rank]->abort, 1, 1), "closing the group");
     }
 }

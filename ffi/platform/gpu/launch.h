@@ -31,7 +31,6 @@ class PlatformGroup final : public Group {
   bool stalled(Seat seat) const { return seat.rank == stalled_; }
 
  private:
-  const std::vector<std::vector<int>> lines_;
   int processors_ = 0;
   int stalled_ = -1;
 };
