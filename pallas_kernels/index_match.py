@@ -11,19 +11,16 @@ from jax.experimental.pallas import triton
 from pallas_kernels.varying import result_type, vary_alike
 
 
-def index_match(
-    global_ids: jax.Array, local_ids: jax.Array, *, num_rows: int, block: int = 128, interpret: bool = False
-) -> jax.Array:
-    """position[i] = where local_ids[i] lies in `global_ids`, or U where it does not.
+def index_match(global_ids: jax.Array, local_ids: jax.Array, *, block: int = 128, interpret: bool = False) -> jax.Array:
+    """position[i] = where local_ids[i] first lies in `global_ids`, or U where it does not.
 
-    Every id is searched for on its own, by halving: bit_length(U) dependent loads, and no memory but the result. An id
-    outside [0, num_rows), as padding is, has no position: what is scattered to U with mode="drop" goes nowhere.
+    Every id is searched for on its own, by halving: bit_length(U) dependent loads, and no memory but the result. What
+    is scattered to position U with mode="drop" goes nowhere; the id of the padding is found where the padding begins.
 
     Args:
-      global_ids: [U] sorted integers; the ids in [0, num_rows) are unique, padding of num_rows is at the end.
+      global_ids: [U] sorted integers, such as different row ids with padding at the end.
       local_ids: [N] of the same dtype, in any order, with duplicates; searches run side by side, so sorted ids share
         more of their loads.
-      num_rows: rows of the table that the ids index; it must fit their dtype.
       block: ids that one program searches for; a power of two.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
@@ -31,7 +28,7 @@ def index_match(
       [N] int32 in [0, U].
 
     Raises:
-      ValueError: the ids are not vectors of one integer dtype that `num_rows` fits, or `block` is not a power of two.
+      ValueError: the ids are not vectors of one integer dtype, or `block` is not a power of two.
     """
     if global_ids.ndim != 1 or local_ids.ndim != 1:
         raise ValueError(f"global_ids and local_ids must be [U] and [N], got {global_ids.shape} and {local_ids.shape}")
@@ -39,8 +36,6 @@ def index_match(
         raise ValueError(
             f"global_ids and local_ids must be of one integer dtype, got {global_ids.dtype} and {local_ids.dtype}"
         )
-    if not 0 < num_rows <= jnp.iinfo(local_ids.dtype).max:
-        raise ValueError(f"num_rows must be positive and fit the ids' dtype {local_ids.dtype}, got {num_rows}")
     if block < 1 or block & (block - 1):
         raise ValueError(f"block must be a power of two, got {block}")
     (size,), (count,) = global_ids.shape, local_ids.shape
@@ -48,7 +43,7 @@ def index_match(
         return jnp.zeros(count, jnp.int32)
     global_ids, local_ids = vary_alike(global_ids, local_ids)
     kernel = pl.pallas_call(
-        partial(_match_kernel, size=size, count=count, num_rows=num_rows, block=block),
+        partial(_match_kernel, size=size, count=count, block=block),
         out_shape=result_type((count,), jnp.int32, local_ids),
         grid=(pl.cdiv(count, block),),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
@@ -59,9 +54,7 @@ def index_match(
     return kernel(global_ids, local_ids)
 
 
-def _match_kernel(
-    global_ref: Any, local_ref: Any, out_ref: Any, *, size: int, count: int, num_rows: int, block: int
-) -> None:
+def _match_kernel(global_ref: Any, local_ref: Any, out_ref: Any, *, size: int, count: int, block: int) -> None:
     # The last block repeats the last id instead of masking what lies behind it.
     place = jnp.minimum(pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32), count - 1)
     ids = local_ref[place]
@@ -71,4 +64,4 @@ def _match_kernel(
         below = global_ref[jnp.minimum(probe, size) - 1] < ids
         smaller = jnp.where((probe <= size) & below, probe, smaller)
     found = global_ref[jnp.minimum(smaller, size - 1)] == ids
-    out_ref[place] = jnp.where(found & (ids >= 0) & (ids < num_rows), smaller, size)
+    out_ref[place] = jnp.where(found, smaller, size)
