@@ -22,6 +22,7 @@ from jax_ep.errors import (
     PlatformError,
 )
 from jax_ep.routing import DispatchConfig, Dispatched, Routing
+from jax_ep.sparse_union import SparseConfig, Union
 from jax_ep.version import __version__
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def take_error(native: NativeGroup) -> JaxEpError | None:
     return kinds.get(kind, JaxEpError)(message)
 
 
-def capacity_error(rank: int, needed: int, capacity: int) -> CapacityError:
-    return CapacityError(f"dispatch: rank {rank} needs {needed} rows but capacity is {capacity}")
+def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
+    return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}")
 
 
 def _call(name: str, results: Any, *operands: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any):
@@ -200,3 +201,52 @@ def ragged_all_to_all(group: "Group", operand: jax.Array, output: jax.Array, *in
         aliases={1: 0},
         group=np.int64(group.native_id),
     )
+
+
+def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: jax.Array, missing: jax.Array) -> Union:
+    """From this rank's sorted ids [N] and the entries they were: the union of all ranks' ids."""
+    table = (config.size, ids.shape[0])
+    same = functools.partial(_checks.result_type, like=ids, unvarying=frozenset({group.axis_name}))
+    mine = functools.partial(_checks.result_type, like=ids) if config.sharded else same
+    return Union(
+        *_call(
+            "sparse_union",
+            (
+                mine((config.capacity,), jnp.int32),
+                same(table, jnp.int32),
+                same(table, jnp.int32),
+                same((config.size + 1,), jnp.int32),
+                same((2,), jnp.int32),
+                mine((_library(group.platform).bitmap_scratch(config.num_rows),), jnp.int32),
+            ),
+            ids,
+            order,
+            missing,
+            group=np.int64(group.native_id),
+            num_rows=np.int32(config.num_rows),
+            sharded=config.sharded,
+        )[:-1]
+    )
+
+
+def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
+    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D]."""
+    (entries, hidden), unvarying = values.shape, frozenset() if config.sharded else frozenset({group.axis_name})
+    result = functools.partial(_checks.result_type, like=values)
+    return _call(
+        "sparse_reduce",
+        (
+            result((config.capacity, hidden), values.dtype, unvarying=unvarying),
+            result((config.size, config.slots_kept(entries), 2), jnp.int32),
+            result((entries, hidden), jnp.float32),  # sums over entries of one rank
+        ),
+        values,
+        union.slots,
+        union.orders,
+        union.bounds,
+        group=np.int64(group.native_id),
+        scale=np.float32(config.scale),
+        by_count=config.by_count,
+        sharded=config.sharded,
+        drop=config.drop,
+    )[0]

@@ -2,10 +2,12 @@
 
 import threading
 import weakref
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -108,11 +110,27 @@ class Group:
         assert self._native is not None
         return self._native.id
 
-    def report_overflow(self, needed: np.ndarray, capacity: int) -> None:
-        """Records a `CapacityError` for `check()`; called from inside a running program by the "xla" implementation."""
+    def nan_on_overflow(self, op: str, needed: jax.Array, capacity: int, rows: jax.Array) -> jax.Array:
+        """For the "xla" implementation: NaN, and a `CapacityError` for `check()`, if a rank needs more than it holds.
+
+        Args:
+          op: that needs the rows.
+          needed: [R] rows that each rank needs, the same on all ranks.
+          capacity: rows that each can hold.
+          rows: what to return if they fit.
+        """
+        overflow = jnp.any(needed > capacity)
+
+        def report() -> None:
+            jax.debug.callback(partial(self._report_overflow, op, capacity), needed)
+
+        jax.lax.cond(overflow, report, lambda: None)
+        return jnp.where(overflow, jnp.nan, rows)
+
+    def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
         rank = int(np.argmax(np.asarray(needed) > capacity))
         with self._lock:
-            self._overflow = _ffi.capacity_error(rank, int(needed[rank]), capacity)
+            self._overflow = _ffi.capacity_error(op, rank, int(needed[rank]), capacity)
 
     @property
     def _single_process(self) -> bool:

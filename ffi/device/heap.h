@@ -10,7 +10,7 @@ constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
 
-enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all };
+enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all, sparse_union, sparse_reduce };
 
 enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing };
 

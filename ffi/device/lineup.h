@@ -17,6 +17,8 @@ struct Term {
 template <class Row, class TermOf>
 class Lineup {
  public:
+  using Element = Row;
+
   JAX_EP_FN Lineup(const Team& team, int count, TermOf term_of)
       : team_(team), term_of_(term_of), count_(count), mine_{nullptr, 0}, present_(0) {
     if (!cached()) return;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/args.h"
+#include "kernels/sparse_args.h"
 #include "platform/gpu/launch_config.h"
 #include "runtime.h"
 
@@ -11,12 +12,16 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const SparseUnionArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseReduceArgs& args);
 
 // Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
 gpu::Error load_kernels();
 
-// The scratch of dispatch, in int32, and the bytes of a row in float8.
+// The scratch of dispatch and of sparse_union, in int32, and the bytes of a row in float8.
 int64_t route_scratch(int num_experts);
+int64_t bitmap_scratch(int num_rows);
 int64_t wire_row_bytes(int hidden);
 
 }  // namespace jax_ep

@@ -40,7 +40,8 @@ template <class T>
 gpu::Error load_for_dtype() {
   const void* kernels[] = {reinterpret_cast<const void*>(&kernel<T, DispatchArgs>),
                            reinterpret_cast<const void*>(&kernel<T, ScatterArgs>),
-                           reinterpret_cast<const void*>(&kernel<T, CombineArgs>)};
+                           reinterpret_cast<const void*>(&kernel<T, CombineArgs>),
+                           reinterpret_cast<const void*>(&kernel<T, SparseReduceArgs>)};
   for (const void* each : kernels)
     if (const gpu::Error error = gpu::load_kernel(each); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
@@ -60,15 +61,28 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
   return start<float>(config, stream, comm, args);
 }
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseUnionArgs& args) {
+  return start<float>(config, stream, comm, args);
+}
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseReduceArgs& args) {
+  return start_any(config, stream, comm, args);
+}
 
 gpu::Error load_kernels() {
   if (const gpu::Error error = load_for_dtype<float>(); error != gpu::kSuccess) return error;
   if (const gpu::Error error = load_for_dtype<BFloat16>(); error != gpu::kSuccess) return error;
   if (const gpu::Error error = load_for_dtype<Float16>(); error != gpu::kSuccess) return error;
-  return gpu::load_kernel(reinterpret_cast<const void*>(&kernel<float, RaggedArgs>));
+  const void* of_any_dtype[] = {reinterpret_cast<const void*>(&kernel<float, RaggedArgs>),
+                                reinterpret_cast<const void*>(&kernel<float, SparseUnionArgs>)};
+  for (const void* each : of_any_dtype)
+    if (const gpu::Error error = gpu::load_kernel(each); error != gpu::kSuccess) return error;
+  return gpu::kSuccess;
 }
 
 int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
+int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
 int64_t wire_row_bytes(int hidden) { return wire_bytes(hidden); }
 
 }  // namespace jax_ep

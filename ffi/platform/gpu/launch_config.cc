@@ -8,6 +8,7 @@ constexpr int kMoveBytes = 128 + 3 * 7168;    // a ring of three pieces of a row
 constexpr int kStreamBytes = 128 + 7 * 2048;  // two batches to write, five to read
 constexpr int kWideBytes = 128 + 14 * 2048;   // two batches to write, twelve to read
 constexpr int kFewTokens = 512;
+constexpr int kEntriesPerBlock = 256;
 
 // A share of the processors, and no more than there is work for.
 int blocks_for(int work, int processors, int percent) {
@@ -26,6 +27,10 @@ LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, int processo
     case OpKind::combine:
       if (num_tokens <= kFewTokens) return {blocks_for(num_tokens, processors, 73), 256, 6, kWideBytes};
       return {blocks_for(num_tokens, processors, 73), 512, 8, kStreamBytes};
+    case OpKind::sparse_union:
+      return {blocks_for(num_tokens / kEntriesPerBlock + 1, processors, 50), 256, 8, 0};
+    case OpKind::sparse_reduce:
+      return {blocks_for(num_tokens, processors, 73), 256, 8, kWideBytes};
     case OpKind::ragged_all_to_all:
       return {blocks_for(processors, processors, 25), 256, 8, kMoveBytes};
   }
