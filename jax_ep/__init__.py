@@ -1,6 +1,7 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
-from jax_ep import lax as lax
+from jax_ep import embedding as embedding, lax as lax
+from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
     GroupClosedError as GroupClosedError,
