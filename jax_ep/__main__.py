@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | info | bench moe`; `--help` after any of them."""
+"""`python -m jax_ep demo | info | bench moe | bench sparse`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -26,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
     commands.add_parser("info", help="built platforms, devices, links, versions")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
-    bench.add_subparsers(dest="what", required=True).add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds = bench.add_subparsers(dest="what", required=True)
+    kinds.add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()
