@@ -138,7 +138,7 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def header(group: jax_ep.Group, implementation: str, arguments: list[str]) -> str:
+def header(group: jax_ep.Group, implementation: str, what: str, arguments: list[str]) -> str:
     """When, where and with what: everything a reader needs to repeat the figures."""
     devices = f"{group.size} x {group.mesh.devices.flat[0].device_kind}"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy"))
@@ -148,7 +148,7 @@ def header(group: jax_ep.Group, implementation: str, arguments: list[str]) -> st
             f"- hardware: {cpu_name()}, {os.cpu_count()} cores; {devices} devices",
             f"- versions: jax_ep {jax_ep.__version__} ({implementation!r}), {versions}, "
             f"python {platform.python_version()}",
-            f"- command: `{shlex.join(['python', '-m', 'jax_ep', 'bench', 'moe', *arguments])}`",
+            f"- command: `{shlex.join(['python', '-m', 'jax_ep', 'bench', what, *arguments])}`",
         )
     )
 
@@ -167,7 +167,7 @@ def main(arguments: list[str]) -> int:
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         implementation = group.resolve("bench", options.implementation)
-        print(header(group, implementation, arguments), flush=True)
+        print(header(group, implementation, "moe", arguments), flush=True)
         if options.loop or group.platform != "cpu":
             swept = moe_sweep.run(group, implementation, options.repeats or 5, options.quick, options.shapes)
             draw = partial(moe_sweep.plot, swept)

@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | demo-sparse | info | bench moe`; `--help` after any of them."""
+"""`python -m jax_ep demo | demo-sparse | info | bench moe | bench sparse | bench row_sums`; `--help` after any."""
 
 import argparse
 import importlib
@@ -28,7 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("demo-sparse", add_help=False, help="train word vectors with sparse gradients")
     commands.add_parser("info", help="built platforms, devices, links, versions")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
-    bench.add_subparsers(dest="what", required=True).add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds = bench.add_subparsers(dest="what", required=True)
+    kinds.add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
+    kinds.add_parser("row_sums", add_help=False, help="the sums inside combine, as kernels and in XLA")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()

@@ -24,7 +24,7 @@ class Expected(NamedTuple):
     exact: Array  # [R, C, D]
     magnitude: Array  # [R, C, D]: the sum of absolute values
     entries: Array  # [R, C]
-    count: Array  # [R]
+    used: Array  # [R]
     ignored: int
     dropped: Array  # [R]
     needed: Array  # [R]
@@ -48,7 +48,7 @@ def expected(
         exact=np.zeros((size, capacity, width)),
         magnitude=np.zeros((size, capacity, width)),
         entries=np.zeros((size, capacity), int),
-        count=np.zeros(size, int),
+        used=np.zeros(size, int),
         ignored=ignored,
         dropped=np.zeros(size, int),
         needed=np.zeros(size, int),
@@ -56,8 +56,8 @@ def expected(
     for rank in range(size):
         mine = sorted(index for index in rows if not sharded or index // block == rank)
         out.needed[rank] = len(mine)
-        out.count[rank] = min(len(mine), capacity)
-        out.dropped[rank] = len(mine) - out.count[rank]
+        out.used[rank] = min(len(mine), capacity)
+        out.dropped[rank] = len(mine) - out.used[rank]
         for place, index in enumerate(mine[:capacity]):
             terms = rows[index]
             divisor = {"sum": 1, "mean": size, "mean_by_count": len(terms)}[op]
@@ -71,8 +71,8 @@ def expected(
 def assert_reduced(actual: SparseRows, wanted: Expected, dtype: Any) -> None:
     """Ids and counts are equal; values differ by the rounding of float32 sums and of the result at most."""
     np.testing.assert_array_equal(actual.indices, wanted.indices)
-    np.testing.assert_array_equal(actual.count, wanted.count)
-    np.testing.assert_array_equal(actual.ignored, np.full_like(wanted.count, wanted.ignored))
+    np.testing.assert_array_equal(actual.count, wanted.used)
+    np.testing.assert_array_equal(actual.ignored, np.full_like(wanted.used, wanted.ignored))
     np.testing.assert_array_equal(actual.dropped, wanted.dropped)
     assert actual.values.dtype == dtype
     info = jnp.finfo(dtype)

@@ -19,7 +19,7 @@ METHODS = [("ffi", "bitmap"), ("ffi", "match"), ("xla", "auto")]
 
 
 @pytest.fixture(params=METHODS, ids=lambda pair: "-".join(pair))
-def way(request: pytest.FixtureRequest) -> dict[str, str]:
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Every implementation and method."""
     if request.param[0] == "ffi":
         request.getfixturevalue("native")
@@ -28,7 +28,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", helpers.SIZES)
 @pytest.mark.parametrize("draw", cases.DRAWS, ids=lambda draw: draw.__name__)
-def test_ids(draw: Any, size: int, way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_ids(draw: Any, size: int, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, entries = open_group(size), 60
     ids = draw(rng, size, entries, ROWS)
     values = cases.draw_values(rng, ids, 7)
@@ -41,7 +41,7 @@ def test_ids(draw: Any, size: int, way: dict[str, str], open_group: OpenGroup, r
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 64, 2048])
 def test_widths_and_dtypes(
-    width: int, dtype: Any, way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator
+    width: int, dtype: Any, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.identical(rng, 4, 20, ROWS)], axis=1)
     values = cases.draw_values(rng, ids, width, dtype)
@@ -51,7 +51,7 @@ def test_widths_and_dtypes(
 
 @pytest.mark.parametrize("op", ["mean", "mean_by_count"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_means(op: str, sharded: bool, way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_means(op: str, sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.out_of_range(rng, 4, 20, ROWS)], axis=1)
     values = cases.draw_values(rng, ids, 12)
     options: dict[str, Any] = {"op": op, "sharded": sharded, "capacity": 200}
@@ -61,7 +61,7 @@ def test_means(op: str, sharded: bool, way: dict[str, str], open_group: OpenGrou
 
 @pytest.mark.parametrize("num_rows", [1, 5, 31, 32, 33, 64, 999])
 def test_heights_of_the_table(
-    num_rows: int, way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator
+    num_rows: int, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Words of the bitmap and ranges of the ranks that do not come out even, or are empty."""
     group, ids = open_group(8), cases.uniform(rng, 8, 9, num_rows)
@@ -72,7 +72,7 @@ def test_heights_of_the_table(
         cases.assert_reduced(actual, cases.expected(ids, values, num_rows=num_rows, **options), np.float32)
 
 
-def test_many_entries_of_few_rows(way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_many_entries_of_few_rows(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Runs long enough to be summed by all teams together, beside short ones and single entries."""
     ids = rng.choice(np.array([3, 3, 3, 3, 500, 500, 777, 2, 9], np.int32), (4, 1500))
     ids[0, :40] = np.arange(40)
@@ -82,7 +82,7 @@ def test_many_entries_of_few_rows(way: dict[str, str], open_group: OpenGroup, rn
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_overflow(sharded: bool, way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_overflow(sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, capacity = open_group(4), 11
     ids = np.where(np.arange(30) < 14, cases.uniform(rng, 4, 30, ROWS), cases.identical(rng, 4, 30, 250))
     values = cases.draw_values(rng, ids, 6)
@@ -103,7 +103,7 @@ def test_overflow(sharded: bool, way: dict[str, str], open_group: OpenGroup, rng
     group.check()
 
 
-def test_result_does_not_vary(way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_result_does_not_vary(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     """`out_specs=P()` is accepted with `check_vma=True`, for the whole pytree."""
     group, ids = open_group(4), cases.zipf(rng, 4, 20, ROWS)
     values = cases.draw_values(rng, ids, 8)
@@ -114,7 +114,7 @@ def test_result_does_not_vary(way: dict[str, str], open_group: OpenGroup, rng: n
     cases.assert_reduced(jax.tree.map(lambda x: np.stack([x] * 4), out), wanted, np.float32)
 
 
-def test_as_an_update_of_a_table(way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_as_an_update_of_a_table(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Padding falls out of the table; a sharded result updates a rank's own rows."""
     group, height = open_group(4), 50
     ids = cases.uniform(rng, 4, 20, height)
@@ -130,7 +130,7 @@ def test_as_an_update_of_a_table(way: dict[str, str], open_group: OpenGroup, rng
     np.testing.assert_allclose(together, dense, atol=1e-5)
 
 
-def test_scan(way: dict[str, str], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_scan(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, steps = open_group(4), 6
     ids = np.stack([cases.zipf(rng, 4, 25, ROWS) for _ in range(steps)], axis=1)
     values = cases.draw_values(rng, ids, 5)
@@ -169,7 +169,7 @@ def test_two_branches(native: None, open_group: OpenGroup, rng: np.random.Genera
     cases.assert_reduced(second, cases.expected(other, 2 * values, num_rows=ROWS, capacity=240), np.float32)
 
 
-def test_counts_of_what_came_before(way: dict[str, str], open_group: OpenGroup) -> None:
+def test_counts_of_what_came_before(way: dict[str, Any], open_group: OpenGroup) -> None:
     """Coalesced rows keep their counts; their padding is not counted again."""
     group = open_group(4)
 
