@@ -1,7 +1,10 @@
 // A lane's piece of a row: neighbouring values, moved in 16-byte words where the rows allow it.
 #pragma once
 
+#include <cstring>
+
 #include "device/copy.h"
+#include "device/layout.h"
 #include "device/numeric.h"
 
 namespace jax_ep {
@@ -27,6 +30,8 @@ struct Piece {
   JAX_EP_FN void load(const T* from, int count, bool in_words) {
     if (in_words && count == kValues) {
       load(from);
+    } else if constexpr (Team::lanes == 1) {
+      if (count > 0) memcpy(values, from, smaller(count, kValues) * sizeof(T));
     } else {
       for (int i = 0; i < kValues; ++i)
         if (i < count) values[i] = from[i];
@@ -38,6 +43,8 @@ struct Piece {
   JAX_EP_FN void store(T* to, int count, bool in_words) const {
     if (in_words && count == kValues) {
       store(to);
+    } else if constexpr (Team::lanes == 1) {
+      if (count > 0) memcpy(to, values, smaller(count, kValues) * sizeof(T));
     } else {
       for (int i = 0; i < kValues; ++i)
         if (i < count) to[i] = values[i];

@@ -145,14 +145,14 @@ class RowSum {
   }
 
   template <class In, class Places>
-  JAX_EP_FN void put(const Places& places, int first, const Total<In>& total, float scale) {
+  JAX_EP_FN void put(const Places& places, int first, Total<In>& total, float scale) {
     const int bytes = values<In>(first) * static_cast<int>(sizeof(T));
+    for (int i = 0; i < kLanePieces; ++i)
+      for (int j = 0; j < kPieceValues<In>; ++j) total[i][j] *= scale;
     writer_.put(places, int64_t{first} * static_cast<int>(sizeof(T)), bytes, [&](char* to) {
       for (int i = 0; i < kLanePieces; ++i) {
-        float scaled[kPieceValues<In>];
-        for (int j = 0; j < kPieceValues<In>; ++j) scaled[j] = scale * total[i][j];
         Piece<T, kPieceValues<In>> piece;
-        from_floats(scaled, piece.values);
+        from_floats(total[i], piece.values);
         if (whole<In>(first))
           piece.store(reinterpret_cast<T*>(to) + at<In>(i));
         else
