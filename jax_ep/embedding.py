@@ -44,7 +44,8 @@ def sparse_value_and_grad(
     """`jax.value_and_grad` for a loss of embedding rows: the gradient of a table is `SparseRows`, never a table.
 
     Inside `jax.shard_map`, `loss` is the loss of one rank, and the gradient is this rank's part: let
-    `sparse_all_reduce(..., op="sum")` or "mean" do what `jax.lax.psum` or `pmean` would do to the loss.
+    `sparse_all_reduce(..., op="sum")` or "mean" do what `jax.lax.psum` or `pmean` would do to the loss. The gradients
+    of `argnums` are those of `jax.grad` there, which sums them over the ranks if check_vma=True.
 
     Args:
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].

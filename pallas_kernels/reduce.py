@@ -34,6 +34,7 @@ def weighted_row_sum(
         raise ValueError(f"block must be a power of two, got {block}")
     (num_tokens, top_k), hidden = index.shape, rows.shape[1]
     blocks = pl.cdiv(hidden, block)
+    warps = min(max(block * rows.dtype.itemsize // (32 * 16), 1), 16)  # so that a lane loads 16 bytes at once
     rows, index, weights = vary_alike(rows, index, weights)
     padded = jnp.pad(rows, ((0, 0), (0, blocks * block - hidden)))
     kernel = pl.pallas_call(
@@ -46,7 +47,7 @@ def weighted_row_sum(
             pl.BlockSpec((1, top_k), lambda t, h: (t, 0)),
         ],
         out_specs=pl.BlockSpec((1, block), lambda t, h: (t, h)),
-        compiler_params=triton.CompilerParams(),
+        compiler_params=triton.CompilerParams(num_warps=warps),
         interpret=interpret,
     )
     return kernel(padded, index, weights)[:, :hidden]
