@@ -196,13 +196,17 @@ def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *states: Tr
 def _with_different_ids(rows: SparseRows) -> SparseRows:
     """The same rows in float32 with sorted ids that all differ, padded with `num_rows`."""
 
-    def added_up(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        added = coalesce(SparseRows.from_entries(ids, values, num_rows=rows.num_rows))
+    def mixed(entries: tuple[jax.Array, jax.Array]) -> jax.Array:
+        ids, _ = entries
+        return ~jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == rows.num_rows))
+
+    def added_up(entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
         return added.indices, added.values
 
-    ids, values = rows.masked_indices, rows.values.astype(jnp.float32)
-    ready = jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == rows.num_rows))
-    ids, values = jax.lax.cond(ready, lambda *both: both, added_up, ids, values)
+    # A loop of at most one turn: unlike lax.cond it hands on what is ready without a copy.
+    entries = rows.masked_indices, rows.values.astype(jnp.float32)
+    ids, values = jax.lax.while_loop(mixed, added_up, entries)
     return SparseRows(ids, values, jnp.sum(ids < rows.num_rows, dtype=jnp.int32), rows.num_rows)
 
 
