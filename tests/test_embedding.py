@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, wide
+from conftest import OpenGroup
+from embedding_oracle import D, DenseOptimizer, V, dense_gradient, state_of
+from helpers import bits, fetch, largest_size, wide
+from jax.sharding import PartitionSpec as P
 
-from jax_ep import SparseRows, embedding, sparse_value_and_grad
-
-V, D = 50, 6
+from jax_ep import SparseRows, embedding, sparse_all_reduce, sparse_value_and_grad
 
 
 def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -93,40 +94,6 @@ OPTIMIZERS: dict[str, Callable[[], embedding.RowOptimizer]] = {
 }
 
 
-class DenseOptimizer:
-    """The same in numpy and float64: dense arithmetic, kept for the touched rows."""
-
-    def __init__(self, name: str, table: np.ndarray):
-        self.name, self.table, self.updates = name, table.astype(np.float64), 0
-        start = 0.0 if name == "adagrad from zero" else 0.1
-        self.squares = np.full((V, 1 if name == "rowwise_adagrad" else D), start)
-        self.first, self.second = np.zeros((V, D)), np.zeros((V, D))
-
-    def update(self, gradient: np.ndarray, touched: np.ndarray) -> None:
-        self.updates += 1
-        keep = [array.copy() for array in (self.table, self.squares, self.first, self.second)]
-        if self.name == "sgd":
-            self.table -= 0.1 * gradient
-        elif self.name == "lazy_adam":
-            self.first = 0.8 * self.first + 0.2 * gradient
-            self.second = 0.9 * self.second + 0.1 * gradient**2
-            corrected = self.second / (1 - 0.9**self.updates)
-            self.table -= 0.1 * self.first / (1 - 0.8**self.updates) / (np.sqrt(corrected) + 1e-8)
-        else:
-            square = gradient**2
-            self.squares += square.mean(1, keepdims=True) if self.name == "rowwise_adagrad" else square
-            with np.errstate(divide="ignore", invalid="ignore"):
-                self.table -= np.where(self.squares > 0, 0.1 * gradient / np.sqrt(self.squares + 1e-7), 0)
-        for now, before in zip((self.table, self.squares, self.first, self.second), keep, strict=True):
-            now[~touched] = before[~touched]
-
-
-def state_of(oracle: DenseOptimizer) -> list[np.ndarray]:
-    if oracle.name == "lazy_adam":
-        return [np.array(oracle.updates), oracle.first, oracle.second]
-    return [] if oracle.name == "sgd" else [oracle.squares]
-
-
 def draw_gradients(rng: np.random.Generator, steps: int, count: int) -> SparseRows:
     """A gradient per step: duplicates, ids that name no row, entries past the count that would spoil everything."""
     ids = rng.choice([*range(0, V, 3), -1, V, V + 7, -V], (steps, count)).astype(np.int32)
@@ -143,17 +110,6 @@ def draw_gradients(rng: np.random.Generator, steps: int, count: int) -> SparseRo
 
 def at_step(gradients: SparseRows, step: int) -> SparseRows:
     return jax.tree.map(lambda x: x[step], gradients)
-
-
-def dense_gradient(rows: SparseRows, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """[V, D] and which rows were named [V]."""
-    gradient, touched = np.zeros((V, D)), np.zeros(V, bool)
-    for i in range(int(rows.count[step])):
-        row = int(rows.indices[step, i])
-        if 0 <= row < V:
-            gradient[row] += wide(rows.values)[step, i]
-            touched[row] = True
-    return gradient, touched
 
 
 @pytest.mark.parametrize("loop", ["jit", "scan"])
@@ -202,12 +158,13 @@ def test_gradients_of_every_row_do_what_optax_does(
     ids = jnp.arange(V, dtype=jnp.int32)
     tables = {"a": jnp.asarray(rng.standard_normal((V, D), np.float32)), "b": jnp.ones((V, 2))}
     dense, state, dense_state = tables, ours.init(tables), theirs.init(tables)
+    update, dense_update = jax.jit(ours.update), jax.jit(theirs.update)
     for _ in range(3):
         gradient = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), tables)
         rows = jax.tree.map(lambda x: SparseRows.from_entries(ids, x, num_rows=V), gradient)
-        updates, state = ours.update(rows, state)
+        updates, state = update(rows, state)
         tables = embedding.apply_updates(tables, updates)
-        updates, dense_state = theirs.update(gradient, dense_state)
+        updates, dense_state = dense_update(gradient, dense_state)
         dense = optax.apply_updates(dense, updates)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), tables, dense)
 
@@ -252,6 +209,46 @@ def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
     oracle.update(np.where(np.arange(V)[:, None] == 3, 257.0, np.zeros((V, D))), np.arange(V) == 3)
     for actual, expected in zip(jax.tree.leaves(state), state_of(oracle), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_data_parallel_training(
+    rng: np.random.Generator, open_group: OpenGroup, implementation: str, name: str, check_vma: bool
+) -> None:
+    """Steps on every rank's part of a batch are steps on the whole batch, and leave all ranks the same table."""
+    group, optimizer, steps = open_group(largest_size()), OPTIMIZERS[name](), 3
+    table, ids, weights = draw(rng, steps, group.size, 10)
+    ids = jnp.where(ids < V - 9, ids, V)  # some rows that nobody names
+
+    def train(table: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            table, state = carry
+            value, gradient = sparse_value_and_grad(loss)(table, *batch)
+            gradient = sparse_all_reduce(gradient, group=group, capacity=V, implementation=implementation)
+            updates, state = optimizer.update(gradient, state)
+            return (embedding.apply_updates(table, updates), state), jax.lax.psum(value, group.axis_name)
+
+        return jax.lax.scan(step, (table, optimizer.init(table)), (ids[:, 0], weights[:, 0]))
+
+    axis = P(None, group.axis_name)
+    program = jax.shard_map(train, mesh=group.mesh, in_specs=(P(), axis, axis), out_specs=P(), check_vma=check_vma)
+    results = jax.jit(program)(table, ids, weights)
+    for x in jax.tree.leaves(results):
+        assert len(set(bits([shard.data for shard in x.addressable_shards]))) == 1
+    (trained, state), losses = fetch(results)
+
+    oracle, named = DenseOptimizer(name, np.asarray(table)), np.zeros(V, bool)
+    for i in range(steps):
+        value, gradient = jax.value_and_grad(dense_loss)(jnp.asarray(oracle.table, jnp.float32), ids[i], weights[i])
+        np.testing.assert_allclose(losses[i], value, rtol=1e-4)
+        touched = np.isin(np.arange(V), ids[i])
+        oracle.update(np.asarray(gradient, np.float64), touched)
+        named |= touched
+    assert not named.all()
+    for actual, dense in zip(jax.tree.leaves((trained, state)), [oracle.table, *state_of(oracle)], strict=True):
+        np.testing.assert_allclose(actual, dense, rtol=2e-4, atol=2e-5)
+    assert bits(trained[~named]) == bits(np.asarray(table)[~named])
 
 
 def test_wrong_arguments_are_named() -> None:
