@@ -15,7 +15,7 @@ def reduce(config: SparseConfig, axis_name: str, values: jax.Array, union: Union
     rows = rows * (1 / jnp.maximum(entries_of_slots(union, kept), 1)[:, None] if config.by_count else config.scale)
     if config.sharded:
         place = jnp.arange(config.capacity, dtype=jnp.int32)
-        mine = rows.at[union.first_slot(config, axis_name) + place].get(mode="clip")
+        mine = rows.at[union.bounds[jax.lax.axis_index(axis_name)] + place].get(mode="clip")
         present = place < union.needed(config)[jax.lax.axis_index(axis_name)]
         rows = jnp.where(present[:, None], mine, 0)
     return rows.astype(values.dtype)

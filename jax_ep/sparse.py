@@ -13,7 +13,8 @@ from jax_ep import _checks, _ffi, reference_sparse
 from jax_ep.group import Group
 from jax_ep.moe import IMPLEMENTATIONS
 from jax_ep.sparse_rows import SparseRows
-from jax_ep.sparse_union import SparseConfig, Union, choose_method, match
+from jax_ep.sparse_union import SparseConfig, Union, choose_method, match, search
+from pallas_kernels import index_match
 
 OPS = ("sum", "mean", "mean_by_count")
 METHODS = ("auto", "bitmap", "match")
@@ -47,8 +48,9 @@ def sparse_all_reduce(
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
         Otherwise all ranks have the same result, which does not vary over the group's axis.
       method: how slots are found. "bitmap": a bit per row of the table, and a prefix of its popcounts. "match": sort
-        the ids of all ranks and search each id among them. "auto": "bitmap" while it weighs at most 4 MiB or an
-        eighth of the rows of all ranks. The results are the same. "xla" always takes "match".
+        the ids of all ranks and find each id among them, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap"
+        while it weighs at most 4 MiB or an eighth of the rows of all ranks. The results are the same. "xla" always
+        takes "match".
       on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
         last ids find no room, and are counted in `dropped`.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU meshes of many processes.
@@ -77,7 +79,7 @@ def sparse_all_reduce(
     entries, row_values = rows.values.shape
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
-    union = _union(group, config, rows, bitmap=native and method == "bitmap")
+    union = _union(group, config, rows, method, native)
     union_here = Union(*_checks.vary_alike(group.axis_name, rows.values, *union)[1:])
     if native:
         values = _reduce(group, config, rows.values, union_here)
@@ -114,12 +116,15 @@ def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: boo
     return SparseConfig(group.size, rows.num_rows, capacity, op, sharded, on_overflow == "drop")
 
 
-def _union(group: Group, config: SparseConfig, rows: SparseRows, bitmap: bool) -> Union:
+def _union(group: Group, config: SparseConfig, rows: SparseRows, method: str, native: bool) -> Union:
     entries = jax.lax.broadcasted_iota(jnp.int32, rows.indices.shape, 0)
     ids, order = jax.lax.sort((rows.masked_indices.astype(jnp.int32), entries), num_keys=1, is_stable=True)
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
     operands = _checks.vary_alike(group.axis_name, ids, order, missing)
-    return _ffi.sparse_union(group, config, *operands) if bitmap else match(config, group.axis_name, *operands)
+    if native and method == "bitmap":
+        return _ffi.sparse_union(group, config, *operands)
+    on_gpu = native and group.platform != "cpu"
+    return match(config, group.axis_name, *operands, find=index_match if on_gpu else search)
 
 
 _reduce = jax.custom_vjp(_ffi.sparse_reduce, nondiff_argnums=(0, 1))

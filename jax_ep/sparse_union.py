@@ -1,11 +1,13 @@
 """Which row of a sparse result each entry of each rank belongs to: what the two steps of sparse_all_reduce share."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,38 +60,41 @@ class Union(NamedTuple):
         """[R] int32: the rows that each rank's result should hold."""
         return jnp.diff(self.bounds) if config.sharded else jnp.broadcast_to(self.bounds[-1:], (config.size,))
 
-    def first_slot(self, config: SparseConfig, axis_name: str) -> jax.Array:
-        """The slot of the first row of this rank's result."""
-        return self.bounds[jax.lax.axis_index(axis_name)] if config.sharded else jnp.int32(0)
-
 
 def choose_method(num_rows: int, ranks: int, entries: int, row_bytes: int) -> str:
     """ "bitmap" while a bit per row of the table weighs at most 4 MiB or an eighth of all ranks' rows, else "match"."""
     return "bitmap" if num_rows / 8 <= max(2**22, ranks * entries * row_bytes / 8) else "match"
 
 
-def match(config: SparseConfig, axis_name: str, ids: jax.Array, order: jax.Array, missing: jax.Array) -> Union:
-    """The union by sorting all ranks' ids and matching each rank's with it. Arguments as of `_ffi.sparse_union`."""
+def search(union: jax.Array, ids: jax.Array) -> jax.Array:
+    """[N] int32: the place of each id in the sorted union; that of the padding is where it begins."""
+    return jnp.searchsorted(union, ids).astype(jnp.int32)
+
+
+def match(
+    config: SparseConfig,
+    axis_name: str,
+    ids: jax.Array,
+    order: jax.Array,
+    missing: jax.Array,
+    find: Callable[[jax.Array, jax.Array], jax.Array] = search,
+) -> Union:
+    """The union by sorting all ranks' ids, and finding each of this rank's in it. Arguments as of `_ffi`'s."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
     first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)
     place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
     union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[place].set(all_ids, mode="drop")
 
-    starts = jnp.minimum(jnp.arange(config.size + 1) * config.rank_rows, config.num_rows)
-    bounds = jnp.searchsorted(union, starts.astype(jnp.int32)).astype(jnp.int32)
-    begin = bounds[jax.lax.axis_index(axis_name)] if config.sharded else 0
-    end = bounds[jax.lax.axis_index(axis_name) + 1] if config.sharded else bounds[-1]
+    starts = np.minimum(np.arange(config.size + 1) * config.rank_rows, config.num_rows).astype(np.int32)
+    bounds = search(union, jnp.asarray(starts))
+    me = jax.lax.axis_index(axis_name) if config.sharded else 0
+    begin, end = (bounds[me], bounds[me + 1]) if config.sharded else (0, bounds[-1])
     slot = begin + jnp.arange(config.capacity, dtype=jnp.int32)
     return Union(
         indices=jnp.where(slot < end, union.at[slot].get(mode="clip"), config.num_rows),
-        slots=gather(match_indices(union, ids)),
+        slots=gather(find(union, ids)),
         orders=gather(order),
         bounds=bounds,
         missing=jax.lax.psum(missing, axis_name),
     )
-
-
-def match_indices(union: jax.Array, ids: jax.Array) -> jax.Array:
-    """[N] int32: the place of each sorted id in the sorted union; that of `num_rows` is where the padding begins."""
-    return jnp.searchsorted(union, ids).astype(jnp.int32)

@@ -64,7 +64,8 @@ def test_heights_of_the_table(
     num_rows: int, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Words of the bitmap and ranges of the ranks that do not come out even, or are empty."""
-    group, ids = open_group(8), cases.uniform(rng, 8, 9, num_rows)
+    size = helpers.largest_size()
+    group, ids = open_group(size), cases.uniform(rng, size, 9, num_rows)
     values = cases.draw_values(rng, ids, 4)
     for sharded in (False, True):
         options: dict[str, Any] = {"sharded": sharded, "capacity": 72}
@@ -147,20 +148,22 @@ def test_scan(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generat
 
 def test_the_same_bits(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """On every rank, in a hundred runs, and by both methods."""
-    group, ids = open_group(8), cases.zipf(rng, 8, 60, ROWS)
+    size = helpers.largest_size()
+    group, ids = open_group(size), cases.zipf(rng, size, 60, ROWS)
     values = cases.draw_values(rng, ids, 33)
     seen = set()
     for method, runs in (("bitmap", 60), ("match", 40)):
         run = cases.program(group, ROWS, capacity=300, method=method)
         for _ in range(runs):
             out = helpers.fetch(run(ids, values))
-            seen.update(helpers.bits([out.values[rank] for rank in range(8)]))
+            seen.update(helpers.bits([out.values[rank] for rank in range(size)]))
     assert len(seen) == 1
 
 
 def test_two_branches(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Two reductions that do not depend on each other do not disturb each other."""
-    group, ids, other = open_group(8), cases.uniform(rng, 8, 30, ROWS), cases.zipf(rng, 8, 30, ROWS)
+    size = helpers.largest_size()
+    group, ids, other = open_group(size), cases.uniform(rng, size, 30, ROWS), cases.zipf(rng, size, 30, ROWS)
     values = cases.draw_values(rng, ids, 16)
     run = cases.reduced(group, ROWS, capacity=240)
     both = helpers.per_rank(lambda a, b, v: (run(a, v), run(b, 2 * v)), group.mesh)

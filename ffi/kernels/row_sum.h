@@ -146,18 +146,18 @@ class RowSum {
 
   template <class In, class Places>
   JAX_EP_FN void put(const Places& places, int first, Total<In>& total, float scale) {
-    const int bytes = values<In>(first) * static_cast<int>(sizeof(T));
-    for (int i = 0; i < kLanePieces; ++i)
+    Piece<T, kPieceValues<In>> pieces[kLanePieces];
+    for (int i = 0; i < kLanePieces; ++i) {
       for (int j = 0; j < kPieceValues<In>; ++j) total[i][j] *= scale;
+      from_floats(total[i], pieces[i].values);
+    }
+    const int bytes = values<In>(first) * static_cast<int>(sizeof(T));
     writer_.put(places, int64_t{first} * static_cast<int>(sizeof(T)), bytes, [&](char* to) {
-      for (int i = 0; i < kLanePieces; ++i) {
-        Piece<T, kPieceValues<In>> piece;
-        from_floats(total[i], piece.values);
+      for (int i = 0; i < kLanePieces; ++i)
         if (whole<In>(first))
-          piece.store(reinterpret_cast<T*>(to) + at<In>(i));
+          pieces[i].store(reinterpret_cast<T*>(to) + at<In>(i));
         else
-          piece.store(reinterpret_cast<T*>(to) + at<In>(i), left<In>(i, first), words_);
-      }
+          pieces[i].store(reinterpret_cast<T*>(to) + at<In>(i), left<In>(i, first), words_);
     });
   }
 
