@@ -22,6 +22,29 @@ struct Buffer {
   Undelivered undelivered;
 };
 
+// Fills the share of a buffer that belongs to one of several teams.
+JAX_EP_COLD_FN void fill_share(Team team, Buffer buffer, Place place) {
+  constexpr int64_t kChunk = 1 << 16;
+  for (int64_t begin = place.index * kChunk; begin < buffer.bytes; begin += place.count * kChunk) {
+    const int64_t left = buffer.bytes - begin;
+    fill_row(team, static_cast<char*>(buffer.data) + begin, static_cast<uint8_t>(buffer.undelivered),
+             left < kChunk ? left : kChunk);
+  }
+}
+
+// Leaves a report for the host, unless this op, or a later one, has left one.
+JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
+  const uint64_t before = load_relaxed(&heap->reported);
+  if (before >= what.epoch || !compare_exchange(&heap->reported, before, what.epoch)) return;
+  to->failure = what.failure;
+  to->op = what.op;
+  to->rank = what.rank;
+  to->peer = what.peer;
+  to->expected = what.expected;
+  to->seen = what.seen;
+  store_release(&to->epoch, what.epoch);
+}
+
 class Op {
  public:
   JAX_EP_FN Op(const Comm& comm, const Team& team, OpKind kind)
@@ -96,16 +119,7 @@ class Op {
 
   // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
-    const uint64_t before = load_relaxed(&heap->reported);
-    if (before >= epoch || !compare_exchange(&heap->reported, before, epoch)) return;
-    Report* report = comm.report;
-    report->failure = failure;
-    report->op = kind_;
-    report->rank = rank;
-    report->peer = peer;
-    report->expected = expected;
-    report->seen = seen;
-    store_release(&report->epoch, epoch);
+    record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
   }
 
   // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
@@ -199,23 +213,15 @@ class Op {
 
   template <int N>
   JAX_EP_FN void fill(const Buffer (&results)[N], Place place) const {
-    for (const Buffer& result : results) {
-      const int chunks = static_cast<int>((result.bytes + kFillBytes - 1) / kFillBytes);
-      for (int chunk = place.index; chunk < chunks; chunk += place.count) {
-        const int64_t begin = chunk * kFillBytes, left = result.bytes - begin;
-        fill_row(team, static_cast<char*>(result.data) + begin, static_cast<uint8_t>(result.undelivered),
-                 left < kFillBytes ? left : kFillBytes);
-      }
-    }
+    for (const Buffer& result : results) fill_share(team, result, place);
     team.sync();
   }
 
   JAX_EP_FN void poison_mail() const {
     for (int source = 0; source < comm.size; ++source)
-      fill_row(team, reinterpret_cast<char*>(mail(comm.rank, source)), 0xff, sizeof(Mail));
+      fill_share(team, Buffer(mail(comm.rank, source), sizeof(Mail)), {0, 1});
   }
 
-  static constexpr int64_t kFillBytes = 1 << 16;
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;
 
   const uint64_t deadline_;

@@ -5,7 +5,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 256;
 
 template <class T, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
