@@ -31,6 +31,7 @@ class EncodedDispatch {
   JAX_EP_FN void push() {
     const Place pusher = op_.team.pusher;
     if (!op_.ok() || pusher.index < 0) return;
+    op_.enter(Phase::send);
     const Schedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule.chunks);
     for (int token = pusher.index; token < args_.num_tokens && op_.may_push(); token += pusher.count) {
