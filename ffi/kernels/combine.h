@@ -26,6 +26,7 @@ class Combine {
   JAX_EP_FN void push() {
     const Place pusher = op_.team.pusher;
     if (pusher.index < 0) return;
+    op_.enter(Phase::send);
     const Schedule schedule(args_.num_tokens);
     const int ranks = op_.comm.size;
     Announcer announcer(op_, schedule.chunks);
@@ -50,6 +51,7 @@ class Combine {
       asked = op_.ask_for_ticket();
       op_.wait_delivered(chunk);
       if (!op_.ok()) return;
+      op_.enter(Phase::reduce);
       rows_.acquire();
       const Range tokens = schedule.group(chunk, ticket % schedule.groups());
       for (int token = tokens.begin; token < tokens.end; ++token) reduce(token);

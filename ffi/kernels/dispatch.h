@@ -35,6 +35,7 @@ class EncodedDispatch {
   JAX_EP_FN void push() {
     const Place pusher = op_.team.pusher;
     if (!op_.ok() || pusher.index < 0) return;
+    op_.enter(Phase::send);
     const Schedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule.chunks);
     MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});

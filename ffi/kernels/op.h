@@ -5,6 +5,7 @@
 #include "device/copy.h"
 #include "device/heap.h"
 #include "device/layout.h"
+#include "device/recording.h"
 
 namespace jax_ep {
 
@@ -54,6 +55,7 @@ class Op {
         epoch(load_relaxed(&heap->epoch) + 1),
         deadline_(clock_ns() + comm.timeout_ns),
         kind_(kind),
+        track_(find_track(heap, team)),
         status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
 
   const Comm& comm;
@@ -63,12 +65,20 @@ class Op {
 
   JAX_EP_FN bool ok() const { return status_ == Status::ok; }
 
+  // From here on this team is busy with `phase`.
+  JAX_EP_FN void enter(Phase phase) const {
+    if (track_) append(track_, epoch, kind_, phase);
+  }
+
   // The box in which `source` leaves its mail at `rank` for this op.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
   JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
 
   // Every team that is to meet must call it, failed or not.
-  JAX_EP_FN void barrier() { meet(&heap->everyone, team.squad.count); }
+  JAX_EP_FN void barrier() {
+    enter(Phase::barrier);
+    meet(&heap->everyone, team.squad.count);
+  }
   // Among the teams of the first squads only.
   JAX_EP_FN void router_barrier(int squads) { meet(&heap->routers, squads); }
 
@@ -76,6 +86,7 @@ class Op {
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
     team.sync();
     if (!ok() || team.index != 0) return;
+    enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
       box->buffers[0] = a;
@@ -126,6 +137,7 @@ class Op {
   template <int N>
   JAX_EP_FN void poison(const Buffer (&results)[N]) {
     if (!comm.poison) return;
+    enter(Phase::poison);
     fill(results, {team.index, team.count});
     barrier();
   }
@@ -137,7 +149,13 @@ class Op {
     team.sync();
     int last = 0;
     if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(team.count) - 1;
-    if (!team.broadcast(last)) return;
+    if (team.broadcast(last)) finish_last(results);
+    enter(Phase::none);
+  }
+
+ private:
+  template <int N>
+  JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
     const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
@@ -153,7 +171,6 @@ class Op {
     store_release(&heap->epoch, epoch);
   }
 
- private:
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
     // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
     const uint64_t deadline = deadline_ + kBarrierGraceNs;
@@ -168,6 +185,7 @@ class Op {
   // Waits for `count` flags to reach this op's epoch, a lane each.
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
+    enter(Phase::wait);
     for (int first = 0; first < count && ok(); first += Team::lanes) {
       const int i = first + team.lane;
       Status status = Status::ok;
@@ -200,6 +218,7 @@ class Op {
   // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too.
   // A peer that does not answer in time is dead, or has not begun: then it looks at its abort word first.
   JAX_EP_FN void give_up() {
+    enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
@@ -226,6 +245,7 @@ class Op {
 
   const uint64_t deadline_;
   const OpKind kind_;
+  Track* const track_;
   Status status_;
 };
 
