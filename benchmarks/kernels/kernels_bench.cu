@@ -237,17 +237,17 @@ int main(int argc, char** argv) {
   run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int blocks : {24, 64, 128}) {
+  for (const int blocks : {24, 64, 96, 128}) {
     dispatches.push_back({blocks, 256, 6, kMove});
-    for (const int pushers : {2, 4, 6}) dispatches.push_back({blocks, 256, pushers, kStream});
+    for (const int pushers : {2, 3, 4, 6}) dispatches.push_back({blocks, 256, pushers, kStream});
   }
-  for (const int blocks : {24, 48, 64, 96, 128})
+  for (const int blocks : {24, 64, 96, 128})
     for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
   run(n, {4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
-  for (const int blocks : {32, 64, 128}) {
-    for (const int pushers : {2, 4}) dispatches.push_back({blocks, 256, pushers, kStream});
-    for (const int pushers : {4, 6}) combines.push_back({blocks, 256, pushers, kStream});
+  for (const int blocks : {64, 96, 128}) {
+    for (const int pushers : {1, 2, 4}) dispatches.push_back({blocks, 256, pushers, kStream});
+    for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
   }
   run(n, {128, 7168, 8, 256}, dispatches, combines);
   return 0;

@@ -22,7 +22,7 @@ class RowStream {
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }
 
-  // Begins a job, and does the one before by work(rows, places).
+  // Begins a job, and does the one before by work(rows, places, row_bytes).
   template <class Work>
   JAX_EP_FN void begin(const Held<const Row>& rows, const Places& places, Cut cut, Work work) {
     then_ = {reinterpret_cast<const char*>(rows.mine()), rows.present(), 0, 0, cut};
@@ -30,22 +30,22 @@ class RowStream {
     finish(work);
     rows_ = rows;
     places_ = places;
-    begun_ = true;
+    begun_bytes_ = cut.row_bytes;
   }
 
   // Does the last job.
   template <class Work>
   JAX_EP_FN void finish(Work work) {
-    if (begun_) work(rows_, places_);
-    begun_ = false;
+    if (begun_bytes_) work(rows_, places_, begun_bytes_);
+    begun_bytes_ = 0;
   }
 
   // Forgets the last job.
   JAX_EP_FN void drop() {
     now_ = then_ = {};
     while (!spent()) take();
-    if (begun_) release();
-    begun_ = false;
+    if (begun_bytes_) release();
+    begun_bytes_ = 0;
   }
 
   // The next batch: for each part of the rows in order, that of every row.
@@ -97,7 +97,7 @@ class RowStream {
   Asked now_, then_;
   Held<const Row> rows_;
   Places places_;
-  bool begun_ = false;
+  int begun_bytes_ = 0;  // of a row of the job that was begun
 };
 
 }  // namespace jax_ep

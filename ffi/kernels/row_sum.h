@@ -17,22 +17,18 @@ template <class T>
 class RowSum {
  public:
   // `words`: all rows are made of 16-byte words.
-  JAX_EP_FN RowSum(const Team& team, int hidden, bool words)
-      : team_(team),
-        hidden_(hidden),
-        words_(words),
-        stream_(team, kBatchBytes, words),
-        writer_(team, kBatchBytes, words) {}
+  JAX_EP_FN RowSum(const Team& team, bool words)
+      : team_(team), words_(words), stream_(team, kBatchBytes, words), writer_(team, kBatchBytes, words) {}
 
-  // Puts the sum of weight * row over the terms, in their order, at every place. Where rows come in bulk, they do so
-  // while the sum before is made: the last one needs finish().
+  // Puts the sum of weight * row over the terms, rows of `width` values, in their order, at every place. Where rows
+  // come in bulk, they do so while the sum before is made: the last one needs finish().
   template <class Terms, class Places>
-  JAX_EP_FN void sum(const Terms& terms, const Places& places) {
+  JAX_EP_FN void sum(const Terms& terms, const Places& places, int width) {
     if (!stream_.in_bulk() || !terms.cached() || !places.cached()) {
       finish();
-      sum_directly(terms, places);
+      sum_directly(terms, places, width);
     } else {
-      stream_.begin(terms.held(), places.held(), {hidden_ * static_cast<int>(sizeof(T)), kBatchBytes}, SumStaged{this});
+      stream_.begin(terms.held(), places.held(), {width * static_cast<int>(sizeof(T)), kBatchBytes}, SumStaged{this});
     }
   }
   JAX_EP_FN void finish() { stream_.finish(SumStaged{this}); }
@@ -50,39 +46,41 @@ class RowSum {
 
   struct SumStaged {
     RowSum* sum;
-    JAX_EP_FN void operator()(const Held<const T>& terms, const Held<char>& places) const {
-      sum->sum_staged(terms, places);
+    JAX_EP_FN void operator()(const Held<const T>& terms, const Held<char>& places, int row_bytes) const {
+      sum->sum_staged(terms, places, row_bytes / static_cast<int>(sizeof(T)));
     }
   };
 
-  JAX_EP_FN void sum_staged(const Held<const T>& terms, const Held<char>& places) {
-    for (int first = 0; first < hidden_; first += kSumValues<T>) {
+  JAX_EP_FN void sum_staged(const Held<const T>& terms, const Held<char>& places, int width) {
+    for (int first = 0; first < width; first += kSumValues<T>) {
       Total total = {};
-      const bool half = values(first) <= kSumValues<T> / 2;
+      const int values = smaller(kSumValues<T>, width - first);
+      const bool half = values <= kSumValues<T> / 2;
       for (int i = 0; i < terms.present(); ++i) {
         add_staged(reinterpret_cast<const T*>(stream_.take()), half, terms.weight(i), total);
         if (i == terms.present() - 1 || stream_.spent()) stream_.release();
       }
-      put_staged(places, first, half, total);
+      put_staged(places, first, values, half, total);
     }
   }
 
   template <class Terms, class Places>
-  JAX_EP_FN void sum_directly(const Terms& terms, const Places& places) {
-    if (Team::lanes > 1 && !words_) return sum_by_value(terms, places);
-    for (int first = 0; first < hidden_; first += kSumValues<T>) {
+  JAX_EP_FN void sum_directly(const Terms& terms, const Places& places, int width) {
+    if (Team::lanes > 1 && !words_) return sum_by_value(terms, places, width);
+    for (int first = 0; first < width; first += kSumValues<T>) {
       Total total = {};
       auto walk = terms.walk();
-      for (auto term = walk.next(); term.row; term = walk.next()) add(term.row + first, first, term.weight, total);
-      put(places, first, total);
+      for (auto term = walk.next(); term.row; term = walk.next())
+        add(term.row + first, width - first, term.weight, total);
+      put(places, first, width - first, total);
     }
   }
 
   // Rows of odd sizes: a value per lane at a time.
   template <class Terms, class Places>
-  JAX_EP_FN void sum_by_value(const Terms& terms, const Places& places) {
-    for (int first = 0; first < hidden_; first += Team::lanes) {
-      const int at = smaller(first + team_.lane, hidden_ - 1);
+  JAX_EP_FN void sum_by_value(const Terms& terms, const Places& places, int width) {
+    for (int first = 0; first < width; first += Team::lanes) {
+      const int at = smaller(first + team_.lane, width - 1);
       float total = 0;
       auto walk = terms.walk();
       for (auto term = walk.next(); term.row; term = walk.next()) total += term.weight * to_float(term.row[at]);
@@ -92,9 +90,7 @@ class RowSum {
     }
   }
 
-  JAX_EP_FN int values(int first) const { return smaller(kSumValues<T>, hidden_ - first); }
   JAX_EP_FN int at(int piece) const { return (piece * Team::lanes + team_.lane) * kPieceValues<T>; }
-  JAX_EP_FN int count(int piece, int first) const { return smaller(kPieceValues<T>, hidden_ - first - at(piece)); }
 
   JAX_EP_FN void add(const Piece<T>& piece, float weight, float (&total)[kPieceValues<T>]) const {
     float values[kPieceValues<T>];
@@ -113,27 +109,31 @@ class RowSum {
     for (int i = 0; i < kHalf; ++i) piece[i].load(batch + at(kFirst + i));
     for (int i = 0; i < kHalf; ++i) add(piece[i], weight, total[kFirst + i]);
   }
-  JAX_EP_FN void add(const T* batch, int first, float weight, Total& total) const {
+  // At most `values` of the row are left.
+  JAX_EP_FN void add(const T* batch, int values, float weight, Total& total) const {
     Piece<T> piece[kLanePieces];
-    for (int i = 0; i < kLanePieces; ++i) piece[i].load(batch + at(i), count(i, first));
+    for (int i = 0; i < kLanePieces; ++i) piece[i].load(batch + at(i), values - at(i));
     for (int i = 0; i < kLanePieces; ++i) add(piece[i], weight, total[i]);
   }
 
-  JAX_EP_FN void put_staged(const Held<char>& places, int first, bool half, const Total& total) {
-    writer_.put(places, int64_t{first} * sizeof(T), values(first) * static_cast<int>(sizeof(T)), [&](char* to) {
-      store_pieces<0>(total, reinterpret_cast<T*>(to));
-      if (!half) store_pieces<kHalf>(total, reinterpret_cast<T*>(to));
-    });
+  JAX_EP_FN void put_staged(const Held<char>& places, int first, int values, bool half, const Total& total) {
+    writer_.put(places, int64_t{first} * sizeof(T), smaller(values, kSumValues<T>) * static_cast<int>(sizeof(T)),
+                [&](char* to) {
+                  store_pieces<0>(total, reinterpret_cast<T*>(to));
+                  if (!half) store_pieces<kHalf>(total, reinterpret_cast<T*>(to));
+                });
   }
   template <int kFirst>
   JAX_EP_FN void store_pieces(const Total& total, T* to) const {
     for (int i = 0; i < kHalf; ++i) rounded(total[kFirst + i]).store(to + at(kFirst + i));
   }
   template <class Places>
-  JAX_EP_FN void put(const Places& places, int first, const Total& total) {
-    writer_.put(places, int64_t{first} * sizeof(T), values(first) * static_cast<int>(sizeof(T)), [&](char* to) {
-      for (int i = 0; i < kLanePieces; ++i) rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i), count(i, first));
-    });
+  JAX_EP_FN void put(const Places& places, int first, int values, const Total& total) {
+    writer_.put(places, int64_t{first} * sizeof(T), smaller(values, kSumValues<T>) * static_cast<int>(sizeof(T)),
+                [&](char* to) {
+                  for (int i = 0; i < kLanePieces; ++i)
+                    rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i), values - at(i));
+                });
   }
   JAX_EP_FN Piece<T> rounded(const float (&total)[kPieceValues<T>]) const {
     Piece<T> piece;
@@ -142,7 +142,6 @@ class RowSum {
   }
 
   const Team& team_;
-  const int hidden_;
   const bool words_;
   RowStream<T, Held<char>> stream_;
   RowWriter writer_;

@@ -128,7 +128,7 @@ class MessageStream {
  private:
   struct All {
     MessageStream* self;
-    JAX_EP_FN void operator()(const Held<const char>&, const typename Work::Places& places) const {
+    JAX_EP_FN void operator()(const Held<const char>&, const typename Work::Places& places, int) const {
       for (int first = 0; first < self->hidden_; first += kWireValues)
         self->work_(self->stream_.take(), Message<T>{self->team_, self->hidden_, first, true}, places,
                     [&] { self->stream_.release(); });
