@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import _ffi
+from jax_ep import _ffi, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PlatformError
 
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
@@ -51,6 +51,7 @@ class Group:
         if self._single_process and _ffi.is_built(self.platform):
             self._native = _ffi.create_group(self.platform, self._lines(), self.timeout)
             self._finalizer = weakref.finalize(self, self._native.close)
+            profiling.group_opened(self)
         _open_groups.add(self)
 
     @property
@@ -85,7 +86,10 @@ class Group:
         self._closed = True
         _open_groups.discard(self)
         if self._native is not None:
-            self._finalizer()
+            try:
+                profiling.group_closing(self)
+            finally:
+                self._finalizer()
 
     def resolve(self, op: str, implementation: str) -> str:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the process count alone."""

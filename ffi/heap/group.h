@@ -47,6 +47,9 @@ class Group {
   // Ends the group: nothing runs on it any more. May be called twice.
   virtual void close();
 
+  // Keeps memory that kernels use for as long as the group.
+  void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
+
   // Fails the group for good. The first failure is kept, but one that names a silent peer replaces one that does not.
   void fail(GroupError error);
   std::optional<GroupError> failure() const;

@@ -4,6 +4,9 @@
 // Entries of one rank that name the same row are summed by that rank first, so that each crosses the wire as one row.
 #pragma once
 
+#include <type_traits>
+
+#include "kernels/direct_sum.h"
 #include "kernels/row_sum.h"
 #include "kernels/sparse_runs.h"
 
@@ -17,7 +20,8 @@ class SparseReduce {
         args_(args),
         runs_(op, args),
         row_bytes_(int64_t{args.hidden} * static_cast<int>(sizeof(T))),
-        sums_(op.team, args.hidden, in_words(args.values, args.result, row_bytes_)) {}
+        words_(in_words(args.values, args.result, row_bytes_)),
+        sums_(op.team, words_) {}
 
   // Rows that a rank's result should hold.
   JAX_EP_FN int rows_of(int rank) const {
@@ -32,18 +36,22 @@ class SparseReduce {
 
   // All that needs no peer.
   JAX_EP_FN void prepare() {
+    op_.enter(Phase::layout);
     runs_.clear();
     op_.barrier();
+    op_.enter(Phase::layout);
     runs_.fill();
     op_.barrier();
+    op_.enter(Phase::reduce);
     sum_short_runs();
     sum_long_runs();
     op_.barrier();
   }
 
-  // Sums the rows that this rank owns, into the results of all ranks that hold them.
+  // Sums the rows that this rank owns, into the results of all ranks that want them.
   JAX_EP_FN void reduce() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
+    op_.enter(Phase::send);
     sums_.acquire();
     const Range slots = slots_here();
     for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
@@ -52,6 +60,10 @@ class SparseReduce {
       asked = op_.ask_for_ticket();
       reduce_group(static_cast<int>(begin), smaller(kGroupSlots, slots.end - static_cast<int>(begin)));
     }
+    if (op_.may_push())
+      sums_.finish();
+    else
+      sums_.drop();
     sums_.complete_to(sums_.mark());
     op_.deliver(0);  // the rows are there, and no peer's values are read any more
   }
@@ -60,6 +72,7 @@ class SparseReduce {
   JAX_EP_FN void pad() const {
     const Place filler = op_.team.filler;
     if (!op_.ok() || filler.index < 0) return;
+    op_.enter(Phase::pad);
     const Range slots = slots_here();
     for (int row = slots.end - slots.begin + filler.index; row < args_.capacity; row += filler.count)
       fill_row(op_.team, args_.result + row * row_bytes_, 0, row_bytes_);
@@ -98,25 +111,30 @@ class SparseReduce {
       return Term<char>{static_cast<char*>(op_.mail_from(rank)->buffers[1]) + row * row_bytes_, 1.0f};
     });
     const float scale = args_.by_count ? 1.0f / static_cast<float>(holding.entries) : args_.scale;
-    if (holding.crowded)
-      sums_.sum(line_up<const float>(team, ranks, [&](int rank) { return partial_of(rank, slot); }), places, scale);
+    if (!holding.crowded)
+      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return entry_of(rank, slot, scale); }), places,
+                args_.hidden);
+    else if constexpr (std::is_same_v<T, float>)
+      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return Term<const T>{partial_of(rank, slot), scale}; }),
+                places, args_.hidden);
     else
-      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return entry_of(rank, slot); }), places, scale);
+      DirectSum<float, T>(team, words_)
+          .sum(ranks, [&](int rank) { return partial_of(rank, slot); }, {0, args_.hidden}, places, scale);
   }
 
-  // What a rank adds to a row: its only entry, or the sum of its entries.
-  JAX_EP_FN Term<const T> entry_of(int rank, int slot) const {
+  // What a rank adds to a row: its only entry ...
+  JAX_EP_FN Term<const T> entry_of(int rank, int slot, float weight) const {
     const Run held = runs_.run(rank, slot);
     if (held.begin == held.end) return {nullptr, 0.0f};
     const auto* values = static_cast<const T*>(op_.mail_from(rank)->buffers[0]);
     const int64_t entry = args_.orders[int64_t{rank} * args_.entries + held.begin];
-    return {values + entry * args_.hidden, 1.0f};
+    return {values + entry * args_.hidden, weight};
   }
-  JAX_EP_FN Term<const float> partial_of(int rank, int slot) const {
+  // ... or the sum of its entries.
+  JAX_EP_FN const float* partial_of(int rank, int slot) const {
     const Run held = runs_.run(rank, slot);
-    if (held.begin == held.end) return {nullptr, 0.0f};
-    const auto* partials = static_cast<const float*>(op_.mail_from(rank)->buffers[2]);
-    return {partials + int64_t{held.begin} * args_.hidden, 1.0f};
+    if (held.begin == held.end) return nullptr;
+    return static_cast<const float*>(op_.mail_from(rank)->buffers[2]) + int64_t{held.begin} * args_.hidden;
   }
 
   // This rank's run at its i-th sorted entry, if it has to be summed here.
@@ -134,14 +152,14 @@ class SparseReduce {
       const bool wanted = mine.end > mine.begin && mine.end - mine.begin < kLongRun && mine.begin == first + team.lane;
       for (uint64_t left = team.ballot(wanted); left; left &= left - 1) {
         const Run run = team.from_lane(mine, lowest_bit(left));
-        for (int column = 0; column < args_.hidden; column += kSumValues<T>) sum_run(run, column);
+        sum_run(run, {0, args_.hidden});
       }
     }
   }
 
   // Found by looking at so few entries that every team can: their columns are dealt out to all.
   JAX_EP_FN void sum_long_runs() {
-    constexpr int kStep = kLongRun / 2;
+    constexpr int kStep = kLongRun / 2, kColumns = DirectSum<T, float>::kValues;
     const Team& team = op_.team;
     int turn = 0;
     for (int first = 0; op_.ok() && first < args_.entries; first += kStep * Team::lanes) {
@@ -150,24 +168,27 @@ class SparseReduce {
       const bool wanted = mine.end - mine.begin >= kLongRun && mine.begin > i - kStep;
       for (uint64_t left = team.ballot(wanted); left; left &= left - 1) {
         const Run run = team.from_lane(mine, lowest_bit(left));
-        for (int column = 0; column < args_.hidden; column += kSumValues<T>)
-          if (turn++ % team.count == team.index) sum_run(run, column);
+        for (int column = 0; column < args_.hidden; column += kColumns)
+          if (turn++ % team.count == team.index) sum_run(run, {column, smaller(column + kColumns, args_.hidden)});
       }
     }
   }
 
-  JAX_EP_FN void sum_run(Run run, int column) {
+  JAX_EP_FN void sum_run(Run run, Range columns) const {
     const int32_t* order = args_.orders + int64_t{op_.comm.rank} * args_.entries + run.begin;
     const auto* values = reinterpret_cast<const T*>(args_.values);
-    sums_.sum_many(
-        run.end - run.begin, [&](int i) { return values + int64_t{order[i]} * args_.hidden; }, column,
-        args_.partials + int64_t{run.begin} * args_.hidden);
+    float* sum = args_.partials + int64_t{run.begin} * args_.hidden;
+    const auto place =
+        line_up<char>(op_.team, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
+    const auto row_of = [&](int i) { return values + int64_t{order[i]} * args_.hidden; };
+    DirectSum<T, float>(op_.team, words_).sum(run.end - run.begin, row_of, columns, place, 1.0f);
   }
 
   Op& op_;
   const SparseReduceArgs& args_;
   SparseRuns runs_;
   const int64_t row_bytes_;
+  const bool words_;
   RowSum<T> sums_;
 };
 

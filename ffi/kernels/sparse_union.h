@@ -19,6 +19,7 @@ class SparseUnion {
         team_counts_(args.scratch + bitmap_counts_offset(args.num_rows)) {}
 
   JAX_EP_FN void run() {
+    op_.enter(Phase::count);
     for_my_words([&](int word) { bits_[word] = 0; });
     if (op_.ok() && op_.team.index == 0)
       for (int peer = op_.team.lane; peer < op_.comm.size; peer += Team::lanes)
@@ -28,12 +29,16 @@ class SparseUnion {
     push_entries();
     op_.barrier();  // the bitmap is clear
     op_.wait_delivered(0);
+    op_.enter(Phase::count);
     mark_ids();
     op_.barrier();
+    op_.enter(Phase::count);
     count_ids();
     op_.barrier();
+    op_.enter(Phase::layout);
     number_ids();
     op_.barrier();
+    op_.enter(Phase::place);
     place();
   }
 
@@ -55,6 +60,7 @@ class SparseUnion {
   JAX_EP_FN void push_entries() {
     const Place pusher = op_.team.pusher;
     if (!op_.may_push() || pusher.index < 0) return;
+    op_.enter(Phase::send);
     const Range mine = share(args_.entries, pusher.index, pusher.count);
     const int64_t here = int64_t{op_.comm.rank} * args_.entries;
     for (int first = mine.begin; first < mine.end && op_.may_push(); first += Team::lanes) {
