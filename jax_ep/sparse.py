@@ -4,6 +4,7 @@ Two steps. The union of all ranks' row ids gives every row its slot in the resul
 the ranks that hold it, which reads the others' rows from their memory and writes the sum into everybody's result.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -73,6 +74,12 @@ def sparse_all_reduce(
     _checks.check_one_of(name, "implementation", implementation, IMPLEMENTATIONS)
     native = group.resolve(name, implementation) == "ffi"
 
+    if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
+        padding = (
+            jnp.full(1, rows.num_rows, rows.indices.dtype),
+            jnp.zeros((1, rows.values.shape[1]), rows.values.dtype),
+        )
+        rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
     leaves, treedef = jax.tree.flatten(rows)
     leaves = _checks.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
     rows = jax.tree.unflatten(treedef, [_checks.not_batched(name, leaf) for leaf in leaves])
@@ -103,6 +110,8 @@ def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: boo
     if not isinstance(rows, SparseRows):
         raise TypeError(f"{name}: rows must be SparseRows, got {type(rows).__name__}")
     rows.check(name)
+    if rows.values.shape[1] == 0:
+        raise ValueError(f"{name}: values must have at least one column, got {rows.values.shape}")
     _checks.check_positive(name, "capacity", capacity)
     _checks.check_one_of(name, "op", op, OPS)
     if not isinstance(sharded, bool):

@@ -124,6 +124,7 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
         ({"rows": SparseRows(IDS, VALUES[1:], jnp.int32(1), ROWS)}, ValueError, "values must have as many rows as"),
         ({"rows": SparseRows(IDS * 1.0, VALUES, jnp.int32(1), ROWS)}, TypeError, "indices must be of dtype int32, int"),
         ({"rows": SparseRows(IDS, IDS[:, None], jnp.int32(1), ROWS)}, TypeError, "values must be of dtype bfloat16"),
+        ({"rows": SparseRows(IDS, VALUES[:, :0], jnp.int32(1), ROWS)}, ValueError, "values must have at least one col"),
         ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 0)}, ValueError, "num_rows must be at least 1, got 0"),
         ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 2**31)}, ValueError, "num_rows must be below 2**31"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
