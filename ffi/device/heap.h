@@ -49,7 +49,8 @@ struct alignas(128) Heap {
   BarrierWords routers, everyone;                          // barriers among squads of this rank
   alignas(128) uint64_t exited;                            // teams that are done with the op
   alignas(128) uint64_t ticket;                            // the next piece of work for whoever is free
-  alignas(128) uint64_t pushed[kMaxChunks];                // teams that have pushed their part of a chunk
+  alignas(128) uint64_t push_ticket;                       // the next row for whoever is free to push
+  alignas(128) uint64_t pushed[kMaxChunks];                // how much of a chunk has been pushed
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };
