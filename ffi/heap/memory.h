@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -12,6 +13,12 @@ std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes);
 
 // Zeroed host memory that kernels can write.
 std::shared_ptr<void> allocate_on_host(std::size_t bytes);
+
+// Clears memory of a device, and waits for it.
+void clear_on_device(int ordinal, void* memory, std::size_t bytes);
+
+// Sets a word, which is zero or as small, that kernels may be waiting for.
+void signal_device(int ordinal, uint64_t* word, uint8_t value);
 
 // Lets the devices write to each other's memory. Throws std::runtime_error naming a pair that cannot.
 void connect_devices(const std::vector<int>& ordinals);

@@ -1,0 +1,26 @@
+// Small messages between two processes of a host, with a file descriptor where there is one.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_ep {
+
+struct Message {
+  enum class Kind : int32_t { share, mapped, refused, goodbye };
+
+  Kind kind;
+  int32_t seat;     // of which the region is the heap, or -1
+  uint64_t owner;   // a number of the process that has the region
+  uint64_t region;  // its number there
+  uint64_t bytes;
+  uint64_t base;   // where the one who answers has mapped it
+  char text[160];  // why it refuses
+};
+
+// False if the other process is gone.
+bool send_message(int socket, const Message& message, int descriptor = -1);
+
+// Sets `descriptor` to what came along, or -1. False if the other process is gone.
+bool receive_message(int socket, Message* message, int* descriptor);
+
+}  // namespace jax_ep
