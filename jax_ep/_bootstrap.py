@@ -1,6 +1,6 @@
 """How the processes of one host find each other: connected Unix sockets, of one user, who share a secret.
 
-The operating system only: no GPU, no JAX. The sockets' names are abstract (they begin with NUL): no file is left behind.
+The operating system only: no GPU, no JAX. The sockets' names are abstract (begin with NUL): no file is left behind.
 """
 
 import contextlib

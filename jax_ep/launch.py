@@ -11,17 +11,18 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 import jax
 
 _ROLE = "JAX_EP_LAUNCH"  # address, number of processes and index, in the environment of a started process
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
 _POLL_SECONDS = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep.launch", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jax_ep.launch", description="One process per GPU of this host.")
     parser.add_argument("-n", "--processes", type=int, required=True, help="how many, one per GPU")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script")
@@ -37,16 +38,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(role: str, options: argparse.Namespace) -> None:
-    """In a started process: joins the others and becomes the script."""
+    """In a started process: joins the others and becomes the script.
+
+    A script that fails ends at once: on the way out jax.distributed would wait for the others.
+    """
     address, count, index = role.split()
     jax.distributed.initialize(address, int(count), int(index), local_device_ids=[int(index)])
     sys.argv = [options.script, *options.rest]
-    if options.module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
-        runpy.run_path(options.script, run_name="__main__")
+    try:
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+            runpy.run_path(options.script, run_name="__main__")
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+        if exit.code:
+            _leave(exit.code if isinstance(exit.code, int) else 1)
+    except KeyboardInterrupt:
+        _leave(128 + signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _start_all(count: int, command: list[str]) -> int:

@@ -3,6 +3,8 @@
 import argparse
 import os
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
+import pytest
 import test_lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_ep import Group, JaxEpError, combine, dispatch, group as group_module
+from jax_ep import Group, JaxEpError, PeerLostError, PeerTimeoutError, combine, dispatch, group as group_module
 
 EXPERTS, HIDDEN = 16, 256
 TIMEOUT = 20.0
@@ -46,19 +49,17 @@ def results(group: Group) -> dict[str, Any]:
     def spread(x: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
+    def run(program: Callable[..., Any], operands: Iterable[np.ndarray]) -> Any:
+        return jax.block_until_ready(program(*map(spread, operands)))
+
     found: dict[str, Any] = {}
     for name, (_, _, options) in SETTINGS.items():
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", **options)
-        found[name] = program(*map(spread, case_of(name, group.size)))
-        jax.block_until_ready(found[name])
-    operands = [spread(x) for x in case_of("float32", group.size)]
-    found["gradients"] = helpers.per_rank(lambda *x: gradients(group, *x), group.mesh)(*operands)
-    jax.block_until_ready(found["gradients"])
-    found["scan"] = helpers.per_rank(lambda *x: repeated(group, *x), group.mesh)(*operands)
-    jax.block_until_ready(found["scan"])
+        found[name] = run(program, case_of(name, group.size))
+    for name, body in (("gradients", gradients), ("scan", repeated)):
+        found[name] = run(helpers.per_rank(partial(body, group), group.mesh), case_of("float32", group.size))
     operand, output, slices = slices_of(group.size)
-    found["ragged"] = test_lax.exchange(group)(*map(spread, (operand, output, *slices)))
-    jax.block_until_ready(found["ragged"])
+    found["ragged"] = run(test_lax.exchange(group), (operand, output, *slices))
     group.check()
     return found
 
@@ -79,7 +80,7 @@ def repeated(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array
 
 def save_shards(found: dict[str, Any], path: Path) -> None:
     """This process' part of every array, named by array and rank."""
-    shards = {
+    shards: dict[str, Any] = {
         f"{index} {shard.index[0].start or 0}": np.ascontiguousarray(shard.data).view(np.uint8)
         for index, array in enumerate(jax.tree.leaves(found))
         for shard in array.addressable_shards
@@ -89,18 +90,18 @@ def save_shards(found: dict[str, Any], path: Path) -> None:
 
 def lose_process(group: Group) -> None:
     """The last process dies; the others learn of it long before the timeout, and never hang."""
-    rank, start = jax.process_index(), time.monotonic()
-    if rank == jax.process_count() - 1:
+    start = time.monotonic()
+    if jax.process_index() == jax.process_count() - 1:
         os._exit(0)  # no goodbye, and nothing that the launcher would end the others for
-    try:
+    with pytest.raises((JaxEpError, jax.errors.JaxRuntimeError)):
         results(group)
-        raise AssertionError("an op without its peer ended well")
-    except (JaxEpError, jax.errors.JaxRuntimeError) as error:
-        print(f"process {rank}: {error}")
-    try:
+    with pytest.raises(PeerLostError, match=r"has ended|did not answer"):
         group.check()
-    except JaxEpError as error:
-        print(f"process {rank} lost {type(error).__name__} after {time.monotonic() - start:.1f} s: {error}", flush=True)
+    group.close()
+    assert time.monotonic() - start < TIMEOUT / 2
+    with pytest.raises(PeerTimeoutError, match=r"process \d+ did not"):
+        Group(group.mesh, "ep", timeout=0.5)
+    print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
     os._exit(0)  # jax.distributed would wait for the dead process
 
 
@@ -118,10 +119,9 @@ def main() -> None:
         assert group._native is not None
         if options.stage:
             group._native.stage_all()
-        found = results(group)
-        save_shards(found, options.folder / f"{jax.process_index()}.npz")
         if options.lose:
             lose_process(group)
+        save_shards(results(group), options.folder / f"{jax.process_index()}.npz")
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
 
 
