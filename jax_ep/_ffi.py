@@ -32,6 +32,7 @@ PLATFORMS = ("cpu", "cuda", "hip")
 MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
 _ERRORS: dict[str, type[JaxEpError]] = {
+    "JaxEpError": JaxEpError,
     "PeerTimeoutError": PeerTimeoutError,
     "PeerLostError": PeerLostError,
     "CapacityError": CapacityError,
@@ -113,7 +114,7 @@ def create_group(
         return library.Group(lines, timeout, poison, processes, sockets, group_id)
     except RuntimeError as error:
         kind, _, message = str(error).partition(": ")
-        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from None
+        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
@@ -122,7 +123,7 @@ def take_error(native: NativeGroup) -> JaxEpError | None:
     if found is None:
         return None
     kind, message = found
-    return _ERRORS.get(kind, JaxEpError)(message)
+    return _ERRORS[kind](message)
 
 
 def capacity_error(rank: int, needed: int, capacity: int) -> CapacityError:
