@@ -1,6 +1,7 @@
 """Run by `jax_ep.launch` in every process of `test_processes.py`, and in one process by that test itself."""
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +19,16 @@ import pytest
 import test_lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_ep import Group, JaxEpError, PeerLostError, PeerTimeoutError, combine, dispatch, group as group_module
+from jax_ep import (
+    CapacityError,
+    Group,
+    JaxEpError,
+    PeerLostError,
+    PeerTimeoutError,
+    combine,
+    dispatch,
+    group as group_module,
+)
 
 EXPERTS, HIDDEN = 16, 256
 TIMEOUT = 20.0
@@ -42,15 +52,16 @@ def slices_of(size: int) -> tuple[np.ndarray, np.ndarray, oracle.Slices]:
     return operand, -operand, test_lax.draw_slices(rng, 2, size)
 
 
+def spread(group: Group, x: np.ndarray) -> jax.Array:
+    """A rank's part on every device, each process putting its own."""
+    return jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
+
+
 def results(group: Group) -> dict[str, Any]:
     """Every op on all ranks, by name, the arrays with a leading axis of ranks."""
-    sharding = NamedSharding(group.mesh, P("ep"))
-
-    def spread(x: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     def run(program: Callable[..., Any], operands: Iterable[np.ndarray]) -> Any:
-        return jax.block_until_ready(program(*map(spread, operands)))
+        return jax.block_until_ready(program(*(spread(group, x) for x in operands)))
 
     found: dict[str, Any] = {}
     for name, (_, _, options) in SETTINGS.items():
@@ -88,6 +99,26 @@ def save_shards(found: dict[str, Any], path: Path) -> None:
     np.savez(path, **shards)
 
 
+def check_errors(group: Group) -> None:
+    """What one process sees of an overflow, after which the group goes on, and of a rank that never comes."""
+    operands = [spread(group, x) for x in case_of("float32", group.size)]
+    overflowing = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=8, implementation="ffi")
+    with helpers.expect_failure(group, CapacityError, "capacity is 8"):
+        jax.block_until_ready(overflowing(*operands))
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+    jax.block_until_ready(program(*operands))
+    group.check()
+
+    assert group._native is not None
+    stalled, holder = group.size - 1, jax.process_count() - 1
+    group._native.stall(stalled, "protocol")
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(program(*operands))
+    if jax.process_index() != holder:  # on a GPU the stalled rank does not even notice
+        with pytest.raises((PeerTimeoutError, PeerLostError), match=f"rank {stalled}"):
+            group.check()
+
+
 def lose_process(group: Group) -> None:
     """The last process dies; the others learn of it long before the timeout, and never hang."""
     start = time.monotonic()
@@ -122,6 +153,8 @@ def main() -> None:
         if options.lose:
             lose_process(group)
         save_shards(results(group), options.folder / f"{jax.process_index()}.npz")
+    with Group(group.mesh, "ep", timeout=1.0) as group:  # a second one, which maps nothing new
+        check_errors(group)
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
 
 

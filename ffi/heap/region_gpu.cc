@@ -13,7 +13,11 @@ namespace {
 struct Known {
   std::mutex mutex;
   std::map<gpu::Allocation, Region> regions;
+  int found = 0;  // of them, by find_region
 };
+
+// A pool has few regions. Who makes one per buffer would have them all kept here.
+constexpr int kMostFound = 32;
 
 Known& known() {
   static auto* const known = new Known;
@@ -79,13 +83,14 @@ std::optional<Region> find_region(int ordinal, const void* data, std::size_t byt
     gpu::ignore(gpu::release_memory(allocation));
   } else {
     int descriptor = -1;
-    if (gpu::address_range(&base, &size, address) != gpu::kSuccess ||
+    if (known().found >= kMostFound || gpu::address_range(&base, &size, address) != gpu::kSuccess ||
         gpu::export_memory(&descriptor, allocation) != gpu::kSuccess) {
       gpu::ignore(gpu::release_memory(allocation));
       return not_shareable();
     }
     const Region region{static_cast<char*>(base), size, number_of(allocation), descriptor};
     found = known().regions.emplace(allocation, region).first;
+    ++known().found;
   }
   const Region& region = found->second;
   const auto* begin = static_cast<const char*>(data);

@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <random>
+#include <set>
 
 namespace jax_ep {
 namespace {
@@ -20,15 +21,23 @@ uint64_t number_of_this_process() {
 
 // Maps every region of another process once, whatever the number of groups; mappings stay until the process ends.
 char* map_once(const Message& request, int descriptor, const std::vector<int>& devices) {
+  struct Mapping {
+    char* base = nullptr;
+    std::set<int> users;
+  };
   static std::mutex mutex;
-  static auto* const mapped = new std::map<std::pair<uint64_t, uint64_t>, char*>;
+  static auto* const mappings = new std::map<std::pair<uint64_t, uint64_t>, Mapping>;  // by owner and region
   std::lock_guard lock(mutex);
-  char*& base = (*mapped)[{request.owner, request.region}];
-  if (base)
-    allow_users(base, request.bytes, devices);
+  Mapping& mapping = (*mappings)[{request.owner, request.region}];
+  std::vector<int> further;
+  for (const int device : devices)
+    if (!mapping.users.count(device)) further.push_back(device);
+  if (!mapping.base)
+    mapping.base = map_region(descriptor, request.bytes, devices);
   else
-    base = map_region(descriptor, request.bytes, devices);
-  return base;
+    allow_users(mapping.base, request.bytes, further);
+  mapping.users.insert(devices.begin(), devices.end());
+  return mapping.base;
 }
 
 Message request_of(const Region& region, int seat) {
