@@ -32,6 +32,10 @@ from jax_ep import (
 
 EXPERTS, HIDDEN = 16, 256
 TIMEOUT = 20.0
+FAILURES = (
+    jax.errors.JaxRuntimeError,
+    ValueError,
+)  # the latter where the only device of a process runs a program inline
 SETTINGS: dict[str, tuple[int, Any, dict[str, Any]]] = {  # tokens, dtype, options of dispatch
     "float32": (37, np.float32, {}),
     "bfloat16 in chunks": (600, ml_dtypes.bfloat16, {}),
@@ -112,7 +116,7 @@ def check_errors(group: Group) -> None:
     assert group._native is not None
     stalled, holder = group.size - 1, jax.process_count() - 1
     group._native.stall(stalled, "protocol")
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
+    with contextlib.suppress(*FAILURES):
         jax.block_until_ready(program(*operands))
     if jax.process_index() != holder:  # on a GPU the stalled rank does not even notice
         with pytest.raises((PeerTimeoutError, PeerLostError), match=f"rank {stalled}"):
@@ -124,7 +128,7 @@ def lose_process(group: Group) -> None:
     start = time.monotonic()
     if jax.process_index() == jax.process_count() - 1:
         os._exit(0)  # no goodbye, and nothing that the launcher would end the others for
-    with pytest.raises((JaxEpError, jax.errors.JaxRuntimeError)):
+    with pytest.raises((JaxEpError, *FAILURES)):
         results(group)
     with pytest.raises(PeerLostError, match=r"has ended|did not answer"):
         group.check()
