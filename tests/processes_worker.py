@@ -31,7 +31,7 @@ from jax_ep import (
 )
 
 EXPERTS, HIDDEN = 16, 256
-TIMEOUT = 20.0
+TIMEOUT = 40.0
 FAILURES = (
     jax.errors.JaxRuntimeError,
     ValueError,
