@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -16,8 +17,8 @@
 namespace jax_ep::gpu {
 
 struct FakeAllocation {
-  int file;
-  int references;
+  int file = -1;
+  std::atomic<int> references = 1;
 };
 using Allocation = FakeAllocation*;
 using CaptureMode = int;
@@ -47,7 +48,7 @@ inline std::optional<std::pair<char*, FakeMapping>> fake_find(void* address) {
 inline Error exchange_capture_mode(CaptureMode*) { return kSuccess; }
 inline Error memory_granularity(std::size_t* bytes, int) { return *bytes = 1 << 21, kSuccess; }
 inline Error create_memory(Allocation* made, std::size_t bytes, int) {
-  *made = new FakeAllocation{memfd_create("fake", MFD_CLOEXEC), 1};
+  *made = new FakeAllocation{memfd_create("fake", MFD_CLOEXEC)};
   return ftruncate((*made)->file, static_cast<off_t>(bytes)) == 0 ? kSuccess : kFailed;
 }
 inline Error release_memory(Allocation allocation) { return --allocation->references < 0 ? kFailed : kSuccess; }
@@ -83,7 +84,7 @@ inline Error export_memory(int* descriptor, Allocation allocation) {
   return *descriptor < 0 ? kFailed : kSuccess;
 }
 inline Error import_memory(Allocation* allocation, int descriptor) {
-  *allocation = new FakeAllocation{dup(descriptor), 1};
+  *allocation = new FakeAllocation{dup(descriptor)};
   return kSuccess;
 }
 
