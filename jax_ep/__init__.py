@@ -12,5 +12,6 @@ from jax_ep.errors import (
 )
 from jax_ep.group import Group as Group
 from jax_ep.moe import combine as combine, dispatch as dispatch
+from jax_ep.profiling import profile as profile
 from jax_ep.routing import Dispatched as Dispatched, Routing as Routing
 from jax_ep.version import __version__ as __version__

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ class NativeGroup(Protocol):
 
     def close(self) -> None: ...
     def take_error(self) -> tuple[str, str] | None: ...
+    def start_recording(self) -> None: ...
+    def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
     def stall(self, rank: int, where: str) -> None: ...
     def stage_all(self) -> None: ...
 
@@ -124,6 +126,41 @@ def take_error(native: NativeGroup) -> JaxEpError | None:
         return None
     kind, message = found
     return _ERRORS[kind](message)
+
+
+class Span(NamedTuple):
+    """What one team of a rank was busy with. Times are those of the host's monotonic clock."""
+
+    squad: int
+    role: int  # 0 pushes, 1 fills
+    epoch: int
+    op: str
+    phase: str
+    begin_ns: int
+    end_ns: int
+
+
+class Recording(NamedTuple):
+    """What one rank recorded: (squad, role) after (squad, role), each in order of time."""
+
+    line: int
+    rank: int
+    lost: int  # phases that later ones have overwritten
+    unfinished: int  # teams that were inside an op when the recording ended
+    spans: list[Span]
+
+
+def start_recording(group: "Group") -> None:
+    assert group._native is not None
+    group._native.start_recording()
+
+
+def stop_recording(group: "Group") -> list[Recording]:
+    assert group._native is not None
+    return [
+        Recording(line, rank, lost, unfinished, [Span(*span) for span in spans])
+        for line, rank, lost, unfinished, spans in group._native.stop_recording()
+    ]
 
 
 def capacity_error(rank: int, needed: int, capacity: int) -> CapacityError:

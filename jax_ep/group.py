@@ -13,7 +13,7 @@ import numpy as np
 from jax._src import distributed  # the key-value store of jax.distributed has no public name
 from jax.sharding import Mesh
 
-from jax_ep import _bootstrap, _ffi
+from jax_ep import _bootstrap, _ffi, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
@@ -63,6 +63,7 @@ class Group:
         if _ffi.is_built(self.platform) and not self._needs_xla:
             self._native = self._create_native()
             self._finalizer = weakref.finalize(self, self._native.close)
+            profiling.group_opened(self)
         _open_groups.add(self)
 
     @property
@@ -97,7 +98,10 @@ class Group:
         self._closed = True
         _open_groups.discard(self)
         if self._native is not None:
-            self._finalizer()
+            try:
+                profiling.group_closing(self)
+            finally:
+                self._finalizer()
 
     def resolve(self, op: str, implementation: str) -> str:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone."""

@@ -4,10 +4,12 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "binding/decode.h"
 #include "binding/handlers.h"
+#include "heap/recorder.h"
 
 namespace py = pybind11;
 
@@ -46,6 +48,18 @@ py::dict types() {
   return all;
 }
 
+// (squad, role, epoch, op, phase, begin_ns, end_ns)
+using PySpan = std::tuple<int, int, uint64_t, const char*, const char*, int64_t, int64_t>;
+// (line, rank, lost, unfinished, spans)
+using PyRecording = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
+
+PyRecording to_python(const Recording& recording) {
+  std::vector<PySpan> spans;
+  for (const Span& s : recording.spans)
+    spans.emplace_back(s.squad, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
+  return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
+}
+
 // A group as Python holds it: registered while open.
 class Handle {
  public:
@@ -65,11 +79,21 @@ class Handle {
     if (!error) return std::nullopt;
     return std::pair{error->kind, error->message};
   }
+  void start_recording() {
+    if (!recorder_) recorder_ = std::make_unique<Recorder>(group_, group_->most_squads());
+    recorder_->start();
+  }
+  std::vector<PyRecording> stop_recording() {
+    std::vector<PyRecording> all;
+    for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
+    return all;
+  }
   void stall(int rank, const std::string& where) { group_->stall(rank, where); }
   void stage_all() { group_->stage_all(); }
 
  private:
   std::shared_ptr<PlatformGroup> group_;
+  std::unique_ptr<Recorder> recorder_;
   int64_t id_;
 };
 
@@ -91,6 +115,8 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)
       .def("take_error", &Handle::take_error)
+      .def("start_recording", &Handle::start_recording, unlocked)
+      .def("stop_recording", &Handle::stop_recording, unlocked)
       .def("stall", &Handle::stall)
       .def("stage_all", &Handle::stage_all);
 }

@@ -43,6 +43,7 @@ struct alignas(128) Heap {
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
+  uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) uint64_t posted[kMaxRanks];                 // by source: its mail is here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxChunks];  // by source: its rows of a chunk of tokens are here
   alignas(128) uint64_t acknowledged[kMaxRanks];           // by source: it has given up and writes here no more

@@ -89,7 +89,7 @@ JAX_EP_FN int router_squads(int assignments, int squads) {
 
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
 constexpr int kScaleBlock = 128;
-constexpr int kWireValues = 1024;
+constexpr int kWireValues = 2048;
 JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
 // Where the message that begins with value `first` of a row lies in its slot, and the size of a slot.
 JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {

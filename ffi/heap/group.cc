@@ -47,7 +47,7 @@ void Group::open_line(int line, bool poison) {
     for (int rank = 0; rank < size(); ++rank) comm.heaps[rank] = static_cast<Heap*>(make_heap({line, rank}));
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
     comm.report = nullptr;
-    if (device_of({line, comm.rank}) >= 0) {
+    if (is_local({line, comm.rank})) {
       memory_.push_back(allocate_on_host(sizeof(Report)));
       comm.report = static_cast<Report*>(memory_.back().get());
     }
@@ -57,7 +57,7 @@ void Group::open_line(int line, bool poison) {
 
 void* Group::make_heap(Seat seat) {
   const int device = device_of(seat), index = index_of(seat);
-  if (device < 0) return sharing_->await_heap(processes_[seat.line][seat.rank], index);
+  if (!is_local(seat)) return sharing_->await_heap(processes_[seat.line][seat.rank], index);
   if (!sharing_) {
     memory_.push_back(allocate_on_device(device, sizeof(Heap)));
     return memory_.back().get();
@@ -118,7 +118,7 @@ void Group::lose(int process) {
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
-      if (device_of({line, rank}) >= 0) raise_abort({line, rank}, culprit);
+      if (is_local({line, rank})) raise_abort({line, rank}, culprit);
 }
 
 void Group::raise_abort(Seat seat, int culprit) {

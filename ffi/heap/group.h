@@ -45,8 +45,9 @@ class Group {
   double timeout_seconds() const { return timeout_seconds_; }
   const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
 
-  // -1 if the device is of another process.
   int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
+  // Whether the device is of this process.
+  bool is_local(Seat seat) const { return device_of(seat) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
 
@@ -55,6 +56,9 @@ class Group {
 
   // Ends the group: nothing runs on it any more. May be called twice.
   virtual void close();
+
+  // Keeps memory that kernels use for as long as the group.
+  void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
   // Fails the group for good. The first failure is kept, but one that names a silent peer replaces one that does not.
   void fail(GroupError error);

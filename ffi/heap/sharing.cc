@@ -20,7 +20,7 @@ uint64_t number_of_this_process() {
 }
 
 // Maps every region of another process once, whatever the number of groups; mappings stay until the process ends.
-char* map_once(const Message& request, int descriptor, const std::vector<int>& devices) {
+char* map_once(const Note& request, int descriptor, const std::vector<int>& devices) {
   struct Mapping {
     char* base = nullptr;
     std::set<int> users;
@@ -40,14 +40,14 @@ char* map_once(const Message& request, int descriptor, const std::vector<int>& d
   return mapping.base;
 }
 
-Message request_of(const Region& region, int seat) {
-  Message message{};
-  message.kind = Message::Kind::share;
-  message.seat = seat;
-  message.owner = number_of_this_process();
-  message.region = region.id;
-  message.bytes = region.bytes;
-  return message;
+Note request_of(const Region& region, int seat) {
+  Note note{};
+  note.kind = Note::Kind::share;
+  note.seat = seat;
+  note.owner = number_of_this_process();
+  note.region = region.id;
+  note.bytes = region.bytes;
+  return note;
 }
 
 }  // namespace
@@ -73,11 +73,11 @@ void Sharing::close() {
     if (closing_) return;
     closing_ = true;
   }
-  Message goodbye{};
-  goodbye.kind = Message::Kind::goodbye;
+  Note goodbye{};
+  goodbye.kind = Note::Kind::goodbye;
   for (const int socket : sockets_) {
     if (socket < 0) continue;
-    send_message(socket, goodbye);
+    send_note(socket, goodbye);
     shutdown(socket, SHUT_RDWR);  // wakes the thread; the peer still reads what was sent
   }
   changed_.notify_all();
@@ -94,7 +94,7 @@ std::vector<char*> Sharing::share(const Region& region, int seat) {
       if (sockets_[process] < 0)
         shared.bases[process] = region.base;
       else
-        send_message(sockets_[process], request_of(region, seat), region.descriptor);
+        send_note(sockets_[process], request_of(region, seat), region.descriptor);
     }
   }
   for (size_t process = 0; process < sockets_.size(); ++process)
@@ -140,10 +140,10 @@ void Sharing::answer() {
     poll(open.data(), open.size(), -1);
     for (size_t i = 0; i < open.size(); ++i) {
       if (!open[i].revents) continue;
-      Message message{};
+      Note note{};
       int descriptor = -1;
-      if (receive_message(open[i].fd, &message, &descriptor))
-        handle(processes[i], message, descriptor);
+      if (receive_note(open[i].fd, &note, &descriptor))
+        handle(processes[i], note, descriptor);
       else
         end_of(processes[i]);
       if (descriptor >= 0) ::close(descriptor);
@@ -151,33 +151,33 @@ void Sharing::answer() {
   }
 }
 
-void Sharing::handle(int process, const Message& message, int descriptor) {
-  if (message.kind == Message::Kind::share) {
-    const Message answer = map(message, descriptor);
-    send_message(sockets_[process], answer);
+void Sharing::handle(int process, const Note& note, int descriptor) {
+  if (note.kind == Note::Kind::share) {
+    const Note answer = map(note, descriptor);
+    send_note(sockets_[process], answer);
     return;
   }
   std::lock_guard lock(mutex_);
-  if (message.kind == Message::Kind::goodbye) left_[process] = true;
-  if (const auto asked = shared_.find(message.region); asked != shared_.end()) {
-    if (message.kind == Message::Kind::mapped) asked->second.bases[process] = reinterpret_cast<char*>(message.base);
-    if (message.kind == Message::Kind::refused)
-      asked->second.refusal = "process " + std::to_string(process) + " of the group: " + message.text;
+  if (note.kind == Note::Kind::goodbye) left_[process] = true;
+  if (const auto asked = shared_.find(note.region); asked != shared_.end()) {
+    if (note.kind == Note::Kind::mapped) asked->second.bases[process] = reinterpret_cast<char*>(note.base);
+    if (note.kind == Note::Kind::refused)
+      asked->second.refusal = "process " + std::to_string(process) + " of the group: " + note.text;
   }
   changed_.notify_all();
 }
 
-Message Sharing::map(const Message& request, int descriptor) {
-  Message answer = request;
+Note Sharing::map(const Note& request, int descriptor) {
+  Note answer = request;
   try {
     char* base = map_once(request, descriptor, devices_);
-    answer.kind = Message::Kind::mapped;
+    answer.kind = Note::Kind::mapped;
     answer.base = reinterpret_cast<uint64_t>(base);
     std::lock_guard lock(mutex_);
     if (request.seat != kNoSeat) heaps_[request.seat] = base;
     changed_.notify_all();
   } catch (const std::exception& error) {
-    answer.kind = Message::Kind::refused;
+    answer.kind = Note::Kind::refused;
     std::snprintf(answer.text, sizeof(answer.text), "%s", error.what());
   }
   return answer;

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "heap/error.h"
-#include "heap/message.h"
+#include "heap/note.h"
 #include "heap/region.h"
 
 namespace jax_ep {
@@ -46,8 +46,8 @@ class Sharing {
   };
 
   void answer();
-  void handle(int process, const Message& message, int descriptor);
-  Message map(const Message& request, int descriptor);
+  void handle(int process, const Note& note, int descriptor);
+  Note map(const Note& request, int descriptor);
   void end_of(int process);
   void await(std::unique_lock<std::mutex>& lock, int process, const std::function<bool()>& ready);
 

@@ -20,6 +20,13 @@ class Announcer {
     written_ = rows.mark();
   }
 
+  // A row of `chunk` was begun, and with that the one begun before it was put.
+  template <class Rows>
+  JAX_EP_FN void begun(int chunk, Rows& rows) {
+    after(begun_, rows);
+    begun_ = chunk;
+  }
+
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {
     rows.complete_to(rows.mark());
@@ -29,7 +36,7 @@ class Announcer {
  private:
   Op& op_;
   const int chunks_;
-  int announced_ = 0, written_ = 0;
+  int announced_ = 0, written_ = 0, begun_ = 0;
 };
 
 }  // namespace jax_ep

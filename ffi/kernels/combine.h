@@ -26,15 +26,19 @@ class Combine {
   JAX_EP_FN void push() {
     const Place pusher = op_.team.pusher;
     if (pusher.index < 0) return;
+    op_.enter(Phase::send);
     const Schedule schedule(args_.num_tokens);
     const int ranks = op_.comm.size;
     Announcer announcer(op_, schedule.chunks);
     for (int i = pusher.index; i < ranks * args_.num_tokens && op_.may_push(); i += pusher.count) {
       const int home = (op_.comm.rank + 1 + i % ranks) % ranks, token = i / ranks;
-      if (home != op_.comm.rank) push_partial(home, token);
       if (args_.scalars) push_scalars(home, token);
-      announcer.after(token / schedule.chunk_tokens, rows_);
+      if (home != op_.comm.rank && push_partial(home, token)) announcer.begun(token / schedule.chunk_tokens, rows_);
     }
+    if (op_.may_push())
+      rows_.finish();
+    else
+      rows_.drop();
     announcer.finish(rows_);
   }
 
@@ -47,13 +51,17 @@ class Combine {
       asked = op_.ask_for_ticket();
       op_.wait_delivered(chunk);
       if (!op_.ok()) return;
+      op_.enter(Phase::reduce);
       rows_.acquire();
       const Range tokens = schedule.group(chunk, ticket % schedule.groups());
       for (int token = tokens.begin; token < tokens.end; ++token) reduce(token);
     }
   }
 
-  JAX_EP_FN void complete() { rows_.complete_to(rows_.mark()); }
+  JAX_EP_FN void complete() {
+    rows_.finish();
+    rows_.complete_to(rows_.mark());
+  }
 
  private:
   JAX_EP_FN int64_t table(int source, int token) const {
@@ -84,11 +92,16 @@ class Combine {
     return landing + (int64_t{source} * args_.num_tokens + token) * args_.hidden;
   }
 
-  JAX_EP_FN void push_partial(int home, int token) {
+  JAX_EP_FN auto place(T* row) const {
+    return line_up<char>(op_.team, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
+  }
+
+  // Returns whether there is anything to push.
+  JAX_EP_FN bool push_partial(int home, int token) {
     const auto terms = line_up<const T>(op_.team, args_.top_k, [&](int k) { return own_term(home, token, k); });
-    if (terms.empty()) return;
-    T* there = landed(static_cast<T*>(op_.mail_from(home)->buffers[0]), op_.comm.rank, token);
-    rows_.sum(terms, there);
+    if (terms.empty()) return false;
+    rows_.sum(terms, place(landed(static_cast<T*>(op_.mail_from(home)->buffers[0]), op_.comm.rank, token)));
+    return true;
   }
 
   JAX_EP_FN void push_scalars(int home, int token) {
@@ -109,7 +122,7 @@ class Combine {
     if (undelivered(token))
       fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{args_.hidden} * sizeof(T));
     else
-      rows_.sum(terms, out);
+      rows_.sum(terms, place(out));
     return_nothing(token);
   }
 

@@ -25,6 +25,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
 
 JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
   if (op.team.pusher.index < 0) return;
+  op.enter(Phase::send);
   RowMover mover(op.team);
   for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
     const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer

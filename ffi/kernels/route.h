@@ -20,6 +20,7 @@ class Router {
   // The whole of routing; `landing` is what peers write into. Returns whether rows may be sent.
   JAX_EP_FN bool route(void* landing) {
     if (op_.team.squad.index < squads_) {
+      op_.enter(Phase::count);
       count();
       sum_over_squad();
       op_.router_barrier(squads_);
@@ -27,6 +28,7 @@ class Router {
       op_.router_barrier(squads_);
       op_.post(landing, args_.rows, args_.arrived);
       op_.wait_posted();
+      op_.enter(Phase::layout);
       lay_out();
       op_.router_barrier(squads_);
       if (op_.ok() && rank_without_room() < 0) place();  // after it peers must be waited for
@@ -194,6 +196,7 @@ class Router {
 
   // Writes the targets of this team's assignments, and tells every rank which of its rows hold them.
   JAX_EP_FN void place() {
+    op_.enter(Phase::place);
     int32_t* bins_now = bins(op_.team.member.index);
     const int32_t* before = squad_bins(op_.team.squad.index);
     for (int e = op_.team.lane; e < args_.num_experts; e += Team::lanes) bins_now[e] += first_rows()[e] + before[e];

@@ -1,10 +1,11 @@
-// Sums of rows in float32: from wherever they are, to one place.
+// Sums of rows in float32: from wherever they are, to one place or several.
 #pragma once
 
 #include "device/copy.h"
 #include "device/lineup.h"
 #include "device/rows.h"
 #include "kernels/piece.h"
+#include "kernels/row_stream.h"
 
 namespace jax_ep {
 
@@ -20,92 +21,130 @@ class RowSum {
       : team_(team),
         hidden_(hidden),
         words_(words),
-        reader_(team, kSumValues<T> * sizeof(T), words),
-        writer_(team, kSumValues<T> * sizeof(T), words) {}
+        stream_(team, kBatchBytes, words),
+        writer_(team, kBatchBytes, words) {}
 
-  // out = the sum of weight * row over the terms, in their order.
-  template <class Terms>
-  JAX_EP_FN void sum(const Terms& terms, T* out) {
-    const auto place = line_up<char>(team_, 1, [&](int) { return Term<char>{reinterpret_cast<char*>(out), 1.0f}; });
-    if (reader_.in_bulk() && terms.cached() && terms.present() <= reader_.depth())
-      sum_ahead(terms, place);
-    else
-      sum_directly(terms, place);
+  // Puts the sum of weight * row over the terms, in their order, at every place. Where rows come in bulk, they do so
+  // while the sum before is made: the last one needs finish().
+  template <class Terms, class Places>
+  JAX_EP_FN void sum(const Terms& terms, const Places& places) {
+    if (!stream_.in_bulk() || !terms.cached() || !places.cached()) {
+      finish();
+      sum_directly(terms, places);
+    } else {
+      stream_.begin(terms.held(), places.held(), {hidden_ * static_cast<int>(sizeof(T)), kBatchBytes}, SumStaged{this});
+    }
   }
+  JAX_EP_FN void finish() { stream_.finish(SumStaged{this}); }
+  // Forgets a sum that was begun.
+  JAX_EP_FN void drop() { stream_.drop(); }
 
-  JAX_EP_FN void acquire() { reader_.acquire(); }
+  JAX_EP_FN void acquire() { stream_.acquire(); }
   JAX_EP_FN int mark() const { return writer_.mark(); }
   JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
 
  private:
   using Total = float[kLanePieces][kPieceValues<T>];
+  static constexpr int kBatchBytes = kSumValues<T> * sizeof(T);
+  static constexpr int kHalf = kLanePieces / 2;  // pieces are skipped by halves: a test for each would cost more
 
-  // The batches of all terms come while earlier ones are summed.
-  template <class Terms, class Place>
-  JAX_EP_FN void sum_ahead(const Terms& terms, const Place& place) {
-    const int present = terms.present(), ahead = present ? reader_.depth() / present : 0;
-    const auto ask = [&](int first) {
-      if (first < hidden_) reader_.ask(present, terms.mine().row + first, values(first) * static_cast<int>(sizeof(T)));
-    };
-    for (int i = 0; i < ahead; ++i) ask(i * kSumValues<T>);
+  struct SumStaged {
+    RowSum* sum;
+    JAX_EP_FN void operator()(const Held<const T>& terms, const Held<char>& places) const {
+      sum->sum_staged(terms, places);
+    }
+  };
+
+  JAX_EP_FN void sum_staged(const Held<const T>& terms, const Held<char>& places) {
     for (int first = 0; first < hidden_; first += kSumValues<T>) {
       Total total = {};
-      for (int i = 0; i < present; ++i) {
-        const T* batch = reinterpret_cast<const T*>(reader_.take());
-        add(batch, first, terms.weight(i), total);
+      const bool half = values(first) <= kSumValues<T> / 2;
+      for (int i = 0; i < terms.present(); ++i) {
+        add_staged(reinterpret_cast<const T*>(stream_.take()), half, terms.weight(i), total);
+        if (i == terms.present() - 1 || stream_.spent()) stream_.release();
       }
-      reader_.release();
-      ask(first + ahead * kSumValues<T>);
-      put(place, first, total);
+      put_staged(places, first, half, total);
     }
   }
 
-  template <class Terms, class Place>
-  JAX_EP_FN void sum_directly(const Terms& terms, const Place& place) {
+  template <class Terms, class Places>
+  JAX_EP_FN void sum_directly(const Terms& terms, const Places& places) {
+    if (Team::lanes > 1 && !words_) return sum_by_value(terms, places);
     for (int first = 0; first < hidden_; first += kSumValues<T>) {
       Total total = {};
       auto walk = terms.walk();
       for (auto term = walk.next(); term.row; term = walk.next()) add(term.row + first, first, term.weight, total);
-      put(place, first, total);
+      put(places, first, total);
+    }
+  }
+
+  // Rows of odd sizes: a value per lane at a time.
+  template <class Terms, class Places>
+  JAX_EP_FN void sum_by_value(const Terms& terms, const Places& places) {
+    for (int first = 0; first < hidden_; first += Team::lanes) {
+      const int at = smaller(first + team_.lane, hidden_ - 1);
+      float total = 0;
+      auto walk = terms.walk();
+      for (auto term = walk.next(); term.row; term = walk.next()) total += term.weight * to_float(term.row[at]);
+      auto each = places.walk();
+      for (char* place = each.next().row; place; place = each.next().row)
+        from_float(total, reinterpret_cast<T*>(place) + at);
     }
   }
 
   JAX_EP_FN int values(int first) const { return smaller(kSumValues<T>, hidden_ - first); }
   JAX_EP_FN int at(int piece) const { return (piece * Team::lanes + team_.lane) * kPieceValues<T>; }
   JAX_EP_FN int count(int piece, int first) const { return smaller(kPieceValues<T>, hidden_ - first - at(piece)); }
-  JAX_EP_FN bool whole(int first) const { return words_ && first + kSumValues<T> <= hidden_; }
 
-  JAX_EP_FN void add(const T* batch, int first, float weight, Total& total) const {
-    Piece<T> pieces[kLanePieces];
-    if (whole(first))
-      for (int i = 0; i < kLanePieces; ++i) pieces[i].load(batch + at(i));
-    else
-      for (int i = 0; i < kLanePieces; ++i) pieces[i].load(batch + at(i), count(i, first), words_);
-    for (int i = 0; i < kLanePieces; ++i) {
-      float values[kPieceValues<T>];
-      to_floats(pieces[i].values, values);
-      for (int j = 0; j < kPieceValues<T>; ++j) total[i][j] += weight * values[j];
-    }
+  JAX_EP_FN void add(const Piece<T>& piece, float weight, float (&total)[kPieceValues<T>]) const {
+    float values[kPieceValues<T>];
+    to_floats(piece.values, values);
+    for (int j = 0; j < kPieceValues<T>; ++j) total[j] += weight * values[j];
   }
 
-  template <class Place>
-  JAX_EP_FN void put(const Place& place, int first, const Total& total) {
-    writer_.put(place, int64_t{first} * sizeof(T), values(first) * static_cast<int>(sizeof(T)), [&](char* to) {
-      for (int i = 0; i < kLanePieces; ++i) {
-        Piece<T> piece;
-        from_floats(total[i], piece.values);
-        if (whole(first))
-          piece.store(reinterpret_cast<T*>(to) + at(i));
-        else
-          piece.store(reinterpret_cast<T*>(to) + at(i), count(i, first), words_);
-      }
+  // A stage is always whole: what lies behind the end of the row is added too, and never sent.
+  JAX_EP_FN void add_staged(const T* batch, bool half, float weight, Total& total) const {
+    add_pieces<0>(batch, weight, total);
+    if (!half) add_pieces<kHalf>(batch, weight, total);
+  }
+  template <int kFirst>
+  JAX_EP_FN void add_pieces(const T* batch, float weight, Total& total) const {
+    Piece<T> piece[kHalf];
+    for (int i = 0; i < kHalf; ++i) piece[i].load(batch + at(kFirst + i));
+    for (int i = 0; i < kHalf; ++i) add(piece[i], weight, total[kFirst + i]);
+  }
+  JAX_EP_FN void add(const T* batch, int first, float weight, Total& total) const {
+    Piece<T> piece[kLanePieces];
+    for (int i = 0; i < kLanePieces; ++i) piece[i].load(batch + at(i), count(i, first));
+    for (int i = 0; i < kLanePieces; ++i) add(piece[i], weight, total[i]);
+  }
+
+  JAX_EP_FN void put_staged(const Held<char>& places, int first, bool half, const Total& total) {
+    writer_.put(places, int64_t{first} * sizeof(T), values(first) * static_cast<int>(sizeof(T)), [&](char* to) {
+      store_pieces<0>(total, reinterpret_cast<T*>(to));
+      if (!half) store_pieces<kHalf>(total, reinterpret_cast<T*>(to));
     });
+  }
+  template <int kFirst>
+  JAX_EP_FN void store_pieces(const Total& total, T* to) const {
+    for (int i = 0; i < kHalf; ++i) rounded(total[kFirst + i]).store(to + at(kFirst + i));
+  }
+  template <class Places>
+  JAX_EP_FN void put(const Places& places, int first, const Total& total) {
+    writer_.put(places, int64_t{first} * sizeof(T), values(first) * static_cast<int>(sizeof(T)), [&](char* to) {
+      for (int i = 0; i < kLanePieces; ++i) rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i), count(i, first));
+    });
+  }
+  JAX_EP_FN Piece<T> rounded(const float (&total)[kPieceValues<T>]) const {
+    Piece<T> piece;
+    from_floats(total, piece.values);
+    return piece;
   }
 
   const Team& team_;
   const int hidden_;
   const bool words_;
-  RowReader reader_;
+  RowStream<T, Held<char>> stream_;
   RowWriter writer_;
 };
 

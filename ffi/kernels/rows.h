@@ -70,6 +70,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t byte
                            Sink sink) {
   const Place pusher = op.team.pusher;
   if (!op.ok() || pusher.index < 0) return;
+  op.enter(Phase::send);
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule.chunks);
   bool may_push = op.may_push();
@@ -97,7 +98,9 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
     const int chunk = ticket / per_chunk, group = ticket % per_chunk / sources;
     const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
     op.wait_delivered(source, chunk);
-    if (op.ok()) visit(source, schedule.group(chunk, group));
+    if (!op.ok()) return;
+    op.enter(Phase::expand);
+    visit(source, schedule.group(chunk, group));
   }
 }
 
@@ -142,6 +145,7 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const int32_t
   const Team& team = op.team;
   const Place filler = team.filler;
   if (!op.ok() || filler.index < 0) return;
+  op.enter(Phase::pad);
   const auto zero = [&](int begin, int end, int first, int step) {
     for (int row = begin + first; row < smaller(end, capacity); row += step)
       fill_row(team, received + row * bytes, 0, bytes);

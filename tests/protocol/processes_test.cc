@@ -12,9 +12,13 @@
 
 #include "heap/reach.h"
 #include "kernels/kernels.h"
+#include "platform/gpu/kernel_launch.h"
 #include "vmm.h"
 
 namespace jax_ep {
+
+gpu::Error launch_clock(ClockFace*, int) { return gpu::kFailed; }  // only recordings ask for the time
+
 namespace {
 
 constexpr int kRanks = 4, kRowBytes = 48;

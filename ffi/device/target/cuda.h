@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ __forceinline__
+#define JAX_EP_COLD_FN __device__ __noinline__
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/cuda_mover.h"
 #define JAX_EP_STREAMS "device/target/cuda_streams.h"
@@ -19,7 +20,7 @@ constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kGroupTokens = 8;
-constexpr int kLanePieces = 4;
+constexpr int kLanePieces = 8;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   uint64_t value;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
+#define JAX_EP_COLD_FN __device__ inline __attribute__((noinline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
 #define JAX_EP_STREAMS "device/target/plain_streams.h"

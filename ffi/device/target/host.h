@@ -6,6 +6,7 @@
 #include <thread>
 
 #define JAX_EP_FN inline
+#define JAX_EP_COLD_FN inline
 #define JAX_EP_CONSTANT_FN constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
 #define JAX_EP_STREAMS "device/target/plain_streams.h"

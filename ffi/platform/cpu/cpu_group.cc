@@ -95,7 +95,7 @@ void CpuGroup::release(const GroupError& error) {
 GroupError CpuGroup::nobody_came(int line, const Gathering& gathering) const {
   std::string missing;
   for (int rank = 0; rank < size(); ++rank)
-    if (device_of({line, rank}) >= 0 && !gathering.arrivals.count(rank))
+    if (is_local({line, rank}) && !gathering.arrivals.count(rank))
       missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", timeout_seconds());

@@ -34,6 +34,9 @@ class CpuGroup final : public Group {
   // their tasks run; `done` is called exactly once, on a thread that may block.
   void arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task task, Completion done);
 
+  // The most squads that an op has.
+  int most_squads() const { return 1; }
+
   // Test hook: this rank never arrives ("arrival"), or stops inside the protocol ("protocol"), until the group fails.
   void stall(int rank, const std::string& where);
 

@@ -25,7 +25,11 @@ inline Error allocate_host(void** memory, std::size_t bytes) {
 inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
   return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
+inline Error copy(void* to, const void* from, std::size_t bytes) {
+  return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+}
 inline Error synchronize() { return cudaDeviceSynchronize(); }
+inline Error synchronize_stream(Stream stream) { return cudaStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0); }
 inline Error processor_count(int* count, int device) {

@@ -1,6 +1,7 @@
 // Launching kernels: plain functions, so that only kernels.cu is device code.
 #pragma once
 
+#include "device/timeline.h"
 #include "kernels/args.h"
 #include "platform/gpu/launch_config.h"
 #include "runtime.h"
@@ -11,6 +12,9 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
+
+// Answers so many questions of the host for the time of the current device, on its default stream.
+gpu::Error launch_clock(ClockFace* face, int questions);
 
 // Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
 gpu::Error load_kernels();

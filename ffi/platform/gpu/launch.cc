@@ -19,7 +19,7 @@ void PlatformGroup::close() {
   Group::close();
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
-      if (device_of({line, rank}) >= 0) raise_abort({line, rank}, /*culprit=*/0);
+      if (is_local({line, rank})) raise_abort({line, rank}, /*culprit=*/0);
 }
 
 }  // namespace jax_ep

@@ -26,6 +26,8 @@ class PlatformGroup final : public Group {
   void close() override;
 
   int processors() const { return processors_; }
+  // The most squads that an op has: launch_config asks for one a processor at most.
+  int most_squads() const { return processors_; }
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }

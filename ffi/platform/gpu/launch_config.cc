@@ -5,9 +5,7 @@ namespace {
 
 // Shared memory of a team: barriers, then stages. Measured on H200 by benchmarks/kernels.
 constexpr int kMoveBytes = 128 + 3 * 7168;    // a ring of three pieces of a row
-constexpr int kStreamBytes = 128 + 7 * 2048;  // two batches to write, five to read
-constexpr int kWideBytes = 128 + 14 * 2048;   // two batches to write, twelve to read
-constexpr int kFewTokens = 512;
+constexpr int kStreamBytes = 128 + 7 * 4096;  // two batches to write, five to read
 
 // A share of the processors, and no more than there is work for.
 int blocks_for(int work, int processors, int percent) {
@@ -21,11 +19,10 @@ LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, int processo
   switch (op) {
     case OpKind::dispatch:
     case OpKind::scatter:
-      if (encoded) return {blocks_for(num_tokens, processors, 50), 512, 4, kStreamBytes};
+      if (encoded) return {blocks_for(num_tokens, processors, 50), 256, 4, kStreamBytes};
       return {blocks_for(num_tokens, processors, 50), 256, 4, kMoveBytes};
     case OpKind::combine:
-      if (num_tokens <= kFewTokens) return {blocks_for(num_tokens, processors, 73), 256, 6, kWideBytes};
-      return {blocks_for(num_tokens, processors, 73), 512, 8, kStreamBytes};
+      return {blocks_for(num_tokens, processors, 73), 256, 6, kStreamBytes};
     case OpKind::ragged_all_to_all:
       return {blocks_for(processors, processors, 25), 256, 8, kMoveBytes};
   }

@@ -25,7 +25,11 @@ inline Error allocate_host(void** memory, std::size_t bytes) {
 inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
   return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, stream);
 }
+inline Error copy(void* to, const void* from, std::size_t bytes) {
+  return hipMemcpy(to, from, bytes, hipMemcpyDefault);
+}
 inline Error synchronize() { return hipDeviceSynchronize(); }
+inline Error synchronize_stream(Stream stream) { return hipStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); }
 inline Error processor_count(int* count, int device) {

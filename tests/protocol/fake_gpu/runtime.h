@@ -7,6 +7,7 @@
 
 namespace jax_ep::gpu {
 
+using Stream = void*;
 enum Error { kSuccess, kPeerAlreadyEnabled, kFailed };
 
 inline const char* describe(Error) { return "the fake runtime refused"; }
@@ -19,7 +20,9 @@ inline Error allocate(void** memory, std::size_t bytes) {
 }
 inline Error fill(void* memory, int byte, std::size_t bytes) { return std::memset(memory, byte, bytes), kSuccess; }
 inline Error allocate_host(void** memory, std::size_t bytes) { return allocate(memory, bytes); }
+inline Error copy(void* to, const void* from, std::size_t bytes) { return std::memcpy(to, from, bytes), kSuccess; }
 inline Error synchronize() { return kSuccess; }
+inline Error synchronize_stream(Stream) { return kSuccess; }
 inline Error can_access_peer(int* can, int, int) { return *can = 1, kSuccess; }
 inline Error enable_peer(int) { return kSuccess; }
 

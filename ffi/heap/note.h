@@ -1,11 +1,11 @@
-// Small messages between two processes of a host, with a file descriptor where there is one.
+// Notes between two processes of a host, each with a file descriptor where there is one.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ep {
 
-struct Message {
+struct Note {
   enum class Kind : int32_t { share, mapped, refused, goodbye };
 
   Kind kind;
@@ -18,9 +18,9 @@ struct Message {
 };
 
 // False if the other process is gone.
-bool send_message(int socket, const Message& message, int descriptor = -1);
+bool send_note(int socket, const Note& note, int descriptor = -1);
 
 // Sets `descriptor` to what came along, or -1. False if the other process is gone.
-bool receive_message(int socket, Message* message, int* descriptor);
+bool receive_note(int socket, Note* note, int* descriptor);
 
 }  // namespace jax_ep

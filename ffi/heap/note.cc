@@ -1,4 +1,4 @@
-#include "heap/message.h"
+#include "heap/note.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@ struct Envelope {
   iovec body;
   msghdr header{};
 
-  explicit Envelope(Message* message) : body{message, sizeof(Message)} {
+  explicit Envelope(Note* note) : body{note, sizeof(Note)} {
     header.msg_iov = &body;
     header.msg_iovlen = 1;
     header.msg_control = control;
@@ -25,8 +25,8 @@ struct Envelope {
 
 }  // namespace
 
-bool send_message(int socket, const Message& message, int descriptor) {
-  Message copy = message;
+bool send_note(int socket, const Note& note, int descriptor) {
+  Note copy = note;
   Envelope envelope(&copy);
   if (descriptor < 0) {
     envelope.header.msg_controllen = 0;
@@ -40,18 +40,18 @@ bool send_message(int socket, const Message& message, int descriptor) {
   ssize_t sent;
   do sent = sendmsg(socket, &envelope.header, MSG_NOSIGNAL);
   while (sent < 0 && errno == EINTR);
-  return sent == static_cast<ssize_t>(sizeof(Message));
+  return sent == static_cast<ssize_t>(sizeof(Note));
 }
 
-bool receive_message(int socket, Message* message, int* descriptor) {
-  Envelope envelope(message);
+bool receive_note(int socket, Note* note, int* descriptor) {
+  Envelope envelope(note);
   *descriptor = -1;
   ssize_t received;
   do received = recvmsg(socket, &envelope.header, MSG_CMSG_CLOEXEC);
   while (received < 0 && errno == EINTR);
   const cmsghdr* attached = received > 0 ? CMSG_FIRSTHDR(&envelope.header) : nullptr;
   if (attached && attached->cmsg_type == SCM_RIGHTS) std::memcpy(descriptor, CMSG_DATA(attached), sizeof(int));
-  return received == static_cast<ssize_t>(sizeof(Message));
+  return received == static_cast<ssize_t>(sizeof(Note));
 }
 
 }  // namespace jax_ep
