@@ -19,9 +19,8 @@ ON_CPU = jax.default_backend() == "cpu"
 PROCESSES, CPU_DEVICES = (2, 2) if ON_CPU else (helpers.largest_size(), 1)
 SIZE = PROCESSES * CPU_DEVICES
 
-# XLA's pool as one region, as regions that grow, and memory that other processes cannot map.
+# On GPUs: XLA's pool as one region, not as regions that grow as conftest asks for; memory that nobody else can map.
 PREALLOCATED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
-GROWING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 UNMAPPABLE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
@@ -88,10 +87,9 @@ def in_one_process(open_group: OpenGroup, *, staged: bool = False) -> dict[str, 
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [
-        pytest.param((), {}, id="default"),
+        pytest.param((), {}, id="growing"),
         pytest.param(("--stage",), {}, id="staging"),
         pytest.param((), PREALLOCATED, id="preallocated", marks=on_gpus),
-        pytest.param((), GROWING, id="growing", marks=on_gpus),
         pytest.param((), UNMAPPABLE, id="unmappable", marks=on_gpus),
         pytest.param((), {"JAX_EP_DEBUG_POISON": "1"}, id="poisoned", marks=on_gpus),
     ],
