@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
+_ERRORS: dict[str, type[JaxEpError]] = {
+    "JaxEpError": JaxEpError,
+    "PeerTimeoutError": PeerTimeoutError,
+    "PeerLostError": PeerLostError,
+    "CapacityError": CapacityError,
+    "InvalidRoutingError": InvalidRoutingError,
+    "GroupClosedError": GroupClosedError,
+}
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 
 
@@ -43,6 +52,7 @@ class NativeGroup(Protocol):
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
     def stall(self, rank: int, where: str) -> None: ...
+    def stage_all(self) -> None: ...
 
 
 def library_name(device: Any) -> str:
@@ -50,6 +60,11 @@ def library_name(device: Any) -> str:
     if device.platform != "gpu":
         return device.platform
     return "hip" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def ordinal(device: Any) -> int:
+    """What XLA calls a device of this process when it calls a handler."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def is_built(platform: str) -> bool:
@@ -77,10 +92,31 @@ def _library(platform: str) -> ModuleType:
     return library
 
 
-def create_group(platform: str, lines: list[list[int]], timeout: float) -> NativeGroup:
-    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass."""
+def create_group(
+    platform: str,
+    lines: list[list[int]],
+    timeout: float,
+    *,
+    group_id: int = 0,
+    processes: Sequence[Sequence[int]] = (),
+    sockets: Sequence[int] = (),
+) -> NativeGroup:
+    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
+
+    Args:
+      lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
+      timeout: seconds.
+      group_id: by which compiled programs find the group, the same in all processes; 0 for any.
+      processes: by line and rank, if some are of other processes.
+      sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
+    """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
-    return _library(platform).Group(lines, timeout, poison)
+    library = _library(platform)
+    try:
+        return library.Group(lines, timeout, poison, processes, sockets, group_id)
+    except RuntimeError as error:
+        kind, _, message = str(error).partition(": ")
+        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
@@ -89,14 +125,7 @@ def take_error(native: NativeGroup) -> JaxEpError | None:
     if found is None:
         return None
     kind, message = found
-    kinds: dict[str, type[JaxEpError]] = {
-        "PeerTimeoutError": PeerTimeoutError,
-        "PeerLostError": PeerLostError,
-        "CapacityError": CapacityError,
-        "InvalidRoutingError": InvalidRoutingError,
-        "GroupClosedError": GroupClosedError,
-    }
-    return kinds.get(kind, JaxEpError)(message)
+    return _ERRORS[kind](message)
 
 
 class Span(NamedTuple):

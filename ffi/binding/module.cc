@@ -63,8 +63,11 @@ PyRecording to_python(const Recording& recording) {
 // A group as Python holds it: registered while open.
 class Handle {
  public:
-  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison)
-      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison)), id_(register_group(group_)) {}
+  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
+         std::vector<int> sockets, int64_t id)
+      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                               Neighbours{std::move(processes), std::move(sockets)})),
+        id_(register_group(group_, id)) {}
 
   int64_t id() const { return id_; }
   void close() {
@@ -86,6 +89,7 @@ class Handle {
     return all;
   }
   void stall(int rank, const std::string& where) { group_->stall(rank, where); }
+  void stage_all() { group_->stage_all(); }
 
  private:
   std::shared_ptr<PlatformGroup> group_;
@@ -105,13 +109,16 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("wire_row_bytes", &wire_row_bytes);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
-      .def(py::init<std::vector<std::vector<int>>, double, bool>(), unlocked)
+      .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
+                    int64_t>(),
+           unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)
       .def("take_error", &Handle::take_error)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
-      .def("stall", &Handle::stall);
+      .def("stall", &Handle::stall)
+      .def("stage_all", &Handle::stage_all);
 }
 
 }  // namespace jax_ep

@@ -82,16 +82,17 @@ class Op {
   // Among the teams of the first squads only.
   JAX_EP_FN void router_barrier(int squads) { meet(&heap->routers, squads); }
 
-  // Tells every peer where it may write, when the rest of the mail is written and the teams have met.
+  // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
+  // met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
     team.sync();
     if (!ok() || team.index != 0) return;
     enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
-      box->buffers[0] = a;
-      box->buffers[1] = b;
-      box->buffers[2] = c;
+      box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
+      box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
+      box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
     }
   }

@@ -22,6 +22,9 @@ inline Error fill(void* memory, int byte, std::size_t bytes) { return cudaMemset
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
 }
+inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+}
 inline Error copy(void* to, const void* from, std::size_t bytes) {
   return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
 }

@@ -4,10 +4,11 @@ namespace jax_ep {
 
 ffi::TypeId CallSite::id = {};
 
-PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison)
-    : Group(lines, timeout_seconds, poison) {
-  for (const std::vector<int>& line : lines)
-    for (const int device : line) {
+PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
+                             Neighbours neighbours)
+    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours)) {
+  for (int line = 0; line < line_count(); ++line)
+    for (const int device : local_devices(line)) {
       const gpu::DeviceScope scope(device);
       gpu::check(load_kernels(), "loading kernels");
       gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
@@ -17,10 +18,8 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
 void PlatformGroup::close() {
   Group::close();
   for (int line = 0; line < line_count(); ++line)
-    for (int rank = 0; rank < size(); ++rank) {
-      const gpu::DeviceScope scope(device_of({line, rank}));
-      gpu::check(gpu::fill(&comm({line, rank}).heaps[rank]->abort, 1, 1), "closing the group");
-    }
+    for (int rank = 0; rank < size(); ++rank)
+      if (is_local({line, rank})) raise_abort({line, rank}, /*culprit=*/0);
 }
 
 }  // namespace jax_ep

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "binding/registry.h"
+#include "heap/reach.h"
 #include "platform/gpu/device_scope.h"
 #include "platform/gpu/kernel_launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -19,7 +20,7 @@ constexpr ffi::Traits kTraits = ffi::Traits::kCmdBufferCompatible;
 
 class PlatformGroup final : public Group {
  public:
-  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison);
+  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
 
   // Also raises the abort words, for graphs that were captured and may be launched again.
   void close() override;
@@ -64,14 +65,29 @@ bool is_encoded(const Args&) {
   return false;
 }
 
+inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) {
+  for (const Copy& copy : copies)
+    if (const gpu::Error error = gpu::copy(copy.to, copy.from, copy.bytes, stream); error != gpu::kSuccess)
+      return error;
+  return gpu::kSuccess;
+}
+
 template <class Args>
-ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) try {
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
   if (group->stalled(seat)) return ffi::Error::Success();
   const LaunchConfig config = launch_config(kind_of(args), tokens_of(args), is_encoded(args), group->processors());
-  const gpu::Error error = launch_kernel(config, call.stream, group->comm(seat), args);
+  const Reached<Args> reached = reach(*group, seat, args);
+  gpu::Error error = copy_all(reached.before, call.stream);
+  if (error == gpu::kSuccess) error = launch_kernel(config, call.stream, reached.comm, reached.args);
+  if (error == gpu::kSuccess) error = copy_all(reached.after, call.stream);
   if (error == gpu::kSuccess) return ffi::Error::Success();
   return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + gpu::describe(error)};
+} catch (const GroupException& failure) {
+  group->fail(failure.error);
+  return to_ffi(failure.error);
+} catch (const std::exception& error) {
+  return {ffi::ErrorCode::kInternal, std::string(name_of(kind_of(args))) + ": " + error.what()};
 }
 
 }  // namespace jax_ep

@@ -22,6 +22,9 @@ inline Error fill(void* memory, int byte, std::size_t bytes) { return hipMemset(
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped);
 }
+inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, stream);
+}
 inline Error copy(void* to, const void* from, std::size_t bytes) {
   return hipMemcpy(to, from, bytes, hipMemcpyDefault);
 }
