@@ -51,6 +51,8 @@ class NativeGroup(Protocol):
     def take_error(self) -> tuple[str, str] | None: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
+    def limit_processors(self, most: int) -> None: ...
+    def launch_config(self, op: int, num_tokens: int, encoded: bool) -> list[int] | None: ...
     def stall(self, rank: int, where: str) -> None: ...
     def stage_all(self) -> None: ...
 
@@ -117,6 +119,21 @@ def create_group(
     except RuntimeError as error:
         kind, _, message = str(error).partition(": ")
         raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
+
+
+class LaunchConfig(NamedTuple):
+    """How an op is launched on a GPU. A block takes a whole SM; its first warps push rows, the others take them in."""
+
+    blocks: int
+    threads: int
+    pushers_per_block: int
+    shared_bytes_per_warp: int
+
+
+def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
+    """None on a CPU, whose ranks are threads."""
+    found = native.launch_config(_library(platform).op_kinds[op], num_tokens, encoded)
+    return None if found is None else LaunchConfig(*found)
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:

@@ -12,10 +12,12 @@ import jax
 import numpy as np
 from jax._src import distributed  # the key-value store of jax.distributed has no public name
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jax_ep import _bootstrap, _ffi, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
+LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 _opened: collections.Counter[str] = collections.Counter()  # groups over several processes, by what they are over
 
@@ -33,20 +35,25 @@ class Group:
     Args:
       mesh: the mesh that `jax.shard_map` runs over.
       axis_name: the axis whose devices exchange tokens.
+      max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
+        measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
+        deadlock with a collective that runs beside it, until the timeout.
       timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`.
 
     The devices may be of several processes of one host (`jax.distributed`): then all of them create the group, in the
     same order as any other groups over these devices.
 
     Raises:
-      ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout is not positive.
+      ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout or max_sms is not positive.
       PlatformError: a line has GPUs of several hosts.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
 
-    def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0):
+    def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0, max_sms: int | None = None):
         if axis_name not in mesh.axis_names:
             raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+        if max_sms is not None and not max_sms > 0:
+            raise ValueError(f"Group: max_sms must be a positive number of SMs or None, got {max_sms}")
         if not timeout > 0:
             raise ValueError(f"Group: timeout must be a positive number of seconds, got {timeout}")
         platforms = {device.platform for device in mesh.devices.flat}
@@ -62,6 +69,8 @@ class Group:
         self._native: _ffi.NativeGroup | None = None
         if _ffi.is_built(self.platform) and not self._needs_xla:
             self._native = self._create_native()
+            if max_sms is not None:
+                self._native.limit_processors(max_sms)
             self._finalizer = weakref.finalize(self, self._native.close)
             profiling.group_opened(self)
         _open_groups.add(self)
@@ -90,6 +99,22 @@ class Group:
             error = _ffi.take_error(self._native)
             if error is not None:
                 raise error
+
+    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> _ffi.LaunchConfig:
+        """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
+
+        Raises:
+          ValueError: there is no such op.
+          PlatformError: the group has no kernels, or they run on a CPU, as threads.
+        """
+        if op not in LAUNCHED:
+            raise ValueError(f"launch_config: op must be one of {LAUNCHED}, got {op!r}")
+        config = None
+        if self._native is not None:
+            config = _ffi.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
+        if config is None:
+            raise PlatformError(f"launch_config: {self!r} launches no GPU kernels")
+        return config
 
     def close(self) -> None:
         """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""

@@ -200,7 +200,7 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
-    CHECK(load_kernels());
+    CHECK(load_kernels(227 * 1024));
   }
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
   const auto fits = [&](const LaunchConfig& c) { return c.blocks * ranks_per_gpu <= 132; };

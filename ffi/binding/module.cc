@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -60,6 +61,13 @@ PyRecording to_python(const Recording& recording) {
   return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
 }
 
+py::dict op_kinds() {
+  py::dict kinds;
+  for (const OpKind op : {OpKind::dispatch, OpKind::combine, OpKind::ragged_all_to_all})
+    kinds[name_of(op)] = static_cast<int>(op);
+  return kinds;
+}
+
 // A group as Python holds it: registered while open.
 class Handle {
  public:
@@ -88,6 +96,11 @@ class Handle {
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
   }
+  void limit_processors(int most) { group_->limit_processors(most); }
+  // Blocks, threads, pushing warps of a block, bytes of shared memory of a warp; nothing on a CPU.
+  std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
+    return describe_launch(*group_, static_cast<OpKind>(op), num_tokens, encoded);
+  }
   void stall(int rank, const std::string& where) { group_->stall(rank, where); }
   void stage_all() { group_->stage_all(); }
 
@@ -103,6 +116,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMaxExperts;
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
   module.def("types", &types);
   module.def("route_scratch", &route_scratch);
@@ -117,6 +131,8 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("take_error", &Handle::take_error)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
+      .def("limit_processors", &Handle::limit_processors)
+      .def("launch_config", &Handle::launch_config)
       .def("stall", &Handle::stall)
       .def("stage_all", &Handle::stage_all);
 }

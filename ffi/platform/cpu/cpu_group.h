@@ -36,6 +36,8 @@ class CpuGroup final : public Group {
 
   // The most squads that an op has.
   int most_squads() const { return 1; }
+  // A rank's part of an op is one thread.
+  void limit_processors(int) {}
 
   // Test hook: this rank never arrives ("arrival"), or stops inside the protocol ("protocol"), until the group fails.
   void stall(int rank, const std::string& where);

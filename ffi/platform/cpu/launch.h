@@ -1,8 +1,9 @@
 // How the bindings start an op on the CPU: park it with its group, and give XLA a future.
 #pragma once
 
-#include <cstring>
+#include <array>
 #include <memory>
+#include <optional>
 
 #include "binding/registry.h"
 #include "heap/reach.h"
@@ -15,6 +16,10 @@ namespace jax_ep {
 namespace ffi = xla::ffi;
 
 using PlatformGroup = CpuGroup;
+
+inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup&, OpKind, int, bool) {
+  return std::nullopt;
+}
 using LaunchResult = ffi::Future;
 constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
 

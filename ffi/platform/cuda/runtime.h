@@ -35,6 +35,9 @@ inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0);
 inline Error processor_count(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
+inline Error shared_memory(int* bytes, int device) {
+  return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
 inline Error allow_shared(const void* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }

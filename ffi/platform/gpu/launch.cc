@@ -10,9 +10,11 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
   for (int line = 0; line < line_count(); ++line)
     for (const int device : local_devices(line)) {
       const gpu::DeviceScope scope(device);
-      gpu::check(load_kernels(), "loading kernels");
       gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
+      gpu::check(gpu::shared_memory(&budget_.shared_bytes, device), "asking for the shared memory of a block");
+      gpu::check(load_kernels(budget_.shared_bytes), "loading kernels");
     }
+  budget_.blocks = default_blocks(processors_);
 }
 
 void PlatformGroup::close() {

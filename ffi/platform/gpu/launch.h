@@ -1,7 +1,10 @@
 // How the bindings start an op on a GPU: one kernel on XLA's stream.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +28,14 @@ class PlatformGroup final : public Group {
   // Also raises the abort words, for graphs that were captured and may be launched again.
   void close() override;
 
-  int processors() const { return processors_; }
-  // The most squads that an op has: launch_config asks for one a processor at most.
-  int most_squads() const { return processors_; }
+  // The most squads that an op has.
+  int most_squads() const { return budget_.blocks; }
+
+  // From now on ops take at most so many processors.
+  void limit_processors(int most) { budget_.blocks = std::min(most, processors_); }
+  LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
+    return launch_config(op, num_tokens, encoded, budget_);
+  }
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
@@ -35,8 +43,15 @@ class PlatformGroup final : public Group {
 
  private:
   int processors_ = 0;
+  Budget budget_{};
   int stalled_ = -1;
 };
+
+inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
+                                                         bool encoded) {
+  const LaunchConfig config = group.config(op, num_tokens, encoded);
+  return {{config.blocks, config.threads, config.pushers_per_block, config.team_bytes}};
+}
 
 // What a handler learns from XLA about its call.
 struct Call {
@@ -76,7 +91,7 @@ template <class Args>
 ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) try {
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
   if (group->stalled(seat)) return ffi::Error::Success();
-  const LaunchConfig config = launch_config(kind_of(args), tokens_of(args), is_encoded(args), group->processors());
+  const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
   const Reached<Args> reached = reach(*group, seat, args);
   gpu::Error error = copy_all(reached.before, call.stream);
   if (error == gpu::kSuccess) error = launch_kernel(config, call.stream, reached.comm, reached.args);

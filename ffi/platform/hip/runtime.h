@@ -35,6 +35,9 @@ inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); 
 inline Error processor_count(int* count, int device) {
   return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
 }
+inline Error shared_memory(int* bytes, int device) {
+  return hipDeviceGetAttribute(bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, device);
+}
 inline Error allow_shared(const void* kernel, int bytes) {
   return hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
