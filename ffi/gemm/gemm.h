@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "gemm/problem.h"
+#include "gemm/config.h"
 
 namespace jax_ep::gemm {
 
@@ -26,6 +26,9 @@ struct Arguments {
 };
 
 // Starts the product on the stream of the current device, or says why it cannot. May be captured in a CUDA graph.
+std::optional<std::string> launch(const Arguments& arguments, const Config& config, cudaStream_t stream);
+
+// The same as choose_config lays it over the current device.
 std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
 
 // Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.

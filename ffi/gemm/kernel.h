@@ -1,4 +1,4 @@
-// The Hopper kernel: one producer thread loads tiles by TMA, two consumer warpgroups multiply and store them, and the
+// The Hopper kernel: one producer warp loads tiles by TMA, two consumer warpgroups multiply and store them, and the
 // blocks stay for all their tiles. So loads of the next tile run during the stores of the last.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace jax_ep::gemm {
 
-// What others add to a product. `before_tile` runs in the producer thread before the tile's first load, `after_tile` in
+// What others add to a product. `before_tile` runs in the producer warp before the tile's first load, `after_tile` in
 // every consumer warp after its stores were issued, or after they were written where kAwaitStores says so.
 struct NoHooks {
   static constexpr bool kAwaitStores = false;
@@ -63,6 +63,7 @@ __device__ void produce(Shared<kBlockN>& shared, const CUtensorMap& a, const CUt
       char* const stage = shared.stages[at.stage];
       uint64_t* const full = &shared.full[at.stage];
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
+      if (!elect_lane()) continue;
       arrive_expecting(full, Memory::kStageBytes);
       load_slices<kMnA, kSlicesA>(stage, a, tile.row, k, 0, problem.cluster_n > 1, rank, full);
       load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, problem.cluster_m > 1,
@@ -121,7 +122,7 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBloc
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
                         const Hooks& hooks) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   Position<Shared<kBlockN>::kStages> at;
   Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
   for (Tile tile; schedule.next(&tile);) {
@@ -159,12 +160,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   Shared<kBlockN>& shared = *reinterpret_cast<Shared<kBlockN>*>(memory);
   open_pipeline(shared, problem.cluster_m * problem.cluster_n);
-  if (threadIdx.x < kConsumers) {
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kConsumerWarps) {
     take_registers<232>();
     consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks);
   } else {
     give_registers<40>();
-    if (threadIdx.x == kConsumers) produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks);
+    if (warp == kConsumerWarps) produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks);
   }
   __syncwarp();
   sync_cluster();  // a peer may still write into this block's shared memory

@@ -17,6 +17,14 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// The same lane of a warp every time; by this and `uniform` the compiler knows that coordinates need no register each.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t chosen;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
+
 // All threads of all blocks of the cluster.
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");

@@ -1,5 +1,4 @@
 // The products of ffi/gemm for every dtype and storage order. Compiled for sm_90a alone, which has wgmma.
-#include "gemm/config.h"
 #include "gemm/gemm.h"
 #include "gemm/kernel.h"
 #include "gemm/tensor_map.h"
@@ -85,21 +84,24 @@ cudaError_t start(const Choice& choice, const Config& config, const Problem& pro
 
 }  // namespace
 
-std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
+std::optional<std::string> launch(const Arguments& x, const Config& config, cudaStream_t stream) {
   if (const auto error = check(x)) return error;
+  Maps maps;
+  if (const auto error = describe(x, &maps)) return error;
+  const Problem problem{x.grouping,       x.m,        x.n, x.k, x.groups, x.group_sizes, config.cluster_m,
+                        config.cluster_n, config.band};
+  const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
+  const cudaError_t error = start(choice, config, problem, maps, x.out_data, stream);
+  if (error == cudaSuccess) return std::nullopt;
+  return config.describe() + ": " + cudaGetErrorString(error);
+}
+
+std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  Maps maps;
-  if (const auto wrong = describe(x, &maps)) return wrong;
-  const Config config = choose_config(x.grouping, x.m, x.n, x.groups, processors);
-  const Problem problem{x.grouping,       x.m,        x.n, x.k, x.groups, x.group_sizes, config.cluster_m,
-                        config.cluster_n, config.band};
-  const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
-  error = start(choice, config, problem, maps, x.out_data, stream);
-  if (error == cudaSuccess) return std::nullopt;
-  return config.describe() + ": " + cudaGetErrorString(error);
+  return launch(x, choose_config(x.grouping, x.m, x.n, x.groups, processors), stream);
 }
 
 cudaError_t load() {
