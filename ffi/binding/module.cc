@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "binding/decode.h"
+#include "binding/extra.h"
 #include "binding/handlers.h"
 
 namespace py = pybind11;
@@ -29,6 +30,11 @@ py::dict handlers() {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
+    all[name] = stages;
+  }
+  for (const auto& [name, handler] : extra_handlers()) {
+    py::dict stages;
+    stages["execute"] = capsule(handler);
     all[name] = stages;
   }
   return all;
