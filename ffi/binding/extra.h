@@ -1,6 +1,8 @@
-// Handlers that only some platforms' libraries have.
+// Handlers that only some platforms' libraries have, and the kernels behind them.
 #pragma once
 
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -14,5 +16,8 @@ struct NamedHandler {
 
 // Of gemm.cc for CUDA, of no_extra.cc elsewhere.
 std::vector<NamedHandler> extra_handlers();
+
+// Loads their kernels on the current device, or says why that failed.
+std::optional<std::string> load_extra_kernels();
 
 }  // namespace jax_ep

@@ -83,4 +83,10 @@ std::vector<NamedHandler> extra_handlers() {
   return {{"grouped_matmul", grouped_matmul_handler}, {"grouped_outer", grouped_outer_handler}};
 }
 
+std::optional<std::string> load_extra_kernels() {
+  const cudaError_t error = gemm::load();
+  if (error == cudaSuccess) return std::nullopt;
+  return cudaGetErrorString(error);
+}
+
 }  // namespace jax_ep

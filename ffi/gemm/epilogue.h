@@ -63,21 +63,20 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, con
 #pragma unroll
   for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
     const int col = tile.col + chunk * kColumns;
-    if (col >= problem.n) continue;
     char* const buffer = buffers[chunk & 1];
-    if (lane == 0) wait_stores_read<1>();  // the other buffer's may go on
-    __syncwarp();
-    stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
-    if (whole) {
-      shared_proxy_fence();
+    if (col < problem.n) {
+      if (lane == 0) wait_stores_read<1>();  // the other buffer's may go on
       __syncwarp();
-      if (lane == 0) store_box(map, {col, row, matrix}, buffer);
-    } else {
+      stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
+      if (whole) shared_proxy_fence();
       __syncwarp();
-      store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
-                  (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
+      if (!whole)
+        store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
+                    (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
+      else if (lane == 0)
+        store_box(map, {col, row, matrix}, buffer);
     }
-    if (lane == 0) commit_stores();  // an empty group keeps the count of groups per buffer
+    if (lane == 0) commit_stores();  // one group a chunk, even if empty: so the latest but one is this buffer's
   }
 }
 

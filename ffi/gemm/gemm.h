@@ -31,7 +31,7 @@ std::optional<std::string> launch(const Arguments& arguments, const Config& conf
 // The same as choose_config lays it over the current device.
 std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
 
-// Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
+// Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
 
 }  // namespace jax_ep::gemm

@@ -93,6 +93,7 @@ std::optional<std::string> launch(const Arguments& x, const Config& config, cuda
   const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
   const cudaError_t error = start(choice, config, problem, maps, x.out_data, stream);
   if (error == cudaSuccess) return std::nullopt;
+  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
   return config.describe() + ": " + cudaGetErrorString(error);
 }
 
@@ -105,13 +106,17 @@ std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
 }
 
 cudaError_t load() {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess || major != 9) return error;
   for (const DType in : {DType::bfloat16, DType::float16})
     for (const DType out : {in, DType::float32})
       for (const int block_n : {128, 256})
         for (const int order : {0, 1, 2, 3}) {
           cudaFuncAttributes attributes;
           const Choice choice = choose(in, out, block_n, order & 1, order & 2);
-          const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(choice.kernel));
+          error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(choice.kernel));
           if (error != cudaSuccess) return error;
         }
   return cudaSuccess;

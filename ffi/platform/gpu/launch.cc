@@ -1,5 +1,9 @@
 #include "launch.h"
 
+#include <stdexcept>
+
+#include "binding/extra.h"
+
 namespace jax_ep {
 
 ffi::TypeId CallSite::id = {};
@@ -10,6 +14,7 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
     for (const int device : line) {
       const gpu::DeviceScope scope(device);
       gpu::check(load_kernels(), "loading kernels");
+      if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
       gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
     }
 }
