@@ -193,28 +193,42 @@ inline std::vector<float> download(const void* data, size_t count, DType dtype) 
   return values;
 }
 
-// Prints the largest error, in units of what rounding allows: up to 1 is right. NaN belongs where the reference has it.
-inline void compare(const Case& each) {
-  Buffers buffers(each, true);
-  const size_t count = each.out_count();
+// What a run should have left, on the host.
+struct Wanted {
+  std::vector<float> values, magnitudes;
+};
+
+inline Wanted wanted_of(const Buffers& buffers) {
+  const size_t count = buffers.of().out_count();
   float *exact = nullptr, *magnitude = nullptr;
   CHECK(cudaMalloc(&exact, count * sizeof(float)));
   CHECK(cudaMalloc(&magnitude, count * sizeof(float)));
-  each.in == DType::bfloat16 ? buffers.reference<__nv_bfloat16>(exact, magnitude)
-                             : buffers.reference<__half>(exact, magnitude);
-  const Config config = buffers.config();
+  buffers.of().in == DType::bfloat16 ? buffers.reference<__nv_bfloat16>(exact, magnitude)
+                                     : buffers.reference<__half>(exact, magnitude);
+  Wanted wanted{download(exact, count, DType::float32), download(magnitude, count, DType::float32)};
+  CHECK(cudaFree(exact));
+  CHECK(cudaFree(magnitude));
+  return wanted;
+}
+
+// In units of what rounding allows: up to 1 is right. NaN belongs where the reference has it, and nowhere else.
+inline double error_of(float actual, float wanted, float magnitude, DType dtype) {
+  if (std::isnan(wanted) || std::isnan(actual)) return std::isnan(wanted) && std::isnan(actual) ? 0 : 1e9;
+  const double unit = dtype == DType::float32 ? 0 : dtype == DType::bfloat16 ? 1.0 / 256 : 1.0 / 2048;
+  return std::fabs(actual - wanted) / (unit * std::fabs(wanted) + 1e-5 * magnitude + 1e-6);
+}
+
+// Runs once on a spoiled result; the largest error. Prints where it is wrong.
+inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Config& config) {
+  const Case& each = buffers.of();
+  CHECK(cudaMemset(buffers.out, 0xff, buffers.out_bytes() + Buffers::kGuard));
   buffers.run(config);
   CHECK(cudaDeviceSynchronize());
-  const auto actual = download(buffers.out, count, each.out), wanted = download(exact, count, DType::float32);
-  const auto sizes = download(magnitude, count, DType::float32);
-  const float unit = each.out == DType::float32 ? 0 : each.out == DType::bfloat16 ? 1.0f / 256 : 1.0f / 2048;
+  const auto actual = download(buffers.out, each.out_count(), each.out);
   double worst = 0;
   size_t wrong = 0, first = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const double allowed = unit * std::fabs(wanted[i]) + 1e-5 * sizes[i] + 1e-6;
-    const double error = std::isnan(wanted[i])   ? (std::isnan(actual[i]) ? 0 : 1e9)
-                         : std::isnan(actual[i]) ? 1e9
-                                                 : std::fabs(actual[i] - wanted[i]) / allowed;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double error = error_of(actual[i], wanted.values[i], wanted.magnitudes[i], each.out);
     if (error > 1 && wrong++ == 0) first = i;
     worst = std::max(worst, error);
   }
@@ -222,16 +236,26 @@ inline void compare(const Case& each) {
   CHECK(cudaMemcpy(guard.data(), static_cast<char*>(buffers.out) + buffers.out_bytes(), guard.size(),
                    cudaMemcpyDeviceToHost));
   const bool trespassed = std::any_of(guard.begin(), guard.end(), [](uint8_t x) { return x != 0xff; });
-  const char* groupings[] = {"dense", "rows", "contraction"};
-  std::printf("%-5s %-11s %4d x %4d x %4d %s%s out %s  worst %10.3g  wrong %zu of %zu",
-              wrong || trespassed ? "WRONG" : "ok", groupings[int(each.grouping)], each.m, each.n, each.k,
-              each.mn_a ? "M" : "K", each.mn_b ? "N" : "K", each.out == DType::float32 ? "f32" : "16 ", worst, wrong,
-              count);
   if (wrong)
-    std::printf(" first [%zu, %zu] is %g wants %g", first / each.n, first % each.n, actual[first], wanted[first]);
-  std::printf("%s  %s\n", trespassed ? " WROTE BEHIND THE END" : "", config.describe().c_str());
-  std::fflush(stdout);
+    std::printf("  WRONG %s: %zu of %zu, first [%zu, %zu] is %g wants %g\n", config.describe().c_str(), wrong,
+                actual.size(), first / each.n, first % each.n, actual[first], wanted.values[first]);
+  if (trespassed) std::printf("  WRONG %s: wrote behind the end\n", config.describe().c_str());
   wrong_cases() += wrong || trespassed;
-  cudaFree(exact);
-  cudaFree(magnitude);
+  return trespassed ? 1e9 : worst;
+}
+
+// Every tile width and cluster, with a tile a block and with several; one line.
+inline void compare(const Case& each) {
+  Buffers buffers(each, true);
+  const Wanted wanted = wanted_of(buffers);
+  double worst = 0;
+  for (const int block_n : {128, 256})
+    for (const auto& [cluster_m, cluster_n] : std::vector<std::array<int, 2>>{{1, 1}, {2, 1}, {1, 2}})
+      for (const int blocks : {132, 4})
+        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, cluster_m, cluster_n, 2, blocks}));
+  const char* groupings[] = {"dense", "rows", "contraction"};
+  std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",
+              groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a ? "M" : "K",
+              each.mn_b ? "N" : "K", each.out == DType::float32 ? "float32" : "16 bits", worst);
+  std::fflush(stdout);
 }
