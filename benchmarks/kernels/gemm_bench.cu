@@ -37,12 +37,13 @@ void check_all() {
                                                                {8, 8, 8},
                                                                {136, 264, 72},
                                                                {1000, 776, 200},
+                                                               {328, 776, 200},
                                                                {2048, 2304, 512}})
     check_orders(Grouping::none, m, n, k, {});
   compare({Grouping::none, 264, 520, 136, {}, DType::float16, DType::float16, false, true});
   for (const int n : {256, 136, 1024}) {
-    check_orders(Grouping::rows, 512, n, 128, {128, 256, 128});
-    check_orders(Grouping::rows, 700, n, 72, {0, 1, 127, 0, 300, 17, 0});  // 255 rows belong to no group
+    check_orders(Grouping::rows, 1152, n, 128, {384, 512, 256});  // NaN in the largest hides what is wrong there
+    check_orders(Grouping::rows, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0});  // 255 rows belong to no group
     check_orders(Grouping::contraction, 256, n, 512, {64, 256, 192});
     check_orders(Grouping::contraction, 136, n, 700, {0, 1, 127, 0, 300, 17, 0});
   }

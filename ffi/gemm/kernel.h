@@ -103,9 +103,12 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBloc
                                            const Tile& tile, Position<Shared<kBlockN>::kStages>& at, int half,
                                            int lane) {
   int running = -1;  // the stage that wgmma may still read
+  if (tile.k_begin >= tile.k_end) {
 #pragma unroll
-  for (float& value : d) value = 0;
-  settle(d);
+    for (float& value : d) value = 0;
+    return;
+  }
+  leave_undefined(d);
   for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
     char* const stage = shared.stages[at.stage];
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
@@ -117,7 +120,8 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBloc
     begin_multiplies();
 #pragma unroll
     for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-      multiply<In, kMnA, kMnB>(d, a + step * kDescriptorStep<kMnA>, b + step * kDescriptorStep<kMnB>);
+      multiply<In, kMnA, kMnB>(d, a + step * kDescriptorStep<kMnA>, b + step * kDescriptorStep<kMnB>,
+                               k > tile.k_begin || step > 0);
     commit_multiplies();
     wait_multiplies<1>();
     if (running >= 0) release(&shared.empty[running], lane);
