@@ -184,8 +184,16 @@ def capacity_error(rank: int, needed: int, capacity: int) -> CapacityError:
     return CapacityError(f"dispatch: rank {rank} needs {needed} rows but capacity is {capacity}")
 
 
-def _call(name: str, results: Any, *operands: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any):
-    return jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)(*operands, **attributes)
+def _call(
+    name: str,
+    results: Any,
+    *operands: jax.Array,
+    aliases: dict[int, int] | None = None,
+    vmap_method: str | None = None,
+    **attributes: Any,
+):
+    call = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
+    return call(*operands, **attributes)
 
 
 def dispatch(
@@ -283,3 +291,33 @@ def ragged_all_to_all(group: "Group", operand: jax.Array, output: jax.Array, *in
         aliases={1: 0},
         group=np.int64(group.native_id),
     )
+
+
+@functools.cache
+def has_gemm() -> bool:
+    """Whether every CUDA device of this process has the GEMM core: the library is built, the device is a Hopper."""
+    if not is_built("cuda"):
+        return False
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no such backend
+        return False
+    if not all(device.compute_capability.startswith("9.") for device in devices):
+        return False
+    _library("cuda")
+    return True
+
+
+def grouped_matmul(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any, transpose_rhs: bool
+) -> jax.Array:
+    """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
+    columns = rhs.shape[1 if transpose_rhs else 2]
+    result = _checks.result_type((lhs.shape[0], columns), dtype, lhs)
+    return _call("grouped_matmul", result, lhs, rhs, group_sizes, vmap_method="sequential", transpose_rhs=transpose_rhs)
+
+
+def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
+    result = _checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
+    return _call("grouped_outer", result, lhs, rhs, group_sizes, vmap_method="sequential")

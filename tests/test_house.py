@@ -18,6 +18,7 @@ Rule = Callable[[Path], list[str]]
 
 STANDARD_HEADER = re.compile(r"[a-z_]+")  # of C++: no folder, no ending
 PLATFORM_HEADER = re.compile(r"(cuda|hip|cooperative_groups)[\w/]*(\.h)?")
+CUDA_HEADER = re.compile(r"cuda\w*\.h")
 PLATFORM_MACRO = re.compile(
     r"__(CUDA|HIP|NVCC|AMD|GFX|NVPTX|x86_64|aarch64|linux)\w*|_WIN32|JAX_EP_(CUDA|HIP|CPU|GPU)\b"
 )
@@ -76,6 +77,25 @@ def kernels_include_only_device_and_kernels(root: Path) -> list[str]:
     ]
 
 
+def gemm_includes_only_gemm_and_cuda(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted or angled}"
+        for path, text in native_files(root, "gemm")
+        for quoted, angled in headers(text)
+        if not quoted.startswith("gemm/")
+        and not STANDARD_HEADER.fullmatch(angled)
+        and not CUDA_HEADER.fullmatch(angled)
+    ]
+
+
+def gemm_assembly_only_in_ptx(root: Path) -> list[str]:
+    return [
+        f"{path} contains assembly"
+        for path, text in native_files(root, "gemm")
+        if ASSEMBLY.search(text) and not path.startswith("gemm/ptx/")
+    ]
+
+
 def binding_knows_no_offsets(root: Path) -> list[str]:
     return [
         f"{path} includes {quoted}"
@@ -104,7 +124,11 @@ def assembly_only_for_memory_order(root: Path) -> list[str]:
 
 
 def protocol_throws_nothing(root: Path) -> list[str]:
-    return [f"{path} throws" for path, text in native_files(root, "device", "kernels") if re.search(r"\bthrow\b", text)]
+    return [
+        f"{path} throws"
+        for path, text in native_files(root, "device", "kernels", "gemm")
+        if re.search(r"\bthrow\b", text)
+    ]
 
 
 def only_ffi_py_names_libraries(root: Path) -> list[str]:
@@ -195,6 +219,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "binding/decode.h"'),
     (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "heap/group.h"'),
     (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", "#include <cuda_runtime.h>"),
+    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/a.h", '#include "kernels/op.h"'),
+    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/ptx/a.h", '#include "xla/ffi/api/ffi.h"'),
+    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/a.h", "#include <cublas_v2.h>"),
+    (gemm_assembly_only_in_ptx, "ffi/gemm/kernel.h", 'asm volatile("wgmma.fence.sync.aligned;");'),
     (binding_knows_no_offsets, "ffi/binding/a.cc", '#include "device/layout.h"'),
     (only_platform_h_asks_for_the_platform, "ffi/device/a.h", "#ifdef __CUDACC__\n#endif"),
     (only_platform_h_asks_for_the_platform, "ffi/device/target/a.h", "#if __CUDA_ARCH__ >= 900\n#endif"),
@@ -203,6 +231,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (assembly_only_for_memory_order, "ffi/device/copy.h", 'asm volatile("membar.sys;");'),
     (assembly_only_for_memory_order, "ffi/kernels/a.h", '__asm__("nop");'),
     (protocol_throws_nothing, "ffi/kernels/a.h", "void f() { throw 1; }"),
+    (protocol_throws_nothing, "ffi/gemm/a.cc", "void f() { throw 1; }"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import _jax_ep_cpu"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('_jax_ep_cpu')"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.ffi_call('x', None)"),
@@ -230,6 +259,8 @@ KEPT = {
     "ffi/device/target/hip.h": "#include <hip/hip_runtime.h>\n",
     "ffi/device/a.h": '// never asm or throw, nor __CUDACC__\n#include "device/platform.h"\n#include <cstdint>',
     "ffi/kernels/a.h": '#pragma once\n#include "device/layout.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
+    "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include <optional>\n#include "gemm/ptx/tma.h"',
+    "ffi/gemm/ptx/a.h": 'asm volatile("setmaxnreg;");',
     "ffi/binding/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
     "ffi/heap/a.h": '#include "device/heap.h"\n#include "platform/gpu/device_scope.h"\n#include <poll.h>',
     "jax_ep/_bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
@@ -253,7 +284,7 @@ def test_the_house_keeps(rule: Rule) -> None:
 
 
 def test_the_rules_have_something_to_read() -> None:
-    for folder in ("device", "kernels", "binding"):
+    for folder in ("device", "kernels", "gemm", "binding"):
         assert list(native_files(ROOT, folder)), f"ffi/{folder} is empty"
     assert list(python_files(ROOT, "jax_ep"))
 

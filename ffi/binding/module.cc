@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "binding/decode.h"
+#include "binding/extra.h"
 #include "binding/handlers.h"
 #include "heap/recorder.h"
 
@@ -32,6 +33,11 @@ py::dict handlers() {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
+    all[name] = stages;
+  }
+  for (const auto& [name, handler] : extra_handlers()) {
+    py::dict stages;
+    stages["execute"] = capsule(handler);
     all[name] = stages;
   }
   return all;

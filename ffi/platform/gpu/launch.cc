@@ -1,5 +1,9 @@
 #include "launch.h"
 
+#include <stdexcept>
+
+#include "binding/extra.h"
+
 namespace jax_ep {
 
 ffi::TypeId CallSite::id = {};
@@ -13,6 +17,7 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
       gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
       gpu::check(gpu::shared_memory(&budget_.shared_bytes, device), "asking for the shared memory of a block");
       gpu::check(load_kernels(budget_.shared_bytes), "loading kernels");
+      if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
     }
   budget_.blocks = default_blocks(processors_);
 }
