@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from in_jit_loop import CarryingLoop, microseconds
 from jax.sharding import Mesh, PartitionSpec as P
-from moe import header
 from moe_cases import SEED, Shape
+from provenance import header
 
 import jax_ep
 from jax_ep import Routing
@@ -103,6 +103,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="loops of calls; default: %(default)s")
     options = parser.parse_args(arguments)
     with jax_ep.Group(Mesh(np.array(jax.devices()[:1]), ("ep",)), "ep") as group:
-        print(header(group, group.resolve("bench", "auto"), "row_sums", arguments), flush=True)
+        print(
+            header(list(group.mesh.devices.flat), repr(group.resolve("bench", "auto")), ["row_sums", *arguments]),
+            flush=True,
+        )
         print("\n" + table(group, repeats=options.repeats))
     return 0

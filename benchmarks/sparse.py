@@ -10,7 +10,7 @@ import numpy as np
 import sparse_formulations as forms
 from in_jit_loop import Loop, microseconds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from moe import header
+from provenance import header
 from sparse_formulations import AXIS, Formulation
 
 import jax_ep
@@ -143,8 +143,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        on_gpu = group.platform != "cpu"
-        print(header(group, group.resolve("bench", options.implementation), "sparse", arguments), flush=True)
+        on_gpu, resolved = group.platform != "cpu", group.resolve("bench", options.implementation)
+        print(header(list(group.mesh.devices.flat), repr(resolved), ["sparse", *arguments]), flush=True)
         shape, calls = (GPU_SHAPE, options.calls or 20) if on_gpu else (CPU_SHAPE, options.calls or 3)
         for kind in options.kinds:
             print("\n" + measure(kind, shape, group, options.implementation, calls, options.repeats), flush=True)

@@ -12,6 +12,7 @@ from jax_ep.errors import (
     PlatformError as PlatformError,
 )
 from jax_ep.group import Group as Group
+from jax_ep.layers import moe_mlp as moe_mlp
 from jax_ep.moe import combine as combine, dispatch as dispatch
 from jax_ep.profiling import profile as profile
 from jax_ep.routing import Dispatched as Dispatched, Routing as Routing

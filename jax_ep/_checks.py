@@ -67,9 +67,12 @@ def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     Without it, `check_vma=True` would reject operands that differ. It does nothing where `check_vma=False`.
     """
-    if not tracks_varying(axis_name):
-        return arrays
-    axes = frozenset({axis_name}).union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return vary_as_any(*arrays, axes=frozenset({axis_name})) if tracks_varying(axis_name) else arrays
+
+
+def vary_as_any(*arrays: jax.Array, axes: frozenset[str] = frozenset()) -> tuple[jax.Array, ...]:
+    """Casts the operands to vary over `axes` and all that any of them varies over."""
+    axes = axes.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     return tuple(_pcast(x, axes - jax.typeof(x).manual_axis_type.varying) for x in arrays)
 
 

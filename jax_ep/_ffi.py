@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,7 +23,6 @@ from jax_ep.errors import (
     PlatformError,
 )
 from jax_ep.routing import DispatchConfig, Dispatched, Routing
-from jax_ep.sparse_union import SparseConfig, Union
 from jax_ep.version import __version__
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
+_ERRORS: dict[str, type[JaxEpError]] = {
+    "JaxEpError": JaxEpError,
+    "PeerTimeoutError": PeerTimeoutError,
+    "PeerLostError": PeerLostError,
+    "CapacityError": CapacityError,
+    "InvalidRoutingError": InvalidRoutingError,
+    "GroupClosedError": GroupClosedError,
+}
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 
 
@@ -43,7 +51,10 @@ class NativeGroup(Protocol):
     def take_error(self) -> tuple[str, str] | None: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
+    def limit_processors(self, most: int) -> None: ...
+    def launch_config(self, op: int, num_tokens: int, encoded: bool) -> list[int] | None: ...
     def stall(self, rank: int, where: str) -> None: ...
+    def stage_all(self) -> None: ...
 
 
 def library_name(device: Any) -> str:
@@ -51,6 +62,11 @@ def library_name(device: Any) -> str:
     if device.platform != "gpu":
         return device.platform
     return "hip" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def ordinal(device: Any) -> int:
+    """What XLA calls a device of this process when it calls a handler."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def is_built(platform: str) -> bool:
@@ -78,10 +94,46 @@ def _library(platform: str) -> ModuleType:
     return library
 
 
-def create_group(platform: str, lines: list[list[int]], timeout: float) -> NativeGroup:
-    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass."""
+def create_group(
+    platform: str,
+    lines: list[list[int]],
+    timeout: float,
+    *,
+    group_id: int = 0,
+    processes: Sequence[Sequence[int]] = (),
+    sockets: Sequence[int] = (),
+) -> NativeGroup:
+    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
+
+    Args:
+      lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
+      timeout: seconds.
+      group_id: by which compiled programs find the group, the same in all processes; 0 for any.
+      processes: by line and rank, if some are of other processes.
+      sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
+    """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
-    return _library(platform).Group(lines, timeout, poison)
+    library = _library(platform)
+    try:
+        return library.Group(lines, timeout, poison, processes, sockets, group_id)
+    except RuntimeError as error:
+        kind, _, message = str(error).partition(": ")
+        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
+
+
+class LaunchConfig(NamedTuple):
+    """How an op is launched on a GPU. A block takes a whole SM; its first warps push rows, the others take them in."""
+
+    blocks: int
+    threads: int
+    pushers_per_block: int
+    shared_bytes_per_warp: int
+
+
+def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
+    """None on a CPU, whose ranks are threads."""
+    found = native.launch_config(_library(platform).op_kinds[op], num_tokens, encoded)
+    return None if found is None else LaunchConfig(*found)
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
@@ -90,14 +142,7 @@ def take_error(native: NativeGroup) -> JaxEpError | None:
     if found is None:
         return None
     kind, message = found
-    kinds: dict[str, type[JaxEpError]] = {
-        "PeerTimeoutError": PeerTimeoutError,
-        "PeerLostError": PeerLostError,
-        "CapacityError": CapacityError,
-        "InvalidRoutingError": InvalidRoutingError,
-        "GroupClosedError": GroupClosedError,
-    }
-    return kinds.get(kind, JaxEpError)(message)
+    return _ERRORS[kind](message)
 
 
 class Span(NamedTuple):
@@ -139,8 +184,16 @@ def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityEr
     return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}")
 
 
-def _call(name: str, results: Any, *operands: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any):
-    return jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)(*operands, **attributes)
+def _call(
+    name: str,
+    results: Any,
+    *operands: jax.Array,
+    aliases: dict[int, int] | None = None,
+    vmap_method: str | None = None,
+    **attributes: Any,
+):
+    call = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
+    return call(*operands, **attributes)
 
 
 def dispatch(
@@ -240,50 +293,31 @@ def ragged_all_to_all(group: "Group", operand: jax.Array, output: jax.Array, *in
     )
 
 
-def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: jax.Array, missing: jax.Array) -> Union:
-    """From this rank's sorted ids [N] and the entries they were: the union of all ranks' ids."""
-    table = (config.size, ids.shape[0])
-    same = functools.partial(_checks.result_type, like=ids, unvarying=frozenset({group.axis_name}))
-    mine = functools.partial(_checks.result_type, like=ids) if config.sharded else same
-    return Union(
-        *_call(
-            "sparse_union",
-            (
-                mine((config.capacity,), jnp.int32),
-                same(table, jnp.int32),
-                same(table, jnp.int32),
-                same((config.size + 1,), jnp.int32),
-                same((2,), jnp.int32),
-                mine((_library(group.platform).bitmap_scratch(config.num_rows),), jnp.int32),
-            ),
-            ids,
-            order,
-            missing,
-            group=np.int64(group.native_id),
-            num_rows=np.int32(config.num_rows),
-            sharded=config.sharded,
-        )[:-1]
-    )
+@functools.cache
+def has_gemm() -> bool:
+    """Whether every CUDA device of this process has the GEMM core: the library is built, the device is a Hopper."""
+    if not is_built("cuda"):
+        return False
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no such backend
+        return False
+    if not all(device.compute_capability.startswith("9.") for device in devices):
+        return False
+    _library("cuda")
+    return True
 
 
-def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
-    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D]."""
-    (entries, hidden), unvarying = values.shape, frozenset() if config.sharded else frozenset({group.axis_name})
-    result = functools.partial(_checks.result_type, like=values)
-    return _call(
-        "sparse_reduce",
-        (
-            result((config.capacity, hidden), values.dtype, unvarying=unvarying),
-            result((config.size, config.slots_kept(entries), 2), jnp.int32),
-            result((entries, hidden), jnp.float32),  # sums over entries of one rank
-        ),
-        values,
-        union.slots,
-        union.orders,
-        union.bounds,
-        group=np.int64(group.native_id),
-        scale=np.float32(config.scale),
-        by_count=config.by_count,
-        sharded=config.sharded,
-        drop=config.drop,
-    )[0]
+def grouped_matmul(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any, transpose_rhs: bool
+) -> jax.Array:
+    """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
+    columns = rhs.shape[1 if transpose_rhs else 2]
+    result = _checks.result_type((lhs.shape[0], columns), dtype, lhs)
+    return _call("grouped_matmul", result, lhs, rhs, group_sizes, vmap_method="sequential", transpose_rhs=transpose_rhs)
+
+
+def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
+    result = _checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
+    return _call("grouped_outer", result, lhs, rhs, group_sizes, vmap_method="sequential")

@@ -1,4 +1,4 @@
-"""Collectives with the signatures and semantics of `jax.lax`: change one import."""
+"""Ops with the signatures and semantics of `jax.lax`: change one import."""
 
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_ep import _checks, _ffi, reference
 from jax_ep.group import Group, find_open_group
+from jax_ep.matmul import ragged_dot as ragged_dot
 
 
 def ragged_all_to_all(

@@ -5,6 +5,7 @@ Every rule is a function from a root folder to the places that break it, and is 
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ Rule = Callable[[Path], list[str]]
 
 STANDARD_HEADER = re.compile(r"[a-z_]+")  # of C++: no folder, no ending
 PLATFORM_HEADER = re.compile(r"(cuda|hip|cooperative_groups)[\w/]*(\.h)?")
+CUDA_HEADER = re.compile(r"cuda\w*\.h")
 PLATFORM_MACRO = re.compile(
     r"__(CUDA|HIP|NVCC|AMD|GFX|NVPTX|x86_64|aarch64|linux)\w*|_WIN32|JAX_EP_(CUDA|HIP|CPU|GPU)\b"
 )
@@ -75,6 +77,25 @@ def kernels_include_only_device_and_kernels(root: Path) -> list[str]:
     ]
 
 
+def gemm_includes_only_gemm_and_cuda(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted or angled}"
+        for path, text in native_files(root, "gemm")
+        for quoted, angled in headers(text)
+        if not quoted.startswith("gemm/")
+        and not STANDARD_HEADER.fullmatch(angled)
+        and not CUDA_HEADER.fullmatch(angled)
+    ]
+
+
+def gemm_assembly_only_in_ptx(root: Path) -> list[str]:
+    return [
+        f"{path} contains assembly"
+        for path, text in native_files(root, "gemm")
+        if ASSEMBLY.search(text) and not path.startswith("gemm/ptx/")
+    ]
+
+
 def binding_knows_no_offsets(root: Path) -> list[str]:
     return [
         f"{path} includes {quoted}"
@@ -103,7 +124,11 @@ def assembly_only_for_memory_order(root: Path) -> list[str]:
 
 
 def protocol_throws_nothing(root: Path) -> list[str]:
-    return [f"{path} throws" for path, text in native_files(root, "device", "kernels") if re.search(r"\bthrow\b", text)]
+    return [
+        f"{path} throws"
+        for path, text in native_files(root, "device", "kernels", "gemm")
+        if re.search(r"\bthrow\b", text)
+    ]
 
 
 def only_ffi_py_names_libraries(root: Path) -> list[str]:
@@ -153,6 +178,25 @@ def python_touches_no_pointer(root: Path) -> list[str]:
     ]
 
 
+def heap_knows_no_xla(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted or angled}"
+        for path, text in native_files(root, "heap")
+        for quoted, angled in headers(text)
+        if (quoted or angled).startswith(("xla/", "pybind11/", "binding/"))
+    ]
+
+
+def bootstrap_knows_no_jax(root: Path) -> list[str]:
+    return [
+        f"{path} imports {name}"
+        for path, tree in python_files(root, "jax_ep")
+        if path == "jax_ep/_bootstrap.py"
+        for name in imports(tree)
+        if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("jax_ep.errors.")
+    ]
+
+
 def files_are_short(root: Path) -> list[str]:
     endings = {".py", ".h", ".cc", ".cu", ".cpp", ".cuh", ".hip", ".txt", ".cmake"}
     folders = ("jax_ep", "pallas_kernels", "ffi", "tests", "examples", "benchmarks")
@@ -175,6 +219,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "binding/decode.h"'),
     (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "heap/group.h"'),
     (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", "#include <cuda_runtime.h>"),
+    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/a.h", '#include "kernels/op.h"'),
+    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/ptx/a.h", '#include "xla/ffi/api/ffi.h"'),
+    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/a.h", "#include <cublas_v2.h>"),
+    (gemm_assembly_only_in_ptx, "ffi/gemm/kernel.h", 'asm volatile("wgmma.fence.sync.aligned;");'),
     (binding_knows_no_offsets, "ffi/binding/a.cc", '#include "device/layout.h"'),
     (only_platform_h_asks_for_the_platform, "ffi/device/a.h", "#ifdef __CUDACC__\n#endif"),
     (only_platform_h_asks_for_the_platform, "ffi/device/target/a.h", "#if __CUDA_ARCH__ >= 900\n#endif"),
@@ -183,6 +231,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (assembly_only_for_memory_order, "ffi/device/copy.h", 'asm volatile("membar.sys;");'),
     (assembly_only_for_memory_order, "ffi/kernels/a.h", '__asm__("nop");'),
     (protocol_throws_nothing, "ffi/kernels/a.h", "void f() { throw 1; }"),
+    (protocol_throws_nothing, "ffi/gemm/a.cc", "void f() { throw 1; }"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import _jax_ep_cpu"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('_jax_ep_cpu')"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.ffi_call('x', None)"),
@@ -194,6 +243,11 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (init_only_exports, "jax_ep/__init__.py", "def f(): ..."),
     (python_touches_no_pointer, "jax_ep/a.py", "import ctypes.util"),
     (python_touches_no_pointer, "pallas_kernels/a.py", "from ctypes import c_int"),
+    (heap_knows_no_xla, "ffi/heap/a.cc", '#include "xla/ffi/api/ffi.h"'),
+    (heap_knows_no_xla, "ffi/heap/a.h", "#include <pybind11/stl.h>"),
+    (heap_knows_no_xla, "ffi/heap/a.h", '#include "binding/registry.h"'),
+    (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "import jax.numpy as jnp"),
+    (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "from jax_ep import _ffi"),
     (files_are_short, "ffi/kernels/a.h", "\n" * LONGEST_FILE),
     (files_are_short, "tests/a.py", "\n" * LONGEST_FILE),
 ]
@@ -205,7 +259,11 @@ KEPT = {
     "ffi/device/target/hip.h": "#include <hip/hip_runtime.h>\n",
     "ffi/device/a.h": '// never asm or throw, nor __CUDACC__\n#include "device/platform.h"\n#include <cstdint>',
     "ffi/kernels/a.h": '#pragma once\n#include "device/layout.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
+    "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include <optional>\n#include "gemm/ptx/tma.h"',
+    "ffi/gemm/ptx/a.h": 'asm volatile("setmaxnreg;");',
     "ffi/binding/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
+    "ffi/heap/a.h": '#include "device/heap.h"\n#include "platform/gpu/device_scope.h"\n#include <poll.h>',
+    "jax_ep/_bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
     "jax_ep/__init__.py": '"""Doc."""\nfrom jax_ep.a import b as b\n__all__ = ["b"]',
     "jax_ep/_ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
     "pallas_kernels/a.py": "import jax",
@@ -226,7 +284,7 @@ def test_the_house_keeps(rule: Rule) -> None:
 
 
 def test_the_rules_have_something_to_read() -> None:
-    for folder in ("device", "kernels", "binding"):
+    for folder in ("device", "kernels", "gemm", "binding"):
         assert list(native_files(ROOT, folder)), f"ffi/{folder} is empty"
     assert list(python_files(ROOT, "jax_ep"))
 

@@ -4,7 +4,7 @@
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
 //     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/kernels.cu ffi/platform/gpu/launch_config.cc
-//     ffi/heap/group.cc ffi/heap/memory_gpu.cc -o kernels_bench && ./kernels_bench [ranks]
+//     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -o kernels_bench && ./kernels_bench [ranks]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -200,7 +200,7 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
-    CHECK(load_kernels());
+    CHECK(load_kernels(227 * 1024));
   }
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
   const auto fits = [&](const LaunchConfig& c) { return c.blocks * ranks_per_gpu <= 132; };

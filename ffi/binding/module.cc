@@ -2,12 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "binding/decode.h"
+#include "binding/extra.h"
 #include "binding/handlers.h"
 #include "heap/recorder.h"
 
@@ -33,6 +35,11 @@ py::dict handlers() {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
+    all[name] = stages;
+  }
+  for (const auto& [name, handler] : extra_handlers()) {
+    py::dict stages;
+    stages["execute"] = capsule(handler);
     all[name] = stages;
   }
   return all;
@@ -62,11 +69,21 @@ PyRecording to_python(const Recording& recording) {
   return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
 }
 
+py::dict op_kinds() {
+  py::dict kinds;
+  for (const OpKind op : {OpKind::dispatch, OpKind::combine, OpKind::ragged_all_to_all})
+    kinds[name_of(op)] = static_cast<int>(op);
+  return kinds;
+}
+
 // A group as Python holds it: registered while open.
 class Handle {
  public:
-  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison)
-      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison)), id_(register_group(group_)) {}
+  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
+         std::vector<int> sockets, int64_t id)
+      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                               Neighbours{std::move(processes), std::move(sockets)})),
+        id_(register_group(group_, id)) {}
 
   int64_t id() const { return id_; }
   void close() {
@@ -87,7 +104,13 @@ class Handle {
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
   }
+  void limit_processors(int most) { group_->limit_processors(most); }
+  // Blocks, threads, pushing warps of a block, bytes of shared memory of a warp; nothing on a CPU.
+  std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
+    return describe_launch(*group_, static_cast<OpKind>(op), num_tokens, encoded);
+  }
   void stall(int rank, const std::string& where) { group_->stall(rank, where); }
+  void stage_all() { group_->stage_all(); }
 
  private:
   std::shared_ptr<PlatformGroup> group_;
@@ -101,6 +124,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMaxExperts;
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
   module.def("types", &types);
   module.def("route_scratch", &route_scratch);
@@ -108,13 +132,18 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("wire_row_bytes", &wire_row_bytes);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
-      .def(py::init<std::vector<std::vector<int>>, double, bool>(), unlocked)
+      .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
+                    int64_t>(),
+           unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)
       .def("take_error", &Handle::take_error)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
-      .def("stall", &Handle::stall);
+      .def("limit_processors", &Handle::limit_processors)
+      .def("launch_config", &Handle::launch_config)
+      .def("stall", &Handle::stall)
+      .def("stage_all", &Handle::stage_all);
 }
 
 }  // namespace jax_ep

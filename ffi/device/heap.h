@@ -9,6 +9,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
+constexpr int kMailBuffers = 3;
 
 enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all, sparse_union, sparse_reduce };
 
@@ -27,7 +28,7 @@ struct Report {
 
 // What a source rank posts at a peer when an op begins: where the peer may write, and what it will send.
 struct Mail {
-  void* buffers[3];
+  void* buffers[kMailBuffers];  // as the peer sees them
   int32_t counts[kMaxExperts];
 };
 
@@ -49,7 +50,8 @@ struct alignas(128) Heap {
   BarrierWords routers, everyone;                          // barriers among squads of this rank
   alignas(128) uint64_t exited;                            // teams that are done with the op
   alignas(128) uint64_t ticket;                            // the next piece of work for whoever is free
-  alignas(128) uint64_t pushed[kMaxChunks];                // teams that have pushed their part of a chunk
+  alignas(128) uint64_t push_ticket;                       // the next row for whoever is free to push
+  alignas(128) uint64_t pushed[kMaxChunks];                // how much of a chunk has been pushed
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };
@@ -62,6 +64,8 @@ struct Comm {
   uint64_t timeout_ns;
   Report* report;  // host memory
   Heap* heaps[kMaxRanks];
+  // By buffer of the mail and peer: from the address here to the address there. Zero within one process.
+  int64_t shifts[kMailBuffers][kMaxRanks];
 };
 
 }  // namespace jax_ep

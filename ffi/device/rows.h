@@ -1,9 +1,9 @@
 // How rows move, each as fast as the target can.
 //
 // RowMover: from memory to memory.
-//   move(places, bytes, fanout, source, sink, after): for every i of `places`, copies the `bytes` at source(i) to the
-//     up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move nothing. All lanes
-//     call together, each sink with a k of its own, and sink(i, k) right after source(i).
+//   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
+//     source(i) to the up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move
+//     nothing. All lanes call together, each sink with a k of its own, and sink(i, k) right after source(i).
 //   mark(), complete_to(mark): as of a RowWriter.
 //
 // RowReader: from memory to shared memory, in batches asked for ahead of time.
@@ -22,9 +22,15 @@
 
 namespace jax_ep {
 
-// begin, begin + step, ... below end.
+// begin, begin + step, ... below end, then -1.
 struct Stride {
   int begin, end, step;
+
+  JAX_EP_FN int next() {
+    const int i = begin;
+    begin += step;
+    return i < end ? i : -1;
+  }
 };
 
 }  // namespace jax_ep

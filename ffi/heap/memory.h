@@ -15,6 +15,12 @@ std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes);
 // Zeroed host memory that kernels can write.
 std::shared_ptr<void> allocate_on_host(std::size_t bytes);
 
+// Clears memory of a device, and waits for it.
+void clear_on_device(int ordinal, void* memory, std::size_t bytes);
+
+// Sets a word, which is zero or as small, that kernels may be waiting for.
+void signal_device(int ordinal, uint64_t* word, uint8_t value);
+
 // Copies 64-bit words from or to memory on a device, each whole: kernels may use them meanwhile.
 void copy_words(void* to, const void* from, std::size_t words);
 

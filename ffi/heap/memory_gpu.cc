@@ -34,9 +34,19 @@ std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
   void* memory = nullptr;
   gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
+  clear_on_device(ordinal, memory, bytes);
+  return {memory, [](void*) {}};
+}
+
+void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
+  const gpu::DeviceScope scope(ordinal);
   gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
   gpu::check(gpu::synchronize(), "clearing the symmetric heap");
-  return {memory, [](void*) {}};
+}
+
+void signal_device(int ordinal, uint64_t* word, uint8_t value) {
+  const gpu::DeviceScope scope(ordinal);
+  gpu::check(gpu::fill(word, value, 1), "writing to the symmetric heap");
 }
 
 std::shared_ptr<void> allocate_on_host(std::size_t bytes) {

@@ -62,7 +62,8 @@ const char* name_of(Phase phase) {
 
 Recorder::Recorder(std::shared_ptr<Group> group, int squads) : group_(std::move(group)), squads_(squads) {
   for (int line = 0; line < group_->line_count(); ++line)
-    for (int rank = 0; rank < group_->size(); ++rank) add_rank({line, rank});
+    for (int rank = 0; rank < group_->size(); ++rank)
+      if (group_->is_local({line, rank})) add_rank({line, rank});
 }
 
 void Recorder::add_rank(Seat seat) {

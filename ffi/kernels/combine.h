@@ -23,19 +23,21 @@ class Combine {
 
   // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
-    const Place pusher = op_.team.pusher;
-    if (pusher.index < 0) return;
+    if (op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
+    const int peers = op_.comm.size - 1, rows = peers * args_.num_tokens;
+    const int parts = parts_of_a_row(rows, op_.team.pusher.count);
     const Schedule schedule(args_.num_tokens);
-    const int ranks = op_.comm.size;
-    Announcer announcer(op_, schedule.chunks);
-    const int parts = parts_of_a_row(ranks * args_.num_tokens, pusher.count);
-    for (int i = pusher.index; i < ranks * args_.num_tokens * parts && op_.may_push(); i += pusher.count) {
-      const int item = i / parts, part = i % parts;
-      const int home = (op_.comm.rank + 1 + item % ranks) % ranks, token = item / ranks;
+    Announcer announcer(op_, schedule, peers * parts);
+    PushItems items(op_, rows * parts);
+    for (int item = items.next(); item >= 0 && op_.may_push(); item = items.next()) {
+      const int row = item / parts, part = item % parts, token = row / peers;
+      const int home = (op_.comm.rank + 1 + row % peers) % op_.comm.size;
       if (args_.scalars && part == 0) push_scalars(home, token);
-      if (home != op_.comm.rank && push_partial(home, token, columns(part, parts)))
-        announcer.begun(token / schedule.chunk_tokens, rows_);
+      if (push_partial(home, token, columns(part, parts)))
+        announcer.begun(token, rows_);
+      else
+        announcer.skipped(token, rows_);
     }
     if (op_.may_push())
       rows_.finish();
@@ -139,7 +141,9 @@ class Combine {
       fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
       rows_.sum(terms, place(out), width);
-    if (columns.begin == 0) return_nothing(token);
+    if (columns.begin > 0) return;
+    if (args_.scalars) push_scalars(me, token);
+    return_nothing(token);
   }
 
   // Whether the dispatch of this token failed: then its sum is NaN, not zero.

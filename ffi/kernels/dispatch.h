@@ -33,16 +33,16 @@ class EncodedDispatch {
         writer_(op.team, kWireStageBytes<T>, true) {}
 
   JAX_EP_FN void push() {
-    const Place pusher = op_.team.pusher;
-    if (!op_.ok() || pusher.index < 0) return;
+    if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
     const Schedule schedule(args_.num_tokens);
-    Announcer announcer(op_, schedule.chunks);
+    Announcer announcer(op_, schedule);
+    PushItems items(op_, args_.num_tokens);
     MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
-    for (int token = pusher.index; token < args_.num_tokens && op_.may_push(); token += pusher.count) {
+    for (int token = items.next(); token >= 0 && op_.may_push(); token = items.next()) {
       const auto slots = line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k); });
       encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
-      announcer.begun(token / schedule.chunk_tokens, writer_);
+      announcer.begun(token, writer_);
     }
     if (op_.may_push())
       encoder.finish();

@@ -82,25 +82,26 @@ class Op {
   // Among the teams of the first squads only.
   JAX_EP_FN void router_barrier(int squads) { meet(&heap->routers, squads); }
 
-  // Tells every peer where it may write, when the rest of the mail is written and the teams have met.
+  // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
+  // met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
     team.sync();
     if (!ok() || team.index != 0) return;
     enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
-      box->buffers[0] = a;
-      box->buffers[1] = b;
-      box->buffers[2] = c;
+      box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
+      box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
+      box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
     }
   }
 
-  // Called by every pushing team when its part of a chunk is written. The last one tells the peers.
-  JAX_EP_FN void deliver(int chunk) {
+  // Called when a team's share of a chunk is written. Whoever makes it whole tells the peers.
+  JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
     if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
-      last = fetch_add(&heap->pushed[chunk], uint64_t{1}) == static_cast<uint64_t>(team.pusher.count) - 1;
+      last = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share == whole;
       if (last) store_relaxed(&heap->pushed[chunk], uint64_t{0});
     }
     if (!team.broadcast(last)) return;
@@ -122,7 +123,8 @@ class Op {
 
   // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they
   // need it, so that nobody waits for the memory.
-  JAX_EP_FN uint64_t ask_for_ticket() { return team.lane == 0 ? fetch_add(&heap->ticket, uint64_t{1}) : 0; }
+  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
+  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
 
   // Looked at before every row: a peer that gave up must not be written to.
@@ -168,8 +170,11 @@ class Op {
     store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
+    store_relaxed(&heap->push_ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
   }
+
+  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? fetch_add(tickets, uint64_t{1}) : 0; }
 
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
     // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.

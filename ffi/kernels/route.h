@@ -24,8 +24,10 @@ class Router {
       op_.enter(Phase::count);
       count();
       sum_over_squad();
-      op_.router_barrier(squads_);
-      sum_over_squads();
+      if (squads_ > 1) {
+        op_.router_barrier(squads_);
+        sum_over_squads();
+      }
       op_.router_barrier(squads_);
       op_.post(landing, args_.rows, args_.arrived);
       op_.wait_posted();
@@ -81,7 +83,6 @@ class Router {
   // what is read from memory is read a few steps ahead.
   template <class ValueOf, class Visit>
   JAX_EP_FN void for_each_assignment(ValueOf value_of, Visit visit) {
-    constexpr int kAhead = Team::lanes == 1 ? 1 : 4;
     const Range tokens = my_tokens();
     const int end = tokens.end * args_.top_k;
     for (int first = tokens.begin * args_.top_k; first < end; first += kAhead * Team::lanes) {
@@ -92,7 +93,7 @@ class Router {
         ids[i] = index < end ? args_.expert_ids[index] : -1;
         values[i] = value_of(smaller(index, end - 1));
       }
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kAhead && first + i * Team::lanes < end; ++i) {
         const int index = first + i * Team::lanes + op_.team.lane, bin = bin_of(ids[i]);
         const int earlier = count_one(bin);
         visit(index < end ? index : -1, bin, earlier, values[i]);
@@ -140,7 +141,7 @@ class Router {
   // The same over squads; the totals go to every peer.
   JAX_EP_FN void sum_over_squads() {
     const Team& team = op_.team;
-    for (int e = team.index * Team::lanes + team.lane; op_.ok() && squads_ > 1 && e <= args_.num_experts;
+    for (int e = team.index * Team::lanes + team.lane; op_.ok() && e <= args_.num_experts;
          e += squads_ * team.member.count * Team::lanes) {
       int32_t before[kMaxRouters];
       for (int squad = 0; squad < kMaxRouters; ++squad) before[squad] = squad < squads_ ? squad_bins(squad)[e] : 0;
@@ -180,7 +181,12 @@ class Router {
         if (owner != comm.rank) return;
         const int begin = smaller(segment.start, args_.capacity);
         args_.group_sizes[e] = smaller(segment.start + segment.padded, args_.capacity) - begin;
-        for (int source = 0; source < comm.size; ++source) args_.counts[source * local_ + e] = count(source, e);
+        for (int first = 0; first < comm.size; first += kAhead) {
+          int32_t counts[kAhead];
+          for (int i = 0; i < kAhead; ++i) counts[i] = count(smaller(first + i, comm.size - 1), e);
+          for (int i = 0; i < kAhead; ++i)
+            if (first + i < comm.size) args_.counts[(first + i) * local_ + e] = counts[i];
+        }
       };
       const int rows = for_each_segment(op_.team, local_, args_.alignment, rows_of, visit);
       if (op_.team.lane == 0) needed()[owner] = rows;
@@ -210,7 +216,15 @@ class Router {
     op_.enter(Phase::place);
     int32_t* bins_now = bins(op_.team.member.index);
     const int32_t* before = squad_bins(op_.team.squad.index);
-    for (int e = op_.team.lane; e < args_.num_experts; e += Team::lanes) bins_now[e] += first_rows()[e] + before[e];
+    for (int first = op_.team.lane; first < args_.num_experts; first += kAhead * Team::lanes) {
+      int32_t starts[kAhead];  // all on their way before the first is needed
+      for (int i = 0; i < kAhead; ++i) {
+        const int e = smaller(first + i * Team::lanes, args_.num_experts - 1);
+        starts[i] = first_rows()[e] + before[e];
+      }
+      for (int i = 0; i < kAhead; ++i)
+        if (const int e = first + i * Team::lanes; e < args_.num_experts) bins_now[e] += starts[i];
+    }
     op_.team.sync();
     const Divider by_local(local_);
     const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
@@ -237,6 +251,9 @@ class Router {
     dropped = op_.team.sum(dropped);
     if (op_.team.lane == 0 && dropped) atomic_add(&squad_bins(op_.team.squad.index)[args_.num_experts + 1], dropped);
   }
+
+  // Values that a lane reads before it uses the first.
+  static constexpr int kAhead = Team::lanes == 1 ? 1 : 8;
 
   Op& op_;
   const DispatchArgs& args_;

@@ -64,15 +64,17 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t byte
   if (!op.ok() || pusher.index < 0) return;
   op.enter(Phase::send);
   const Schedule schedule(num_tokens);
-  Announcer announcer(op, schedule.chunks);
+  Announcer announcer(op, schedule);
+  PushItems items(op, num_tokens);
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
     if (!may_push) return nullptr;
     may_push = op.may_push();  // for the next row: the answer comes while this one moves
     return source(token);
   };
-  const auto after = [&](int token, auto& rows) { announcer.after(token / schedule.chunk_tokens, rows); };
-  mover.move(Stride{pusher.index, num_tokens, pusher.count}, bytes, fanout, checked, sink, after);
+  const auto next = [&] { return items.next(); };
+  const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
+  mover.move(next, bytes, fanout, checked, sink, after);
   announcer.finish(mover);
 }
 
@@ -126,7 +128,8 @@ JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t byte
       const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
       return row >= 0 && row != first ? received + row * bytes : nullptr;
     };
-    mover.move(Stride{tokens.begin, tokens.end, 1}, bytes, top_k, source, sink, [](int, auto&) {});
+    Stride all{tokens.begin, tokens.end, 1};
+    mover.move([&] { return all.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   });
   mover.complete_to(mover.mark());
 }

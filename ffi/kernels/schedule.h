@@ -18,6 +18,7 @@ struct Schedule {
         group_tokens(larger(1, smaller(kGroupTokens, smaller(chunk_tokens, tokens) * sources / teams))) {}
 
   JAX_EP_FN int groups() const { return (smaller(chunk_tokens, tokens) + group_tokens - 1) / group_tokens; }
+  JAX_EP_FN int chunk_of(int token) const { return token / chunk_tokens; }
   JAX_EP_FN Range chunk(int index) const { return {index * chunk_tokens, smaller((index + 1) * chunk_tokens, tokens)}; }
   JAX_EP_FN Range group(int chunk_index, int index) const {
     const Range all = chunk(chunk_index);

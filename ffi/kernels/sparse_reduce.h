@@ -65,7 +65,7 @@ class SparseReduce {
     else
       sums_.drop();
     sums_.complete_to(sums_.mark());
-    op_.deliver(0);  // the rows are there, and no peer's values are read any more
+    op_.deliver(0, 1, op_.team.pusher.count);  // the rows are there, and no peer's values are read any more
   }
 
   // Zeroes what holds no row.
@@ -200,7 +200,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const 
   SparseReduce<T> reduction(op, args);
   const int full = reduction.rank_without_room();
   if (full < 0) reduction.prepare();
-  op.post(const_cast<char*>(args.values), args.result, args.partials);
+  op.post(args.values, args.result, args.partials);
   op.wait_posted();
   if (full < 0) {
     reduction.reduce();

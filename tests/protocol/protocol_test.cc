@@ -1,5 +1,8 @@
 // The kernels on bare threads, without XLA: several ranks, several teams a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -10,6 +13,7 @@
 #include <vector>
 
 #include "heap/host_clock.h"
+#include "heap/reach.h"
 #include "heap/recorder.h"
 #include "ranks.h"
 #include "sparse.h"
@@ -46,7 +50,7 @@ struct Rank {
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
     a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
-    a.landing = wire.data();
+    a.landing = wire.data(), a.landing_bytes = static_cast<int64_t>(wire.size());
     return a;
   }
 
@@ -203,6 +207,57 @@ void recording_cut_short() {
   expect(!group->take_error(), "no error is reported");
 }
 
+// Two groups as two processes would have them, joined by a socket. What they map is not touched here: the tool does not
+// see that both addresses are of one memory, nor that a socket orders them.
+void two_processes() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const auto both = [](auto body) {
+    std::thread second([&] { body(1); });
+    body(0);
+    second.join();
+  };
+  std::unique_ptr<Group> groups[2];
+  both([&](int process) {
+    Neighbours neighbours{{{0, 0, 1, 1}}, {-1, -1}};
+    neighbours.sockets[1 - process] = sockets[process];
+    std::vector<std::vector<int>> lines{process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 2, 3}};
+    groups[process] = std::make_unique<Group>(lines, 20.0, /*poison=*/false, neighbours);
+  });
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  both([&](int process) {
+    std::vector<std::thread> threads;
+    for (int rank = 2 * process; rank < 2 * process + 2; ++rank)
+      threads.emplace_back([&, rank] {
+        const auto first = reach(*groups[process], {0, rank}, ranks[rank].dispatch_args(false));
+        const auto again = reach(*groups[process], {0, rank}, ranks[rank].dispatch_args(false));
+        expect(first.args.rows == again.args.rows && first.args.rows != ranks[rank].rows.data(),
+               "rows are staged once");
+        expect(first.after.size() == 3 && first.before.empty(), "what is staged is copied back");
+        for (int peer = 0; peer < kRanks; ++peer)
+          expect((first.comm.shifts[1][peer] == 0) == (peer / 2 == process), "other processes see other addresses");
+      });
+    for (std::thread& thread : threads) thread.join();
+  });
+  groups[0]->close();
+  groups[1].reset();  // after the other's goodbye
+}
+
+// A process that ends: the other group fails at once, and says why.
+void lost_process() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  std::thread ending([&] { close(sockets[1]); });
+  bool lost = false;
+  try {
+    Group group({{0, -1}}, 20.0, /*poison=*/false, Neighbours{{{0, 1}}, {-1, sockets[0]}});
+  } catch (const GroupException& failure) {
+    lost = failure.error.kind == "PeerLostError";
+  }
+  ending.join();
+  expect(lost, "a process that ended is a PeerLostError");
+}
+
 // A rank that never comes: the others give up within the timeout, name it, and fill their results.
 void lost_rank(int tokens) {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
@@ -228,6 +283,8 @@ int main() {
   jax_ep::host_clock();
   jax_ep::round_trips(jax_ep::kMostTokens, 12);
   jax_ep::round_trips(40, 60);  // routed by one team of each rank
+  jax_ep::two_processes();
+  jax_ep::lost_process();
   jax_ep::recordings_of_running_ops();
   jax_ep::recording_cut_short();
   jax_ep::lost_rank(jax_ep::kMostTokens);

@@ -20,8 +20,9 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
 
-// Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
-gpu::Error load_kernels();
+// Loads every kernel on the current device, where a block has so much shared memory: a first launch would wait for a
+// spinning kernel to end.
+gpu::Error load_kernels(int shared_bytes);
 
 // The scratch of dispatch and of sparse_union, in int32, and the bytes of a row in float8.
 int64_t route_scratch(int num_experts);

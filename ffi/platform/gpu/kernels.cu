@@ -25,10 +25,7 @@ __global__ void answer_with_time(ClockFace* face, int questions) {
 
 template <class T, class Args>
 gpu::Error start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
-  const int teams = config.threads / Team::lanes, shared = teams * config.team_bytes;
-  if (const gpu::Error error = gpu::allow_shared(reinterpret_cast<const void*>(&kernel<T, Args>), shared);
-      error != gpu::kSuccess)
-    return error;
+  const int shared = config.threads / Team::lanes * config.team_bytes;
   kernel<T, Args>
       <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.pushers_per_block, config.team_bytes);
   return gpu::take_last_error();
@@ -46,14 +43,18 @@ gpu::Error start_any(const LaunchConfig& config, gpu::Stream stream, const Comm&
   }
 }
 
+template <class T, class Args>
+gpu::Error load(int shared_bytes) {
+  const void* address = reinterpret_cast<const void*>(&kernel<T, Args>);
+  const gpu::Error error = gpu::load_kernel(address);
+  return error == gpu::kSuccess ? gpu::allow_shared(address, shared_bytes) : error;
+}
+
 template <class T>
-gpu::Error load_for_dtype() {
-  const void* kernels[] = {reinterpret_cast<const void*>(&kernel<T, DispatchArgs>),
-                           reinterpret_cast<const void*>(&kernel<T, ScatterArgs>),
-                           reinterpret_cast<const void*>(&kernel<T, CombineArgs>),
-                           reinterpret_cast<const void*>(&kernel<T, SparseReduceArgs>)};
-  for (const void* each : kernels)
-    if (const gpu::Error error = gpu::load_kernel(each); error != gpu::kSuccess) return error;
+gpu::Error load_for_dtype(int shared_bytes) {
+  for (const auto each :
+       {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>, &load<T, SparseReduceArgs>})
+    if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
 
@@ -85,17 +86,10 @@ gpu::Error launch_clock(ClockFace* face, int questions) {
   return gpu::take_last_error();
 }
 
-gpu::Error load_kernels() {
-  if (const gpu::Error error = gpu::load_kernel(reinterpret_cast<const void*>(&answer_with_time));
-      error != gpu::kSuccess)
-    return error;
-  if (const gpu::Error error = load_for_dtype<float>(); error != gpu::kSuccess) return error;
-  if (const gpu::Error error = load_for_dtype<BFloat16>(); error != gpu::kSuccess) return error;
-  if (const gpu::Error error = load_for_dtype<Float16>(); error != gpu::kSuccess) return error;
-  const void* of_any_dtype[] = {reinterpret_cast<const void*>(&kernel<float, RaggedArgs>),
-                                reinterpret_cast<const void*>(&kernel<float, SparseUnionArgs>)};
-  for (const void* each : of_any_dtype)
-    if (const gpu::Error error = gpu::load_kernel(each); error != gpu::kSuccess) return error;
+gpu::Error load_kernels(int shared_bytes) {
+  for (const auto each : {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>,
+                          &load<float, RaggedArgs>, &load<float, SparseUnionArgs>})
+    if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
 

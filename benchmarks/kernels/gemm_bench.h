@@ -1,0 +1,265 @@
+// Operands, a plain reference kernel and clocks for gemm_bench.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gemm/gemm.h"
+
+using namespace jax_ep::gemm;
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+#define CHECK(call) check((call), #call)
+
+inline int& wrong_cases() {
+  static int count = 0;
+  return count;
+}
+
+struct Case {
+  Grouping grouping;
+  int m, n, k;
+  std::vector<int> sizes;
+  DType in, out;
+  bool mn_a, mn_b;
+
+  int groups() const { return std::max<int>(1, sizes.size()); }
+  size_t a_count() const { return size_t(m) * k; }
+  size_t b_count() const { return size_t(n) * k * (grouping == Grouping::rows ? groups() : 1); }
+  size_t out_count() const { return size_t(m) * n * (grouping == Grouping::contraction ? groups() : 1); }
+  double flops() const {
+    double rows = 0;
+    for (const int size : sizes) rows += size;
+    if (grouping == Grouping::rows) return 2 * rows * n * k;
+    return grouping == Grouping::contraction ? 2 * rows * m * n : 2.0 * m * n * k;
+  }
+};
+
+// Uniform in [-1, 1).
+template <class T>
+__global__ void fill(T* data, size_t count, uint32_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+    uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed;
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    data[i] = T(float((x ^ x >> 16) >> 8) / (1 << 23) - 1);
+  }
+}
+// 0xffff is NaN in both 16-bit dtypes.
+inline void spoil(void* data, size_t first, size_t count) {
+  CHECK(cudaMemset(static_cast<char*>(data) + first * 2, 0xff, count * 2));
+}
+
+// One element a thread, and the sum of magnitudes by which its error is judged.
+template <class In>
+__global__ void multiply_plainly(const In* a, const In* b, float* out, float* magnitude, int m, int n, int k,
+                                 int64_t a_row, int64_t a_k, int64_t b_col, int64_t b_k) {
+  const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  if (col >= n) return;
+  float sum = 0, size = 0;
+  for (int i = 0; i < k; ++i) {
+    const float x = float(a[row * a_row + i * a_k]) * float(b[col * b_col + i * b_k]);
+    sum += x;
+    size += fabsf(x);
+  }
+  out[size_t(row) * n + col] = sum;
+  magnitude[size_t(row) * n + col] = size;
+}
+
+class Buffers {
+ public:
+  static constexpr size_t kGuard = 4096;
+
+  Buffers(const Case& each, bool poison) : case_(each) {
+    CHECK(cudaMalloc(&a, each.a_count() * 2));
+    CHECK(cudaMalloc(&b, each.b_count() * 2));
+    CHECK(cudaMalloc(&out, out_bytes() + kGuard));
+    CHECK(cudaMemset(out, 0xff, out_bytes() + kGuard));
+    CHECK(cudaMalloc(&sizes, each.groups() * sizeof(int)));
+    if (!each.sizes.empty())
+      CHECK(cudaMemcpy(sizes, each.sizes.data(), each.sizes.size() * sizeof(int), cudaMemcpyHostToDevice));
+    each.in == DType::bfloat16 ? fill_both<__nv_bfloat16>() : fill_both<__half>();
+    if (poison && !each.sizes.empty()) spoil_groups();
+    CHECK(cudaDeviceSynchronize());
+  }
+  ~Buffers() {
+    for (void* each : {a, b, out, static_cast<void*>(sizes)}) cudaFree(each);
+  }
+
+  size_t out_bytes() const { return case_.out_count() * (case_.out == DType::float32 ? 4 : 2); }
+  const Case& of() const { return case_; }
+
+  Config config() const {
+    int processors = 0;
+    CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
+    return choose_config(case_.grouping, case_.m, case_.n, case_.groups(), processors);
+  }
+  void run(const Config& config) {
+    const Arguments arguments{
+        case_.grouping, case_.m, case_.n, case_.k, case_.groups(), case_.in, case_.out, case_.mn_a,
+        case_.mn_b,     a,       b,       out,     sizes};
+    if (const auto error = launch(arguments, config, nullptr)) {
+      std::printf("ERROR %s\n", error->c_str());
+      std::exit(1);
+    }
+  }
+
+  // After a pause: a GPU that has been busy for a while slows down.
+  template <class Run>
+  double milliseconds(int repeats, Run run) {
+    cudaEvent_t begin, end;
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    run();
+    CHECK(cudaEventRecord(begin));
+    for (int i = 0; i < repeats; ++i) run();
+    CHECK(cudaEventRecord(end));
+    CHECK(cudaDeviceSynchronize());
+    float total = 0;
+    CHECK(cudaEventElapsedTime(&total, begin, end));
+    return total / repeats;
+  }
+
+  // The groups one after the other; what belongs to no group is zero.
+  template <class In>
+  void reference(float* to, float* magnitude) const {
+    CHECK(cudaMemset(to, 0, case_.out_count() * sizeof(float)));
+    CHECK(cudaMemset(magnitude, 0, case_.out_count() * sizeof(float)));
+    const Case& c = case_;
+    const int64_t a_row = c.mn_a ? 1 : c.k, a_k = c.mn_a ? c.m : 1, b_col = c.mn_b ? 1 : c.k, b_k = c.mn_b ? c.n : 1;
+    const bool rows = c.grouping == Grouping::rows, contraction = c.grouping == Grouping::contraction;
+    int64_t start = 0;
+    for (int g = 0; g < c.groups(); ++g) {
+      const int size = c.sizes.empty() ? 0 : c.sizes[g], m = rows ? size : c.m, k = contraction ? size : c.k;
+      const int64_t to_g = rows ? start * c.n : contraction ? int64_t{g} * c.m * c.n : 0;
+      const In* a_g = static_cast<const In*>(a) + start * (rows ? a_row : a_k);
+      const In* b_g = static_cast<const In*>(b) + (rows ? int64_t{g} * c.n * c.k : start * b_k);
+      if (m)
+        multiply_plainly<<<dim3((c.n + 127) / 128, m), 128>>>(a_g, b_g, to + to_g, magnitude + to_g, m, c.n, k, a_row,
+                                                              a_k, b_col, b_k);
+      start += size;
+    }
+    CHECK(cudaDeviceSynchronize());
+  }
+
+  void *a = nullptr, *b = nullptr, *out = nullptr;
+  int* sizes = nullptr;
+
+ private:
+  // NaN in the largest group, whose neighbours must not see it, and behind the last group.
+  void spoil_groups() {
+    const auto largest = std::max_element(case_.sizes.begin(), case_.sizes.end());
+    const size_t start = std::accumulate(case_.sizes.begin(), largest, size_t{0});
+    const size_t end = std::accumulate(case_.sizes.begin(), case_.sizes.end(), size_t{0});
+    const bool rows = case_.grouping == Grouping::rows;
+    const size_t width = rows ? case_.k : case_.m, all = rows ? case_.m : case_.k;
+    spoil(a, start * width, *largest * width);
+    spoil(a, end * width, (all - end) * width);
+    if (!rows) spoil(b, end * case_.n, (all - end) * case_.n);
+  }
+  template <class In>
+  void fill_both() {
+    fill<<<1024, 256>>>(static_cast<In*>(a), case_.a_count(), 1u);
+    fill<<<1024, 256>>>(static_cast<In*>(b), case_.b_count(), 77u);
+  }
+
+  Case case_;
+};
+
+inline std::vector<float> download(const void* data, size_t count, DType dtype) {
+  std::vector<uint32_t> raw(count);
+  const size_t bytes = dtype == DType::float32 ? 4 : 2;
+  CHECK(cudaMemcpy(raw.data(), data, count * bytes, cudaMemcpyDeviceToHost));
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) {
+    if (dtype == DType::float32) values[i] = reinterpret_cast<const float*>(raw.data())[i];
+    if (dtype == DType::bfloat16) values[i] = reinterpret_cast<const __nv_bfloat16*>(raw.data())[i];
+    if (dtype == DType::float16) values[i] = reinterpret_cast<const __half*>(raw.data())[i];
+  }
+  return values;
+}
+
+// What a run should have left, on the host.
+struct Wanted {
+  std::vector<float> values, magnitudes;
+};
+
+inline Wanted wanted_of(const Buffers& buffers) {
+  const size_t count = buffers.of().out_count();
+  float *exact = nullptr, *magnitude = nullptr;
+  CHECK(cudaMalloc(&exact, count * sizeof(float)));
+  CHECK(cudaMalloc(&magnitude, count * sizeof(float)));
+  buffers.of().in == DType::bfloat16 ? buffers.reference<__nv_bfloat16>(exact, magnitude)
+                                     : buffers.reference<__half>(exact, magnitude);
+  Wanted wanted{download(exact, count, DType::float32), download(magnitude, count, DType::float32)};
+  CHECK(cudaFree(exact));
+  CHECK(cudaFree(magnitude));
+  return wanted;
+}
+
+// In units of what rounding allows: up to 1 is right. NaN belongs where the reference has it, and nowhere else.
+inline double error_of(float actual, float wanted, float magnitude, DType dtype) {
+  if (std::isnan(wanted) || std::isnan(actual)) return std::isnan(wanted) && std::isnan(actual) ? 0 : 1e9;
+  const double unit = dtype == DType::float32 ? 0 : dtype == DType::bfloat16 ? 1.0 / 256 : 1.0 / 2048;
+  return std::fabs(actual - wanted) / (unit * std::fabs(wanted) + 1e-5 * magnitude + 1e-6);
+}
+
+// Runs once on a spoiled result; the largest error. Prints where it is wrong.
+inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Config& config) {
+  const Case& each = buffers.of();
+  CHECK(cudaMemset(buffers.out, 0xff, buffers.out_bytes() + Buffers::kGuard));
+  buffers.run(config);
+  CHECK(cudaDeviceSynchronize());
+  const auto actual = download(buffers.out, each.out_count(), each.out);
+  double worst = 0;
+  size_t wrong = 0, first = 0;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double error = error_of(actual[i], wanted.values[i], wanted.magnitudes[i], each.out);
+    if (error > 1 && wrong++ == 0) first = i;
+    worst = std::max(worst, error);
+  }
+  std::vector<uint8_t> guard(Buffers::kGuard);
+  CHECK(cudaMemcpy(guard.data(), static_cast<char*>(buffers.out) + buffers.out_bytes(), guard.size(),
+                   cudaMemcpyDeviceToHost));
+  const bool trespassed = std::any_of(guard.begin(), guard.end(), [](uint8_t x) { return x != 0xff; });
+  if (wrong)
+    std::printf("  WRONG %s: %zu of %zu, first [%zu, %zu] is %g wants %g\n", config.describe().c_str(), wrong,
+                actual.size(), first / each.n, first % each.n, actual[first], wanted.values[first]);
+  if (trespassed) std::printf("  WRONG %s: wrote behind the end\n", config.describe().c_str());
+  wrong_cases() += wrong || trespassed;
+  return trespassed ? 1e9 : worst;
+}
+
+// Every tile width, with narrow and wide bands, with a tile a block and with several; one line.
+inline void compare(const Case& each) {
+  Buffers buffers(each, true);
+  const Wanted wanted = wanted_of(buffers);
+  double worst = 0;
+  for (const int block_n : {128, 256})
+    for (const int band : {1, 8})
+      for (const int blocks : {132, 4})
+        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, blocks}));
+  const char* groupings[] = {"dense", "rows", "contraction"};
+  std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",
+              groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a ? "M" : "K",
+              each.mn_b ? "N" : "K", each.out == DType::float32 ? "float32" : "16 bits", worst);
+  std::fflush(stdout);
+}

@@ -1,0 +1,20 @@
+// How a product is laid over the processors: a pure function of its shape.
+#pragma once
+
+#include <string>
+
+#include "gemm/problem.h"
+
+namespace jax_ep::gemm {
+
+struct Config {
+  int block_n;  // tiles are kBlockM x block_n
+  int band;     // see Problem
+  int blocks;   // an even number
+
+  std::string describe() const;
+};
+
+Config choose_config(Grouping grouping, int m, int n, int groups, int processors);
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,83 @@
+// A warp's part of a finished tile: from accumulators through shared memory to the output.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "gemm/layout.h"
+#include "gemm/ptx/tma.h"
+#include "gemm/ptx/warps.h"
+
+namespace jax_ep::gemm {
+
+__device__ __forceinline__ uint32_t pack(float a, float b, __nv_bfloat16) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const uint32_t&>(both);
+}
+__device__ __forceinline__ uint32_t pack(float a, float b, __half) {
+  const __half2 both = __floats2half2_rn(a, b);
+  return reinterpret_cast<const uint32_t&>(both);
+}
+
+// 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of that row + 8.
+template <class Out>
+__device__ __forceinline__ void stage_columns(char* to, const float* d, int lane) {
+  const int line = lane & 15, half = lane >> 4;
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair, d += 8)
+    store_matrices(to + swizzled(line, 2 * pair + half), pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}),
+                   pack(d[4], d[5], Out{}), pack(d[6], d[7], Out{}));
+}
+// 16 rows x 32 columns as they are.
+template <>
+__device__ __forceinline__ void stage_columns<float>(char* to, const float* d, int lane) {
+  const int line = lane >> 2, piece = (lane & 3) >> 1, byte = (lane & 1) * 8;
+#pragma unroll
+  for (int eight = 0; eight < 4; ++eight, d += 4) {
+    *reinterpret_cast<float2*>(to + swizzled(line, 2 * eight + piece) + byte) = make_float2(d[0], d[1]);
+    *reinterpret_cast<float2*>(to + swizzled(line + 8, 2 * eight + piece) + byte) = make_float2(d[2], d[3]);
+  }
+}
+
+// Rows before `rows` and pieces before `pieces` of what was staged, where TMA would write too much.
+__device__ __forceinline__ void store_lines(char* to, int64_t row_bytes, int rows, int pieces, const char* from,
+                                            int lane) {
+  const int piece = lane & 7;
+#pragma unroll
+  for (int line = lane >> 3; line < kOutRows; line += 4)
+    if (line < rows && piece < pieces)
+      *reinterpret_cast<uint4*>(to + line * row_bytes + piece * 16) =
+          *reinterpret_cast<const uint4*>(from + swizzled(line, piece));
+}
+
+// The accumulators of one of the eight consumer warps. The last stores still read `buffers` when it returns.
+template <class Out, int kBlockN>
+__device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
+                                           const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int warp,
+                                           int lane) {
+  constexpr int kColumns = kLineBytes / sizeof(Out);
+  const int row = tile.row + warp * kOutRows, matrix = problem.grouping == Grouping::contraction ? tile.group : 0;
+  const bool whole = row + kOutRows <= tile.row_end;
+  if (row >= tile.row_end) return;
+  char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
+#pragma unroll
+  for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
+    const int col = tile.col + chunk * kColumns;
+    char* const buffer = buffers[chunk & 1];
+    if (col < problem.n) {
+      if (lane == 0) wait_stores_read<1>();  // the other buffer's may go on
+      __syncwarp();
+      stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
+      if (whole) shared_proxy_fence();
+      __syncwarp();
+      if (!whole)
+        store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
+                    (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
+      else if (lane == 0)
+        store_box(map, {col, row, matrix}, buffer);
+    }
+    if (lane == 0) commit_stores();  // one group a chunk, even if empty: so the latest but one is this buffer's
+  }
+}
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,37 @@
+// Matrix products on Hopper, as the host calls them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "gemm/config.h"
+
+namespace jax_ep::gemm {
+
+enum class DType { bfloat16, float16, float32 };
+
+// Row-major arrays without gaps. Dimensions and leading dimensions of 16-bit arrays are multiples of 8.
+struct Arguments {
+  Grouping grouping;
+  int m, n, k, groups;  // as in Problem
+  DType in, out;        // in: 16-bit; out: as in, or float32
+  bool a_is_k_by_m;     // a is stored [k, m] rather than [m, k]
+  bool b_is_k_by_n;     // b is stored [k, n] (of every group) rather than [n, k]
+  const void* a;
+  const void* b;
+  void* out_data;
+  const int32_t* group_sizes;  // on the device; null without groups
+};
+
+// Starts the product on the stream of the current device, or says why it cannot. May be captured in a CUDA graph.
+std::optional<std::string> launch(const Arguments& arguments, const Config& config, cudaStream_t stream);
+
+// The same as choose_config lays it over the current device.
+std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
+
+// Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
+cudaError_t load();
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,194 @@
+// The Hopper kernel: one producer warp loads tiles by TMA, two consumer warpgroups multiply and store them, and the
+// blocks stay for all their tiles. So loads of the next tile run during the stores of the last.
+#pragma once
+
+#include "gemm/epilogue.h"
+#include "gemm/layout.h"
+#include "gemm/ptx/tma.h"
+#include "gemm/ptx/warps.h"
+#include "gemm/ptx/wgmma.h"
+#include "gemm/schedule.h"
+
+namespace jax_ep::gemm {
+
+// What others add to a product. `before_tile` runs in the producer warp before the tile's first load, `after_tile` in
+// every consumer warp after its stores were issued, or after they were written where kAwaitStores says so.
+struct NoHooks {
+  static constexpr bool kAwaitStores = false;
+  __device__ void before_tile(const Tile&) const {}
+  __device__ void after_tile(const Tile&, int /*warp*/) const {}
+};
+
+// A stage of the pipeline and how often it came round.
+template <int kStages>
+struct Position {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+// This block's slices of an operand: all, or half of them for both blocks of the cluster.
+template <bool kMn, int kSlices>
+__device__ __forceinline__ void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, bool shared,
+                                            int rank, uint64_t* barrier) {
+  const int begin = shared ? rank * kSlices / 2 : 0, end = shared ? begin + kSlices / 2 : kSlices;
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) {
+    if (slice < begin || slice >= end) continue;
+    const int first = row + slice * kSlice;
+    const Corner at = kMn ? Corner{first, k, matrix} : Corner{k, first, matrix};
+    if (shared)
+      load_box_to(0b11, to + slice * kSliceBytes, map, at, barrier);
+    else
+      load_box(to + slice * kSliceBytes, map, at, barrier);
+  }
+}
+
+template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
+__device__ void produce(Shared<kBlockN>& shared, const CUtensorMap& a, const CUtensorMap& b, const Problem& problem,
+                        const Hooks& hooks) {
+  using Memory = Shared<kBlockN>;
+  const int rank = blockIdx.x % kCluster;
+  Position<Memory::kStages> at;
+  Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
+  for (Tile tile; schedule.next(&tile);) {
+    hooks.before_tile(tile);
+    const int matrix = problem.grouping == Grouping::rows ? tile.group : 0;
+    for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+      char* const stage = shared.stages[at.stage];
+      uint64_t* const full = &shared.full[at.stage];
+      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
+      if (!elect_lane()) continue;
+      arrive_expecting(full, Memory::kStageBytes);
+      load_slices<kMnA, kSlicesA>(stage, a, tile.row, k, 0, !tile.shares_b, rank, full);
+      load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, tile.shares_b, rank,
+                                          full);
+    }
+  }
+}
+
+// The contraction ends inside this stage: the lines from `valid` on belong to the next group, whatever they hold.
+template <int kBlockN>
+__device__ __forceinline__ void zero_lines(char* stage, int valid) {
+  const int pieces = (kSlice - valid) * (kLineBytes / 16);
+  for (int i = threadIdx.x; i < Shared<kBlockN>::kSlices * pieces; i += kConsumers)
+    *reinterpret_cast<uint4*>(stage + i / pieces * kSliceBytes + valid * kLineBytes + i % pieces * 16) = uint4{};
+  shared_proxy_fence();
+  sync_some(1, kConsumers);
+}
+
+// Tells both producers of the cluster that this warp is done with a stage.
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+  if (lane < kCluster) arrive_at_peer(empty, lane);
+}
+
+// Nothing of a warpgroup's half of a tile is wanted: its loads pass by.
+template <int kBlockN>
+__device__ __forceinline__ void skip(Shared<kBlockN>& shared, const Tile& tile, Position<Shared<kBlockN>::kStages>& at,
+                                     int lane) {
+  for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+    wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
+    release(&shared.empty[at.stage], lane);
+  }
+}
+
+// One warpgroup's half of a tile: d = a x b.
+template <class In, int kBlockN, bool kMnA, bool kMnB>
+__device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBlockN>& shared, const Problem& problem,
+                                           const Tile& tile, Position<Shared<kBlockN>::kStages>& at, int half,
+                                           int lane) {
+  int running = -1;  // the stage that wgmma may still read
+  if (tile.k_begin >= tile.k_end) {
+#pragma unroll
+    for (float& value : d) value = 0;
+    return;
+  }
+  leave_undefined(d);
+  for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+    char* const stage = shared.stages[at.stage];
+    wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
+    if constexpr (kMnA && kMnB)
+      if (problem.grouping == Grouping::contraction && tile.k_end - k < kBlockK)
+        zero_lines<kBlockN>(stage, tile.k_end - k);
+    const uint64_t a = describe<kMnA>(stage + half * kSliceBytes);
+    const uint64_t b = describe<kMnB>(stage + kSlicesA * kSliceBytes);
+    begin_multiplies();
+#pragma unroll
+    for (int step = 0; step < kBlockK / kMultiplyK; ++step)
+      multiply<In, kMnA, kMnB>(d, a + step * kDescriptorStep<kMnA>, b + step * kDescriptorStep<kMnB>,
+                               k > tile.k_begin || step > 0);
+    commit_multiplies();
+    wait_multiplies<1>();
+    if (running >= 0) release(&shared.empty[running], lane);
+    running = at.stage;
+  }
+  wait_multiplies<0>();
+  settle(d);
+  if (running >= 0) release(&shared.empty[running], lane);
+}
+
+template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
+__device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
+                        const Hooks& hooks) {
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  Position<Shared<kBlockN>::kStages> at;
+  Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
+  for (Tile tile; schedule.next(&tile);) {
+    const int half = warp / 4;
+    const bool wanted = tile.row + half * kSlice < tile.row_end && tile.col < problem.n;
+    if (wanted || problem.grouping == Grouping::contraction) {  // where both halves meet to zero lines
+      float d[kBlockN / 2];
+      accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, half, lane);
+      store_tile<Out, kBlockN>(map, out, problem, tile, d, shared.out[warp], warp, lane);
+    } else {
+      skip(shared, tile, at, lane);
+    }
+    if constexpr (Hooks::kAwaitStores) {
+      if (lane == 0) wait_stores_written<0>();
+      __syncwarp();
+    }
+    hooks.after_tile(tile, warp);
+  }
+  if (lane == 0) wait_stores_read<0>();  // shared memory goes with the block
+}
+
+template <int kBlockN>
+__device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Shared<kBlockN>::kStages; ++stage) {
+      init_barrier(&shared.full[stage], 1);
+      init_barrier(&shared.empty[stage], kConsumerWarps * kCluster);
+    }
+    publish_barriers();
+  }
+  sync_cluster();
+}
+
+// kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`, `b` map slices, `out_map` a warp's
+// box.
+template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                const __grid_constant__ CUtensorMap out_map, void* out, const __grid_constant__ Problem problem,
+                const __grid_constant__ Hooks hooks) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared<kBlockN>& shared = *reinterpret_cast<Shared<kBlockN>*>(memory);
+  open_pipeline(shared);
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kConsumerWarps) {
+    take_registers<232>();
+    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks);
+  } else {
+    give_registers<40>();
+    if (warp == kConsumerWarps) produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks);
+  }
+  __syncwarp();
+  sync_cluster();  // a peer may still write into this block's shared memory
+}
+
+}  // namespace jax_ep::gemm

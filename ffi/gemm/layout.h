@@ -1,0 +1,59 @@
+// How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 lines of 128 bytes, of which
+// each eight form an atom whose 16-byte pieces TMA permutes (the "128-byte swizzle") and wgmma permutes back.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/problem.h"
+#include "gemm/ptx/mbarrier.h"
+
+namespace jax_ep::gemm {
+
+constexpr int kSlice = 64;       // rows of the operand, and its range of the contraction
+constexpr int kLineBytes = 128;  // of the swizzle
+constexpr int kAtomBytes = 8 * kLineBytes;
+constexpr int kSliceBytes = kSlice * kLineBytes;
+constexpr int kSlicesA = kBlockM / kSlice;
+constexpr int kMultiplyK = 16;  // what one wgmma contracts
+
+constexpr int kConsumerWarps = 8;
+constexpr int kConsumers = kConsumerWarps * 32;
+constexpr int kThreads = kConsumers + 128;
+constexpr int kOutRows = 16;  // of a warp, stored at once: lines of 128 bytes again
+constexpr int kOutBytes = kOutRows * kLineBytes;
+
+template <int kBlockN>
+struct Shared {
+  static constexpr int kSlices = kSlicesA + kBlockN / kSlice;
+  static constexpr int kStageBytes = kSlices * kSliceBytes;
+  static constexpr int kStages = 196608 / kStageBytes;
+
+  alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
+  alignas(1024) char out[kConsumerWarps][2][kOutBytes];
+  uint64_t full[kStages], empty[kStages];
+};
+
+// Where the 16-byte piece of a line lies.
+__device__ __forceinline__ int swizzled(int line, int piece) { return line * kLineBytes + ((piece ^ (line & 7)) << 4); }
+
+// The word that tells wgmma where an operand lies, in 16-byte units of 14 bits each. In a cluster a shared address
+// carries the block's rank above the offset, which must not reach the strides.
+constexpr JAX_EP_GEMM_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
+  constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
+  return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
+         (address >> 4 & kField);
+}
+static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "a rank leaks into the strides");
+
+// What wgmma wants to know of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the
+// operand (m or n) rather than along the contraction; then the two strides lead to the next slice and the next atom.
+template <bool kMn>
+__device__ __forceinline__ uint64_t describe(const char* slice) {
+  return descriptor(shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
+}
+
+// From one step of the contraction to the next.
+template <bool kMn>
+constexpr uint64_t kDescriptorStep = (kMn ? kMultiplyK * kLineBytes : kMultiplyK * 2) >> 4;
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,46 @@
+// What a matrix product is, for host and device: shapes, groups, and how its tiles are walked.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JAX_EP_GEMM_FN __host__ __device__ __forceinline__
+#else
+#define JAX_EP_GEMM_FN inline
+#endif
+
+namespace jax_ep::gemm {
+
+constexpr int kBlockM = 128;
+constexpr int kBlockK = 64;
+constexpr int kCluster = 2;  // blocks that compute two neighbouring tiles and share what both load
+
+// What the groups divide. Group g is the g-th of consecutive ranges whose sizes lie on the device.
+enum class Grouping {
+  none,         // out [m, n] = a [m, k] x b [k, n]
+  rows,         // out [m, n]: its rows in group g are a's rows there x b[g]; rows behind the last group are zero
+  contraction,  // out [g, m, n] = a's columns in group g [m, ...] x b's rows in group g [..., n]
+};
+
+struct Problem {
+  Grouping grouping;
+  int m, n, k;  // with groups of rows m is that of all groups, with groups of the contraction k is
+  int groups;
+  const int32_t* group_sizes;
+  int band;  // tiles that follow each other stay within this many pairs of rows, for the sake of the L2 cache
+};
+
+// A block's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.
+struct Tile {
+  int group;
+  int row, col;
+  int row_end;  // rows from here on belong to others
+  int k_begin, k_end;
+  bool shares_b;  // the cluster's other tile is above or below; else beside, and they share a
+};
+
+JAX_EP_GEMM_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+JAX_EP_GEMM_FN int smaller(int a, int b) { return a < b ? a : b; }
+JAX_EP_GEMM_FN int larger(int a, int b) { return a > b ? a : b; }
+
+}  // namespace jax_ep::gemm

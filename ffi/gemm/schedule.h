@@ -1,0 +1,87 @@
+// Which tiles a block computes, in which order. Every warp of a block walks the same list by itself.
+//
+// Clusters take dominoes: two tiles on top of each other, which share b, the larger operand; where a group has an odd
+// number of rows of tiles, two beside each other in the last of them, so that no tile is wasted.
+#pragma once
+
+#include "gemm/problem.h"
+
+namespace jax_ep::gemm {
+
+// Clusters take the tiles of a group, then of the next, round-robin; the groups' sizes are read on the way.
+class Schedule {
+ public:
+  JAX_EP_GEMM_FN Schedule(const Problem& problem, int block_n, int block, int blocks)
+      : problem_(problem), block_n_(block_n) {
+    next_ = block / kCluster;
+    rank_ = block % kCluster;
+    step_ = blocks / kCluster;
+    open_group(0);
+  }
+
+  // False behind the last tile. Both blocks of a cluster get tiles of one group and one range of the contraction; a
+  // tile may lie wholly outside the matrix.
+  JAX_EP_GEMM_FN bool next(Tile* tile) {
+    while (next_ - first_ >= dominoes_) {
+      if (tile_.group == last_group()) return false;
+      first_ += dominoes_;
+      open_group(tile_.group + 1);
+    }
+    place(next_ - first_, tile);
+    next_ += step_;
+    return true;
+  }
+
+ private:
+  // With groups of rows, the rows behind the last group are one more, without contraction.
+  JAX_EP_GEMM_FN int last_group() const {
+    if (problem_.grouping == Grouping::none) return 0;
+    return problem_.grouping == Grouping::rows ? problem_.groups : problem_.groups - 1;
+  }
+
+  // Sizes that would leave the matrix are cut off.
+  JAX_EP_GEMM_FN int size_of(int group, int left) const {
+    return group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
+  }
+
+  JAX_EP_GEMM_FN void open_group(int group) {
+    tile_ = {group, 0, 0, problem_.m, 0, problem_.k, true};
+    if (problem_.grouping == Grouping::rows) {
+      tile_.row = start_;
+      start_ += size_of(group, problem_.m - start_);
+      tile_.row_end = start_;
+      if (group == problem_.groups) tile_.k_end = 0;
+    } else if (problem_.grouping == Grouping::contraction) {
+      tile_.k_begin = start_;
+      start_ += size_of(group, problem_.k - start_);
+      tile_.k_end = start_;
+    }
+    rows_ = ceil_div(tile_.row_end - tile_.row, kBlockM);
+    columns_ = ceil_div(problem_.n, block_n_);
+    dominoes_ = rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
+  }
+
+  // Down the rows of a band in two columns, which are as many dominoes as there are rows, then to the next two.
+  JAX_EP_GEMM_FN void place(int domino, Tile* tile) const {
+    const int band = domino / (problem_.band * columns_), inside = domino - band * problem_.band * columns_;
+    const int first_row = band * problem_.band * 2, rows = smaller(problem_.band * 2, rows_ - first_row);
+    const int first_column = inside / rows * 2, upright = inside % rows - rows % 2, pairs = larger(rows / 2, 1);
+    *tile = tile_;
+    tile->shares_b = upright >= 0;
+    const int row = tile->shares_b ? first_row + upright % pairs * 2 + rank_ : first_row + rows - 1;
+    const int column = first_column + (tile->shares_b ? upright / pairs : rank_);
+    tile->row += row * kBlockM;
+    tile->col = column * block_n_;
+  }
+
+  const Problem& problem_;
+  int block_n_;
+  int next_, step_;               // in dominoes
+  int rank_;                      // within the cluster
+  int first_ = 0, dominoes_ = 0;  // of the open group
+  int rows_ = 0, columns_ = 0;    // of its tiles
+  int start_ = 0;                 // where the next group starts
+  Tile tile_{};                   // the open group's first
+};
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,52 @@
+#include "gemm/tensor_map.h"
+
+#include <cudaTypedefs.h>
+
+namespace jax_ep::gemm {
+namespace {
+
+constexpr int kLine = 128;
+
+// The driver's encoder, found at run time: machines without a GPU have no driver to link with.
+PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult status{};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+  if (error != cudaSuccess || status != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+}
+
+CUtensorMapDataType map_type(DType dtype) {
+  switch (dtype) {
+    case DType::bfloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::float16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  }
+}
+
+}  // namespace
+
+std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
+  if (!encode) return "the CUDA driver has no cuTensorMapEncodeTiled: it must be of CUDA 12 or newer";
+  const cuuint64_t bytes = bytes_of(matrices.dtype), line = matrices.inner * bytes;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(matrices.inner), static_cast<cuuint64_t>(matrices.outer),
+                              static_cast<cuuint64_t>(matrices.count)};
+  const cuuint64_t strides[] = {line, line * matrices.outer};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(kLine / bytes), static_cast<cuuint32_t>(lines), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const CUresult result = encode(map, map_type(matrices.dtype), 3, const_cast<void*>(matrices.data), sizes, strides,
+                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return std::nullopt;
+  return "TMA cannot describe [" + std::to_string(matrices.count) + ", " + std::to_string(matrices.outer) + ", " +
+         std::to_string(matrices.inner) + "] values of " + std::to_string(bytes) +
+         " bytes: lines must be multiples of 16 bytes, the data aligned to 16 (driver error " + std::to_string(result) +
+         ")";
+}
+
+}  // namespace jax_ep::gemm

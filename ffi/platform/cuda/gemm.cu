@@ -1,0 +1,119 @@
+// The products of ffi/gemm for every dtype and storage order. Compiled for sm_90a alone, which has wgmma.
+#include "gemm/gemm.h"
+#include "gemm/kernel.h"
+#include "gemm/tensor_map.h"
+
+namespace jax_ep::gemm {
+namespace {
+
+using Kernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, void*, Problem, NoHooks);
+
+struct Choice {
+  Kernel kernel;
+  int shared_bytes;
+};
+
+template <class In, class Out, int kBlockN>
+Choice choose_order(bool mn_a, bool mn_b) {
+  constexpr int kBytes = sizeof(Shared<kBlockN>);
+  if (mn_a && mn_b) return {gemm_kernel<In, Out, kBlockN, true, true, NoHooks>, kBytes};
+  if (mn_a) return {gemm_kernel<In, Out, kBlockN, true, false, NoHooks>, kBytes};
+  if (mn_b) return {gemm_kernel<In, Out, kBlockN, false, true, NoHooks>, kBytes};
+  return {gemm_kernel<In, Out, kBlockN, false, false, NoHooks>, kBytes};
+}
+
+template <class In, class Out>
+Choice choose_width(int block_n, bool mn_a, bool mn_b) {
+  return block_n == 128 ? choose_order<In, Out, 128>(mn_a, mn_b) : choose_order<In, Out, 256>(mn_a, mn_b);
+}
+
+Choice choose(DType in, DType out, int block_n, bool mn_a, bool mn_b) {
+  if (in == DType::bfloat16)
+    return out == DType::float32 ? choose_width<__nv_bfloat16, float>(block_n, mn_a, mn_b)
+                                 : choose_width<__nv_bfloat16, __nv_bfloat16>(block_n, mn_a, mn_b);
+  return out == DType::float32 ? choose_width<__half, float>(block_n, mn_a, mn_b)
+                               : choose_width<__half, __half>(block_n, mn_a, mn_b);
+}
+
+std::optional<std::string> check(const Arguments& x) {
+  if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
+  if (x.in == DType::float32) return "the operands must be bfloat16 or float16";
+  if (x.out != x.in && x.out != DType::float32) return "the result must have the dtype of the operands or be float32";
+  if (x.grouping == Grouping::contraction && (!x.a_is_k_by_m || !x.b_is_k_by_n))
+    return "groups of the contraction need both operands stored with the contraction as rows";
+  return std::nullopt;
+}
+
+struct Maps {
+  CUtensorMap a, b, out;
+};
+
+std::optional<std::string> describe(const Arguments& x, Maps* maps) {
+  const auto matrices = [](const void* data, DType dtype, int rows, int columns, int count) {
+    return Matrices{data, dtype, columns, rows, count};
+  };
+  const int b_count = x.grouping == Grouping::rows ? x.groups : 1;
+  const int out_count = x.grouping == Grouping::contraction ? x.groups : 1;
+  const Matrices a = x.a_is_k_by_m ? matrices(x.a, x.in, x.k, x.m, 1) : matrices(x.a, x.in, x.m, x.k, 1);
+  const Matrices b = x.b_is_k_by_n ? matrices(x.b, x.in, x.k, x.n, b_count) : matrices(x.b, x.in, x.n, x.k, b_count);
+  if (const auto error = describe_boxes(a, kSlice, &maps->a)) return "a: " + *error;
+  if (const auto error = describe_boxes(b, kSlice, &maps->b)) return "b: " + *error;
+  if (const auto error = describe_boxes(matrices(x.out_data, x.out, x.m, x.n, out_count), kOutRows, &maps->out))
+    return "out: " + *error;
+  return std::nullopt;
+}
+
+cudaError_t start(const Choice& choice, const Config& config, const Problem& problem, const Maps& maps, void* out,
+                  cudaStream_t stream) {
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(config.blocks);
+  launch.blockDim = dim3(kThreads);
+  launch.dynamicSmemBytes = choice.shared_bytes;
+  launch.stream = stream;
+  if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(choice.kernel),
+                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, choice.shared_bytes);
+      error != cudaSuccess)
+    return error;
+  return cudaLaunchKernelEx(&launch, choice.kernel, maps.a, maps.b, maps.out, out, problem, NoHooks{});
+}
+
+}  // namespace
+
+std::optional<std::string> launch(const Arguments& x, const Config& config, cudaStream_t stream) {
+  if (const auto error = check(x)) return error;
+  Maps maps;
+  if (const auto error = describe(x, &maps)) return error;
+  const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
+  const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
+  const cudaError_t error = start(choice, config, problem, maps, x.out_data, stream);
+  if (error == cudaSuccess) return std::nullopt;
+  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
+  return config.describe() + ": " + cudaGetErrorString(error);
+}
+
+std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return launch(x, choose_config(x.grouping, x.m, x.n, x.groups, processors), stream);
+}
+
+cudaError_t load() {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess || major != 9) return error;
+  for (const DType in : {DType::bfloat16, DType::float16})
+    for (const DType out : {in, DType::float32})
+      for (const int block_n : {128, 256})
+        for (const int order : {0, 1, 2, 3}) {
+          cudaFuncAttributes attributes;
+          const Choice choice = choose(in, out, block_n, order & 1, order & 2);
+          error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(choice.kernel));
+          if (error != cudaSuccess) return error;
+        }
+  return cudaSuccess;
+}
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,117 @@
+"""Grouped matrix products at the speed of the tensor cores, with their gradients."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _checks, _ffi
+
+CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+CORE_MULTIPLE = 8  # TMA wants lines of 16 bytes
+
+_CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: jax.Array | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot`, on Hopper GPUs by a kernel that keeps their tensor cores busy.
+
+    Row i of the result is row i of `lhs` times the matrix of the group it is in; rows behind the last group are zero.
+    The kernel serves bfloat16 and float16 operands of one dtype whose K and N are multiples of 8, and accumulates in
+    float32; it sums in one fixed order, so the same operands give the same bits. All else, and every other device, gets
+    `jax.lax.ragged_dot` itself. Reverse-mode gradients run on the same kernel, with the cotangent rounded to the dtype
+    of the operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
+
+    Args:
+      lhs: [M, K] rows, those of a group next to each other.
+      rhs: [G, K, N], a matrix per group.
+      group_sizes: [G] integers, the rows of each group; their sum may be less than M.
+      precision, out_sharding: as in `jax.lax.ragged_dot`.
+      group_offset: must be None.
+      preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`.
+
+    Returns:
+      [M, N].
+
+    Raises:
+      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced.
+      NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
+    """
+    options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
+    if group_offset is not None:
+        raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
+    if out_sharding is not None:
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes, out_sharding=out_sharding, **options)
+    if not _ffi.has_gemm():
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
+    lhs, rhs, group_sizes = _checks.vary_as_any(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+    result = jax.eval_shape(partial(jax.lax.ragged_dot, **options), lhs, rhs, group_sizes)  # with all its checks
+    if not _core_takes(lhs, rhs, group_sizes, result.dtype, precision):
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
+    return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32))
+
+
+def _core_takes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any) -> bool:
+    """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
+    return (
+        lhs.dtype == rhs.dtype
+        and np.dtype(lhs.dtype) in CORE_DTYPES
+        and np.dtype(dtype) in (lhs.dtype, np.dtype(np.float32))
+        and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+        and group_sizes.ndim == 1
+        and all(size > 0 for size in (*lhs.shape, *rhs.shape))
+        and all(size % CORE_MULTIPLE == 0 for size in rhs.shape[1:])
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(
+        lhs,
+        rhs,
+        group_sizes,
+        cuda=partial(_ffi.grouped_matmul, dtype=dtype, transpose_rhs=False),
+        default=partial(jax.lax.ragged_dot, preferred_element_type=dtype),
+    )
+
+
+def _forward(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Any:
+    return _grouped_matmul(dtype, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _backward(dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs, group_sizes = residuals
+    cotangent = cotangent.astype(lhs.dtype)
+    return _lhs_gradient(cotangent, rhs, group_sizes), _rhs_gradient(lhs, cotangent, group_sizes), None
+
+
+def _lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """[M, N] times each group's [K, N] transposed: [M, K]."""
+
+    def by_xla(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
+
+    core = partial(_ffi.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
+    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
+
+
+def _rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Over the rows of each group, [M, K] transposed times [M, N]: [G, K, N]."""
+    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
+    core = partial(_ffi.grouped_outer, dtype=lhs.dtype)
+    return jax.lax.platform_dependent(lhs, cotangent, group_sizes, cuda=core, default=by_xla)
+
+
+_grouped_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,99 @@
+// The schedule of the GEMM core on the host: for random shapes, groups and clusters, every element of the result that
+// should be computed is in exactly one tile, with the right range of the contraction.
+#include "gemm/schedule.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "gemm/config.h"
+
+using namespace jax_ep::gemm;
+
+namespace {
+
+void require(bool truth, const std::string& what) {
+  if (truth) return;
+  std::printf("FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+struct Range {
+  int begin, end;
+};
+
+// Where groups lie among `total`, with what is left as one more range.
+std::vector<Range> ranges_of(const std::vector<int>& sizes, int total) {
+  std::vector<Range> ranges;
+  int start = 0;
+  for (const int size : sizes) {
+    const int end = std::min(total, start + std::max(0, size));
+    ranges.push_back({start, end});
+    start = end;
+  }
+  ranges.push_back({start, total});
+  return ranges;
+}
+
+// Blocks of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
+void check_clusters(const Problem& problem, const Config& config) {
+  for (int first = 0; first < config.blocks; first += kCluster) {
+    Schedule one(problem, config.block_n, first, config.blocks);
+    Schedule other(problem, config.block_n, first + 1, config.blocks);
+    for (bool more = true; more;) {
+      Tile a{}, b{};
+      more = one.next(&a);
+      require(other.next(&b) == more, "blocks of a cluster have as many tiles");
+      require(std::tie(a.group, a.k_begin, a.k_end) == std::tie(b.group, b.k_begin, b.k_end), "clusters agree");
+      if (!more) break;
+      const int down = a.shares_b ? kBlockM : 0, right = a.shares_b ? 0 : config.block_n;
+      require(a.shares_b == b.shares_b && b.row == a.row + down && b.col == a.col + right, "they share an operand");
+      require(a.row < a.row_end && b.row < b.row_end, "no row of tiles is wasted");
+    }
+  }
+}
+
+void check_cover(const Problem& problem, const Config& config, const std::vector<int>& sizes) {
+  const bool rows = problem.grouping == Grouping::rows, contraction = problem.grouping == Grouping::contraction;
+  const auto ranges = ranges_of(sizes, contraction ? problem.k : problem.m);
+  std::vector<int> seen(size_t(problem.m) * problem.n * (contraction ? problem.groups : 1));
+  for (int block = 0; block < config.blocks; ++block) {
+    Schedule schedule(problem, config.block_n, block, config.blocks);
+    for (Tile tile; schedule.next(&tile);) {
+      const Range range = ranges[problem.grouping == Grouping::none ? 0 : tile.group];
+      const Range wanted = contraction ? range : Range{0, rows && tile.group == problem.groups ? 0 : problem.k};
+      require(tile.k_begin == wanted.begin && tile.k_end == wanted.end, "a tile has its contraction");
+      if (rows) require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
+      const size_t matrix = contraction ? tile.group : 0;
+      for (int row = tile.row; row < std::min(tile.row + kBlockM, tile.row_end); ++row)
+        for (int col = tile.col; col < std::min(tile.col + config.block_n, problem.n); ++col)
+          ++seen[(matrix * problem.m + row) * problem.n + col];
+    }
+  }
+  for (const int times : seen) require(times == 1, "every element is in one tile");
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(20260701);
+  const auto draw = [&](int from, int to) { return std::uniform_int_distribution(from, to)(random); };
+  for (int i = 0; i < 300; ++i) {
+    const auto grouping = static_cast<Grouping>(i % 3);
+    const int m = draw(1, 900), n = draw(1, 900), k = draw(1, 900), processors = draw(2, 12);
+    std::vector<int> sizes(grouping == Grouping::none ? 1 : draw(1, 9));
+    for (int& size : sizes) size = draw(-20, 300);
+    const int groups = static_cast<int>(sizes.size());
+    Config config = choose_config(grouping, m, n, groups, processors);
+    config.band = draw(1, 3);
+    require(config.blocks % kCluster == 0 && config.blocks <= processors, "whole clusters");
+    const Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
+    check_clusters(problem, config);
+    if (grouping == Grouping::none) sizes = {m};
+    check_cover(problem, config, sizes);
+  }
+  std::printf("300 schedules cover their results\n");
+}
