@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import sparse_cases
 import test_lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -56,6 +57,20 @@ def slices_of(size: int) -> tuple[np.ndarray, np.ndarray, oracle.Slices]:
     return operand, -operand, test_lax.draw_slices(rng, 2, size)
 
 
+SPARSE: dict[str, dict[str, Any]] = {  # options of sparse_all_reduce
+    "sparse": {"capacity": 200},
+    "sparse, sharded": {"capacity": 90, "sharded": True, "op": "mean_by_count"},
+}
+SPARSE_ROWS = 300
+
+
+def sparse_of(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and rows; some ids are often named."""
+    rng = np.random.default_rng([helpers.SEED, len(name)])
+    ids = sparse_cases.zipf(rng, size, 50, SPARSE_ROWS)
+    return ids, sparse_cases.draw_values(rng, ids, 40, np.float16 if "sharded" in SPARSE[name] else np.float32)
+
+
 def spread(group: Group, x: np.ndarray) -> jax.Array:
     """A rank's part on every device, each process putting its own."""
     return jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
@@ -73,6 +88,9 @@ def results(group: Group) -> dict[str, Any]:
         found[name] = run(program, case_of(name, group.size))
     for name, body in (("gradients", gradients), ("scan", repeated)):
         found[name] = run(helpers.per_rank(partial(body, group), group.mesh), case_of("float32", group.size))
+    for name, options in SPARSE.items():
+        program = sparse_cases.program(group, SPARSE_ROWS, method="bitmap", implementation="ffi", **options)
+        found[name] = run(program, sparse_of(name, group.size))
     operand, output, slices = slices_of(group.size)
     found["ragged"] = run(test_lax.exchange(group), (operand, output, *slices))
     group.check()

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import processes_worker as worker
 import pytest
+import sparse_cases
 from conftest import OpenGroup
 
 ON_CPU = jax.default_backend() == "cpu"
@@ -72,6 +73,10 @@ ORACLE_OPTIONS: dict[str, dict[str, Any]] = {
 def assert_right(found: dict[str, Any]) -> None:
     for name, options in ORACLE_OPTIONS.items():
         helpers.assert_round_trip(found[name], worker.case_of(name, SIZE), num_experts=worker.EXPERTS, **options)
+    for name, options in worker.SPARSE.items():
+        ids, values = worker.sparse_of(name, SIZE)
+        wanted = sparse_cases.expected(ids, values, num_rows=worker.SPARSE_ROWS, **options)
+        sparse_cases.assert_reduced(found[name], wanted, values.dtype)
     operand, output, slices = worker.slices_of(SIZE)
     np.testing.assert_array_equal(found["ragged"], oracle.ragged_all_to_all(operand, output, slices))
 
