@@ -29,7 +29,9 @@ py::dict handlers() {
   for (const auto& [name, handler] : {std::pair{"dispatch", dispatch_handler},
                                       {"scatter", scatter_handler},
                                       {"combine", combine_handler},
-                                      {"ragged_all_to_all", ragged_all_to_all_handler}}) {
+                                      {"ragged_all_to_all", ragged_all_to_all_handler},
+                                      {"sparse_union", sparse_union_handler},
+                                      {"sparse_reduce", sparse_reduce_handler}}) {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
@@ -126,6 +128,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("handlers", &handlers);
   module.def("types", &types);
   module.def("route_scratch", &route_scratch);
+  module.def("bitmap_scratch", &bitmap_scratch);
   module.def("wire_row_bytes", &wire_row_bytes);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")

@@ -11,7 +11,7 @@ constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
 constexpr int kMailBuffers = 3;
 
-enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all };
+enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all, sparse_union, sparse_reduce };
 
 enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing };
 

@@ -16,6 +16,9 @@ const char* name_of(OpKind op) {
       return "combine";
     case OpKind::ragged_all_to_all:
       return "ragged_all_to_all";
+    case OpKind::sparse_union:
+    case OpKind::sparse_reduce:
+      return "sparse_all_reduce";
   }
   return "an op";
 }

@@ -5,6 +5,8 @@
 #include "kernels/dispatch.h"
 #include "kernels/ragged_all_to_all.h"
 #include "kernels/scatter.h"
+#include "kernels/sparse_reduce.h"
+#include "kernels/sparse_union.h"
 
 namespace jax_ep {
 

@@ -1,7 +1,8 @@
-// Which buffers of an op peers write into: what its kernel posts, in the order in which it does.
+// Which buffers of an op peers write into, or read: what its kernel posts, in the order in which it does.
 #pragma once
 
 #include "kernels/args.h"
+#include "kernels/sparse_args.h"
 
 namespace jax_ep {
 
@@ -9,6 +10,7 @@ enum class Use {
   landing,  // nobody reads it after the op
   result,
   updated,  // a result that keeps what no peer overwrites
+  operand,  // only read
 };
 
 constexpr int64_t value_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
@@ -39,6 +41,21 @@ void for_each_posted(CombineArgs& args, int ranks, Visit visit) {
 template <class Visit>
 void for_each_posted(RaggedArgs& args, int, Visit visit) {
   visit(args.result, args.result_rows * args.row_bytes, Use::updated);
+}
+
+template <class Visit>
+void for_each_posted(SparseUnionArgs& args, int ranks, Visit visit) {
+  const int64_t table = int64_t{ranks} * args.entries * 4;
+  visit(args.slots, table, Use::result);
+  visit(args.orders, table, Use::result);
+}
+
+template <class Visit>
+void for_each_posted(SparseReduceArgs& args, int, Visit visit) {
+  const int64_t row = int64_t{args.hidden} * value_bytes(args.dtype);
+  visit(args.values, args.entries * row, Use::operand);
+  visit(args.result, args.capacity * row, Use::result);
+  visit(args.partials, int64_t{args.entries} * args.hidden * 4, Use::landing);
 }
 
 }  // namespace jax_ep

@@ -129,10 +129,12 @@ class RowSum {
   }
   template <class Places>
   JAX_EP_FN void put(const Places& places, int first, int values, const Total& total) {
+    Piece<T> piece[kLanePieces];  // rounded once for all places
+    for (int i = 0; i < kLanePieces; ++i) piece[i] = rounded(total[i]);
     writer_.put(places, int64_t{first} * sizeof(T), smaller(values, kSumValues<T>) * static_cast<int>(sizeof(T)),
                 [&](char* to) {
                   for (int i = 0; i < kLanePieces; ++i)
-                    rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i), values - at(i));
+                    piece[i].store(reinterpret_cast<T*>(to) + at(i), values - at(i));
                 });
   }
   JAX_EP_FN Piece<T> rounded(const float (&total)[kPieceValues<T>]) const {

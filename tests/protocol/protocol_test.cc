@@ -6,34 +6,25 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
 #include <random>
 #include <set>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "heap/group.h"
 #include "heap/host_clock.h"
 #include "heap/reach.h"
 #include "heap/recorder.h"
-#include "kernels/kernels.h"
+#include "ranks.h"
+#include "sparse.h"
 
 namespace jax_ep {
 namespace {
 
-constexpr int kRanks = 4, kTeams = 3, kPushers = 2, kTopK = 3, kHidden = 128, kExperts = 8;
+constexpr int kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
 constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every team
 constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::exit(1);
-}
 
 // One rank's buffers for a dispatch and the combine after it.
 struct Rank {
@@ -80,20 +71,6 @@ void fill(std::vector<Rank>& ranks, std::mt19937& random) {
     for (int i = 0; i < kMostTokens * kTopK; ++i)  // -1 skips, kExperts is invalid
       rank.ids[i] = i < rank.count * kTopK ? static_cast<int>(random() % (kExperts + 2)) - 1 : -1;
   }
-}
-
-// Every rank on kTeams threads of its own, as a GPU would run it.
-template <class Body>
-void on_all_ranks(const Group& group, Body body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank)
-    for (int team = 0; team < kTeams; ++team)
-      threads.emplace_back([&, rank, team] {
-        const Team roles({team, kTeams}, pusher_place(0, 1, team, kPushers),
-                         filler_place(0, 1, team, kTeams, kPushers));
-        body(group.comm({0, rank}), rank, roles);
-      });
-  for (std::thread& thread : threads) thread.join();
 }
 
 // dispatch followed by combine of the very rows gives each token times the sum of its valid weights.
@@ -312,6 +289,8 @@ int main() {
   jax_ep::recording_cut_short();
   jax_ep::lost_rank(jax_ep::kMostTokens);
   for (int i = 0; i < 10; ++i) jax_ep::lost_rank(40);  // some teams wait for the peer, the others for them
+  jax_ep::sparse_reductions(20);
+  for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
   std::puts("protocol: all checks passed");
   return 0;
 }

@@ -55,6 +55,8 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
 
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { atomicAdd(p, value); }
+// Among the teams of one rank, without order.
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { atomicOr(p, bits); }
 
 JAX_EP_FN uint64_t clock_ns() {
   uint64_t ns;

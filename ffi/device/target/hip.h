@@ -46,6 +46,10 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) {
   __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+// Among the teams of one rank, without order.
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) {
+  __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 
 // The constant 100 MHz counter.
 JAX_EP_FN uint64_t clock_ns() { return __builtin_readsteadycounter() * 10; }

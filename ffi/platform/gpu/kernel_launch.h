@@ -3,6 +3,7 @@
 
 #include "device/timeline.h"
 #include "kernels/args.h"
+#include "kernels/sparse_args.h"
 #include "platform/gpu/launch_config.h"
 #include "runtime.h"
 
@@ -12,6 +13,9 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const SparseUnionArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseReduceArgs& args);
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
@@ -20,8 +24,9 @@ gpu::Error launch_clock(ClockFace* face, int questions);
 // spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
-// The scratch of dispatch, in int32, and the bytes of a row in float8.
+// The scratch of dispatch and of sparse_union, in int32, and the bytes of a row in float8.
 int64_t route_scratch(int num_experts);
+int64_t bitmap_scratch(int num_rows);
 int64_t wire_row_bytes(int hidden);
 
 }  // namespace jax_ep

@@ -52,7 +52,8 @@ gpu::Error load(int shared_bytes) {
 
 template <class T>
 gpu::Error load_for_dtype(int shared_bytes) {
-  for (const auto each : {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>})
+  for (const auto each : {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>,
+                          &load<T, SparseReduceArgs>})
     if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
@@ -71,6 +72,14 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
   return start<float>(config, stream, comm, args);
 }
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseUnionArgs& args) {
+  return start<float>(config, stream, comm, args);
+}
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseReduceArgs& args) {
+  return start_any(config, stream, comm, args);
+}
 
 gpu::Error launch_clock(ClockFace* face, int questions) {
   answer_with_time<<<1, 1>>>(face, questions);
@@ -79,12 +88,14 @@ gpu::Error launch_clock(ClockFace* face, int questions) {
 
 gpu::Error load_kernels(int shared_bytes) {
   for (const auto each :
-       {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>, &load<float, RaggedArgs>})
+       {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>, &load<float, RaggedArgs>,
+        &load<float, SparseUnionArgs>})
     if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
 
 int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
+int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
 int64_t wire_row_bytes(int hidden) { return wire_bytes(hidden); }
 
 }  // namespace jax_ep
