@@ -143,8 +143,15 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        on_gpu, resolved = group.platform != "cpu", group.resolve("bench", options.implementation)
-        print(header(list(group.mesh.devices.flat), repr(resolved), ["sparse", *arguments]), flush=True)
+        on_gpu = group.platform != "cpu"
+        print(
+            header(
+                list(group.mesh.devices.flat),
+                repr(group.resolve("bench", options.implementation)),
+                ["sparse", *arguments],
+            ),
+            flush=True,
+        )
         shape, calls = (GPU_SHAPE, options.calls or 20) if on_gpu else (CPU_SHAPE, options.calls or 3)
         for kind in options.kinds:
             print("\n" + measure(kind, shape, group, options.implementation, calls, options.repeats), flush=True)

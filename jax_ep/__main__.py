@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | demo-sparse | info | bench moe|matmul|sparse|row_sums`; `--help` after any of them."""
+"""`python -m jax_ep demo | demo-sparse | info | bench moe | sparse | matmul | row_sums`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -27,12 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
     commands.add_parser("demo-sparse", add_help=False, help="train word vectors with sparse gradients")
     commands.add_parser("info", help="built platforms, devices, links, versions")
-    bench = commands.add_parser("bench", help="measure the ops against XLA's own")
-    measured = bench.add_subparsers(dest="what", required=True)
-    measured.add_parser("moe", add_help=False, help="dispatch and combine")
-    measured.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
-    measured.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
-    measured.add_parser("row_sums", add_help=False, help="the sums inside combine, as kernels and in XLA")
+    bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
+    kinds = bench.add_subparsers(dest="what", required=True)
+    kinds.add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
+    kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
+    kinds.add_parser("row_sums", add_help=False, help="the sums inside combine, as kernels and in XLA")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()

@@ -3,26 +3,17 @@
 import functools
 import importlib
 import importlib.util
-import os
-from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _checks
-from jax_ep.errors import (
-    CapacityError,
-    GroupClosedError,
-    InvalidRoutingError,
-    JaxEpError,
-    PeerLostError,
-    PeerTimeoutError,
-    PlatformError,
-)
+from jax_ep.errors import PlatformError
 from jax_ep.routing import DispatchConfig, Dispatched, Routing
+from jax_ep.sparse_union import SparseConfig, Union
 from jax_ep.version import __version__
 
 if TYPE_CHECKING:
@@ -31,30 +22,7 @@ if TYPE_CHECKING:
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
-_ERRORS: dict[str, type[JaxEpError]] = {
-    "JaxEpError": JaxEpError,
-    "PeerTimeoutError": PeerTimeoutError,
-    "PeerLostError": PeerLostError,
-    "CapacityError": CapacityError,
-    "InvalidRoutingError": InvalidRoutingError,
-    "GroupClosedError": GroupClosedError,
-}
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
-
-
-class NativeGroup(Protocol):
-    """What the compiled libraries call a group."""
-
-    id: int
-
-    def close(self) -> None: ...
-    def take_error(self) -> tuple[str, str] | None: ...
-    def start_recording(self) -> None: ...
-    def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
-    def limit_processors(self, most: int) -> None: ...
-    def launch_config(self, op: int, num_tokens: int, encoded: bool) -> list[int] | None: ...
-    def stall(self, rank: int, where: str) -> None: ...
-    def stage_all(self) -> None: ...
 
 
 def library_name(device: Any) -> str:
@@ -78,7 +46,7 @@ def built_platforms() -> tuple[str, ...]:
 
 
 @functools.cache
-def _library(platform: str) -> ModuleType:
+def library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
     library = importlib.import_module(f"_jax_ep_{platform}")
     if library.version != __version__:
@@ -92,96 +60,6 @@ def _library(platform: str) -> ModuleType:
     for name, handlers in library.handlers().items():
         jax.ffi.register_ffi_target(f"jax_ep_{name}", handlers, platform=_JAX_PLATFORM[platform])
     return library
-
-
-def create_group(
-    platform: str,
-    lines: list[list[int]],
-    timeout: float,
-    *,
-    group_id: int = 0,
-    processes: Sequence[Sequence[int]] = (),
-    sockets: Sequence[int] = (),
-) -> NativeGroup:
-    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
-
-    Args:
-      lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
-      timeout: seconds.
-      group_id: by which compiled programs find the group, the same in all processes; 0 for any.
-      processes: by line and rank, if some are of other processes.
-      sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
-    """
-    poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
-    library = _library(platform)
-    try:
-        return library.Group(lines, timeout, poison, processes, sockets, group_id)
-    except RuntimeError as error:
-        kind, _, message = str(error).partition(": ")
-        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
-
-
-class LaunchConfig(NamedTuple):
-    """How an op is launched on a GPU. A block takes a whole SM; its first warps push rows, the others take them in."""
-
-    blocks: int
-    threads: int
-    pushers_per_block: int
-    shared_bytes_per_warp: int
-
-
-def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
-    """None on a CPU, whose ranks are threads."""
-    found = native.launch_config(_library(platform).op_kinds[op], num_tokens, encoded)
-    return None if found is None else LaunchConfig(*found)
-
-
-def take_error(native: NativeGroup) -> JaxEpError | None:
-    """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
-    found = native.take_error()
-    if found is None:
-        return None
-    kind, message = found
-    return _ERRORS[kind](message)
-
-
-class Span(NamedTuple):
-    """What one team of a rank was busy with. Times are those of the host's monotonic clock."""
-
-    squad: int
-    role: int  # 0 pushes, 1 fills
-    epoch: int
-    op: str
-    phase: str
-    begin_ns: int
-    end_ns: int
-
-
-class Recording(NamedTuple):
-    """What one rank recorded: (squad, role) after (squad, role), each in order of time."""
-
-    line: int
-    rank: int
-    lost: int  # phases that later ones have overwritten
-    unfinished: int  # teams that were inside an op when the recording ended
-    spans: list[Span]
-
-
-def start_recording(group: "Group") -> None:
-    assert group._native is not None
-    group._native.start_recording()
-
-
-def stop_recording(group: "Group") -> list[Recording]:
-    assert group._native is not None
-    return [
-        Recording(line, rank, lost, unfinished, [Span(*span) for span in spans])
-        for line, rank, lost, unfinished, spans in group._native.stop_recording()
-    ]
-
-
-def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
-    return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}")
 
 
 def _call(
@@ -201,8 +79,8 @@ def dispatch(
 ) -> Dispatched:
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     table = (config.size, num_tokens, top_k)
-    library = _library(group.platform)
-    wire_row = 0 if config.wire_dtype is None else library.wire_row_bytes(hidden)
+    compiled = library(group.platform)
+    wire_row = 0 if config.wire_dtype is None else compiled.wire_row_bytes(hidden)
     result = functools.partial(_checks.result_type, like=tokens)
     out, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
         "dispatch",
@@ -215,7 +93,7 @@ def dispatch(
             result((config.size, config.local_experts), jnp.int32),
             result((1,), jnp.int32),
             result((1,), jnp.int32),
-            result((library.route_scratch(config.num_experts),), jnp.int32),
+            result((compiled.route_scratch(config.num_experts),), jnp.int32),
             result((config.size * num_tokens, wire_row), jnp.uint8),  # where fp8 rows land
         ),
         tokens,
@@ -304,7 +182,7 @@ def has_gemm() -> bool:
         return False
     if not all(device.compute_capability.startswith("9.") for device in devices):
         return False
-    _library("cuda")
+    library("cuda")
     return True
 
 
@@ -321,3 +199,52 @@ def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dty
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
     result = _checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
     return _call("grouped_outer", result, lhs, rhs, group_sizes, vmap_method="sequential")
+
+
+def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: jax.Array, missing: jax.Array) -> Union:
+    """From this rank's sorted ids [N] and the entries they were: the union of all ranks' ids."""
+    table = (config.size, ids.shape[0])
+    same = functools.partial(_checks.result_type, like=ids, unvarying=frozenset({group.axis_name}))
+    mine = functools.partial(_checks.result_type, like=ids) if config.sharded else same
+    return Union(
+        *_call(
+            "sparse_union",
+            (
+                mine((config.capacity,), jnp.int32),
+                same(table, jnp.int32),
+                same(table, jnp.int32),
+                same((config.size + 1,), jnp.int32),
+                same((2,), jnp.int32),
+                mine((library(group.platform).bitmap_scratch(config.num_rows),), jnp.int32),
+            ),
+            ids,
+            order,
+            missing,
+            group=np.int64(group.native_id),
+            num_rows=np.int32(config.num_rows),
+            sharded=config.sharded,
+        )[:-1]
+    )
+
+
+def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
+    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D]."""
+    (entries, hidden), unvarying = values.shape, frozenset() if config.sharded else frozenset({group.axis_name})
+    result = functools.partial(_checks.result_type, like=values)
+    return _call(
+        "sparse_reduce",
+        (
+            result((config.capacity, hidden), values.dtype, unvarying=unvarying),
+            result((config.size, config.slots_kept(entries), 2), jnp.int32),
+            result((entries, hidden), jnp.float32),  # sums over entries of one rank
+        ),
+        values,
+        union.slots,
+        union.orders,
+        union.bounds,
+        group=np.int64(group.native_id),
+        scale=np.float32(config.scale),
+        by_count=config.by_count,
+        sharded=config.sharded,
+        drop=config.drop,
+    )[0]

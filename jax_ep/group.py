@@ -16,7 +16,7 @@ from jax._src import distributed  # the key-value store of jax.distributed has n
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_ep import _bootstrap, _ffi, profiling
+from jax_ep import _bootstrap, _ffi, _native, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
@@ -68,7 +68,7 @@ class Group:
         self._closed = False
         self._overflow: CapacityError | None = None
         self._lock = threading.Lock()
-        self._native: _ffi.NativeGroup | None = None
+        self._native: _native.NativeGroup | None = None
         if _ffi.is_built(self.platform) and not self._needs_xla:
             self._native = self._create_native()
             if max_sms is not None:
@@ -98,11 +98,11 @@ class Group:
         if overflow is not None:
             raise overflow
         if self._native is not None:
-            error = _ffi.take_error(self._native)
+            error = _native.take_error(self._native)
             if error is not None:
                 raise error
 
-    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> _ffi.LaunchConfig:
+    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> _native.LaunchConfig:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
         Raises:
@@ -113,7 +113,7 @@ class Group:
             raise ValueError(f"launch_config: op must be one of {LAUNCHED}, got {op!r}")
         config = None
         if self._native is not None:
-            config = _ffi.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
+            config = _native.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
         if config is None:
             raise PlatformError(f"launch_config: {self!r} launches no GPU kernels")
         return config
@@ -175,7 +175,7 @@ class Group:
     def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
         rank = int(np.argmax(np.asarray(needed) > capacity))
         with self._lock:
-            self._overflow = _ffi.capacity_error(op, rank, int(needed[rank]), capacity)
+            self._overflow = _native.capacity_error(op, rank, int(needed[rank]), capacity)
 
     @property
     def _needs_xla(self) -> bool:
@@ -191,23 +191,23 @@ class Group:
     def _processes(self) -> list[list[int]]:
         return [[device.process_index for device in line] for line in self._lines()]
 
-    def _create_native(self) -> _ffi.NativeGroup:
+    def _create_native(self) -> _native.NativeGroup:
         me, processes = jax.process_index(), self._processes()
         ordinals = [
             [_ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
         ]
         everyone = {process for line in processes for process in line}
         if everyone == {me}:
-            return _ffi.create_group(self.platform, ordinals, self.timeout)
+            return _native.create_group(self.platform, ordinals, self.timeout)
         what = f"{[device.id for device in self.mesh.devices.flat]} {dict(self.mesh.shape)} {self.axis_name}"
         _opened[what] += 1
         key = hashlib.sha256(f"{what} {_opened[what]}".encode()).hexdigest()
         group_id = int(key[:15], 16) + 2**61  # beyond those of groups of one process
         peers = {process for line in processes if me in line for process in line} - {me}
         if not peers:
-            return _ffi.create_group(self.platform, ordinals, self.timeout, group_id=group_id)
+            return _native.create_group(self.platform, ordinals, self.timeout, group_id=group_id)
         sockets = _connect(f"jax_ep/{key}", me, peers, leader=min(everyone), timeout=self.timeout)
-        return _ffi.create_group(
+        return _native.create_group(
             self.platform, ordinals, self.timeout, group_id=group_id, processes=processes, sockets=sockets
         )
 

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import jax
 
-from jax_ep import _ffi
+from jax_ep import _native
 
 if TYPE_CHECKING:
     from jax_ep.group import Group
@@ -62,15 +62,15 @@ class _Profile:
         self.path = path
         self.file = _open_trace(_path_of_process(path))
         self.groups: list[Group] = []  # recorded now; kept alive until they are read
-        self.recordings: list[tuple[Group, list[_ffi.Recording]]] = []
+        self.recordings: list[tuple[Group, list[_native.Recording]]] = []
 
     def start(self, group: "Group") -> None:
-        _ffi.start_recording(group)
+        _native.start_recording(group)
         self.groups.append(group)
 
     def stop(self, group: "Group") -> None:
         self.groups.remove(group)
-        self.recordings.append((group, _ffi.stop_recording(group)))
+        self.recordings.append((group, _native.stop_recording(group)))
 
 
 def group_opened(group: "Group") -> None:
@@ -145,7 +145,7 @@ def _events(current: _Profile) -> Iterator[dict[str, Any]]:
         first_pid += len(recordings)
 
 
-def _names(group: "Group", recording: _ffi.Recording, pid: int) -> Iterator[dict[str, Any]]:
+def _names(group: "Group", recording: _native.Recording, pid: int) -> Iterator[dict[str, Any]]:
     def metadata(what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
@@ -165,7 +165,7 @@ def _names(group: "Group", recording: _ffi.Recording, pid: int) -> Iterator[dict
         yield metadata("thread_sort_index", tid=2 * squad + role, sort_index=2 * squad + role)
 
 
-def _slices(spans: list[_ffi.Span], pid: int) -> Iterator[dict[str, Any]]:
+def _slices(spans: list[_native.Span], pid: int) -> Iterator[dict[str, Any]]:
     """A slice per op of a thread, before those of its phases: the outer of two that begin together comes first."""
     for (squad, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.squad, span.role, span.epoch)):
         phases = list(of_op)

@@ -7,7 +7,7 @@ from jax_ep.sparse_union import SparseConfig, Union
 
 
 def reduce(config: SparseConfig, axis_name: str, values: jax.Array, union: Union) -> jax.Array:
-    """Like the kernel: every rank adds up its rows in float32 in an array of all slots, and `psum` adds those."""
+    """Like `_ffi.sparse_reduce`: every rank adds up its rows in float32 in an array of all slots; `psum` adds those."""
     slots = slots_of_entries(union, axis_name)
     kept = config.slots_kept(values.shape[0])
     rows = jnp.zeros((kept, values.shape[1]), jnp.float32)

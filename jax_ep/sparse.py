@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _ffi_sparse, reference_sparse
+from jax_ep import _checks, _ffi, reference_sparse
 from jax_ep.group import Group
 from jax_ep.moe import IMPLEMENTATIONS
 from jax_ep.sparse_rows import SparseRows
@@ -131,12 +131,12 @@ def _union(group: Group, config: SparseConfig, rows: SparseRows, method: str, na
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
     operands = _checks.vary_alike(group.axis_name, ids, order, missing)
     if native and method == "bitmap":
-        return _ffi_sparse.sparse_union(group, config, *operands)
+        return _ffi.sparse_union(group, config, *operands)
     on_gpu = native and group.platform != "cpu"
     return match(config, group.axis_name, *operands, find=index_match if on_gpu else search)
 
 
-_reduce = jax.custom_vjp(_ffi_sparse.sparse_reduce, nondiff_argnums=(0, 1))
+_reduce = jax.custom_vjp(_ffi.sparse_reduce, nondiff_argnums=(0, 1))
 
 
 def _reduce_fwd(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> Any:

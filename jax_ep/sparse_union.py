@@ -79,7 +79,7 @@ def match(
     missing: jax.Array,
     find: Callable[[jax.Array, jax.Array], jax.Array] = search,
 ) -> Union:
-    """The union by sorting all ranks' ids, and finding each of this rank's in it. Arguments as of `_ffi_sparse`'s."""
+    """The union by sorting all ranks' ids, and finding each of this rank's in it. Arguments as of `_ffi`'s."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
     first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)

@@ -11,7 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec a
 from pallas_kernels import index_match, weighted_row_sum
 
 INTERPRET = jax.default_backend() == "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
 # A machine without a GPU can still lower for one.
 _DEVICE = AbstractDevice("NVIDIA H200", None, "gpu")

@@ -8,7 +8,6 @@ import pytest
 from pallas_kernels import weighted_row_sum
 
 INTERPRET = jax.default_backend() == "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])

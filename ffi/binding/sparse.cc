@@ -46,7 +46,7 @@ LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32
   args.drop = drop;
   args.by_count = by_count;
   args.scale = scale;
-  args.values = static_cast<char*>(values.untyped_data());
+  args.values = bytes_of(values);
   args.slots = slots.typed_data();
   args.orders = orders.typed_data();
   args.bounds = bounds.typed_data();

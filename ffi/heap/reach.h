@@ -30,11 +30,12 @@ Reached<Args> reach(Group& group, Seat seat, const Args& args) {
   for_each_posted(reached.args, group.size(), [&](auto& buffer, int64_t size, Use use) {
     using Pointer = std::remove_reference_t<decltype(buffer)>;
     const auto bytes = static_cast<std::size_t>(size);
-    const Pointer own = buffer;
-    buffer = static_cast<Pointer>(group.reach(seat, slot++, own, bytes, &reached.comm));
-    if (buffer == own) return;
-    if (use == Use::updated || use == Use::operand) reached.before.push_back({buffer, own, bytes});
-    if (use == Use::updated || use == Use::result) reached.after.push_back({own, buffer, bytes});
+    void* const own = const_cast<void*>(static_cast<const void*>(buffer));
+    void* const mapped = group.reach(seat, slot++, own, bytes, &reached.comm);
+    if (mapped == own) return;
+    buffer = static_cast<Pointer>(mapped);
+    if (use == Use::updated || use == Use::operand) reached.before.push_back({mapped, own, bytes});
+    if (use == Use::updated || use == Use::result) reached.after.push_back({own, mapped, bytes});
   });
   return reached;
 }

@@ -10,7 +10,7 @@ enum class Use {
   landing,  // nobody reads it after the op
   result,
   updated,  // a result that keeps what no peer overwrites
-  operand,  // peers only read it
+  operand,  // only read
 };
 
 constexpr int64_t value_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }

@@ -39,7 +39,7 @@ struct SparseReduceArgs {
   bool sharded, drop;
   bool by_count;          // rows are divided by their number of entries ...
   float scale;            // ... or else multiplied by this
-  char* values;           // [N, D], read by peers too
+  const char* values;     // [N, D]
   const int32_t* slots;   // [R, N]
   const int32_t* orders;  // [R, N]
   const int32_t* bounds;  // [R + 1]

@@ -54,11 +54,12 @@ class SparseReduce {
     op_.enter(Phase::send);
     sums_.acquire();
     const Range slots = slots_here();
+    const int group = larger(1, smaller(kGroupSlots, (slots.end - slots.begin) / (op_.team.count * kGroupsPerTeam)));
     for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
-      const int64_t begin = slots.begin + int64_t{op_.take_ticket(asked)} * kGroupSlots;
+      const int64_t begin = slots.begin + int64_t{op_.take_ticket(asked)} * group;
       if (begin >= slots.end) break;
       asked = op_.ask_for_ticket();
-      reduce_group(static_cast<int>(begin), smaller(kGroupSlots, slots.end - static_cast<int>(begin)));
+      reduce_group(static_cast<int>(begin), smaller(group, slots.end - static_cast<int>(begin)));
     }
     if (op_.may_push())
       sums_.finish();
@@ -79,7 +80,8 @@ class SparseReduce {
   }
 
  private:
-  // Slots that a team takes at a time.
+  // Slots that a team takes at a time; few, where there are few, so that all have work to the end.
+  static constexpr int kGroupsPerTeam = 8;
   static constexpr int kGroupSlots = Team::lanes > kGroupTokens ? Team::lanes : kGroupTokens;
   // From so many entries on, the columns of a run are summed by different teams.
   static constexpr int kLongRun = 128;
@@ -200,7 +202,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const 
   SparseReduce<T> reduction(op, args);
   const int full = reduction.rank_without_room();
   if (full < 0) reduction.prepare();
-  op.post(args.values, args.result, args.partials);
+  op.post(const_cast<char*>(args.values), args.result, args.partials);
   op.wait_posted();
   if (full < 0) {
     reduction.reduce();

@@ -74,7 +74,7 @@ class SparseUnion {
       }
     }
     op_.team.sync();
-    op_.deliver(0, 1, op_.team.pusher.count);
+    op_.deliver(0, 1, pusher.count);
   }
 
   JAX_EP_FN void mark_ids() {

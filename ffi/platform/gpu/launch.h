@@ -69,7 +69,7 @@ inline XLA_FFI_TypeId* call_site_type() { return nullptr; }
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
 inline int tokens_of(const RaggedArgs&) { return 0; }
-inline int tokens_of(const SparseUnionArgs& args) { return std::min(args.entries / 256 + 1, 64); }  // blocks
+inline int tokens_of(const SparseUnionArgs& args) { return args.entries; }
 inline int tokens_of(const SparseReduceArgs& args) { return args.entries; }
 template <class Args>
 int tokens_of(const Args& args) {

@@ -10,13 +10,27 @@ constexpr int kThreads = 256, kTeams = kThreads / 32;
 constexpr int kTeamBytes = 128 + 7 * 4096;
 constexpr int kFewTokens = 512;
 constexpr int kRaggedBlocks = 32;
+constexpr int kEntriesPerBlock = 256;
+constexpr int kUnionBlocks = 96;  // the scratch of sparse_union has room for kMaxTeams teams
 
 // Of the teams of a block; measured on 4 H200 by benchmarks/kernels.
 int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
-  if (op == OpKind::ragged_all_to_all || op == OpKind::sparse_union || op == OpKind::sparse_reduce) return kTeams;
-  if (op == OpKind::combine) return num_tokens <= kFewTokens || blocks <= 32 ? kTeams : 6;
-  if (encoded) return num_tokens <= kFewTokens || blocks <= 64 ? 4 : 3;
-  return blocks <= 32 ? 3 : 2;
+  switch (op) {
+    case OpKind::dispatch:
+    case OpKind::scatter:
+      if (encoded) return num_tokens <= kFewTokens || blocks <= 64 ? 4 : 3;
+      return blocks <= 32 ? 3 : 2;
+    case OpKind::combine:
+      return num_tokens <= kFewTokens || blocks <= 32 ? kTeams : 6;
+    default:
+      return kTeams;
+  }
+}
+
+// The blocks that an op has work for.
+int useful_blocks(OpKind op, int num_tokens) {
+  if (op == OpKind::ragged_all_to_all) return kRaggedBlocks;
+  return op == OpKind::sparse_union ? std::min(num_tokens / kEntriesPerBlock + 1, kUnionBlocks) : num_tokens;
 }
 
 }  // namespace
@@ -24,8 +38,7 @@ int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
 int default_blocks(int processors) { return std::max(1, processors * 73 / 100); }
 
 LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, Budget budget) {
-  const int work = op == OpKind::ragged_all_to_all ? kRaggedBlocks : num_tokens;
-  const int blocks = std::clamp(work, 1, std::max(1, budget.blocks));
+  const int blocks = std::clamp(useful_blocks(op, num_tokens), 1, std::max(1, budget.blocks));
   const int team_bytes = std::min(kTeamBytes, budget.shared_bytes / kTeams / 128 * 128);
   return {blocks, kThreads, pushers(op, encoded, num_tokens, blocks), team_bytes};
 }
