@@ -15,7 +15,7 @@ from jax_ep.group import Group as Group
 from jax_ep.layers import moe_mlp as moe_mlp
 from jax_ep.moe import combine as combine, dispatch as dispatch
 from jax_ep.profiling import profile as profile
-from jax_ep.routing import Dispatched as Dispatched, Routing as Routing
+from jax_ep.routing import Dispatched as Dispatched, Float8Rows as Float8Rows, Routing as Routing
 from jax_ep.sparse import sparse_all_reduce as sparse_all_reduce
 from jax_ep.sparse_rows import SparseRows as SparseRows, coalesce as coalesce
 from jax_ep.version import __version__ as __version__

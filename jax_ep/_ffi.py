@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_ep import _checks
 from jax_ep.errors import PlatformError
-from jax_ep.routing import DispatchConfig, Dispatched, Routing
+from jax_ep.routing import FP8_BLOCK, DispatchConfig, Dispatched, Float8Rows, Routing
 from jax_ep.sparse_union import SparseConfig, Union
 from jax_ep.version import __version__
 
@@ -80,12 +80,15 @@ def dispatch(
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     table = (config.size, num_tokens, top_k)
     compiled = library(group.platform)
-    wire_row = 0 if config.wire_dtype is None else compiled.wire_row_bytes(hidden)
+    float8 = not config.dequantize
+    wire_row = 0 if config.wire_dtype is None or float8 else compiled.wire_row_bytes(hidden)
+    scales_row = hidden // FP8_BLOCK if float8 else 0
     result = functools.partial(_checks.result_type, like=tokens)
-    out, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
+    out, scales, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
         "dispatch",
         (
-            result((config.capacity, hidden), tokens.dtype),
+            result((config.capacity, hidden), config.wire_dtype if float8 else tokens.dtype),
+            result((config.capacity, scales_row), jnp.float32),
             result((config.local_experts,), jnp.int32),
             result((num_tokens, top_k), jnp.int32),
             result(table, jnp.int32),
@@ -103,7 +106,8 @@ def dispatch(
         alignment=np.int32(config.alignment),
         drop=config.drop,
     )
-    return Dispatched(out, sizes, Routing(targets, rows, arrived, counts, dropped, invalid, config))
+    rows_or_float8 = Float8Rows(out, scales) if float8 else out
+    return Dispatched(rows_or_float8, sizes, Routing(targets, rows, arrived, counts, dropped, invalid, config))
 
 
 def scatter(group: "Group", tokens: jax.Array, routing: Routing) -> jax.Array:

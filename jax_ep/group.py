@@ -155,14 +155,14 @@ class Group:
         assert self._native is not None
         return self._native.id
 
-    def nan_on_overflow(self, op: str, needed: jax.Array, capacity: int, rows: jax.Array) -> jax.Array:
+    def nan_on_overflow(self, op: str, needed: jax.Array, capacity: int, rows: Any) -> Any:
         """For the "xla" implementation: NaN, and a `CapacityError` for `check()`, if a rank needs more than it holds.
 
         Args:
           op: that needs the rows.
           needed: [R] rows that each rank needs, the same on all ranks.
           capacity: rows that each can hold.
-          rows: what to return if they fit.
+          rows: what to return if they fit; a pytree.
         """
         overflow = jnp.any(needed > capacity)
 
@@ -170,7 +170,7 @@ class Group:
             jax.debug.callback(partial(self._report_overflow, op, capacity), needed)
 
         jax.lax.cond(overflow, report, lambda: None)
-        return jnp.where(overflow, jnp.nan, rows)
+        return jax.tree.map(lambda x: jnp.where(overflow, jnp.asarray(jnp.nan, x.dtype), x), rows)
 
     def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
         rank = int(np.argmax(np.asarray(needed) > capacity))

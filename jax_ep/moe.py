@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import _checks, _ffi, reference
 from jax_ep.group import Group
-from jax_ep.routing import DispatchConfig, Dispatched, Routing, canonical_dtype, worst_case_capacity
+from jax_ep.routing import FP8_BLOCK, DispatchConfig, Dispatched, Routing, canonical_dtype, worst_case_capacity
 
 IMPLEMENTATIONS = ("auto", "ffi", "xla")
 
@@ -28,6 +28,7 @@ def dispatch(
     capacity: int | None = None,
     alignment: int = 1,
     wire_dtype: DTypeLike | None = None,
+    dequantize: bool = True,
     on_overflow: str = "raise",
     implementation: str = "auto",
 ) -> Dispatched:
@@ -47,6 +48,8 @@ def dispatch(
       alignment: rows; every expert's segment is padded with zero rows to a multiple of it.
       wire_dtype: None, or float8_e4m3fn: rows travel as fp8 with one float32 scale per 128 values and arrive in the
         dtype of `tokens`. H must be a multiple of 128. Gradients pass straight through the rounding.
+      dequantize: False leaves the rows as `Float8Rows(values, scales)`, for a float8 product. Needs `wire_dtype`, has
+        no gradient.
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": the last rows find no room, and are counted in `routing.dropped`.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU meshes of many processes.
@@ -64,7 +67,7 @@ def dispatch(
     group.check()
     _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
     config = _dispatch_config(
-        tokens, expert_ids, weights, group, num_experts, capacity, alignment, wire_dtype, on_overflow
+        tokens, expert_ids, weights, group, num_experts, capacity, alignment, wire_dtype, dequantize, on_overflow
     )
     _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
     if weights is None:
@@ -127,6 +130,7 @@ def _dispatch_config(
     capacity: int | None,
     alignment: int,
     wire_dtype: DTypeLike | None,
+    dequantize: bool,
     on_overflow: str,
 ) -> DispatchConfig:
     op = "dispatch"
@@ -159,9 +163,11 @@ def _dispatch_config(
     wire = canonical_dtype(wire_dtype)
     if wire is not None and wire != np.dtype(jnp.float8_e4m3fn):
         raise ValueError(f"dispatch: wire_dtype must be None or float8_e4m3fn, got {wire}")
-    if wire is not None and hidden % reference.FP8_BLOCK:
+    if wire is None and not dequantize:
+        raise ValueError("dispatch: dequantize must be True where wire_dtype is None, as rows are not quantized")
+    if wire is not None and hidden % FP8_BLOCK:
         raise ValueError(f"dispatch: wire_dtype float8_e4m3fn needs H to be a multiple of 128, got H = {hidden}")
-    return DispatchConfig(group.size, num_experts, capacity, alignment, wire, on_overflow == "drop")
+    return DispatchConfig(group.size, num_experts, capacity, alignment, wire, on_overflow == "drop", dequantize)
 
 
 def _dispatch_xla(
@@ -183,6 +189,8 @@ _return = jax.custom_vjp(_ffi.return_rows, nondiff_argnums=(0,))
 def _dispatch_fwd(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> tuple[Dispatched, Routing]:
+    if not config.dequantize:
+        raise TypeError("dispatch: dequantize=False has no gradient; differentiate with dequantize=True")
     out = _dispatch(group, config, tokens, expert_ids, weights)
     return out, out.routing
 

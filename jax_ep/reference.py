@@ -8,9 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep.routing import DispatchConfig, Dispatched, Routing
+from jax_ep.routing import FP8_BLOCK, DispatchConfig, Dispatched, Float8Rows, Routing
 
-FP8_BLOCK = 128
 FP8_MAX = 448.0
 
 
@@ -73,7 +72,9 @@ def dispatch(
     (num_tokens, top_k), size = expert_ids.shape, config.size
     me = jax.lax.axis_index(axis_name)
     sent = tokens
-    if config.wire_dtype is not None:  # the gradient passes straight through the rounding
+    if not config.dequantize:  # both parts in one row; float32 holds them exactly
+        sent = jnp.concatenate([part.astype(jnp.float32) for part in quantize_rows(tokens)], axis=1)
+    elif config.wire_dtype is not None:  # the gradient passes straight through the rounding
         rounded = dequantize_rows(*quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
@@ -82,9 +83,9 @@ def dispatch(
     here = (layout.row >= 0) & (layout.owner == me)
     rows = jnp.where(here, layout.row, -1)
     source = jnp.arange(rows.size) // max(top_k, 1)
-    all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, tokens.shape[1])
+    all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, sent.shape[1])
     outside = config.capacity
-    received = jnp.zeros((config.capacity, tokens.shape[1]), tokens.dtype)
+    received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
     received = received.at[jnp.where(here, rows, outside)].set(all_tokens[source], mode="drop")
 
     targets = jnp.where(layout.row >= 0, layout.owner * config.capacity + layout.row, -1).reshape(shape)
@@ -102,6 +103,9 @@ def dispatch(
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
         config=config,
     )
+    if not config.dequantize:
+        values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
+        received = Float8Rows(values.astype(config.wire_dtype), scales)
     return Dispatched(received, layout.group_sizes[me], routing), layout.needed
 
 

@@ -1,11 +1,13 @@
 """The values that travel between dispatch and combine."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
+
+FP8_BLOCK = 128  # values of a float8 row that share a scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,7 @@ class DispatchConfig:
     alignment: int
     wire_dtype: np.dtype | None
     drop: bool
+    dequantize: bool = True
 
     @property
     def local_experts(self) -> int:
@@ -51,16 +54,29 @@ class Routing:
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
 
 
+class Float8Rows(NamedTuple):
+    """Rows as they travelled: row[i] = values[i] * scales[i // 128], for every row and i < H.
+
+    Attributes:
+      values: [capacity, H] float8_e4m3fn.
+      scales: [capacity, H / 128] float32.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+
 class Dispatched(NamedTuple):
     """What `dispatch` returns.
 
     Attributes:
       tokens: [capacity, H]. Rows grouped by local expert; within an expert by (source rank, token, k). Padding is zero.
+        With `dequantize=False` they are `Float8Rows`.
       group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
       routing: what `combine` needs.
     """
 
-    tokens: jax.Array
+    tokens: Any
     group_sizes: jax.Array
     routing: Routing
 

@@ -6,10 +6,11 @@ namespace jax_ep {
 namespace {
 
 LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32 weights,
-                           ffi::Result<ffi::AnyBuffer> received, ffi::Result<I32> group_sizes, ffi::Result<I32> targets,
-                           ffi::Result<I32> rows, ffi::Result<F32> arrived, ffi::Result<I32> counts,
-                           ffi::Result<I32> dropped, ffi::Result<I32> invalid, ffi::Result<I32> scratch,
-                           ffi::Result<U8> landing, int64_t group, int32_t alignment, bool drop) {
+                           ffi::Result<ffi::AnyBuffer> received, ffi::Result<F32> scales, ffi::Result<I32> group_sizes,
+                           ffi::Result<I32> targets, ffi::Result<I32> rows, ffi::Result<F32> arrived,
+                           ffi::Result<I32> counts, ffi::Result<I32> dropped, ffi::Result<I32> invalid,
+                           ffi::Result<I32> scratch, ffi::Result<U8> landing, int64_t group, int32_t alignment,
+                           bool drop) {
   const Caller caller = find_caller(call, group);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
@@ -23,11 +24,13 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.capacity = dim(*received, 0);
   args.alignment = alignment;
   args.drop = drop;
-  args.wire_float8 = dim(*landing, 1) > 0;
+  args.rows_float8 = dim(*scales, 1) > 0;
+  args.wire_float8 = args.rows_float8 || dim(*landing, 1) > 0;
   args.tokens = bytes_of(tokens);
   args.expert_ids = expert_ids.typed_data();
   args.weights = weights.typed_data();
   args.received = bytes_of(received);
+  args.scales = scales->typed_data();
   args.group_sizes = group_sizes->typed_data();
   args.targets = targets->typed_data();
   args.rows = rows->typed_data();
@@ -96,6 +99,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dispatch_handler, dispatch_impl,
                                   .Arg<I32>()             // expert_ids
                                   .Arg<F32>()             // weights
                                   .Ret<ffi::AnyBuffer>()  // received
+                                  .Ret<F32>()             // scales
                                   .Ret<I32>()             // group_sizes
                                   .Ret<I32>()             // targets
                                   .Ret<I32>()             // rows

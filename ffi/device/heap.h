@@ -9,7 +9,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
-constexpr int kMailBuffers = 3;
+constexpr int kMailBuffers = 4;
 
 enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all, sparse_union, sparse_reduce };
 

@@ -18,7 +18,7 @@ template <class Row>
 class Held {
  public:
   JAX_EP_FN Held(const Team& team, Term<Row> mine, int present) : team_(&team), mine_(mine), present_(present) {}
-  JAX_EP_FN explicit Held(const Team& team) : Held(team, {nullptr, 0}, 0) {}
+  JAX_EP_FN Held() : team_(nullptr), mine_{nullptr, 0}, present_(0) {}
 
   JAX_EP_FN bool cached() const { return true; }
   JAX_EP_FN const Held& held() const { return *this; }
@@ -53,8 +53,7 @@ class Held {
 template <class Row, class TermOf>
 class Lineup {
  public:
-  JAX_EP_FN Lineup(const Team& team, int count, TermOf term_of)
-      : team_(team), term_of_(term_of), count_(count), held_(team) {
+  JAX_EP_FN Lineup(const Team& team, int count, TermOf term_of) : team_(team), term_of_(term_of), count_(count) {
     if (!cached()) return;
     Term<Row> mine{nullptr, 0};
     if (count > 0) mine = term_of(team.lane < count ? team.lane : count - 1);  // all lanes ask together

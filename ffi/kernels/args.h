@@ -13,10 +13,12 @@ struct DispatchArgs {
   DType dtype;
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   bool drop, wire_float8;
+  bool rows_float8;           // they stay as they travelled
   const char* tokens;         // [T, H]
   const int32_t* expert_ids;  // [T, K]
   const float* weights;       // [T, K]
   char* received;             // [C, H]
+  float* scales;              // [C, H / 128], of rows in float8
   int32_t* group_sizes;       // [L]
   int32_t* targets;           // [T, K]
   int32_t* rows;              // [R, T, K]

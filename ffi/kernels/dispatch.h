@@ -21,6 +21,23 @@ JAX_EP_FN void dispatch_plain(Op& op, const DispatchArgs& args) {
   expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
 }
 
+// Pushes this team's tokens one by one: begin(token) starts to encode one, and with that the one before is put.
+template <class Encoder, class Begin>
+JAX_EP_FN void push_items(Op& op, int num_tokens, Encoder& encoder, RowWriter& writer, Begin begin) {
+  const Schedule schedule(num_tokens);
+  Announcer announcer(op, schedule);
+  PushItems items(op, num_tokens);
+  for (int token = items.next(); token >= 0 && op.may_push(); token = items.next()) {
+    begin(token);
+    announcer.begun(token, writer);
+  }
+  if (op.may_push())
+    encoder.finish();
+  else
+    encoder.drop();
+  announcer.finish(writer);
+}
+
 // Tokens in float8: encoded into a landing slot at every owner, this rank's included, and decoded from there.
 template <class T>
 class EncodedDispatch {
@@ -35,20 +52,11 @@ class EncodedDispatch {
   JAX_EP_FN void push() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
-    const Schedule schedule(args_.num_tokens);
-    Announcer announcer(op_, schedule);
-    PushItems items(op_, args_.num_tokens);
     MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
-    for (int token = items.next(); token >= 0 && op_.may_push(); token = items.next()) {
+    push_items(op_, args_.num_tokens, encoder, writer_, [&](int token) {
       const auto slots = line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k); });
       encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
-      announcer.begun(token, writer_);
-    }
-    if (op_.may_push())
-      encoder.finish();
-    else
-      encoder.drop();
-    announcer.finish(writer_);
+    });
   }
 
   JAX_EP_FN void expand() {
@@ -93,12 +101,71 @@ JAX_EP_FN void dispatch_encoded(Op& op, const DispatchArgs& args) {
   dispatch.expand();
 }
 
+// Tokens in float8 that stay so: encoded into their first row at every owner, values and scales, and expanded there.
+template <class T>
+class Float8Dispatch {
+ public:
+  JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        values_(op, args.targets, args.top_k, args.capacity),
+        scales_(op, args.targets, args.top_k, args.capacity, 3),
+        stream_(op.team, kWireStageBytes<T>, true),
+        writer_(op.team, kWireStageBytes<T>, true) {}
+
+  JAX_EP_FN void push() {
+    if (!op_.ok() || op_.team.pusher.index < 0) return;
+    op_.enter(Phase::send);
+    MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_, {writer_, scale_bytes() % 16 == 0});
+    push_items(op_, args_.num_tokens, encoder, writer_, [&](int token) {
+      const auto values = line_up<char>(op_.team, args_.top_k,
+                                        [&](int k) { return Term<char>{values_.row(token, k, args_.hidden), 1.0f}; });
+      const auto scales = line_up<char>(op_.team, args_.top_k,
+                                        [&](int k) { return Term<char>{scales_.row(token, k, scale_bytes()), 1.0f}; });
+      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
+    });
+  }
+
+  JAX_EP_FN void expand() {
+    PlainMover mover(op_.team);
+    for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
+      const int32_t* table = args_.rows + int64_t{source} * args_.num_tokens * args_.top_k;
+      auto* scales = reinterpret_cast<char*>(args_.scales);
+      expand_group(op_.team, mover, args_.received, args_.hidden, table, tokens, args_.top_k);
+      expand_group(op_.team, mover, scales, scale_bytes(), table, tokens, args_.top_k);
+    });
+  }
+
+ private:
+  JAX_EP_FN int scale_bytes() const { return args_.hidden / kScaleBlock * 4; }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const RowSink values_, scales_;
+  RowStream<char, Apart<Held<char>, Held<char>>> stream_;
+  RowWriter writer_;
+};
+
+template <class T>
+JAX_EP_FN void dispatch_float8(Op& op, const DispatchArgs& args) {
+  Float8Dispatch<T> dispatch(op, args);
+  dispatch.push();
+  const int local = args.num_experts / op.comm.size;
+  zero_padding(op, args.received, args.hidden, args.counts, local, args.capacity, args.alignment);
+  zero_padding(op, reinterpret_cast<char*>(args.scales), args.hidden / kScaleBlock * 4, args.counts, local,
+               args.capacity, args.alignment);
+  dispatch.expand();
+}
+
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
   Op op(comm, team, OpKind::dispatch);
   const int64_t local = args.num_experts / comm.size;
   const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;
-  const Buffer results[] = {{args.received, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))},
+  const int64_t row = args.hidden * (args.rows_float8 ? 1 : static_cast<int64_t>(sizeof(T)));
+  const int64_t scale_row = args.rows_float8 ? args.hidden / kScaleBlock * 4 : 0;
+  const Buffer results[] = {{args.received, args.capacity * row},
+                            {args.scales, args.capacity * scale_row},
                             {args.group_sizes, local * 4, Undelivered::size},
                             {args.targets, int64_t{args.num_tokens} * args.top_k * 4, Undelivered::target},
                             {args.rows, table},
@@ -107,8 +174,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team
                             {args.dropped, 4, Undelivered::size},
                             {args.invalid, 4, Undelivered::size}};
   op.poison(results);
-  if (Router(op, args).route(args.wire_float8 ? args.landing : args.received)) {
-    if (args.wire_float8)
+  if (Router(op, args).route(args.wire_float8 && !args.rows_float8 ? args.landing : args.received)) {
+    if (args.rows_float8)
+      dispatch_float8<T>(op, args);
+    else if (args.wire_float8)
       dispatch_encoded<T>(op, args);
     else
       dispatch_plain<T>(op, args);

@@ -84,7 +84,7 @@ class Op {
 
   // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
   // met.
-  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
+  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
     team.sync();
     if (!ok() || team.index != 0) return;
     enter(Phase::post);
@@ -93,6 +93,7 @@ class Op {
       box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
       box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
       box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
+      box->buffers[3] = static_cast<char*>(d) + comm.shifts[3][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
     }
   }

@@ -29,7 +29,7 @@ class Router {
         sum_over_squads();
       }
       op_.router_barrier(squads_);
-      op_.post(landing, args_.rows, args_.arrived);
+      op_.post(landing, args_.rows, args_.arrived, args_.scales);
       op_.wait_posted();
       op_.enter(Phase::layout);
       lay_out();

@@ -17,7 +17,7 @@ template <class Row, class Places>
 class RowStream {
  public:
   JAX_EP_FN RowStream(const Team& team, int stage_bytes, bool bulk)
-      : reader_(team, stage_bytes, bulk), free_(reader_.depth()), rows_(team), places_(team) {}
+      : reader_(team, stage_bytes, bulk), free_(reader_.depth()) {}
 
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }

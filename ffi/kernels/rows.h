@@ -13,8 +13,9 @@ namespace jax_ep {
 // the owner is this rank. All lanes ask together, each for its own k; null beyond the last.
 class RowSink {
  public:
-  JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity)
-      : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, 0) {}
+  // The rows are those of the buffer with this index in the mail.
+  JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity, int buffer = 0)
+      : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, buffer) {}
 
   JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
     const Target target = target_of(token, k);
@@ -113,23 +114,30 @@ JAX_EP_FN TokenRows rows_of_token(const Team& team, const int32_t* rows, int top
   return found;
 }
 
+// Copies the first row of each token to its further ones; `table` has top_k rows for each.
+template <class Mover>
+JAX_EP_FN void expand_group(const Team& team, Mover& mover, char* received, int64_t bytes, const int32_t* table,
+                            Range tokens, int top_k) {
+  int first = -1;  // of the token whose source was asked for last
+  const auto source = [&](int token) -> const char* {
+    const TokenRows found = rows_of_token(team, table + int64_t{token} * top_k, top_k);
+    first = found.first;
+    return found.count > 1 ? received + first * bytes : nullptr;
+  };
+  const auto sink = [&](int token, int k) -> char* {
+    const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
+    return row >= 0 && row != first ? received + row * bytes : nullptr;
+  };
+  Stride all{tokens.begin, tokens.end, 1};
+  mover.move([&] { return all.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
+}
+
 // Copies what peers wrote into a token's first row to its further rows.
 JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t bytes, const int32_t* rows, int num_tokens,
                            int top_k) {
-  for_each_arrival(op, num_tokens, /*own=*/false, [&](int source_rank, Range tokens) {
-    const int32_t* table = rows + int64_t{source_rank} * num_tokens * top_k;
-    int first = -1;  // of the token whose source was asked for last
-    const auto source = [&](int token) -> const char* {
-      const TokenRows found = rows_of_token(op.team, table + int64_t{token} * top_k, top_k);
-      first = found.first;
-      return found.count > 1 ? received + first * bytes : nullptr;
-    };
-    const auto sink = [&](int token, int k) -> char* {
-      const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
-      return row >= 0 && row != first ? received + row * bytes : nullptr;
-    };
-    Stride all{tokens.begin, tokens.end, 1};
-    mover.move([&] { return all.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
+  for_each_arrival(op, num_tokens, /*own=*/false, [&](int source, Range tokens) {
+    const int32_t* table = rows + int64_t{source} * num_tokens * top_k;
+    expand_group(op.team, mover, received, bytes, table, tokens, top_k);
   });
   mover.complete_to(mover.mark());
 }

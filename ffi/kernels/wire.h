@@ -164,6 +164,45 @@ struct Encode {
   }
 };
 
+// The places of a row whose values and scales are apart.
+template <class Values, class Scales>
+struct Apart {
+  Values values;
+  Scales scales;
+
+  JAX_EP_FN bool cached() const { return values.cached() && scales.cached(); }
+  JAX_EP_FN Apart<Held<char>, Held<char>> held() const { return {values.held(), scales.held()}; }
+};
+
+template <class Values, class Scales>
+JAX_EP_FN Apart<Values, Scales> apart(const Values& values, const Scales& scales) {
+  return {values, scales};
+}
+
+// From rows to rows of float8 and rows of scales.
+template <class T>
+struct EncodeApart {
+  using Places = Apart<Held<char>, Held<char>>;
+  static constexpr int kBatchBytes = kWireStageBytes<T>;
+  static JAX_EP_FN int row_bytes(int hidden) { return hidden * static_cast<int>(sizeof(T)); }
+
+  RowWriter& writer;
+  const bool words;  // rows of scales are made of 16-byte words
+
+  template <class To, class Release>
+  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& places, Release release) const {
+    const EncodedMessage<T> encoded(message, batch);
+    release();
+    const int blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
+    writer.put(places.values, message.first, message.values(), [&](char* to) { encoded.store_values(to); });
+    const auto fill = [&](char* to) { encoded.store_scales(to); };
+    if (words)
+      writer.put(places.scales, first * 4, blocks * 4, fill);
+    else
+      writer.put_directly(places.scales, first * 4, blocks * 4, fill);
+  }
+};
+
 // From messages to rows.
 template <class T>
 struct Decode {

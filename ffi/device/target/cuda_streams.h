@@ -94,6 +94,11 @@ class RowWriter {
     bulk::commit();
   }
 
+  template <class Places, class Fill>
+  JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
+    plain_.put(places, offset, bytes, fill);
+  }
+
   JAX_EP_FN int mark() const { return static_cast<int>(put_); }
   JAX_EP_FN void complete_to(int mark) {
     if (bulk::kAvailable) {

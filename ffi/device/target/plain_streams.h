@@ -26,6 +26,10 @@ class PlainWriter {
     auto walk = places.walk();
     for (char* place = walk.next().row; place; place = walk.next().row) fill(place + offset);
   }
+  template <class Places, class Fill>
+  JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
+    put(places, offset, bytes, fill);
+  }
   JAX_EP_FN int mark() const { return 0; }
   JAX_EP_FN void complete_to(int) { team_.sync(); }
 

@@ -1,0 +1,111 @@
+"""dispatch(dequantize=False): rows that stay in float8, and their scales."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import OpenGroup
+
+import jax_ep
+
+EXPERTS = 8
+FLOAT8 = jnp.float8_e4m3fn
+
+
+def dispatch_only(group: jax_ep.Group, **options: Any) -> Any:
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        return jax_ep.dispatch(
+            tokens, ids, weights, group=group, num_experts=EXPERTS, wire_dtype=FLOAT8, dequantize=False, **options
+        )
+
+    return helpers.per_rank(dispatch, group.mesh)
+
+
+# Scales that are made of 16-byte words, and others; several messages, whole and not.
+@pytest.mark.parametrize("hidden", [128, 384, 512, 2048, 5120])
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+def test_values_and_scales(
+    hidden: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, hidden, dtype)
+    case.tokens[:, 1, :128] = 0  # a block without a largest value
+    case.ids[:, 2, 1:] = -1
+    program = dispatch_only(open_group(4), implementation=implementation, alignment=4)
+    dispatched = helpers.fetch(program(*case))
+    values, scales = dispatched.tokens
+    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=values.shape[1], alignment=4)
+    helpers.assert_routing(dispatched, expected)
+    assert values.dtype == FLOAT8
+    assert scales.shape == (*values.shape[:2], hidden // 128)
+    for rank in range(4):
+        filled = set(expected.rows[rank][expected.rows[rank] >= 0].tolist())
+        for row in range(values.shape[1]):
+            if row not in filled:
+                assert not np.any(values[rank, row].astype(np.float32))
+                assert not np.any(scales[rank, row])
+                continue
+            rounded, expected_scales = oracle.through_fp8(expected.tokens[rank, row].astype(np.float32))
+            np.testing.assert_allclose(
+                scales[rank, row], expected_scales[::128], rtol=0 if implementation == "ffi" else 1e-6
+            )
+            found = values[rank, row].astype(np.float32) * np.repeat(scales[rank, row], 128)
+            if implementation == "ffi":
+                np.testing.assert_array_equal(found, rounded)
+            else:
+                one_ulp = np.maximum(np.abs(rounded) / 8, expected_scales * 2.0**-9)
+                assert np.all(np.abs(found - rounded) <= one_ulp)
+
+
+def test_combine_takes_the_routing(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """A float8 expert that gives its rows back: each token times the sum of its weights."""
+    group = open_group(4)
+
+    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        (values, scales), _, routing = jax_ep.dispatch(
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=EXPERTS,
+            wire_dtype=FLOAT8,
+            dequantize=False,
+            implementation=implementation,
+        )
+        rows = values.astype(jnp.float32) * jnp.repeat(scales, 128, axis=1)
+        return jax_ep.combine(rows, routing, group=group, implementation=implementation)
+
+    case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, 256)
+    found = helpers.fetch(helpers.per_rank(layer, group.mesh)(*case))
+    wanted = case.tokens * case.weights.sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(found, wanted, atol=np.abs(wanted).max() / 16)
+
+
+def test_overflow_delivers_nan(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(2)
+    case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
+    dispatched = helpers.fetch(dispatch_only(group, implementation="xla", capacity=4)(*case))
+    assert np.all(np.isnan(dispatched.tokens.scales))
+    with pytest.raises(jax_ep.CapacityError):
+        group.check()
+
+
+def test_needs_a_wire_dtype(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(2)
+    case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
+
+    def dispatch(*operands: jax.Array) -> Any:
+        return jax_ep.dispatch(*operands, group=group, num_experts=EXPERTS, dequantize=False)
+
+    with pytest.raises(ValueError, match="dequantize"):
+        helpers.per_rank(dispatch, group.mesh)(*case)
+
+
+def test_has_no_gradient(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    program = dispatch_only(open_group(2))
+    case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(lambda tokens: jnp.sum(program(tokens, case.ids, case.weights).tokens.scales))(case.tokens)
