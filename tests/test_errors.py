@@ -228,8 +228,8 @@ def test_vmap(implementation: str, open_group: OpenGroup) -> None:
 
     def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        outputs = out.tokens if outputs is None else outputs
-        return combine(outputs, out.routing, group=group, implementation=implementation)
+        rows: jax.Array = out.tokens if outputs is None else outputs
+        return combine(rows, out.routing, group=group, implementation=implementation)
 
     for op, batched in {
         "dispatch": lambda: jax.vmap(lambda t: one(t, ids[0], weights[0]))(tokens),

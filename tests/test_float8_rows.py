@@ -56,7 +56,7 @@ def test_values_and_scales(
             if implementation == "ffi":
                 np.testing.assert_array_equal(found, rounded)
             else:
-                one_ulp = np.maximum(np.abs(rounded) / 8, expected_scales * 2.0**-9)
+                one_ulp = 1.0001 * np.maximum(np.abs(rounded) / 8, expected_scales * 2.0**-9)  # scales differ by 1e-6
                 assert np.all(np.abs(found - rounded) <= one_ulp)
 
 

@@ -65,7 +65,7 @@ struct Rank {
   std::vector<__nv_bfloat16> tokens;
   std::vector<int32_t> ids;
   std::vector<float> weights;
-  DispatchArgs dispatch{}, dispatch_float8{};
+  DispatchArgs dispatch{}, dispatch_float8{}, float8_rows{};  // the last leaves rows in float8
   ScatterArgs scatter{};
   CombineArgs combine{};
   cudaStream_t stream{};
@@ -100,6 +100,9 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.landing = device_array<char>(size_t{1} * ranks * s.tokens * (s.hidden + s.hidden / 32));
   r.dispatch_float8 = d;
   r.dispatch_float8.wire_float8 = true;
+  r.float8_rows = r.dispatch_float8;
+  r.float8_rows.rows_float8 = true;
+  r.float8_rows.scales = reinterpret_cast<float*>(d.landing);
 
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
@@ -218,6 +221,9 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
   for (const LaunchConfig& c : dispatches)
     if (fits(c) && s.hidden % 128 == 0)
       print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
+  for (const LaunchConfig& c : dispatches)
+    if (fits(c) && s.hidden % 128 == 0)
+      print("fp8 rows", c, time_op(group, ranks, c, [](const Rank& r) { return r.float8_rows; }));
   for (const LaunchConfig& c : dispatches)
     if (fits(c)) print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
   for (const LaunchConfig& c : dispatches)
