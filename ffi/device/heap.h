@@ -9,8 +9,17 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
+constexpr int kMaxFlags = 512;  // chunks of tokens are few; blocks of a matrix' rows are many
 
-enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all };
+enum class OpKind : int32_t {
+  dispatch,
+  scatter,
+  combine,
+  ragged_all_to_all,
+  matmul_all_reduce,
+  matmul_reduce_scatter,
+  all_gather_matmul
+};
 
 enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing };
 
@@ -42,13 +51,13 @@ struct alignas(128) Heap {
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
-  alignas(128) uint64_t posted[kMaxRanks];                 // by source: its mail is here
-  alignas(128) uint64_t delivered[kMaxRanks][kMaxChunks];  // by source: its rows of a chunk of tokens are here
-  alignas(128) uint64_t acknowledged[kMaxRanks];           // by source: it has given up and writes here no more
-  BarrierWords routers, everyone;                          // barriers among squads of this rank
-  alignas(128) uint64_t exited;                            // teams that are done with the op
-  alignas(128) uint64_t ticket;                            // the next piece of work for whoever is free
-  alignas(128) uint64_t pushed[kMaxChunks];                // teams that have pushed their part of a chunk
+  alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here
+  alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
+  alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
+  BarrierWords routers, everyone;                         // barriers among squads of this rank
+  alignas(128) uint64_t exited;                           // teams that are done with the op
+  alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
+  alignas(128) uint64_t pushed[kMaxFlags];                // parts of a chunk that are done
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };

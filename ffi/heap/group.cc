@@ -15,6 +15,12 @@ const char* name_of(OpKind op) {
       return "combine";
     case OpKind::ragged_all_to_all:
       return "ragged_all_to_all";
+    case OpKind::matmul_all_reduce:
+      return "matmul_all_reduce";
+    case OpKind::matmul_reduce_scatter:
+      return "matmul_reduce_scatter";
+    case OpKind::all_gather_matmul:
+      return "all_gather_matmul";
   }
   return "an op";
 }

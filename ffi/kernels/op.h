@@ -63,10 +63,12 @@ class Op {
   }
 
   // Called by every pushing team when its part of a chunk is written. The last one tells the peers.
-  JAX_EP_FN void deliver(int chunk) {
+  JAX_EP_FN void deliver(int chunk) { deliver(chunk, team.pusher.count); }
+  // The same for a chunk made of so many parts, whoever writes them.
+  JAX_EP_FN void deliver(int chunk, int parts) {
     int last = 0;
     if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
-      last = fetch_add(&heap->pushed[chunk], uint64_t{1}) == static_cast<uint64_t>(team.pusher.count) - 1;
+      last = fetch_add(&heap->pushed[chunk], uint64_t{1}) == static_cast<uint64_t>(parts) - 1;
       if (last) store_relaxed(&heap->pushed[chunk], uint64_t{0});
     }
     if (!team.broadcast(last)) return;
@@ -120,9 +122,14 @@ class Op {
   // write into this rank's buffers any more.
   template <int N>
   JAX_EP_FN void finish(const Buffer (&results)[N]) {
+    finish(results, team.count);
+  }
+  // The same where so many teams come, among them some that had no other part in the op.
+  template <int N>
+  JAX_EP_FN void finish(const Buffer (&results)[N], int teams) {
     team.sync();
     int last = 0;
-    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(team.count) - 1;
+    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams) - 1;
     if (!team.broadcast(last)) return;
     const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {

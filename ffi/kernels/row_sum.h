@@ -23,14 +23,23 @@ class RowSum {
         reader_(team, kSumValues<T> * sizeof(T), words),
         writer_(team, kSumValues<T> * sizeof(T), words) {}
 
+  // From now on rows have so many values.
+  JAX_EP_FN void resize(int hidden) { hidden_ = hidden; }
+
   // out = the sum of weight * row over the terms, in their order.
   template <class Terms>
   JAX_EP_FN void sum(const Terms& terms, T* out) {
     const auto place = line_up<char>(team_, 1, [&](int) { return Term<char>{reinterpret_cast<char*>(out), 1.0f}; });
+    sum(terms, place);
+  }
+
+  // The same to several places.
+  template <class Terms, class Places>
+  JAX_EP_FN void sum(const Terms& terms, const Places& places) {
     if (reader_.in_bulk() && terms.cached() && terms.present() <= reader_.depth())
-      sum_ahead(terms, place);
+      sum_ahead(terms, places);
     else
-      sum_directly(terms, place);
+      sum_directly(terms, places);
   }
 
   JAX_EP_FN void acquire() { reader_.acquire(); }
@@ -103,7 +112,7 @@ class RowSum {
   }
 
   const Team& team_;
-  const int hidden_;
+  int hidden_;
   const bool words_;
   RowReader reader_;
   RowWriter writer_;

@@ -1,29 +1,18 @@
 // The kernels on bare threads, without XLA: several ranks, several teams a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
 #include <random>
-#include <thread>
-#include <vector>
 
-#include "heap/group.h"
-#include "kernels/kernels.h"
+#include "matmul.h"
+#include "ranks.h"
 
 namespace jax_ep {
 namespace {
 
-constexpr int kRanks = 4, kTeams = 3, kPushers = 2, kTopK = 3, kHidden = 128, kExperts = 8;
+constexpr int kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
 constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every team
 constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::exit(1);
-}
 
 // One rank's buffers for a dispatch and the combine after it.
 struct Rank {
@@ -70,20 +59,6 @@ void fill(std::vector<Rank>& ranks, std::mt19937& random) {
     for (int i = 0; i < kMostTokens * kTopK; ++i)  // -1 skips, kExperts is invalid
       rank.ids[i] = i < rank.count * kTopK ? static_cast<int>(random() % (kExperts + 2)) - 1 : -1;
   }
-}
-
-// Every rank on kTeams threads of its own, as a GPU would run it.
-template <class Body>
-void on_all_ranks(const Group& group, Body body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank)
-    for (int team = 0; team < kTeams; ++team)
-      threads.emplace_back([&, rank, team] {
-        const Team roles({team, kTeams}, pusher_place(0, 1, team, kPushers),
-                         filler_place(0, 1, team, kTeams, kPushers));
-        body(group.comm({0, rank}), rank, roles);
-      });
-  for (std::thread& thread : threads) thread.join();
 }
 
 // dispatch followed by combine of the very rows gives each token times the sum of its valid weights.
@@ -157,6 +132,8 @@ int main() {
   jax_ep::round_trips(40, 60);  // routed by one team of each rank
   jax_ep::lost_rank(jax_ep::kMostTokens);
   for (int i = 0; i < 10; ++i) jax_ep::lost_rank(40);  // some teams wait for the peer, the others for them
+  jax_ep::matmuls(12);
+  for (int i = 0; i < 3; ++i) jax_ep::lost_matmul_rank();
   std::puts("protocol: all checks passed");
   return 0;
 }

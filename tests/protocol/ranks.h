@@ -1,0 +1,36 @@
+// What the checks of the protocol share: ranks on bare threads, and a way to fail.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "heap/group.h"
+#include "kernels/kernels.h"
+
+namespace jax_ep {
+
+constexpr int kRanks = 4, kTeams = 3, kPushers = 2;
+
+inline void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "FAILED: %s\n", what);
+  std::exit(1);
+}
+
+// Every rank on kTeams threads of its own, as a GPU would run it.
+template <class Body>
+void on_all_ranks(const Group& group, Body body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank)
+    for (int team = 0; team < kTeams; ++team)
+      threads.emplace_back([&, rank, team] {
+        const Team roles({team, kTeams}, pusher_place(0, 1, team, kPushers),
+                         filler_place(0, 1, team, kTeams, kPushers));
+        body(group.comm({0, rank}), rank, roles);
+      });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace jax_ep
