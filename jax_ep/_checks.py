@@ -76,9 +76,14 @@ def _pcast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def result_type(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the axes `like` varies over; a plain one counts as unvarying."""
-    varying = jax.typeof(like).manual_axis_type.varying
+def result_type(
+    shape: tuple[int, ...], dtype: Any, like: jax.Array, invariant: frozenset[str] = frozenset()
+) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the axes `like` varies over, but for those over which it is `invariant`.
+
+    A plain one counts as unvarying.
+    """
+    varying = jax.typeof(like).manual_axis_type.varying - invariant
     sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())  # says which axes are manual
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
