@@ -5,6 +5,7 @@
 
 #include "device/dtype.h"
 #include "device/heap.h"
+#include "device/platform.h"
 
 namespace jax_ep {
 
@@ -31,11 +32,11 @@ struct GatherMatmulArgs {
   char* gathered;  // [R M, K]
 };
 
-constexpr OpKind kind_of(const MatmulReduceArgs& args) {
+JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
   return args.scatter ? OpKind::matmul_reduce_scatter : OpKind::matmul_all_reduce;
 }
-constexpr OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
+JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
 
-constexpr int size_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+JAX_EP_CONSTANT_FN int size_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
 }  // namespace jax_ep

@@ -1,0 +1,20 @@
+// matmul_all_reduce and matmul_reduce_scatter for every dtype and storage order. Compiled for sm_90a alone.
+#include "platform/cuda/matmul.h"
+#include "platform/cuda/overlap_launch.h"
+
+namespace jax_ep {
+
+std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
+                                         const MatmulReduceArgs& args) {
+  const int pairs = gemm::ceil_div(args.m, gemm::kBlockM) / 2;
+  const PairOrder order = args.scatter ? in_turns(pairs, comm.size) : in_order(pairs);
+  return launch_overlapped(config, stream, comm, args, {args.m, args.a, args.partial}, order);
+}
+
+OverlapConfig choose_overlap(const MatmulReduceArgs& args, int ranks, int processors) {
+  return choose_overlap(kind_of(args), args.m, args.n, args.k, size_of(args.dtype), ranks, processors);
+}
+
+cudaError_t load_matmul_reduce() { return load_overlapped<MatmulReduceArgs>(); }
+
+}  // namespace jax_ep
