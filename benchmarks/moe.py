@@ -2,12 +2,7 @@
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import math
-import os
-import platform
-import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +19,7 @@ import padded_all_to_all as padded
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from moe_cases import SEED, Shape
 from moe_formulations import AXIS, Formulation
+from provenance import header
 
 import jax_ep
 
@@ -130,29 +126,6 @@ def plot(results: list[Result], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def cpu_name() -> str:
-    """The processor's own name where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def header(group: jax_ep.Group, implementation: str, arguments: list[str]) -> str:
-    """When, where and with what: everything a reader needs to repeat the figures."""
-    devices = f"{group.size} x {group.mesh.devices.flat[0].device_kind}"
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy"))
-    return "\n".join(
-        (
-            f"- date: {datetime.date.today().isoformat()}",
-            f"- hardware: {cpu_name()}, {os.cpu_count()} cores; {devices} devices",
-            f"- versions: jax_ep {jax_ep.__version__} ({implementation!r}), {versions}, "
-            f"python {platform.python_version()}",
-            f"- command: `{shlex.join(['python', '-m', 'jax_ep', 'bench', 'moe', *arguments])}`",
-        )
-    )
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench moe", description=__doc__)
     parser.add_argument("--repeats", type=int, help="timed calls of each (CPU, default 30) or loops of calls (GPU, 5)")
@@ -167,7 +140,7 @@ def main(arguments: list[str]) -> int:
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         implementation = group.resolve("bench", options.implementation)
-        print(header(group, implementation, arguments), flush=True)
+        print(header(list(group.mesh.devices.flat), repr(implementation), ["moe", *arguments]), flush=True)
         if options.loop or group.platform != "cpu":
             swept = moe_sweep.run(group, implementation, options.repeats or 5, options.quick, options.shapes)
             draw = partial(moe_sweep.plot, swept)

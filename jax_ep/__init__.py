@@ -16,6 +16,7 @@ from jax_ep.errors import (
     PlatformError as PlatformError,
 )
 from jax_ep.group import Group as Group
+from jax_ep.layers import moe_mlp as moe_mlp
 from jax_ep.moe import combine as combine, dispatch as dispatch
 from jax_ep.routing import Dispatched as Dispatched, Routing as Routing
 from jax_ep.version import __version__ as __version__

@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | info | bench moe`; `--help` after any of them."""
+"""`python -m jax_ep demo | info | bench moe | bench matmul`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -25,8 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
     commands.add_parser("info", help="built platforms, devices, links, versions")
-    bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
-    bench.add_subparsers(dest="what", required=True).add_parser("moe", add_help=False, help="dispatch and combine")
+    bench = commands.add_parser("bench", help="measure the ops against XLA's own")
+    measured = bench.add_subparsers(dest="what", required=True)
+    measured.add_parser("moe", add_help=False, help="dispatch and combine")
+    measured.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()

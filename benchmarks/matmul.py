@@ -1,0 +1,153 @@
+"""ragged_dot beside jax.lax's and torch's, and a dense product beside XLA's: `python -m jax_ep bench matmul`."""
+
+import argparse
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from in_jit_loop import Loop, microseconds
+from jax.sharding import Mesh
+from provenance import header
+
+from jax_ep import _ffi
+from jax_ep.lax import ragged_dot
+
+SEED = 0
+OURS, LAX, DENSE, TORCH = "jax_ep", "jax.lax.ragged_dot", "dense XLA", "torch._grouped_mm"
+CALLS = {OURS: 20, LAX: 2, DENSE: 20}  # jax.lax's is slow
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """lhs [rows, contracted] times rhs [groups, contracted, columns]."""
+
+    rows: int
+    contracted: int
+    columns: int
+    groups: int = 1
+    sizes: str = "equal"  # or "Zipf", "half empty"
+    quick: bool = False
+
+    def __str__(self) -> str:
+        shape = f"[{self.rows}, {self.contracted}] x [{self.groups}, {self.contracted}, {self.columns}]"
+        return f"{shape}, {self.sizes}" if self.groups > 1 else shape
+
+
+CASES = [
+    Case(8192, 8192, 8192, quick=True),
+    Case(4096, 2048, 7168),
+    Case(5416, 6144, 1408),
+    Case(32768, 7168, 4096, 64, quick=True),
+    Case(32768, 7168, 4096, 64, "Zipf", quick=True),
+    Case(32768, 7168, 4096, 64, "half empty"),
+    Case(32768, 4096, 7168, 64),
+    Case(8192, 4096, 7168, 8, quick=True),
+    Case(8192, 4096, 7168, 8, "Zipf"),
+]
+CPU_CASES = [Case(256, 128, 256, quick=True), Case(256, 128, 64, 8, quick=True), Case(256, 128, 64, 8, "half empty")]
+
+
+def group_sizes(case: Case) -> np.ndarray:
+    """Rows of each group, all rows in some group."""
+    rng = np.random.default_rng(SEED)
+    popularity = np.ones(case.groups)
+    if case.sizes == "Zipf":
+        popularity = 1 / rng.permutation(np.arange(1, case.groups + 1))
+    if case.sizes == "half empty":
+        popularity[rng.permutation(case.groups)[: case.groups // 2]] = 0
+    ends = np.round(np.cumsum(popularity) / popularity.sum() * case.rows)
+    return np.diff(ends, prepend=0).astype(np.int32)
+
+
+def make_operands(case: Case) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(SEED))
+    lhs = jax.random.normal(keys[0], (case.rows, case.contracted), jnp.bfloat16)
+    rhs = jax.random.normal(keys[1], (case.groups, case.contracted, case.columns), jnp.bfloat16)
+    return lhs, rhs, jnp.asarray(group_sizes(case))
+
+
+def dense(rhs: jax.Array, sizes: jax.Array, lhs: jax.Array) -> jax.Array:
+    """One product with as many rows: what the machine can do."""
+    del sizes
+    return lhs @ rhs[0]
+
+
+def grouped(product: Callable[..., jax.Array], rhs: jax.Array, sizes: jax.Array, lhs: jax.Array) -> jax.Array:
+    return product(lhs, rhs, sizes)
+
+
+def check_alike(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
+    """Raises unless ours and jax.lax's are equal up to the rounding of bfloat16 and of float32 sums."""
+    ours, other = (
+        jax.jit(product)(lhs, rhs, sizes).astype(jnp.float32) for product in (ragged_dot, jax.lax.ragged_dot)
+    )
+    worst = float(jnp.max(jnp.abs(ours - other) - 2.0**-7 * jnp.abs(other)))
+    if not worst <= 2.0**-10 * lhs.shape[1] ** 0.5:
+        raise AssertionError(f"jax_ep's and jax.lax's ragged_dot differ by {worst} beyond the rounding of the result")
+
+
+def torch_microseconds(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, repeats: int) -> float:
+    """Median time of torch's grouped product of the same operands, by events around 20 calls."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    a, b = (torch.from_dlpack(x) for x in (lhs, rhs))
+    ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
+    times = []
+    for _ in range(repeats + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CALLS[OURS]):
+            torch._grouped_mm(a, b, offs=ends)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / CALLS[OURS])
+    return float(np.median(times[1:]))
+
+
+def measure(case: Case, mesh: Mesh, repeats: int, with_torch: bool) -> dict[str, float]:
+    """Checks ours against jax.lax's, then microseconds by formulation; those of JAX take turns."""
+    lhs, rhs, sizes = make_operands(case)
+    check_alike(lhs, rhs, sizes)
+    ops = {OURS: partial(grouped, ragged_dot), LAX: partial(grouped, jax.lax.ragged_dot), DENSE: dense}
+    loops = [Loop(op, (rhs, sizes), lhs, CALLS[name]) for name, op in ops.items()]
+    times = dict(zip(ops, microseconds(loops, mesh, repeats), strict=True))
+    if with_torch:
+        times[TORCH] = torch_microseconds(lhs, rhs, sizes, repeats)
+    return times
+
+
+def line(case: Case, times: dict[str, float]) -> str:
+    """TFLOP/s of each, and ours as a part of the dense product's."""
+    rates = {name: 2e-6 * case.rows * case.contracted * case.columns / time for name, time in times.items()}
+    cells = [
+        str(case),
+        f"{times[OURS]:,.1f}",
+        *(f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}" for rate in rates.values()),
+    ]
+    return f"| {' | '.join(cells)} | {times[DENSE] / times[OURS]:.2f} |"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench matmul", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    options = parser.parse_args(arguments)
+
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    with_torch = not on_cpu and importlib.util.find_spec("torch") is not None
+    core = "GEMM core" if not on_cpu and _ffi.has_gemm() else "no GEMM core here: ragged_dot is jax.lax's"
+    print(header([device], core, ["matmul", *arguments], ["torch"] if with_torch else []))
+    print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
+    print(f"- {DENSE}: one product of as many rows\n")
+    names = [f"{name}, TFLOP/s" for name in (OURS, LAX, DENSE, *([TORCH] if with_torch else []))]
+    print(f"| product | jax_ep, us | {' | '.join(names)} | of dense |\n|{'---|' * (len(names) + 3)}", flush=True)
+    for case in CPU_CASES if on_cpu else CASES:
+        if case.quick or not options.quick:
+            times = measure(case, Mesh(np.array([device]), ("one",)), options.repeats, with_torch)
+            print(line(case, times), flush=True)
+    return 0
