@@ -3,6 +3,7 @@
 
 #include "binding/extra.h"
 #include "binding/handlers.h"
+#include "platform/cuda/matmul.h"
 
 namespace jax_ep {
 namespace {
@@ -88,7 +89,9 @@ std::vector<NamedHandler> extra_handlers() {
 }
 
 std::optional<std::string> load_extra_kernels() {
-  const cudaError_t error = gemm::load();
+  cudaError_t error = gemm::load();
+  if (error == cudaSuccess) error = load_matmul_reduce();
+  if (error == cudaSuccess) error = load_gather_matmul();
   if (error == cudaSuccess) return std::nullopt;
   return cudaGetErrorString(error);
 }

@@ -31,7 +31,7 @@ LaunchResult matmul_reduce_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, f
   args.scatter = scatter;
   args.result = bytes_of(result);
   args.partial = bytes_of(partial);
-  return launch(call, caller.group, caller.seat, args);
+  return launch_matmul(call, caller.group, caller.seat, args);
 }
 
 LaunchResult gather_matmul_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> result,
@@ -42,7 +42,7 @@ LaunchResult gather_matmul_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, f
   if (!decode_factors(a, b, *result, transpose_b, &args)) return fail_call(bad_dtype("all_gather_matmul"));
   args.result = bytes_of(result);
   args.gathered = bytes_of(gathered);
-  return launch(call, caller.group, caller.seat, args);
+  return launch_matmul(call, caller.group, caller.seat, args);
 }
 
 }  // namespace

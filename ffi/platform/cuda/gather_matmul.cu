@@ -1,6 +1,7 @@
 // all_gather_matmul for every dtype and storage order. Compiled for sm_90a alone.
 #include "platform/cuda/matmul.h"
 #include "platform/cuda/overlap_launch.h"
+#include "platform/gpu/kernel_launch.h"
 
 namespace jax_ep {
 
@@ -11,8 +12,11 @@ std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream
                            from_rank(pairs, comm.rank, comm.size));
 }
 
-OverlapConfig choose_overlap(const GatherMatmulArgs& args, int ranks, int processors) {
-  return choose_overlap(kind_of(args), args.m * ranks, args.n, args.k, size_of(args.operand_dtype), ranks, processors);
+std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, const Comm& comm,
+                                         const GatherMatmulArgs& args) {
+  const OverlapConfig config = choose_overlap(kind_of(args), args.m * comm.size, args.n, args.k,
+                                              size_of(args.operand_dtype), comm.size, processors);
+  return launch_matmul(config, stream, comm, args);
 }
 
 cudaError_t load_gather_matmul() { return load_overlapped<GatherMatmulArgs>(); }

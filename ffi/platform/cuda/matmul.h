@@ -16,10 +16,7 @@ std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream
 std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                          const GatherMatmulArgs& args);
 
-OverlapConfig choose_overlap(const MatmulReduceArgs& args, int ranks, int processors);
-OverlapConfig choose_overlap(const GatherMatmulArgs& args, int ranks, int processors);
-
-// Loads every kernel on the current device, which is a Hopper.
+// Loads every kernel on the current device, if it is a Hopper.
 cudaError_t load_matmul_reduce();
 cudaError_t load_gather_matmul();
 

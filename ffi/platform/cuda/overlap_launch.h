@@ -67,9 +67,12 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
   const gemm::DType in = gemm_dtype(args.operand_dtype), out = gemm_dtype(args.dtype);
   CUtensorMap a, b, out_map;
   const int b_outer = args.transpose_b ? args.n : args.k, b_inner = args.transpose_b ? args.k : args.n;
-  if (const auto error = gemm::describe_boxes({product.a, in, args.k, product.m, 1}, gemm::kSlice, &a)) return error;
-  if (const auto error = gemm::describe_boxes({args.b, in, b_inner, b_outer, 1}, gemm::kSlice, &b)) return error;
-  if (const auto error = gemm::describe_boxes({product.out, out, args.n, product.m, 1}, gemm::kOutRows, &out_map))
+  if (const auto error = gemm::describe_boxes(gemm::Matrices{product.a, in, args.k, product.m, 1}, gemm::kSlice, &a))
+    return error;
+  if (const auto error = gemm::describe_boxes(gemm::Matrices{args.b, in, b_inner, b_outer, 1}, gemm::kSlice, &b))
+    return error;
+  if (const auto error =
+          gemm::describe_boxes(gemm::Matrices{product.out, out, args.n, product.m, 1}, gemm::kOutRows, &out_map))
     return error;
   gemm::Problem problem{gemm::Grouping::none, product.m, args.n, args.k, 1, nullptr, config.band};
   problem.pair_first = order.first;
@@ -89,16 +92,20 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
   return config.describe() + ": " + cudaGetErrorString(error);
 }
 
-// Loads every kernel on the current device.
+// Loads every kernel on the current device, if it is a Hopper.
 template <class Args>
 cudaError_t load_overlapped() {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess || major != 9) return error;
   for (const DType in : {DType::bfloat16, DType::float16})
     for (const DType out : {in, DType::float32})
       for (const int block_n : {128, 256})
         for (const bool mn_b : {false, true}) {
           cudaFuncAttributes attributes;
           const auto kernel = overlapped_for<Args>(in, out, block_n, mn_b);
-          const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+          error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
           if (error != cudaSuccess) return error;
         }
   return cudaSuccess;

@@ -1,7 +1,11 @@
 // Launching kernels: plain functions, so that only kernels.cu is device code.
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "kernels/args.h"
+#include "kernels/matmul_args.h"
 #include "platform/gpu/launch_config.h"
 #include "runtime.h"
 
@@ -11,6 +15,12 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
+
+// The products with a collective, which only the library for CUDA has. They say why they cannot start.
+std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
+                                         const MatmulReduceArgs& args);
+std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
+                                         const GatherMatmulArgs& args);
 
 // Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
 gpu::Error load_kernels();

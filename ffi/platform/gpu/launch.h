@@ -72,6 +72,15 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + gpu::describe(error)};
 }
 
+template <class Args>
+ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
+  if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
+  if (group->stalled(seat)) return ffi::Error::Success();
+  if (const auto error = launch_matmul(group->processors(), call.stream, group->comm(seat), args))
+    return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + *error};
+  return ffi::Error::Success();
+}
+
 }  // namespace jax_ep
 
 namespace xla::ffi {
