@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kRepeats = 20;
+constexpr int kRepeats = 5, kRounds = 5;
 
 void check_orders(Grouping grouping, int m, int n, int k, const std::vector<int>& sizes) {
   for (const bool mn_a : {false, true})
@@ -37,12 +37,13 @@ void check_all() {
                                                                {8, 8, 8},
                                                                {136, 264, 72},
                                                                {1000, 776, 200},
+                                                               {328, 776, 200},
                                                                {2048, 2304, 512}})
     check_orders(Grouping::none, m, n, k, {});
   compare({Grouping::none, 264, 520, 136, {}, DType::float16, DType::float16, false, true});
   for (const int n : {256, 136, 1024}) {
-    check_orders(Grouping::rows, 512, n, 128, {128, 256, 128});
-    check_orders(Grouping::rows, 700, n, 72, {0, 1, 127, 0, 300, 17, 0});  // 255 rows belong to no group
+    check_orders(Grouping::rows, 1152, n, 128, {384, 512, 256});  // NaN in the largest hides what is wrong there
+    check_orders(Grouping::rows, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0});  // 255 rows belong to no group
     check_orders(Grouping::contraction, 256, n, 512, {64, 256, 192});
     check_orders(Grouping::contraction, 136, n, 700, {0, 1, 127, 0, 300, 17, 0});
   }
@@ -62,18 +63,21 @@ std::vector<int> zipf_sizes(int rows, int groups) {
   return sizes;
 }
 
-void time_case(const char* name, const Case& each, Cublas* cublas, const Config* config = nullptr) {
+// In turns with cuBLAS, so that both meet the same clock; with groups cuBLAS computes one dense product of their size.
+void time_case(const char* name, const Case& each, Cublas& cublas, const Config* config = nullptr) {
   Buffers buffers(each, false);
   const Config chosen = config ? *config : buffers.config();
-  const double core = buffers.milliseconds(kRepeats, [&] { buffers.run(chosen); });
-  std::printf("%-44s %s%s %8.1f us %6.0f TFLOP/s", name, each.mn_a ? "M" : "K", each.mn_b ? "N" : "K", core * 1e3,
-              each.flops() / core / 1e9);
-  if (cublas && each.grouping == Grouping::none) {
-    const double best = buffers.milliseconds(kRepeats, [&] { cublas->multiply(buffers); });
-    std::printf("   cuBLAS %8.1f us %6.0f TFLOP/s   %5.1f %%", best * 1e3, each.flops() / best / 1e9,
-                100 * best / core);
+  std::vector<double> core, dense;
+  for (int round = 0; round < kRounds; ++round) {
+    core.push_back(buffers.milliseconds(kRepeats, [&] { buffers.run(chosen); }));
+    dense.push_back(buffers.milliseconds(kRepeats, [&] { cublas.multiply(buffers); }));
   }
-  std::printf("   %s\n", chosen.describe().c_str());
+  for (auto* times : {&core, &dense}) std::sort(times->begin(), times->end());
+  const double ours = core[kRounds / 2], theirs = dense[kRounds / 2];
+  std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name, each.mn_a ? "M" : "K",
+              each.mn_b ? "N" : "K", ours * 1e3, each.flops() / ours / 1e9, each.flops() / theirs / 1e9,
+              100 * theirs / ours, chosen.describe().c_str());
+  std::fflush(stdout);
 }
 
 Case dense(int m, int n, int k, bool mn_a, bool mn_b) {
@@ -90,33 +94,36 @@ void time_all() {
   Cublas cublas;
   for (const bool mn_a : {false, true})
     for (const bool mn_b : {false, true})
-      time_case("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192, mn_a, mn_b), &cublas);
-  time_case("dense 4096 x 7168 x 2048", dense(4096, 7168, 2048, false, true), &cublas);
-  time_case("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144, false, true), &cublas);
-  time_case("dense 5416 x 6144 x 1408", dense(5416, 6144, 1408, false, true), &cublas);
+      time_case("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192, mn_a, mn_b), cublas);
+  time_case("dense 4096 x 7168 x 2048", dense(4096, 7168, 2048, false, true), cublas);
+  time_case("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144, false, true), cublas);
+  time_case("dense 5416 x 6144 x 1408", dense(5416, 6144, 1408, false, true), cublas);
   const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8);
-  time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), nullptr);
-  time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal, false), nullptr);
-  time_case("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf), nullptr);
-  time_case("rows 8192 x 7168 x 4096, 8 equal", by_rows(8192, 7168, 4096, few), nullptr);
-  time_case("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), nullptr);
-  time_case("contraction 7168 x 4096 x 32768, 64 Zipf", by_contraction(7168, 4096, 32768, zipf), nullptr);
+  time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), cublas);
+  time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal, false), cublas);
+  time_case("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf), cublas);
+  time_case("rows 8192 x 7168 x 4096, 8 equal", by_rows(8192, 7168, 4096, few), cublas);
+  time_case("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), cublas);
+  time_case("contraction 7168 x 4096 x 32768, 64 Zipf", by_contraction(7168, 4096, 32768, zipf), cublas);
 }
 
-void sweep(const char* name, const Case& each) {
-  for (const int block_n : {128, 256})
-    for (const auto& [cluster_m, cluster_n] : std::vector<std::array<int, 2>>{{1, 1}, {2, 1}, {1, 2}})
-      for (const int band : {4, 8, 16, 32}) {
-        const Config config{block_n, cluster_m, cluster_n, band, 132};
-        time_case(name, each, nullptr, &config);
-      }
+void sweep(const char* name, const Case& each, Cublas& cublas) {
+  for (const auto& [block_n, band] :
+       std::vector<std::array<int, 2>>{{128, 8}, {256, 2}, {256, 4}, {256, 8}, {256, 16}}) {
+    const Config config{block_n, band, 132};
+    time_case(name, each, cublas, &config);
+  }
 }
 
 void sweep_all() {
-  sweep("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192, false, true));
-  sweep("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144, false, true));
-  sweep("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal_sizes(32768, 64)));
-  sweep("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf_sizes(32768, 64)));
+  Cublas cublas;
+  const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8);
+  sweep("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192, false, true), cublas);
+  sweep("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144, false, true), cublas);
+  sweep("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), cublas);
+  sweep("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf), cublas);
+  sweep("rows 8192 x 7168 x 4096, 8 equal", by_rows(8192, 7168, 4096, few), cublas);
+  sweep("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), cublas);
 }
 
 }  // namespace

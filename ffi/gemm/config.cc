@@ -3,8 +3,7 @@
 namespace jax_ep::gemm {
 namespace {
 
-constexpr int kBandTiles = 16;   // with 132 processors a wave covers about as many rows as columns
-constexpr int kTailPercent = 6;  // of the tiles may be spent on making rows even
+constexpr int kBand = 8;  // with 132 processors a wave covers 16 rows of tiles and about 8 columns
 
 // Rows of tiles; with groups of rows, of which only the total is known here, half a tile is lost per group.
 int tile_rows(Grouping grouping, int m, int groups) {
@@ -24,25 +23,17 @@ int cost_of(Grouping grouping, int m, int n, int groups, int processors, int blo
 }  // namespace
 
 Config choose_config(Grouping grouping, int m, int n, int groups, int processors) {
-  Config config{256, 1, 1, kBandTiles, 0};
+  Config config{256, kBand, 0};
   if (cost_of(grouping, m, n, groups, processors, 128) < cost_of(grouping, m, n, groups, processors, 256))
     config.block_n = 128;
-  const int rows = ceil_div(m, kBlockM), columns = ceil_div(n, config.block_n);
   const int tiles = tiles_of(grouping, m, n, groups, config.block_n);
-  // Sharing b saves most, but makes the rows of tiles even; those of a group of rows are odd as often as not.
-  if (grouping != Grouping::rows && rows > 1 && (rows % 2 == 0 || 100 <= kTailPercent * rows))
-    config.cluster_m = 2;
-  else if (columns % 2 == 0)
-    config.cluster_n = 2;
-  const int cluster = config.cluster_m * config.cluster_n;
-  config.band = kBandTiles / config.cluster_m;
-  config.blocks = smaller(ceil_div(tiles, cluster), processors / cluster) * cluster;
+  config.blocks = smaller(ceil_div(tiles, kCluster), processors / kCluster) * kCluster;
   return config;
 }
 
 std::string Config::describe() const {
-  return "tiles 128x" + std::to_string(block_n) + ", clusters " + std::to_string(cluster_m) + "x" +
-         std::to_string(cluster_n) + ", band " + std::to_string(band) + ", " + std::to_string(blocks) + " blocks";
+  return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(blocks) +
+         " blocks";
 }
 
 }  // namespace jax_ep::gemm

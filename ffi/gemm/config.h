@@ -8,10 +8,9 @@
 namespace jax_ep::gemm {
 
 struct Config {
-  int block_n;               // tiles are kBlockM x block_n
-  int cluster_m, cluster_n;  // see Problem
-  int band;
-  int blocks;
+  int block_n;  // tiles are kBlockM x block_n
+  int band;     // see Problem
+  int blocks;   // an even number
 
   std::string describe() const;
 };

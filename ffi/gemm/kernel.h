@@ -53,7 +53,7 @@ template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void produce(Shared<kBlockN>& shared, const CUtensorMap& a, const CUtensorMap& b, const Problem& problem,
                         const Hooks& hooks) {
   using Memory = Shared<kBlockN>;
-  const int rank = blockIdx.x % (problem.cluster_m * problem.cluster_n);
+  const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
   Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
   for (Tile tile; schedule.next(&tile);) {
@@ -65,9 +65,9 @@ __device__ void produce(Shared<kBlockN>& shared, const CUtensorMap& a, const CUt
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
       if (!elect_lane()) continue;
       arrive_expecting(full, Memory::kStageBytes);
-      load_slices<kMnA, kSlicesA>(stage, a, tile.row, k, 0, problem.cluster_n > 1, rank, full);
-      load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, problem.cluster_m > 1,
-                                          rank, full);
+      load_slices<kMnA, kSlicesA>(stage, a, tile.row, k, 0, !tile.shares_b, rank, full);
+      load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, tile.shares_b, rank,
+                                          full);
     }
   }
 }
@@ -82,9 +82,19 @@ __device__ __forceinline__ void zero_lines(char* stage, int valid) {
   sync_some(1, kConsumers);
 }
 
-// Tells the producers of the cluster that this warp is done with a stage.
-__device__ __forceinline__ void release(uint64_t* empty, int cluster, int lane) {
-  if (lane < cluster) arrive_at_peer(empty, lane);
+// Tells both producers of the cluster that this warp is done with a stage.
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+  if (lane < kCluster) arrive_at_peer(empty, lane);
+}
+
+// Nothing of a warpgroup's half of a tile is wanted: its loads pass by.
+template <int kBlockN>
+__device__ __forceinline__ void skip(Shared<kBlockN>& shared, const Tile& tile, Position<Shared<kBlockN>::kStages>& at,
+                                     int lane) {
+  for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+    wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
+    release(&shared.empty[at.stage], lane);
+  }
 }
 
 // One warpgroup's half of a tile: d = a x b.
@@ -92,11 +102,13 @@ template <class In, int kBlockN, bool kMnA, bool kMnB>
 __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBlockN>& shared, const Problem& problem,
                                            const Tile& tile, Position<Shared<kBlockN>::kStages>& at, int half,
                                            int lane) {
-  const int cluster = problem.cluster_m * problem.cluster_n;
   int running = -1;  // the stage that wgmma may still read
+  if (tile.k_begin >= tile.k_end) {
 #pragma unroll
-  for (float& value : d) value = 0;
-  settle(d);
+    for (float& value : d) value = 0;
+    return;
+  }
+  leave_undefined(d);
   for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
     char* const stage = shared.stages[at.stage];
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
@@ -108,15 +120,16 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBloc
     begin_multiplies();
 #pragma unroll
     for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-      multiply<In, kMnA, kMnB>(d, a + step * kDescriptorStep<kMnA>, b + step * kDescriptorStep<kMnB>);
+      multiply<In, kMnA, kMnB>(d, a + step * kDescriptorStep<kMnA>, b + step * kDescriptorStep<kMnB>,
+                               k > tile.k_begin || step > 0);
     commit_multiplies();
     wait_multiplies<1>();
-    if (running >= 0) release(&shared.empty[running], cluster, lane);
+    if (running >= 0) release(&shared.empty[running], lane);
     running = at.stage;
   }
   wait_multiplies<0>();
   settle(d);
-  if (running >= 0) release(&shared.empty[running], cluster, lane);
+  if (running >= 0) release(&shared.empty[running], lane);
 }
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
@@ -126,9 +139,15 @@ __device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* ou
   Position<Shared<kBlockN>::kStages> at;
   Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
   for (Tile tile; schedule.next(&tile);) {
-    float d[kBlockN / 2];
-    accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, warp / 4, lane);
-    store_tile<Out, kBlockN>(map, out, problem, tile, d, shared.out[warp], warp, lane);
+    const int half = warp / 4;
+    const bool wanted = tile.row + half * kSlice < tile.row_end && tile.col < problem.n;
+    if (wanted || problem.grouping == Grouping::contraction) {  // where both halves meet to zero lines
+      float d[kBlockN / 2];
+      accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, half, lane);
+      store_tile<Out, kBlockN>(map, out, problem, tile, d, shared.out[warp], warp, lane);
+    } else {
+      skip(shared, tile, at, lane);
+    }
     if constexpr (Hooks::kAwaitStores) {
       if (lane == 0) wait_stores_written<0>();
       __syncwarp();
@@ -139,11 +158,11 @@ __device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* ou
 }
 
 template <int kBlockN>
-__device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared, int cluster) {
+__device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shared<kBlockN>::kStages; ++stage) {
       init_barrier(&shared.full[stage], 1);
-      init_barrier(&shared.empty[stage], kConsumerWarps * cluster);
+      init_barrier(&shared.empty[stage], kConsumerWarps * kCluster);
     }
     publish_barriers();
   }
@@ -153,13 +172,13 @@ __device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared, int clust
 // kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`, `b` map slices, `out_map` a warp's
 // box.
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 const __grid_constant__ CUtensorMap out_map, void* out, const __grid_constant__ Problem problem,
                 const __grid_constant__ Hooks hooks) {
   extern __shared__ __align__(1024) char memory[];
   Shared<kBlockN>& shared = *reinterpret_cast<Shared<kBlockN>*>(memory);
-  open_pipeline(shared, problem.cluster_m * problem.cluster_n);
+  open_pipeline(shared);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
     take_registers<232>();

@@ -36,12 +36,20 @@ struct Shared {
 // Where the 16-byte piece of a line lies.
 __device__ __forceinline__ int swizzled(int line, int piece) { return line * kLineBytes + ((piece ^ (line & 7)) << 4); }
 
+// The word that tells wgmma where an operand lies, in 16-byte units of 14 bits each. In a cluster a shared address
+// carries the block's rank above the offset, which must not reach the strides.
+constexpr JAX_EP_GEMM_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
+  constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
+  return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
+         (address >> 4 & kField);
+}
+static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "a rank leaks into the strides");
+
 // What wgmma wants to know of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the
 // operand (m or n) rather than along the contraction; then the two strides lead to the next slice and the next atom.
 template <bool kMn>
 __device__ __forceinline__ uint64_t describe(const char* slice) {
-  constexpr uint64_t kLeading = kMn ? kSliceBytes >> 4 : 1, kStride = kAtomBytes >> 4, kSwizzle128 = 1;
-  return kSwizzle128 << 62 | kStride << 32 | kLeading << 16 | shared_address(slice) >> 4;
+  return descriptor(shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
 }
 
 // From one step of the contraction to the next.

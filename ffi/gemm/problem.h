@@ -13,6 +13,7 @@ namespace jax_ep::gemm {
 
 constexpr int kBlockM = 128;
 constexpr int kBlockK = 64;
+constexpr int kCluster = 2;  // blocks that compute two neighbouring tiles and share what both load
 
 // What the groups divide. Group g is the g-th of consecutive ranges whose sizes lie on the device.
 enum class Grouping {
@@ -26,9 +27,7 @@ struct Problem {
   int m, n, k;  // with groups of rows m is that of all groups, with groups of the contraction k is
   int groups;
   const int32_t* group_sizes;
-  // Neighbouring tiles that the blocks of a cluster take, sharing what they load: 1 x 1, 2 x 1 or 1 x 2.
-  int cluster_m, cluster_n;
-  int band;  // tiles that follow each other stay within this many clusters' rows, for the sake of the L2 cache
+  int band;  // tiles that follow each other stay within this many pairs of rows, for the sake of the L2 cache
 };
 
 // A block's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.
@@ -37,6 +36,7 @@ struct Tile {
   int row, col;
   int row_end;  // rows from here on belong to others
   int k_begin, k_end;
+  bool shares_b;  // the cluster's other tile is above or below; else beside, and they share a
 };
 
 JAX_EP_GEMM_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }

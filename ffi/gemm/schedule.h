@@ -1,4 +1,7 @@
 // Which tiles a block computes, in which order. Every warp of a block walks the same list by itself.
+//
+// Clusters take dominoes: two tiles on top of each other, which share b, the larger operand; where a group has an odd
+// number of rows of tiles, two beside each other in the last of them, so that no tile is wasted.
 #pragma once
 
 #include "gemm/problem.h"
@@ -10,19 +13,18 @@ class Schedule {
  public:
   JAX_EP_GEMM_FN Schedule(const Problem& problem, int block_n, int block, int blocks)
       : problem_(problem), block_n_(block_n) {
-    const int cluster = problem.cluster_m * problem.cluster_n;
-    next_ = block / cluster;
-    rank_ = block % cluster;
-    step_ = blocks / cluster;
+    next_ = block / kCluster;
+    rank_ = block % kCluster;
+    step_ = blocks / kCluster;
     open_group(0);
   }
 
-  // False behind the last tile. All blocks of a cluster get tiles of one group and one range of the contraction; a tile
-  // may lie wholly outside the matrix.
+  // False behind the last tile. Both blocks of a cluster get tiles of one group and one range of the contraction; a
+  // tile may lie wholly outside the matrix.
   JAX_EP_GEMM_FN bool next(Tile* tile) {
-    while (next_ - first_ >= units_) {
+    while (next_ - first_ >= dominoes_) {
       if (tile_.group == last_group()) return false;
-      first_ += units_;
+      first_ += dominoes_;
       open_group(tile_.group + 1);
     }
     place(next_ - first_, tile);
@@ -43,7 +45,7 @@ class Schedule {
   }
 
   JAX_EP_GEMM_FN void open_group(int group) {
-    tile_ = {group, 0, 0, problem_.m, 0, problem_.k};
+    tile_ = {group, 0, 0, problem_.m, 0, problem_.k, true};
     if (problem_.grouping == Grouping::rows) {
       tile_.row = start_;
       start_ += size_of(group, problem_.m - start_);
@@ -54,28 +56,32 @@ class Schedule {
       start_ += size_of(group, problem_.k - start_);
       tile_.k_end = start_;
     }
-    units_m_ = ceil_div(tile_.row_end - tile_.row, kBlockM * problem_.cluster_m);
-    units_n_ = ceil_div(problem_.n, block_n_ * problem_.cluster_n);
-    units_ = units_m_ * units_n_;
+    rows_ = ceil_div(tile_.row_end - tile_.row, kBlockM);
+    columns_ = ceil_div(problem_.n, block_n_);
+    dominoes_ = rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
   }
 
-  // Down the rows of a band, then to the next column.
-  JAX_EP_GEMM_FN void place(int unit, Tile* tile) const {
-    const int band = unit / (problem_.band * units_n_), inside = unit - band * problem_.band * units_n_;
-    const int rows = smaller(problem_.band, units_m_ - band * problem_.band);
-    const int column = inside / rows, row = band * problem_.band + inside - column * rows;
+  // Down the rows of a band in two columns, which are as many dominoes as there are rows, then to the next two.
+  JAX_EP_GEMM_FN void place(int domino, Tile* tile) const {
+    const int band = domino / (problem_.band * columns_), inside = domino - band * problem_.band * columns_;
+    const int first_row = band * problem_.band * 2, rows = smaller(problem_.band * 2, rows_ - first_row);
+    const int first_column = inside / rows * 2, upright = inside % rows - rows % 2, pairs = larger(rows / 2, 1);
     *tile = tile_;
-    tile->row += (row * problem_.cluster_m + (problem_.cluster_m > 1 ? rank_ : 0)) * kBlockM;
-    tile->col = (column * problem_.cluster_n + (problem_.cluster_n > 1 ? rank_ : 0)) * block_n_;
+    tile->shares_b = upright >= 0;
+    const int row = tile->shares_b ? first_row + upright % pairs * 2 + rank_ : first_row + rows - 1;
+    const int column = first_column + (tile->shares_b ? upright / pairs : rank_);
+    tile->row += row * kBlockM;
+    tile->col = column * block_n_;
   }
 
   const Problem& problem_;
   int block_n_;
-  int next_, step_, rank_;     // in units: the tiles of a cluster
-  int first_ = 0, units_ = 0;  // of the open group
-  int units_m_ = 0, units_n_ = 0;
-  int start_ = 0;  // where the next group starts
-  Tile tile_{};    // the open group's first
+  int next_, step_;               // in dominoes
+  int rank_;                      // within the cluster
+  int first_ = 0, dominoes_ = 0;  // of the open group
+  int rows_ = 0, columns_ = 0;    // of its tiles
+  int start_ = 0;                 // where the next group starts
+  Tile tile_{};                   // the open group's first
 };
 
 }  // namespace jax_ep::gemm

@@ -40,15 +40,18 @@ std::vector<Range> ranges_of(const std::vector<int>& sizes, int total) {
 
 // Blocks of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
 void check_clusters(const Problem& problem, const Config& config) {
-  const int cluster = config.cluster_m * config.cluster_n;
-  for (int first = 0; first < config.blocks; first += cluster) {
+  for (int first = 0; first < config.blocks; first += kCluster) {
     Schedule one(problem, config.block_n, first, config.blocks);
-    Schedule other(problem, config.block_n, first + cluster - 1, config.blocks);
+    Schedule other(problem, config.block_n, first + 1, config.blocks);
     for (bool more = true; more;) {
       Tile a{}, b{};
       more = one.next(&a);
       require(other.next(&b) == more, "blocks of a cluster have as many tiles");
       require(std::tie(a.group, a.k_begin, a.k_end) == std::tie(b.group, b.k_begin, b.k_end), "clusters agree");
+      if (!more) break;
+      const int down = a.shares_b ? kBlockM : 0, right = a.shares_b ? 0 : config.block_n;
+      require(a.shares_b == b.shares_b && b.row == a.row + down && b.col == a.col + right, "they share an operand");
+      require(a.row < a.row_end && b.row < b.row_end, "no row of tiles is wasted");
     }
   }
 }
@@ -84,10 +87,10 @@ int main() {
     std::vector<int> sizes(grouping == Grouping::none ? 1 : draw(1, 9));
     for (int& size : sizes) size = draw(-20, 300);
     const int groups = static_cast<int>(sizes.size());
-    const Config config = choose_config(grouping, m, n, groups, processors);
-    require(config.blocks % (config.cluster_m * config.cluster_n) == 0 && config.blocks <= processors,
-            "whole clusters");
-    const Problem problem{grouping, m, n, k, groups, sizes.data(), config.cluster_m, config.cluster_n, config.band};
+    Config config = choose_config(grouping, m, n, groups, processors);
+    config.band = draw(1, 3);
+    require(config.blocks % kCluster == 0 && config.blocks <= processors, "whole clusters");
+    const Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
     check_clusters(problem, config);
     if (grouping == Grouping::none) sizes = {m};
     check_cover(problem, config, sizes);

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool has_passed(uint64_t* barrier, uint32_t parity) {
 }
 
 // Waits for the phase of this parity to end. Every arrival comes from the same cluster, so the wait is bounded; a debug
-// build reports a protocol error instead of hanging.
+// build reports a protocol error instead of hanging, and is slow: ptxas runs wgmma one by one around a call.
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]] const char* what) {
 #ifdef JAX_EP_GEMM_DEBUG
   const long long start = clock64();

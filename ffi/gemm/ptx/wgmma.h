@@ -24,6 +24,13 @@ __device__ __forceinline__ void settle(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// For a first multiply that does not add: without it the compiler would carry values from before.
+template <int kCount>
+__device__ __forceinline__ void leave_undefined(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 // Text only: the lists of registers, and the instruction for one shape and dtype.
 #define JAX_EP_REGISTERS_64                                                                          \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
@@ -45,35 +52,37 @@ __device__ __forceinline__ void settle(float (&d)[kCount]) {
   JAX_EP_OPERANDS_8(d, i), JAX_EP_OPERANDS_8(d, i + 8), JAX_EP_OPERANDS_8(d, i + 16), JAX_EP_OPERANDS_8(d, i + 24), \
       JAX_EP_OPERANDS_8(d, i + 32), JAX_EP_OPERANDS_8(d, i + 40), JAX_EP_OPERANDS_8(d, i + 48),                     \
       JAX_EP_OPERANDS_8(d, i + 56)
-#define JAX_EP_WGMMA(shape, type, registers, a, b, mn_a, mn_b, ...)                                                 \
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type \
-               " " registers a ", " b ", add, 1, 1, " mn_a ", " mn_b "; }"                                          \
-               : __VA_ARGS__                                                                                        \
-               : "l"(a_tile), "l"(b_tile), "n"(int{kMnA}), "n"(int{kMnB}))
+#define JAX_EP_WGMMA(shape, type, registers, a, b, add, mn_a, mn_b, ...)                                         \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type \
+               "." type " " registers a ", " b ", add, 1, 1, " mn_a ", " mn_b "; }"                              \
+               : __VA_ARGS__                                                                                     \
+               : "l"(a_tile), "l"(b_tile), "r"(int{add_to_d}), "n"(int{kMnA}), "n"(int{kMnB}))
 
 template <class T>
 constexpr bool kIsBFloat16 = false;
 template <>
 constexpr bool kIsBFloat16<__nv_bfloat16> = true;
 
-// D [64, 128] += A [64, 16] x B [16, 128]; kMnA, kMnB: the tile's contiguous dimension is not the contracted one.
+// D [64, 128] = A [64, 16] x B [16, 128], plus what D was if add_to_d; kMnA, kMnB: the tile's contiguous dimension is
+// not the contracted one.
 template <class T, bool kMnA, bool kMnB>
-__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a_tile, uint64_t b_tile) {
+__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
   if constexpr (kIsBFloat16<T>)
-    JAX_EP_WGMMA("m64n128k16", "bf16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", JAX_EP_OPERANDS_64(d, 0));
+    JAX_EP_WGMMA("m64n128k16", "bf16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", "%68",
+                 JAX_EP_OPERANDS_64(d, 0));
   else
-    JAX_EP_WGMMA("m64n128k16", "f16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", JAX_EP_OPERANDS_64(d, 0));
+    JAX_EP_WGMMA("m64n128k16", "f16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", "%68", JAX_EP_OPERANDS_64(d, 0));
 }
 
-// D [64, 256] += A [64, 16] x B [16, 256].
+// D [64, 256] alike.
 template <class T, bool kMnA, bool kMnB>
-__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a_tile, uint64_t b_tile) {
+__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
   if constexpr (kIsBFloat16<T>)
-    JAX_EP_WGMMA("m64n256k16", "bf16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", JAX_EP_OPERANDS_64(d, 0),
-                 JAX_EP_OPERANDS_64(d, 64));
+    JAX_EP_WGMMA("m64n256k16", "bf16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", "%132",
+                 JAX_EP_OPERANDS_64(d, 0), JAX_EP_OPERANDS_64(d, 64));
   else
-    JAX_EP_WGMMA("m64n256k16", "f16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", JAX_EP_OPERANDS_64(d, 0),
-                 JAX_EP_OPERANDS_64(d, 64));
+    JAX_EP_WGMMA("m64n256k16", "f16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", "%132",
+                 JAX_EP_OPERANDS_64(d, 0), JAX_EP_OPERANDS_64(d, 64));
 }
 
 #undef JAX_EP_WGMMA

@@ -65,16 +65,11 @@ std::optional<std::string> describe(const Arguments& x, Maps* maps) {
 
 cudaError_t start(const Choice& choice, const Config& config, const Problem& problem, const Maps& maps, void* out,
                   cudaStream_t stream) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(config.cluster_m * config.cluster_n), 1, 1};
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.blocks);
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = choice.shared_bytes;
   launch.stream = stream;
-  launch.attrs = &cluster;
-  launch.numAttrs = 1;
   if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(choice.kernel),
                                                      cudaFuncAttributeMaxDynamicSharedMemorySize, choice.shared_bytes);
       error != cudaSuccess)
@@ -88,8 +83,7 @@ std::optional<std::string> launch(const Arguments& x, const Config& config, cuda
   if (const auto error = check(x)) return error;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  const Problem problem{x.grouping,       x.m,        x.n, x.k, x.groups, x.group_sizes, config.cluster_m,
-                        config.cluster_n, config.band};
+  const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
   const cudaError_t error = start(choice, config, problem, maps, x.out_data, stream);
   if (error == cudaSuccess) return std::nullopt;
