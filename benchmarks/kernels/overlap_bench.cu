@@ -246,7 +246,12 @@ void time_case(const Case& c, const Group& group, bool sweep) {
   print("chosen", chosen);
   if (sweep)
     for (const int block_n : {128, 256})
-      for (const int communicating : {2, 4, 8, 12, 16, 24, 32}) print("", c.config(count, block_n, communicating));
+      for (const int communicating : {2, 4, 8, 12, 16, 24, 32})
+        for (const int factor : {1, 2}) {
+          OverlapConfig config = c.config(count, block_n, communicating);
+          config.band *= factor;
+          print("", config);
+        }
   release(ranks);
 }
 

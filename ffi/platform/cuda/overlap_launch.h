@@ -1,9 +1,6 @@
 // Starts an overlapped product: picks the kernel for dtypes, tiles and storage order, and describes arrays to TMA.
 #pragma once
 
-#include <algorithm>
-#include <numeric>
-
 #include "gemm/tensor_map.h"
 #include "platform/cuda/overlap.h"
 #include "platform/cuda/overlap_config.h"
@@ -45,20 +42,6 @@ struct Product {
   const char* a;
   char* out;
 };
-
-// Pairs of rows of tiles in an order that serves all ranks evenly: (first, step).
-struct PairOrder {
-  int first, step;
-};
-inline PairOrder in_order(int) { return {0, 1}; }
-// The owners' shares in turns.
-inline PairOrder in_turns(int pairs, int ranks) {
-  int step = std::max(1, pairs / ranks);
-  while (std::gcd(step, std::max(1, pairs)) != 1) ++step;
-  return {0, step};
-}
-// The rows of this rank first, then the next rank's.
-inline PairOrder from_rank(int pairs, int rank, int ranks) { return {pairs * rank / ranks, 1}; }
 
 template <class Args>
 std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
