@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | info | bench moe | bench matmul`; `--help` after any of them."""
+"""`python -m jax_ep demo | info | bench moe | bench matmul | bench collective_matmul`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     measured = bench.add_subparsers(dest="what", required=True)
     measured.add_parser("moe", add_help=False, help="dispatch and combine")
     measured.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
+    measured.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()
