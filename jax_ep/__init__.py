@@ -1,11 +1,12 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
-from jax_ep import lax as lax
+from jax_ep import embedding as embedding, lax as lax
 from jax_ep.collective_matmul import (
     all_gather_matmul as all_gather_matmul,
     matmul_all_reduce as matmul_all_reduce,
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
+from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
     GroupClosedError as GroupClosedError,
@@ -18,5 +19,8 @@ from jax_ep.errors import (
 from jax_ep.group import Group as Group
 from jax_ep.layers import moe_mlp as moe_mlp
 from jax_ep.moe import combine as combine, dispatch as dispatch
+from jax_ep.profiling import profile as profile
 from jax_ep.routing import Dispatched as Dispatched, Routing as Routing
+from jax_ep.sparse import sparse_all_reduce as sparse_all_reduce
+from jax_ep.sparse_rows import SparseRows as SparseRows, coalesce as coalesce
 from jax_ep.version import __version__ as __version__

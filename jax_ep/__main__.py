@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | info | bench moe | bench matmul | bench collective_matmul`; `--help` after any of them."""
+"""`python -m jax_ep demo | demo-sparse | info | bench <what>`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -16,6 +16,7 @@ import jax
 from jax_ep import _ffi
 from jax_ep.version import __version__
 
+_DEMOS = {"demo": "train_moe_lm", "demo-sparse": "sparse_embedding"}
 _DEMO_EXTRAS = ("matplotlib", "optax", "tqdm")
 _CPU_DEVICES = 8
 
@@ -24,12 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Collectives for mixture-of-experts in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
+    commands.add_parser("demo-sparse", add_help=False, help="train word vectors with sparse gradients")
     commands.add_parser("info", help="built platforms, devices, links, versions")
-    bench = commands.add_parser("bench", help="measure the ops against XLA's own")
-    measured = bench.add_subparsers(dest="what", required=True)
-    measured.add_parser("moe", add_help=False, help="dispatch and combine")
-    measured.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
-    measured.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
+    bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
+    kinds = bench.add_subparsers(dest="what", required=True)
+    kinds.add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
+    kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
+    kinds.add_parser("row_sums", add_help=False, help="the sums inside combine, as kernels and in XLA")
+    kinds.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()
@@ -38,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return info()
     _avoid_unbuilt_gpus()
-    module = _load("examples", "train_moe_lm") if options.command == "demo" else _load("benchmarks", options.what)
-    return module.main(rest)
+    demo = _DEMOS.get(options.command)
+    return (_load("examples", demo) if demo else _load("benchmarks", options.what)).main(rest)
 
 
 def info() -> int:

@@ -57,13 +57,17 @@ def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
         raise ValueError(f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not")
 
 
+def tracks_varying(axis_name: str) -> bool:
+    """Whether this is traced with `check_vma=True`."""
+    return bool(jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying)
+
+
 def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Casts the operands to one varying set: the group's axis and whatever any of them varies over.
 
     Without it, `check_vma=True` would reject operands that differ. It does nothing where `check_vma=False`.
     """
-    own = jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying
-    return vary_as_any(*arrays, axes=frozenset({axis_name})) if own else arrays
+    return vary_as_any(*arrays, axes=frozenset({axis_name})) if tracks_varying(axis_name) else arrays
 
 
 def vary_as_any(*arrays: jax.Array, axes: frozenset[str] = frozenset()) -> tuple[jax.Array, ...]:
@@ -77,13 +81,13 @@ def _pcast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def result_type(
-    shape: tuple[int, ...], dtype: Any, like: jax.Array, invariant: frozenset[str] = frozenset()
+    shape: tuple[int, ...], dtype: Any, like: jax.Array, unvarying: frozenset[str] = frozenset()
 ) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the axes `like` varies over, but for those over which it is `invariant`.
+    """The type of a result that varies over the axes `like` varies over, but for those it is the same along.
 
-    A plain one counts as unvarying.
+    A plain result counts as unvarying.
     """
-    varying = jax.typeof(like).manual_axis_type.varying - invariant
+    varying = jax.typeof(like).manual_axis_type.varying - unvarying
     sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())  # says which axes are manual
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 

@@ -3,25 +3,17 @@
 import functools
 import importlib
 import importlib.util
-import os
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _checks
-from jax_ep.errors import (
-    CapacityError,
-    GroupClosedError,
-    InvalidRoutingError,
-    JaxEpError,
-    PeerLostError,
-    PeerTimeoutError,
-    PlatformError,
-)
+from jax_ep.errors import PlatformError
 from jax_ep.routing import DispatchConfig, Dispatched, Routing
+from jax_ep.sparse_union import SparseConfig, Union
 from jax_ep.version import __version__
 
 if TYPE_CHECKING:
@@ -34,21 +26,16 @@ MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 
 
-class NativeGroup(Protocol):
-    """What the compiled libraries call a group."""
-
-    id: int
-
-    def close(self) -> None: ...
-    def take_error(self) -> tuple[str, str] | None: ...
-    def stall(self, rank: int, where: str) -> None: ...
-
-
 def library_name(device: Any) -> str:
     """The name of the library for a device: jax says "gpu" for CUDA and ROCm alike."""
     if device.platform != "gpu":
         return device.platform
     return "hip" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def ordinal(device: Any) -> int:
+    """What XLA calls a device of this process when it calls a handler."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def is_built(platform: str) -> bool:
@@ -60,7 +47,7 @@ def built_platforms() -> tuple[str, ...]:
 
 
 @functools.cache
-def _library(platform: str) -> ModuleType:
+def library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
     library = importlib.import_module(f"_jax_ep_{platform}")
     if library.version != __version__:
@@ -74,32 +61,6 @@ def _library(platform: str) -> ModuleType:
     for name, handlers in library.handlers().items():
         jax.ffi.register_ffi_target(f"jax_ep_{name}", handlers, platform=_JAX_PLATFORM[platform])
     return library
-
-
-def create_group(platform: str, lines: list[list[int]], timeout: float) -> NativeGroup:
-    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass."""
-    poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
-    return _library(platform).Group(lines, timeout, poison)
-
-
-def take_error(native: NativeGroup) -> JaxEpError | None:
-    """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
-    found = native.take_error()
-    if found is None:
-        return None
-    kind, message = found
-    kinds: dict[str, type[JaxEpError]] = {
-        "PeerTimeoutError": PeerTimeoutError,
-        "PeerLostError": PeerLostError,
-        "CapacityError": CapacityError,
-        "InvalidRoutingError": InvalidRoutingError,
-        "GroupClosedError": GroupClosedError,
-    }
-    return kinds.get(kind, JaxEpError)(message)
-
-
-def capacity_error(rank: int, needed: int, capacity: int) -> CapacityError:
-    return CapacityError(f"dispatch: rank {rank} needs {needed} rows but capacity is {capacity}")
 
 
 def _call(
@@ -119,8 +80,8 @@ def dispatch(
 ) -> Dispatched:
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     table = (config.size, num_tokens, top_k)
-    library = _library(group.platform)
-    wire_row = 0 if config.wire_dtype is None else library.wire_row_bytes(hidden)
+    compiled = library(group.platform)
+    wire_row = 0 if config.wire_dtype is None else compiled.wire_row_bytes(hidden)
     result = functools.partial(_checks.result_type, like=tokens)
     out, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
         "dispatch",
@@ -133,7 +94,7 @@ def dispatch(
             result((config.size, config.local_experts), jnp.int32),
             result((1,), jnp.int32),
             result((1,), jnp.int32),
-            result((library.route_scratch(config.num_experts),), jnp.int32),
+            result((compiled.route_scratch(config.num_experts),), jnp.int32),
             result((config.size * num_tokens, wire_row), jnp.uint8),  # where fp8 rows land
         ),
         tokens,
@@ -218,7 +179,7 @@ def matmul_reduce(config: "Config", a: jax.Array, b: jax.Array) -> jax.Array:
     if config.scatter:
         result = _checks.result_type((shape[0] // group.size, shape[1]), config.dtype, a)
     else:
-        result = _checks.result_type(shape, config.dtype, a, invariant=axis)
+        result = _checks.result_type(shape, config.dtype, a, unvarying=axis)
     partial = _checks.result_type(shape, config.dtype, a)
     return _call(
         "matmul_reduce",
@@ -258,7 +219,7 @@ def has_gemm() -> bool:
         return False
     if not all(device.compute_capability.startswith("9.") for device in devices):
         return False
-    _library("cuda")
+    library("cuda")
     return True
 
 
@@ -275,3 +236,52 @@ def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dty
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
     result = _checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
     return _call("grouped_outer", result, lhs, rhs, group_sizes, vmap_method="sequential")
+
+
+def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: jax.Array, missing: jax.Array) -> Union:
+    """From this rank's sorted ids [N] and the entries they were: the union of all ranks' ids."""
+    table = (config.size, ids.shape[0])
+    same = functools.partial(_checks.result_type, like=ids, unvarying=frozenset({group.axis_name}))
+    mine = functools.partial(_checks.result_type, like=ids) if config.sharded else same
+    return Union(
+        *_call(
+            "sparse_union",
+            (
+                mine((config.capacity,), jnp.int32),
+                same(table, jnp.int32),
+                same(table, jnp.int32),
+                same((config.size + 1,), jnp.int32),
+                same((2,), jnp.int32),
+                mine((library(group.platform).bitmap_scratch(config.num_rows),), jnp.int32),
+            ),
+            ids,
+            order,
+            missing,
+            group=np.int64(group.native_id),
+            num_rows=np.int32(config.num_rows),
+            sharded=config.sharded,
+        )[:-1]
+    )
+
+
+def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
+    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D]."""
+    (entries, hidden), unvarying = values.shape, frozenset() if config.sharded else frozenset({group.axis_name})
+    result = functools.partial(_checks.result_type, like=values)
+    return _call(
+        "sparse_reduce",
+        (
+            result((config.capacity, hidden), values.dtype, unvarying=unvarying),
+            result((config.size, config.slots_kept(entries), 2), jnp.int32),
+            result((entries, hidden), jnp.float32),  # sums over entries of one rank
+        ),
+        values,
+        union.slots,
+        union.orders,
+        union.bounds,
+        group=np.int64(group.native_id),
+        scale=np.float32(config.scale),
+        by_count=config.by_count,
+        sharded=config.sharded,
+        drop=config.drop,
+    )[0]

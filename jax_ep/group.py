@@ -1,18 +1,31 @@
 """A group: the devices along one mesh axis, their symmetric heap, and its lifetime."""
 
+import collections
+import hashlib
+import secrets
 import threading
 import weakref
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed  # the key-value store of jax.distributed has no public name
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from jax_ep import _ffi
-from jax_ep.errors import CapacityError, GroupClosedError, PlatformError
+from jax_ep import _bootstrap, _ffi, _native, profiling
+from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
+LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
+_opened: collections.Counter[str] = collections.Counter()  # groups over several processes, by what they are over
+
+# Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
+# order in each process, and wait for each other.
+_CPU_PROCESSES_SHARE = False
 
 
 class Group:
@@ -24,15 +37,25 @@ class Group:
     Args:
       mesh: the mesh that `jax.shard_map` runs over.
       axis_name: the axis whose devices exchange tokens.
+      max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
+        measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
+        deadlock with a collective that runs beside it, until the timeout.
       timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`.
 
+    The devices may be of several processes of one host (`jax.distributed`): then all of them create the group, in the
+    same order as any other groups over these devices.
+
     Raises:
-      ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout is not positive.
+      ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout or max_sms is not positive.
+      PlatformError: a line has GPUs of several hosts.
+      PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
 
-    def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0):
+    def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0, max_sms: int | None = None):
         if axis_name not in mesh.axis_names:
             raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+        if max_sms is not None and not max_sms > 0:
+            raise ValueError(f"Group: max_sms must be a positive number of SMs or None, got {max_sms}")
         if not timeout > 0:
             raise ValueError(f"Group: timeout must be a positive number of seconds, got {timeout}")
         platforms = {device.platform for device in mesh.devices.flat}
@@ -45,10 +68,13 @@ class Group:
         self._closed = False
         self._overflow: CapacityError | None = None
         self._lock = threading.Lock()
-        self._native: _ffi.NativeGroup | None = None
-        if self._single_process and _ffi.is_built(self.platform):
-            self._native = _ffi.create_group(self.platform, self._lines(), self.timeout)
+        self._native: _native.NativeGroup | None = None
+        if _ffi.is_built(self.platform) and not self._needs_xla:
+            self._native = self._create_native()
+            if max_sms is not None:
+                self._native.limit_processors(max_sms)
             self._finalizer = weakref.finalize(self, self._native.close)
+            profiling.group_opened(self)
         _open_groups.add(self)
 
     @property
@@ -72,9 +98,25 @@ class Group:
         if overflow is not None:
             raise overflow
         if self._native is not None:
-            error = _ffi.take_error(self._native)
+            error = _native.take_error(self._native)
             if error is not None:
                 raise error
+
+    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> _native.LaunchConfig:
+        """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
+
+        Raises:
+          ValueError: there is no such op.
+          PlatformError: the group has no kernels, or they run on a CPU, as threads.
+        """
+        if op not in LAUNCHED:
+            raise ValueError(f"launch_config: op must be one of {LAUNCHED}, got {op!r}")
+        config = None
+        if self._native is not None:
+            config = _native.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
+        if config is None:
+            raise PlatformError(f"launch_config: {self!r} launches no GPU kernels")
+        return config
 
     def close(self) -> None:
         """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""
@@ -83,18 +125,23 @@ class Group:
         self._closed = True
         _open_groups.discard(self)
         if self._native is not None:
-            self._finalizer()
+            try:
+                profiling.group_closing(self)
+            finally:
+                self._finalizer()
 
     def resolve(self, op: str, implementation: str) -> str:
-        """ "ffi" or "xla": the same answer on every rank, from the platform and the process count alone."""
+        """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone."""
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
             return "xla"
-        if implementation == "auto" and self.platform == "cpu" and not self._single_process:
-            return "xla"
-        if not self._single_process:
-            raise PlatformError(f"{op}: groups of several processes need implementation='xla', got {implementation!r}")
+        if self._needs_xla:
+            if implementation == "auto":
+                return "xla"
+            raise PlatformError(
+                f"{op}: CPU groups of several processes need implementation='xla', got {implementation!r}"
+            )
         if self._native is None:
             raise PlatformError(
                 f"{op}: no jax_ep library is built for platform {self.platform!r} (built: {_ffi.built_platforms()}); "
@@ -108,21 +155,61 @@ class Group:
         assert self._native is not None
         return self._native.id
 
-    def report_overflow(self, needed: np.ndarray, capacity: int) -> None:
-        """Records a `CapacityError` for `check()`; called from inside a running program by the "xla" implementation."""
+    def nan_on_overflow(self, op: str, needed: jax.Array, capacity: int, rows: jax.Array) -> jax.Array:
+        """For the "xla" implementation: NaN, and a `CapacityError` for `check()`, if a rank needs more than it holds.
+
+        Args:
+          op: that needs the rows.
+          needed: [R] rows that each rank needs, the same on all ranks.
+          capacity: rows that each can hold.
+          rows: what to return if they fit.
+        """
+        overflow = jnp.any(needed > capacity)
+
+        def report() -> None:
+            jax.debug.callback(partial(self._report_overflow, op, capacity), needed)
+
+        jax.lax.cond(overflow, report, lambda: None)
+        return jnp.where(overflow, jnp.nan, rows)
+
+    def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
         rank = int(np.argmax(np.asarray(needed) > capacity))
         with self._lock:
-            self._overflow = _ffi.capacity_error(rank, int(needed[rank]), capacity)
+            self._overflow = _native.capacity_error(op, rank, int(needed[rank]), capacity)
 
     @property
-    def _single_process(self) -> bool:
-        return len({device.process_index for device in self.mesh.devices.flat}) == 1
+    def _needs_xla(self) -> bool:
+        """Whether the kernels cannot serve it: on the CPU they do not leave their process."""
+        spans = any(len(set(line)) > 1 for line in self._processes())
+        return self.platform == "cpu" and spans and not _CPU_PROCESSES_SHARE
 
-    def _lines(self) -> list[list[int]]:
-        """For every line along the axis, the local ordinals of its devices in rank order."""
+    def _lines(self) -> list[list[Any]]:
+        """For every line along the axis, its devices in rank order."""
         axis = self.mesh.axis_names.index(self.axis_name)
-        lines = np.moveaxis(self.mesh.devices, axis, -1).reshape(-1, self.size)
-        return [[device.local_hardware_id for device in line] for line in lines]
+        return np.moveaxis(self.mesh.devices, axis, -1).reshape(-1, self.size).tolist()
+
+    def _processes(self) -> list[list[int]]:
+        return [[device.process_index for device in line] for line in self._lines()]
+
+    def _create_native(self) -> _native.NativeGroup:
+        me, processes = jax.process_index(), self._processes()
+        ordinals = [
+            [_ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
+        ]
+        everyone = {process for line in processes for process in line}
+        if everyone == {me}:
+            return _native.create_group(self.platform, ordinals, self.timeout)
+        what = f"{[device.id for device in self.mesh.devices.flat]} {dict(self.mesh.shape)} {self.axis_name}"
+        _opened[what] += 1
+        key = hashlib.sha256(f"{what} {_opened[what]}".encode()).hexdigest()
+        group_id = int(key[:15], 16) + 2**61  # beyond those of groups of one process
+        peers = {process for line in processes if me in line for process in line} - {me}
+        if not peers:
+            return _native.create_group(self.platform, ordinals, self.timeout, group_id=group_id)
+        sockets = _connect(f"jax_ep/{key}", me, peers, leader=min(everyone), timeout=self.timeout)
+        return _native.create_group(
+            self.platform, ordinals, self.timeout, group_id=group_id, processes=processes, sockets=sockets
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -150,3 +237,28 @@ def find_open_group(op: str, axis_name: str) -> Group:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
     raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one")
+
+
+def _connect(key: str, me: int, peers: set[int], *, leader: int, timeout: float) -> list[int]:
+    """Connected sockets by process, -1 where there is none; the caller closes them."""
+    client = distributed.global_state.client
+    if client is None:
+        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
+
+    def read(name: str, process: int) -> str:
+        try:
+            return client.blocking_key_value_get(f"{key}/{name}", int(timeout * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerTimeoutError(f"process {process} did not create its part of the group: {error}") from None
+
+    client.key_value_set(f"{key}/host/{me}", _bootstrap.host_identity())
+    if me == leader:
+        client.key_value_set(f"{key}/secret", secrets.token_hex(16))
+    for peer in sorted(peers):
+        if read(f"host/{peer}", peer) != _bootstrap.host_identity():
+            raise PlatformError(
+                f"Group: the devices of a line must be of one host, those of processes {me} and {peer} are not "
+                "(or are in containers with networks of their own)"
+            )
+    connected = _bootstrap.connect(read("secret", leader), me, peers, timeout=timeout)
+    return [connected[i].detach() if i in connected else -1 for i in range(max({me, *peers}) + 1)]

@@ -4,7 +4,6 @@ Both are linear in their float operands and each is the other's backward, up to 
 dispatch's backward sums cotangent rows per token, combine's backward sends the cotangent along the same routing.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -171,13 +170,7 @@ def _dispatch_xla(
     out, needed = reference.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
     if config.drop:
         return out
-    overflow = jnp.any(needed > config.capacity)
-
-    def report() -> None:
-        jax.debug.callback(partial(group.report_overflow, capacity=config.capacity), needed)
-
-    jax.lax.cond(overflow, report, lambda: None)
-    return out._replace(tokens=jnp.where(overflow, jnp.nan, out.tokens))
+    return out._replace(tokens=group.nan_on_overflow("dispatch", needed, config.capacity, out.tokens))
 
 
 # Each op with its backward pass. The forward rules call the op, not the kernel, so that they can be differentiated too.

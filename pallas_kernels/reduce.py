@@ -5,6 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.varying import result_type, vary_alike
 
 
 def weighted_row_sum(
@@ -17,7 +20,7 @@ def weighted_row_sum(
       index: [T, K] int32 in [0, C); -1 adds nothing.
       weights: [T, K] float32.
       block: values of a row that one program sums; a power of two.
-      interpret: run without a GPU.
+      interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
       [T, H] in the dtype of `rows`.
@@ -31,10 +34,12 @@ def weighted_row_sum(
         raise ValueError(f"block must be a power of two, got {block}")
     (num_tokens, top_k), hidden = index.shape, rows.shape[1]
     blocks = pl.cdiv(hidden, block)
+    warps = min(max(block * rows.dtype.itemsize // (32 * 16), 1), 16)  # so that a lane loads 16 bytes at once
+    rows, index, weights = vary_alike(rows, index, weights)
     padded = jnp.pad(rows, ((0, 0), (0, blocks * block - hidden)))
     kernel = pl.pallas_call(
         partial(_sum_kernel, top_k=top_k, block=block),
-        out_shape=jax.ShapeDtypeStruct((num_tokens, blocks * block), rows.dtype),
+        out_shape=result_type((num_tokens, blocks * block), rows.dtype, rows),
         grid=(num_tokens, blocks),
         in_specs=[
             pl.BlockSpec(memory_space=pl.ANY),
@@ -42,6 +47,7 @@ def weighted_row_sum(
             pl.BlockSpec((1, top_k), lambda t, h: (t, 0)),
         ],
         out_specs=pl.BlockSpec((1, block), lambda t, h: (t, h)),
+        compiler_params=triton.CompilerParams(num_warps=warps),
         interpret=interpret,
     )
     return kernel(padded, index, weights)[:, :hidden]

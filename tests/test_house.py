@@ -5,6 +5,7 @@ Every rule is a function from a root folder to the places that break it, and is 
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -177,6 +178,25 @@ def python_touches_no_pointer(root: Path) -> list[str]:
     ]
 
 
+def heap_knows_no_xla(root: Path) -> list[str]:
+    return [
+        f"{path} includes {quoted or angled}"
+        for path, text in native_files(root, "heap")
+        for quoted, angled in headers(text)
+        if (quoted or angled).startswith(("xla/", "pybind11/", "binding/"))
+    ]
+
+
+def bootstrap_knows_no_jax(root: Path) -> list[str]:
+    return [
+        f"{path} imports {name}"
+        for path, tree in python_files(root, "jax_ep")
+        if path == "jax_ep/_bootstrap.py"
+        for name in imports(tree)
+        if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("jax_ep.errors.")
+    ]
+
+
 def files_are_short(root: Path) -> list[str]:
     endings = {".py", ".h", ".cc", ".cu", ".cpp", ".cuh", ".hip", ".txt", ".cmake"}
     folders = ("jax_ep", "pallas_kernels", "ffi", "tests", "examples", "benchmarks")
@@ -223,6 +243,11 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (init_only_exports, "jax_ep/__init__.py", "def f(): ..."),
     (python_touches_no_pointer, "jax_ep/a.py", "import ctypes.util"),
     (python_touches_no_pointer, "pallas_kernels/a.py", "from ctypes import c_int"),
+    (heap_knows_no_xla, "ffi/heap/a.cc", '#include "xla/ffi/api/ffi.h"'),
+    (heap_knows_no_xla, "ffi/heap/a.h", "#include <pybind11/stl.h>"),
+    (heap_knows_no_xla, "ffi/heap/a.h", '#include "binding/registry.h"'),
+    (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "import jax.numpy as jnp"),
+    (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "from jax_ep import _ffi"),
     (files_are_short, "ffi/kernels/a.h", "\n" * LONGEST_FILE),
     (files_are_short, "tests/a.py", "\n" * LONGEST_FILE),
 ]
@@ -237,6 +262,8 @@ KEPT = {
     "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include <optional>\n#include "gemm/ptx/tma.h"',
     "ffi/gemm/ptx/a.h": 'asm volatile("setmaxnreg;");',
     "ffi/binding/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
+    "ffi/heap/a.h": '#include "device/heap.h"\n#include "platform/gpu/device_scope.h"\n#include <poll.h>',
+    "jax_ep/_bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
     "jax_ep/__init__.py": '"""Doc."""\nfrom jax_ep.a import b as b\n__all__ = ["b"]',
     "jax_ep/_ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
     "pallas_kernels/a.py": "import jax",

@@ -1,9 +1,10 @@
-// The kernels without JAX: every GPU of this machine is a rank, each op is timed inside a CUDA graph, for several
-// launch configurations. Prints microseconds per op and checks that combine(dispatch(x)) is x times its weights.
+// The kernels without JAX: every GPU of this machine is a rank, or several, each op is timed inside a CUDA graph, for
+// several launch configurations. Prints microseconds per op and checks that combine(dispatch(x)) is x times its
+// weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
 //     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/kernels.cu ffi/platform/gpu/launch_config.cc
-//     ffi/heap/group.cc ffi/heap/memory_gpu.cc -o kernels_bench && ./kernels_bench
+//     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -o kernels_bench && ./kernels_bench [ranks]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -32,6 +33,14 @@ void check(cudaError_t error, const char* what) {
   std::exit(1);
 }
 #define CHECK(call) check((call), #call)
+
+int gpu_count() {
+  int count = 0;
+  CHECK(cudaGetDeviceCount(&count));
+  return count;
+}
+
+int gpu_of(size_t rank) { return static_cast<int>(rank) % gpu_count(); }
 
 struct Shape {
   int tokens, hidden, top_k, experts;
@@ -63,7 +72,7 @@ struct Rank {
 };
 
 Rank make_rank(const Shape& s, int rank, int ranks) {
-  CHECK(cudaSetDevice(rank));
+  CHECK(cudaSetDevice(gpu_of(rank)));
   Rank r;
   std::mt19937 random(rank + 1);
   r.tokens.resize(size_t{1} * s.tokens * s.hidden);
@@ -119,7 +128,7 @@ void release(Rank& r) {
 
 void synchronize(const std::vector<Rank>& ranks) {
   for (size_t i = 0; i < ranks.size(); ++i) {
-    CHECK(cudaSetDevice(i));
+    CHECK(cudaSetDevice(gpu_of(i)));
     CHECK(cudaStreamSynchronize(ranks[i].stream));
   }
 }
@@ -131,7 +140,7 @@ double time_op(const Group& group, std::vector<Rank>& ranks, const LaunchConfig&
   std::vector<cudaGraphExec_t> graphs(n);
   std::vector<cudaEvent_t> begin(n), end(n);
   for (size_t i = 0; i < n; ++i) {
-    CHECK(cudaSetDevice(i));
+    CHECK(cudaSetDevice(gpu_of(i)));
     CHECK(cudaEventCreate(&begin[i]));
     CHECK(cudaEventCreate(&end[i]));
     cudaGraph_t graph;
@@ -145,7 +154,7 @@ double time_op(const Group& group, std::vector<Rank>& ranks, const LaunchConfig&
   std::vector<double> times;
   for (int repeat = 0; repeat < 6; ++repeat) {
     for (size_t i = 0; i < n; ++i) {
-      CHECK(cudaSetDevice(i));
+      CHECK(cudaSetDevice(gpu_of(i)));
       CHECK(cudaEventRecord(begin[i], ranks[i].stream));
       CHECK(cudaGraphLaunch(graphs[i], ranks[i].stream));
       CHECK(cudaEventRecord(end[i], ranks[i].stream));
@@ -167,7 +176,7 @@ double time_op(const Group& group, std::vector<Rank>& ranks, const LaunchConfig&
 double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   double worst = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    CHECK(cudaSetDevice(i));
+    CHECK(cudaSetDevice(gpu_of(i)));
     std::vector<__nv_bfloat16> out(size_t{1} * s.tokens * s.hidden);
     CHECK(cudaMemcpy(out.data(), ranks[i].combine.combined, out.size() * 2, cudaMemcpyDeviceToHost));
     for (int t = 0; t < s.tokens; t += 7) {
@@ -183,18 +192,20 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   return worst;
 }
 
-void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines) {
-  int n = 0;
-  CHECK(cudaGetDeviceCount(&n));
-  std::vector<int> devices(n);
-  std::iota(devices.begin(), devices.end(), 0);
+void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
+         const std::vector<LaunchConfig>& combines) {
+  std::vector<int> devices;
+  for (int i = 0; i < n; ++i) devices.push_back(gpu_of(i));
   Group group({devices}, 2.0, false);
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
-    CHECK(load_kernels());
+    CHECK(load_kernels(227 * 1024));
   }
-  std::printf("T=%d H=%d top-%d of %d, bf16, %d GPUs\n", s.tokens, s.hidden, s.top_k, s.experts, n);
+  const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
+  const auto fits = [&](const LaunchConfig& c) { return c.blocks * ranks_per_gpu <= 132; };
+  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs\n", s.tokens, s.hidden, s.top_k, s.experts, n,
+              gpu_count());
   const auto print = [&](const char* op, const LaunchConfig& c, double us) {
     std::printf("%-14s blocks %3d threads %3d pushers %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
                 c.pushers_per_block, c.team_bytes, us);
@@ -205,42 +216,39 @@ void run(const Shape& s, const std::vector<LaunchConfig>& dispatches, const std:
     }
   };
   for (const LaunchConfig& c : dispatches)
-    if (s.hidden % 128 == 0)
+    if (fits(c) && s.hidden % 128 == 0)
       print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
   for (const LaunchConfig& c : dispatches)
-    print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
+    if (fits(c)) print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
   for (const LaunchConfig& c : dispatches)
-    print("scatter", c, time_op(group, ranks, c, [](const Rank& r) { return r.scatter; }));
+    if (fits(c)) print("scatter", c, time_op(group, ranks, c, [](const Rank& r) { return r.scatter; }));
   for (const LaunchConfig& c : combines)
-    print("combine", c, time_op(group, ranks, c, [](const Rank& r) { return r.combine; }));
+    if (fits(c)) print("combine", c, time_op(group, ranks, c, [](const Rank& r) { return r.combine; }));
   if (!combines.empty()) std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
   for (Rank& r : ranks) release(r);
 }
 
 }  // namespace
 
-int main() {
-  constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 2048, kWide = 128 + 14 * 2048;
-  run({14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
-  run({700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 512, 12, kStream}});
-  run({3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 512, 12, kStream}});
+int main(int argc, char** argv) {
+  const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
+  constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 4096;
+  run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
+  run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
+  run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int blocks : {24, 64, 128}) {
+  for (const int blocks : {24, 64, 96, 128}) {
     dispatches.push_back({blocks, 256, 6, kMove});
-    for (const int pushers : {4, 8}) dispatches.push_back({blocks, 512, pushers, kStream});
+    for (const int pushers : {2, 3, 4, 6}) dispatches.push_back({blocks, 256, pushers, kStream});
   }
-  for (const int blocks : {24, 48, 64, 128}) {
-    for (const int pushers : {8, 12, 16}) combines.push_back({blocks, 512, pushers, kStream});
-    for (const int pushers : {5, 8}) combines.push_back({blocks, 256, pushers, kWide});
-  }
-  run({4096, 7168, 8, 256}, dispatches, combines);
+  for (const int blocks : {24, 64, 96, 128})
+    for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
+  run(n, {4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
-  for (const int blocks : {32, 64, 128}) {
-    dispatches.push_back({blocks, 256, 4, kMove});
-    dispatches.push_back({blocks, 512, 8, kStream});
-    combines.push_back({blocks, 512, 12, kStream});
-    combines.push_back({blocks, 256, 6, kWide});
+  for (const int blocks : {64, 96, 128}) {
+    for (const int pushers : {1, 2, 4}) dispatches.push_back({blocks, 256, pushers, kStream});
+    for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
   }
-  run({128, 7168, 8, 256}, dispatches, combines);
+  run(n, {128, 7168, 8, 256}, dispatches, combines);
   return 0;
 }

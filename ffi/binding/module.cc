@@ -2,13 +2,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "binding/decode.h"
 #include "binding/extra.h"
 #include "binding/handlers.h"
+#include "heap/recorder.h"
 
 namespace py = pybind11;
 
@@ -26,7 +29,9 @@ py::dict handlers() {
   for (const auto& [name, handler] : {std::pair{"dispatch", dispatch_handler},
                                       {"scatter", scatter_handler},
                                       {"combine", combine_handler},
-                                      {"ragged_all_to_all", ragged_all_to_all_handler}}) {
+                                      {"ragged_all_to_all", ragged_all_to_all_handler},
+                                      {"sparse_union", sparse_union_handler},
+                                      {"sparse_reduce", sparse_reduce_handler}}) {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
@@ -53,11 +58,33 @@ py::dict types() {
   return all;
 }
 
+// (squad, role, epoch, op, phase, begin_ns, end_ns)
+using PySpan = std::tuple<int, int, uint64_t, const char*, const char*, int64_t, int64_t>;
+// (line, rank, lost, unfinished, spans)
+using PyRecording = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
+
+PyRecording to_python(const Recording& recording) {
+  std::vector<PySpan> spans;
+  for (const Span& s : recording.spans)
+    spans.emplace_back(s.squad, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
+  return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
+}
+
+py::dict op_kinds() {
+  py::dict kinds;
+  for (const OpKind op : {OpKind::dispatch, OpKind::combine, OpKind::ragged_all_to_all})
+    kinds[name_of(op)] = static_cast<int>(op);
+  return kinds;
+}
+
 // A group as Python holds it: registered while open.
 class Handle {
  public:
-  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison)
-      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison)), id_(register_group(group_)) {}
+  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
+         std::vector<int> sockets, int64_t id)
+      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                               Neighbours{std::move(processes), std::move(sockets)})),
+        id_(register_group(group_, id)) {}
 
   int64_t id() const { return id_; }
   void close() {
@@ -69,10 +96,26 @@ class Handle {
     if (!error) return std::nullopt;
     return std::pair{error->kind, error->message};
   }
+  void start_recording() {
+    if (!recorder_) recorder_ = std::make_unique<Recorder>(group_, group_->most_squads());
+    recorder_->start();
+  }
+  std::vector<PyRecording> stop_recording() {
+    std::vector<PyRecording> all;
+    for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
+    return all;
+  }
+  void limit_processors(int most) { group_->limit_processors(most); }
+  // Blocks, threads, pushing warps of a block, bytes of shared memory of a warp; nothing on a CPU.
+  std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
+    return describe_launch(*group_, static_cast<OpKind>(op), num_tokens, encoded);
+  }
   void stall(int rank, const std::string& where) { group_->stall(rank, where); }
+  void stage_all() { group_->stage_all(); }
 
  private:
   std::shared_ptr<PlatformGroup> group_;
+  std::unique_ptr<Recorder> recorder_;
   int64_t id_;
 };
 
@@ -82,17 +125,26 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMaxExperts;
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
   module.def("types", &types);
   module.def("route_scratch", &route_scratch);
+  module.def("bitmap_scratch", &bitmap_scratch);
   module.def("wire_row_bytes", &wire_row_bytes);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
-      .def(py::init<std::vector<std::vector<int>>, double, bool>(), unlocked)
+      .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
+                    int64_t>(),
+           unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)
       .def("take_error", &Handle::take_error)
-      .def("stall", &Handle::stall);
+      .def("start_recording", &Handle::start_recording, unlocked)
+      .def("stop_recording", &Handle::stop_recording, unlocked)
+      .def("limit_processors", &Handle::limit_processors)
+      .def("launch_config", &Handle::launch_config)
+      .def("stall", &Handle::stall)
+      .def("stage_all", &Handle::stage_all);
 }
 
 }  // namespace jax_ep

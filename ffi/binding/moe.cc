@@ -37,6 +37,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.invalid = invalid->typed_data();
   args.scratch = scratch->typed_data();
   args.landing = reinterpret_cast<char*>(landing->typed_data());
+  args.landing_bytes = static_cast<int64_t>(landing->size_bytes());
   return launch(call, caller.group, caller.seat, args);
 }
 

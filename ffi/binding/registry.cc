@@ -19,10 +19,11 @@ Registry& registry() {
 
 }  // namespace
 
-int64_t register_group(const std::shared_ptr<Group>& group) {
+int64_t register_group(const std::shared_ptr<Group>& group, int64_t id) {
   std::lock_guard lock(registry().mutex);
-  registry().groups.emplace(registry().next, group);
-  return registry().next++;
+  if (id == 0) id = registry().next++;
+  registry().groups.emplace(id, group);
+  return id;
 }
 
 void forget_group(int64_t id) {

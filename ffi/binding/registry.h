@@ -9,7 +9,8 @@
 
 namespace jax_ep {
 
-int64_t register_group(const std::shared_ptr<Group>& group);
+// Under the id that the processes of a group agreed on, or under one of its own if that is zero.
+int64_t register_group(const std::shared_ptr<Group>& group, int64_t id);
 void forget_group(int64_t id);
 std::shared_ptr<Group> find_group(int64_t id);  // null if there is none
 

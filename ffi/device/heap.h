@@ -10,12 +10,15 @@ constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
 constexpr int kMaxFlags = 512;  // chunks of tokens are few; blocks of a matrix' rows are many
+constexpr int kMailBuffers = 3;
 
 enum class OpKind : int32_t {
   dispatch,
   scatter,
   combine,
   ragged_all_to_all,
+  sparse_union,
+  sparse_reduce,
   matmul_all_reduce,
   matmul_reduce_scatter,
   all_gather_matmul
@@ -36,7 +39,7 @@ struct Report {
 
 // What a source rank posts at a peer when an op begins: where the peer may write, and what it will send.
 struct Mail {
-  void* buffers[3];
+  void* buffers[kMailBuffers];  // as the peer sees them
   int32_t counts[kMaxExperts];
 };
 
@@ -51,13 +54,15 @@ struct alignas(128) Heap {
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
+  uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank
   alignas(128) uint64_t exited;                           // teams that are done with the op
   alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
-  alignas(128) uint64_t pushed[kMaxFlags];                // parts of a chunk that are done
+  alignas(128) uint64_t push_ticket;                      // the next row for whoever is free to push
+  alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };
@@ -70,6 +75,8 @@ struct Comm {
   uint64_t timeout_ns;
   Report* report;  // host memory
   Heap* heaps[kMaxRanks];
+  // By buffer of the mail and peer: from the address here to the address there. Zero within one process.
+  int64_t shifts[kMailBuffers][kMaxRanks];
 };
 
 }  // namespace jax_ep

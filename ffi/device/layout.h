@@ -87,9 +87,30 @@ JAX_EP_FN int router_squads(int assignments, int squads) {
   return larger(1, smaller(wanted, smaller(squads, kMaxRouters)));
 }
 
+// A rank's contiguous range of the rows of a table; empty behind the last.
+JAX_EP_FN Range row_range(int num_rows, int rank, int ranks) {
+  const int64_t rows = (int64_t{num_rows} + ranks - 1) / ranks, begin = rank * rows, end = begin + rows;
+  return {static_cast<int>(begin < num_rows ? begin : num_rows), static_cast<int>(end < num_rows ? end : num_rows)};
+}
+
+// The owner of a row among its holders, a bit per rank: each in turn, but scattered, so that no pattern of ids gives
+// one rank more than its share.
+JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
+  const uint32_t scattered = static_cast<uint32_t>(slot) * 0x9e3779b1u;
+  int left = static_cast<int>((uint64_t{scattered} * static_cast<uint32_t>(count_bits(holders))) >> 32);
+  for (; left > 0; --left) holders &= holders - 1;
+  return lowest_bit(holders);
+}
+
+// Scratch of sparse_union, in int32: a bit per row of the table and one more, ids below each word, ids per team.
+JAX_EP_CONSTANT_FN int bitmap_words(int num_rows) { return num_rows / 32 + 1; }
+JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_words(num_rows); }
+JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
+JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxTeams; }
+
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
 constexpr int kScaleBlock = 128;
-constexpr int kWireValues = 1024;
+constexpr int kWireValues = 2048;
 JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
 // Where the message that begins with value `first` of a row lies in its slot, and the size of a slot.
 JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {

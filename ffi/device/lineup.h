@@ -13,36 +13,66 @@ struct Term {
   float weight;
 };
 
+// Terms held by the lanes of a team: lane i has the i-th of those present.
+template <class Row>
+class Held {
+ public:
+  JAX_EP_FN Held(const Team& team, Term<Row> mine, int present) : team_(&team), mine_(mine), present_(present) {}
+  JAX_EP_FN explicit Held(const Team& team) : Held(team, {nullptr, 0}, 0) {}
+
+  JAX_EP_FN bool cached() const { return true; }
+  JAX_EP_FN const Held& held() const { return *this; }
+  JAX_EP_FN int present() const { return present_; }
+  JAX_EP_FN Row* mine() const { return mine_.row; }
+  JAX_EP_FN float weight(int i) const { return team_->from_lane(mine_.weight, i); }
+
+  // Walks through the terms; all lanes see the same ones, and null behind the last.
+  class Walk {
+   public:
+    JAX_EP_FN explicit Walk(const Held& held) : held_(&held) {}
+    JAX_EP_FN Term<Row> next() {
+      if (index_ >= held_->present_) return {nullptr, 0};
+      const int i = index_++;
+      return {held_->team_->from_lane(held_->mine_.row, i), held_->weight(i)};
+    }
+
+   private:
+    const Held* held_;
+    int index_ = 0;
+  };
+
+  JAX_EP_FN Walk walk() const { return Walk(*this); }
+
+ private:
+  const Team* team_;
+  Term<Row> mine_;
+  int present_;
+};
+
 // The terms among term_of(0) .. term_of(count - 1) that have a row.
 template <class Row, class TermOf>
 class Lineup {
  public:
   JAX_EP_FN Lineup(const Team& team, int count, TermOf term_of)
-      : team_(team), term_of_(term_of), count_(count), mine_{nullptr, 0}, present_(0) {
+      : team_(team), term_of_(term_of), count_(count), held_(team) {
     if (!cached()) return;
-    if (count > 0) mine_ = term_of(team.lane < count ? team.lane : count - 1);  // all lanes ask together
-    close_ranks(team.ballot(team.lane < count && mine_.row));
+    Term<Row> mine{nullptr, 0};
+    if (count > 0) mine = term_of(team.lane < count ? team.lane : count - 1);  // all lanes ask together
+    held_ = close_ranks(mine, team.ballot(team.lane < count && mine.row));
   }
 
-  // Whether every lane holds a term; then also how many there are, the one of this lane, and the i-th weight.
+  // Whether the lanes hold the terms.
   JAX_EP_FN bool cached() const { return Team::lanes > 1 && count_ <= Team::lanes; }
-  JAX_EP_FN int present() const { return present_; }
-  JAX_EP_FN Term<Row> mine() const { return mine_; }
-  JAX_EP_FN float weight(int i) const { return team_.from_lane(mine_.weight, i); }
+  JAX_EP_FN const Held<Row>& held() const { return held_; }
 
   JAX_EP_FN bool empty() const { return !walk().next().row; }
 
-  // Walks through the terms; all lanes see the same ones.
   class Walk {
    public:
-    JAX_EP_FN explicit Walk(const Lineup& lineup) : lineup_(&lineup) {}
+    JAX_EP_FN explicit Walk(const Lineup& lineup) : lineup_(&lineup), held_(lineup.held_.walk()) {}
 
     JAX_EP_FN Term<Row> next() {
-      if (lineup_->cached()) {
-        if (index_ >= lineup_->present_) return {nullptr, 0};
-        const int i = index_++;
-        return {lineup_->team_.from_lane(lineup_->mine_.row, i), lineup_->weight(i)};
-      }
+      if (lineup_->cached()) return held_.next();
       while (index_ < lineup_->count_)
         if (const Term<Row> term = lineup_->term_of_(index_++); term.row) return term;
       return {nullptr, 0};
@@ -50,6 +80,7 @@ class Lineup {
 
    private:
     const Lineup* lineup_;
+    typename Held<Row>::Walk held_;
     int index_ = 0;
   };
 
@@ -57,19 +88,19 @@ class Lineup {
 
  private:
   // Moves the terms of the lanes in `holders` to the first lanes.
-  JAX_EP_FN void close_ranks(uint64_t holders) {
-    int source = team_.lane;
-    for (; holders; holders &= holders - 1, ++present_)
-      if (team_.lane == present_) source = lowest_bit(holders);
-    mine_ = {team_.from_lane(mine_.row, source), team_.from_lane(mine_.weight, source)};
-    if (team_.lane >= present_) mine_.row = nullptr;
+  JAX_EP_FN Held<Row> close_ranks(Term<Row> mine, uint64_t holders) const {
+    int source = team_.lane, present = 0;
+    for (; holders; holders &= holders - 1, ++present)
+      if (team_.lane == present) source = lowest_bit(holders);
+    mine = {team_.from_lane(mine.row, source), team_.from_lane(mine.weight, source)};
+    if (team_.lane >= present) mine.row = nullptr;
+    return {team_, mine, present};
   }
 
   const Team& team_;
   const TermOf term_of_;
   const int count_;
-  Term<Row> mine_;
-  int present_;
+  Held<Row> held_;
 };
 
 template <class Row, class TermOf>

@@ -1,15 +1,15 @@
 // How rows move, each as fast as the target can.
 //
 // RowMover: from memory to memory.
-//   move(places, bytes, fanout, source, sink, after): for every i of `places`, copies the `bytes` at source(i) to the
-//     up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move nothing. All lanes
-//     call together, each sink with a k of its own, and sink(i, k) right after source(i).
+//   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
+//     source(i) to the up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move
+//     nothing. All lanes call together, each sink with a k of its own, and sink(i, k) right after source(i).
 //   mark(), complete_to(mark): as of a RowWriter.
 //
-// RowReader: from memory to registers, in batches asked for ahead of time.
-//   depth(): how many batches may be under way; in_bulk(): whether they come by themselves.
-//   ask(count, from, bytes): a batch for each of the first `count` lanes, from that lane's address (one, if not in
-//   bulk). take(): where the oldest batch is now; release(): all that was taken has been looked at.
+// RowReader: from memory to shared memory, in batches asked for ahead of time.
+//   in_bulk(): whether it does so at all here; depth(): how many batches may be under way or in use.
+//   ask(first, count, from, bytes): a batch for each of the `count` lanes from `first` on, from that lane's address.
+//   take(): where the oldest batch is now; release(): all that was taken has been looked at.
 //
 // RowWriter: from registers to memory.
 //   put(places, offset, bytes, fill): a batch of `bytes` at `offset` from every place of a lineup. Every lane writes
@@ -22,9 +22,15 @@
 
 namespace jax_ep {
 
-// begin, begin + step, ... below end.
+// begin, begin + step, ... below end, then -1.
 struct Stride {
   int begin, end, step;
+
+  JAX_EP_FN int next() {
+    const int i = begin;
+    begin += step;
+    return i < end ? i : -1;
+  }
 };
 
 }  // namespace jax_ep

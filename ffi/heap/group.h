@@ -1,15 +1,20 @@
 // A group as the host sees it: which device is which rank of which line, their heaps, and what went wrong.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/heap.h"
+#include "heap/error.h"
 #include "heap/memory.h"
+#include "heap/sharing.h"
 
 namespace jax_ep {
 
@@ -18,34 +23,42 @@ struct Seat {
   int line, rank;
 };
 
-struct GroupError {
-  std::string kind;  // the name of the Python exception
-  std::string message;
-  bool fatal;
+// Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
+struct Neighbours {
+  std::vector<std::vector<int>> processes;  // by line and rank
+  std::vector<int> sockets;                 // by process, connected; -1 where there is none
 };
 
 const char* name_of(OpKind op);
 
 class Group {
  public:
-  // `lines` holds device ordinals in rank order. Throws std::invalid_argument.
-  Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison);
-  virtual ~Group() = default;
+  // `lines` holds device ordinals in rank order, -1 for a device of another process. With neighbours, returns when all
+  // of them have created their part. Throws std::invalid_argument, std::runtime_error and GroupException.
+  Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
+  virtual ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   int size() const { return static_cast<int>(lines_.front().size()); }
   int line_count() const { return static_cast<int>(lines_.size()); }
   double timeout_seconds() const { return timeout_seconds_; }
-  const Comm& comm(Seat seat) const { return comms_[seat.line * size() + seat.rank]; }
+  const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
 
   int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
+  // Whether the device is of this process.
+  bool is_local(Seat seat) const { return device_of(seat) >= 0; }
+  // The devices of a line that are of this process.
+  std::vector<int> local_devices(int line) const;
 
   // The seat of a device, if it has one.
   std::optional<Seat> find_seat(int ordinal) const;
 
   // Ends the group: nothing runs on it any more. May be called twice.
   virtual void close();
+
+  // Keeps memory that kernels use for as long as the group.
+  void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
   // Fails the group for good. The first failure is kept, but one that names a silent peer replaces one that does not.
   void fail(GroupError error);
@@ -57,16 +70,39 @@ class Group {
   // The error that the kernel of the last op reported at this seat.
   std::optional<GroupError> reported(Seat seat) const;
 
+  // Where peers shall write instead of into `data`, the buffer `slot` of an op's mail: `data` itself if they can, or
+  // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
+  void* reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* comm);
+
+  // Test hook: from now on everything goes through staging.
+  void stage_all() { staging_all_ = true; }
+
+ protected:
+  // Kernels that wait learn from it that the group has failed, for want of `culprit`.
+  void raise_abort(Seat seat, int culprit);
+
  private:
+  int index_of(Seat seat) const { return seat.line * size() + seat.rank; }
+  std::vector<int> local_devices() const;
+  void open_line(int line, bool poison);
+  void* make_heap(Seat seat);
+  Region staging(Seat seat, int slot, std::size_t bytes);
+  void lose(int process);
   GroupError describe(const Report& report) const;
 
   const std::vector<std::vector<int>> lines_;
   const double timeout_seconds_;
+  const std::vector<std::vector<int>> processes_;
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::optional<GroupError> failure_;
   std::vector<uint64_t> epochs_taken_;
+  std::atomic<bool> open_ = false;
+  std::atomic<bool> staging_all_ = false;
+  std::mutex staging_mutex_;
+  std::map<std::pair<int, int>, Region> staging_;  // by seat and slot
+  std::unique_ptr<Sharing> sharing_;               // none in a group of one process
 };
 
 }  // namespace jax_ep

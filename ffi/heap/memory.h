@@ -1,7 +1,9 @@
-// Memory of a group: the heaps on the devices and the reports that the host reads. One source per platform.
+// What a group asks of its platform: memory on the devices and the host, and the devices' clocks. One source per
+// platform.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -12,6 +14,22 @@ std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes);
 
 // Zeroed host memory that kernels can write.
 std::shared_ptr<void> allocate_on_host(std::size_t bytes);
+
+// Clears memory of a device, and waits for it.
+void clear_on_device(int ordinal, void* memory, std::size_t bytes);
+
+// Sets a word, which is zero or as small, that kernels may be waiting for.
+void signal_device(int ordinal, uint64_t* word, uint8_t value);
+
+// Copies 64-bit words from or to memory on a device, each whole: kernels may use them meanwhile.
+void copy_words(void* to, const void* from, std::size_t words);
+
+// One moment by the clock that kernels read, and by the host's steady clock.
+struct ClockSample {
+  uint64_t device_ns, host_ns;
+};
+// Throws std::runtime_error.
+ClockSample read_clock(int ordinal);
 
 // Lets the devices write to each other's memory. Throws std::runtime_error naming a pair that cannot.
 void connect_devices(const std::vector<int>& ordinals);

@@ -1,21 +1,52 @@
+#include <chrono>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
 #include "heap/memory.h"
 #include "platform/gpu/device_scope.h"
+#include "platform/gpu/kernel_launch.h"
 #include "runtime.h"  // of the GPU platform this library is built for
 
 namespace jax_ep {
+namespace {
+
+uint64_t host_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// Asks once more; returns the host's time, or 0 if no answer came in time.
+uint64_t ask_for_time(ClockFace* face, uint64_t question) {
+  constexpr uint64_t kTimeoutNs = 10'000'000'000;
+  __atomic_store_n(&face->asked, question, __ATOMIC_RELEASE);
+  for (const uint64_t deadline = host_ns() + kTimeoutNs; host_ns() < deadline;)
+    if (__atomic_load_n(&face->answered, __ATOMIC_ACQUIRE) == question) return host_ns();
+  __atomic_store_n(&face->cancelled, uint64_t{1}, __ATOMIC_RELEASE);
+  return 0;
+}
+
+}  // namespace
 
 // Neither is ever freed: a captured graph of a closed group may still be launched, and must find its abort word.
 std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
   void* memory = nullptr;
   gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
+  clear_on_device(ordinal, memory, bytes);
+  return {memory, [](void*) {}};
+}
+
+void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
+  const gpu::DeviceScope scope(ordinal);
   gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
   gpu::check(gpu::synchronize(), "clearing the symmetric heap");
-  return {memory, [](void*) {}};
+}
+
+void signal_device(int ordinal, uint64_t* word, uint8_t value) {
+  const gpu::DeviceScope scope(ordinal);
+  gpu::check(gpu::fill(word, value, 1), "writing to the symmetric heap");
 }
 
 std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
@@ -23,6 +54,37 @@ std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
   gpu::check(gpu::allocate_host(&memory, bytes), "allocating host memory");
   std::memset(memory, 0, bytes);
   return {memory, [](void*) {}};
+}
+
+void copy_words(void* to, const void* from, std::size_t words) {
+  gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
+  gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
+}
+
+// The quickest of several answers: the device read its clock about half way between question and answer.
+ClockSample read_clock(int ordinal) {
+  constexpr int kQuestions = 32;
+  static std::mutex mutex;
+  static ClockFace* face = nullptr;
+  const std::lock_guard lock(mutex);
+  if (!face) face = static_cast<ClockFace*>(allocate_on_host(sizeof(ClockFace)).get());
+  *face = {};
+  const gpu::DeviceScope scope(ordinal);
+  gpu::check(launch_clock(face, kQuestions), "asking a device for its time");
+  ClockSample best{};
+  uint64_t quickest = ~uint64_t{0};
+  for (int question = 1; question <= kQuestions; ++question) {
+    const uint64_t before = host_ns(), after = ask_for_time(face, question);
+    if (!after) {
+      face = nullptr;  // the kernel may still begin, and must find that nobody asks any more
+      throw std::runtime_error("jax_ep: GPU " + std::to_string(ordinal) + " did not tell its time: it is busy");
+    }
+    if (after - before >= quickest) continue;
+    quickest = after - before;
+    best = {face->ns, before + quickest / 2};
+  }
+  gpu::check(gpu::synchronize_stream(nullptr), "asking a device for its time");
+  return best;
 }
 
 void connect_devices(const std::vector<int>& ordinals) {

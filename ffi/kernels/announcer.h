@@ -1,35 +1,93 @@
-// Tells the peers of every chunk once this team's part of it is written: when the rows of the next are already on
-// their way, so that the wire does not run dry.
+// Pushing, shared among the teams of a rank: who takes which item, and how the peers learn of a chunk.
 #pragma once
 
+#include "device/layout.h"
 #include "kernels/op.h"
 
 namespace jax_ep {
 
-class Announcer {
+// Hands out items in order: to every pushing team one by its place, further ones to whoever is free, as links and
+// processors are not equally fast.
+class PushItems {
  public:
-  JAX_EP_FN Announcer(Op& op, int chunks) : op_(op), chunks_(chunks) {}
+  JAX_EP_FN PushItems(Op& op, int items) : op_(op), items_(items) {}
 
-  // A row of `chunk` was put. Chunks come in order; `rows` has mark and complete_to.
-  template <class Rows>
-  JAX_EP_FN void after(int chunk, Rows& rows) {
-    if (announced_ < chunk) {
-      rows.complete_to(written_);
-      while (announced_ < chunk) op_.deliver(announced_++);
-    }
-    written_ = rows.mark();
-  }
-
-  template <class Rows>
-  JAX_EP_FN void finish(Rows& rows) {
-    rows.complete_to(rows.mark());
-    while (announced_ < chunks_) op_.deliver(announced_++);
+  // The next item of this team, or -1.
+  JAX_EP_FN int next() {
+    const Place pusher = op_.team.pusher;
+    const int item = begun_ ? pusher.count + op_.take_ticket(asked_) : pusher.index;
+    if (item >= items_) return -1;
+    begun_ = true;
+    asked_ = op_.ask_for_push_ticket();
+    return item;
   }
 
  private:
   Op& op_;
-  const int chunks_;
-  int announced_ = 0, written_ = 0;
+  const int items_;
+  uint64_t asked_ = 0;
+  bool begun_ = false;
+};
+
+// Counts the items that this team has put, and tells when those of a chunk are written: when the next are already on
+// their way, so that the wire does not run dry.
+template <class Chunks>
+class Announcer {
+ public:
+  // A token consists of `parts` items.
+  JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int parts = 1) : op_(op), chunks_(chunks), parts_(parts) {}
+
+  // An item of `token` was put. `rows` has mark and complete_to.
+  template <class Rows>
+  JAX_EP_FN void after(int token, Rows& rows) {
+    const int chunk = chunks_.chunk_of(token);
+    if (chunk != chunk_) announce(written_, rows);
+    chunk_ = chunk;
+    ++put_;
+    written_ = rows.mark();
+  }
+
+  // An item of `token` was begun, and with that the one begun before it was put.
+  template <class Rows>
+  JAX_EP_FN void begun(int token, Rows& rows) {
+    if (begun_ >= 0) after(begun_, rows);
+    begun_ = token;
+  }
+
+  // An item of `token` turned out to be nothing. What was begun is put by rows.finish() only if it is of another chunk.
+  template <class Rows>
+  JAX_EP_FN void skipped(int token, Rows& rows) {
+    if (begun_ >= 0 && chunks_.chunk_of(token) != chunk_) {
+      rows.finish();
+      after(begun_, rows);
+      begun_ = -1;
+    }
+    after(token, rows);
+  }
+
+  // Everything was put. Chunks without items are announced by one team.
+  template <class Rows>
+  JAX_EP_FN void finish(Rows& rows) {
+    if (begun_ >= 0) after(begun_, rows);
+    announce(rows.mark(), rows);
+    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0 && op_.team.pusher.index == 0)
+      for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
+  }
+
+ private:
+  template <class Rows>
+  JAX_EP_FN void announce(int mark, Rows& rows) {
+    if (put_ == 0) return;
+    rows.complete_to(mark);
+    const Range tokens = chunks_.chunk(chunk_);
+    op_.deliver(chunk_, put_, (tokens.end - tokens.begin) * parts_);
+    put_ = 0;
+  }
+
+  Op& op_;
+  const Chunks& chunks_;
+  const int parts_;
+  int chunk_ = 0, put_ = 0, written_ = 0, begun_ = -1;
 };
 
 }  // namespace jax_ep

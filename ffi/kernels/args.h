@@ -26,6 +26,7 @@ struct DispatchArgs {
   int32_t* invalid;           // [1]
   int32_t* scratch;
   char* landing;  // [R, T] rows of float8 and scales
+  int64_t landing_bytes;
 };
 
 struct ScatterArgs {

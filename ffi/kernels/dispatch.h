@@ -26,31 +26,43 @@ template <class T>
 class EncodedDispatch {
  public:
   JAX_EP_FN EncodedDispatch(Op& op, const DispatchArgs& args)
-      : op_(op), args_(args), sink_(op, args.targets, args.top_k, args.capacity), codec_(op.team, args.hidden) {}
+      : op_(op),
+        args_(args),
+        sink_(op, args.targets, args.top_k, args.capacity),
+        stream_(op.team, kWireStageBytes<T>, true),
+        writer_(op.team, kWireStageBytes<T>, true) {}
 
   JAX_EP_FN void push() {
-    const Place pusher = op_.team.pusher;
-    if (!op_.ok() || pusher.index < 0) return;
+    if (!op_.ok() || op_.team.pusher.index < 0) return;
+    op_.enter(Phase::send);
     const Schedule schedule(args_.num_tokens);
-    Announcer announcer(op_, schedule.chunks);
-    for (int token = pusher.index; token < args_.num_tokens && op_.may_push(); token += pusher.count) {
+    Announcer announcer(op_, schedule);
+    PushItems items(op_, args_.num_tokens);
+    MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
+    for (int token = items.next(); token >= 0 && op_.may_push(); token = items.next()) {
       const auto slots = line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k); });
-      codec_.encode(reinterpret_cast<const T*>(args_.tokens) + int64_t{token} * args_.hidden, slots);
-      announcer.after(token / schedule.chunk_tokens, codec_);
+      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
+      announcer.begun(token, writer_);
     }
-    announcer.finish(codec_);
+    if (op_.may_push())
+      encoder.finish();
+    else
+      encoder.drop();
+    announcer.finish(writer_);
   }
 
   JAX_EP_FN void expand() {
+    MessageStream<T, Decode<T>> decoder(op_.team, args_.hidden, stream_, {writer_});
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
-      codec_.acquire();
+      stream_.acquire();
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = args_.rows + (int64_t{source} * args_.num_tokens + token) * args_.top_k;
         const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) { return row_of(table[k]); });
-        if (!rows.empty()) codec_.decode(args_.landing + slot(source, token), rows);
+        if (!rows.empty()) decoder.begin(args_.landing + slot(source, token), rows);
       }
     });
-    codec_.complete_to(codec_.mark());
+    decoder.finish();
+    writer_.complete_to(writer_.mark());
   }
 
  private:
@@ -68,7 +80,8 @@ class EncodedDispatch {
   Op& op_;
   const DispatchArgs& args_;
   const RowSink sink_;
-  WireCodec<T> codec_;
+  RowStream<char, Held<char>> stream_;
+  RowWriter writer_;
 };
 
 template <class T>

@@ -6,6 +6,7 @@
 #include "kernels/announcer.h"
 #include "kernels/matmul_args.h"
 #include "kernels/op.h"
+#include "kernels/peer_buffer.h"
 #include "kernels/product.h"
 #include "kernels/row_blocks.h"
 
@@ -13,20 +14,21 @@ namespace jax_ep {
 
 // This rank's rows to their place in everybody's `gathered`.
 JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
-  const Place pusher = op.team.pusher;
-  if (!op.ok() || pusher.index < 0) return;
+  if (!op.ok() || op.team.pusher.index < 0) return;
+  op.enter(Phase::send);
   const RowBlocks blocks(args.m);
   const int64_t bytes = int64_t{args.k} * size_of(args.operand_dtype), place = int64_t{op.comm.rank} * args.m;
-  Announcer announcer(op, blocks.count);
+  Announcer announcer(op, blocks);
+  PushItems items(op, args.m);
+  const PeerBuffer gathered(op, 0);
   RowMover mover(op.team);
   const auto source = [&](int row) -> const char* { return op.may_push() ? args.a + row * bytes : nullptr; };
   const auto sink = [&](int row, int k) -> char* {
-    if (k >= op.comm.size) return nullptr;
-    const int peer = (op.comm.rank + k) % op.comm.size;
-    return static_cast<char*>(op.mail_from(peer)->buffers[0]) + (place + row) * bytes;
+    char* const to = gathered.of(k < op.comm.size ? (op.comm.rank + k) % op.comm.size : -1);
+    return to ? to + (place + row) * bytes : nullptr;
   };
-  const auto after = [&](int row, auto& rows) { announcer.after(blocks.of(row), rows); };
-  mover.move(Stride{pusher.index, args.m, pusher.count}, bytes, op.comm.size, source, sink, after);
+  const auto after = [&](int row, auto& rows) { announcer.after(row, rows); };
+  mover.move([&] { return items.next(); }, bytes, op.comm.size, source, sink, after);
   announcer.finish(mover);
 }
 
@@ -34,9 +36,9 @@ JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
 JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
   const RowBlocks blocks(args.m);
   for (int row = rows.begin; row < rows.end && op.ok();) {
-    const int source = row / args.m, block = blocks.of(row % args.m);
+    const int source = row / args.m, block = blocks.chunk_of(row % args.m);
     op.wait_delivered(source, block);
-    row = source * args.m + blocks.at(block).end;
+    row = source * args.m + blocks.chunk(block).end;
   }
 }
 
@@ -53,9 +55,9 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const 
   op.wait_posted();
   push_rows(op, args);
   const RowBlocks blocks(args.m);
-  for (int i = 0; i < comm.size * blocks.count && op.ok(); ++i) {
-    const int source = (comm.rank + i / blocks.count) % comm.size;
-    const Range rows = blocks.at(i % blocks.count), mine = share(rows.end - rows.begin, team.index, team.count);
+  for (int i = 0; i < comm.size * blocks.chunks && op.ok(); ++i) {
+    const int source = (comm.rank + i / blocks.chunks) % comm.size;
+    const Range rows = blocks.chunk(i % blocks.chunks), mine = share(rows.end - rows.begin, team.index, team.count);
     const int first = source * args.m + rows.begin + mine.begin, count = mine.end - mine.begin;
     wait_rows(op, args, {first, first + count});
     if (!op.ok()) break;

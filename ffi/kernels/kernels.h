@@ -7,6 +7,8 @@
 #include "kernels/matmul_reduce.h"
 #include "kernels/ragged_all_to_all.h"
 #include "kernels/scatter.h"
+#include "kernels/sparse_reduce.h"
+#include "kernels/sparse_union.h"
 
 namespace jax_ep {
 

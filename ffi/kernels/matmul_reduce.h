@@ -5,6 +5,7 @@
 
 #include "kernels/matmul_args.h"
 #include "kernels/op.h"
+#include "kernels/peer_buffer.h"
 #include "kernels/product.h"
 #include "kernels/row_blocks.h"
 #include "kernels/row_sum.h"
@@ -19,45 +20,55 @@ class MatmulReduce {
         args_(args),
         blocks_(args.m),
         kept_(args.scatter ? share(args.m, op.comm.rank, op.comm.size) : Range{0, args.m}),
-        sums_(op.team, 0, in_words(args.partial, args.result, int64_t{args.n} * sizeof(T))) {
-    const int64_t values = int64_t{args.m} * args.n / op.comm.size, batch = kSumValues<T>;
-    const int64_t batches = values / (batch * op.team.count * kPiecesPerTeam);
+        partials_(op, 0),
+        results_(op, 1),
+        sums_(op.team, in_words(args.partial, args.result, int64_t{args.n} * sizeof(T))) {
+    const int64_t values = int64_t{args.m} * args.n / op.comm.size, batch = kSumValues<T, kPieces>;
+    const int64_t batches = values / (batch * op.team.count * kTicketsPerTeam);
     piece_values_ = static_cast<int>(batch * (batches < 1 ? 1 : batches < kMostBatches ? batches : kMostBatches));
   }
 
   // Takes pieces of blocks in order, until none are left, and sums each once all ranks have announced its block.
   JAX_EP_FN void reduce() {
-    const int first = blocks_.of(kept_.begin);
-    const int blocks = kept_.begin < kept_.end ? blocks_.of(kept_.end - 1) + 1 - first : 0;
+    const int first = blocks_.chunk_of(kept_.begin);
+    const int blocks = kept_.begin < kept_.end ? blocks_.chunk_of(kept_.end - 1) + 1 - first : 0;
     int announced = -1;
-    for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
+    for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
       const int ticket = op_.take_ticket(asked), block = first + ticket / pieces_per_block();
       if (block >= first + blocks) break;
       asked = op_.ask_for_ticket();
       if (block != announced) {
+        if (!op_.delivered(block)) sums_.finish();  // a sum that was begun does not wait with the others
         op_.wait_delivered(block);
         if (!op_.ok()) break;
+        op_.enter(Phase::reduce);
         sums_.acquire();
         announced = block;
       }
       sum(own_rows(block), ticket % pieces_per_block());
     }
+    if (op_.may_push())
+      sums_.finish();
+    else
+      sums_.drop();
     sums_.complete_to(sums_.mark());
   }
 
   // Until every rank has written its sums here, and fetches nothing any more.
   JAX_EP_FN void conclude() {
-    op_.deliver(blocks_.count, op_.team.count);
-    op_.wait_delivered(blocks_.count);
+    op_.deliver(blocks_.chunks, 1, op_.team.count);
+    op_.wait_delivered(blocks_.chunks);
   }
 
  private:
-  static constexpr int kPiecesPerTeam = 8;
+  // Small batches: as many ranks as there may be have some on their way to a team.
+  static constexpr int kPieces = kLanePieces < 4 ? kLanePieces : 4;
+  static constexpr int kTicketsPerTeam = 8;
   static constexpr int kMostBatches = Team::lanes == 1 ? 512 : 8;
 
   // An equal share of every block, so that all ranks have as much to do at any time; or what of it this rank keeps.
   JAX_EP_FN Range own_rows(int block) const {
-    const Range rows = blocks_.at(block);
+    const Range rows = blocks_.chunk(block);
     if (args_.scatter) return overlap(rows, kept_);
     const Range mine = share(rows.end - rows.begin, op_.comm.rank, op_.comm.size);
     return {rows.begin + mine.begin, rows.begin + mine.end};
@@ -73,21 +84,21 @@ class MatmulReduce {
                   begin = int64_t{rows.begin} * args_.n + int64_t{piece} * piece_values_;
     if (begin >= end) return;
     const auto terms = line_up<const T>(op_.team, op_.comm.size, [&](int rank) {
-      return Term<const T>{static_cast<const T*>(op_.mail_from(rank)->buffers[0]) + begin, 1.0f};
+      return Term<const T>{reinterpret_cast<const T*>(partials_.of(rank)) + begin, 1.0f};
     });
     const auto places = line_up<char>(op_.team, args_.scatter ? 1 : op_.comm.size, [&](int i) {
-      char* result = args_.scatter ? args_.result : static_cast<char*>(op_.mail_from(i)->buffers[1]);
+      char* result = args_.scatter ? args_.result : results_.of(i);
       return Term<char>{result + (begin - int64_t{args_.scatter ? kept_.begin : 0} * args_.n) * sizeof(T), 1.0f};
     });
-    sums_.resize(static_cast<int>(end - begin < piece_values_ ? end - begin : piece_values_));
-    sums_.sum(terms, places);
+    sums_.sum(terms, places, static_cast<int>(end - begin < piece_values_ ? end - begin : piece_values_));
   }
 
   Op& op_;
   const MatmulReduceArgs& args_;
   const RowBlocks blocks_;
   const Range kept_;
-  RowSum<T> sums_;
+  const PeerBuffer partials_, results_;
+  RowSum<T, kPieces> sums_;
   int piece_values_;
 };
 
@@ -104,13 +115,13 @@ JAX_EP_FN void run_kernel(const Comm& comm, const MatmulReduceArgs& args, const 
   op.poison(results);
   op.post(args.partial, args.result);
   const RowBlocks blocks(args.m);
-  for (int block = 0; block < blocks.count && op.may_push(); ++block) {
-    const Range rows = blocks.at(block), mine = share(rows.end - rows.begin, team.index, team.count);
+  for (int block = 0; block < blocks.chunks && op.may_push(); ++block) {
+    const Range rows = blocks.chunk(block), mine = share(rows.end - rows.begin, team.index, team.count);
     const int64_t first = rows.begin + mine.begin;
     multiply_rows(args.operand_dtype, args.a + first * args.k * size_of(args.operand_dtype),
                   Factor{args.b, args.k, args.n, args.transpose_b}, reinterpret_cast<T*>(args.partial) + first * args.n,
                   mine.end - mine.begin);
-    op.deliver(block, team.count);
+    op.deliver(block, 1, team.count);
   }
   op.wait_posted();
   MatmulReduce<T> sums(op, args);

@@ -5,6 +5,7 @@
 #include "device/copy.h"
 #include "device/heap.h"
 #include "device/layout.h"
+#include "device/recording.h"
 
 namespace jax_ep {
 
@@ -22,6 +23,29 @@ struct Buffer {
   Undelivered undelivered;
 };
 
+// Fills the share of a buffer that belongs to one of several teams.
+JAX_EP_COLD_FN void fill_share(Team team, Buffer buffer, Place place) {
+  constexpr int64_t kChunk = 1 << 16;
+  for (int64_t begin = place.index * kChunk; begin < buffer.bytes; begin += place.count * kChunk) {
+    const int64_t left = buffer.bytes - begin;
+    fill_row(team, static_cast<char*>(buffer.data) + begin, static_cast<uint8_t>(buffer.undelivered),
+             left < kChunk ? left : kChunk);
+  }
+}
+
+// Leaves a report for the host, unless this op, or a later one, has left one.
+JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
+  const uint64_t before = load_relaxed(&heap->reported);
+  if (before >= what.epoch || !compare_exchange(&heap->reported, before, what.epoch)) return;
+  to->failure = what.failure;
+  to->op = what.op;
+  to->rank = what.rank;
+  to->peer = what.peer;
+  to->expected = what.expected;
+  to->seen = what.seen;
+  store_release(&to->epoch, what.epoch);
+}
+
 class Op {
  public:
   JAX_EP_FN Op(const Comm& comm, const Team& team, OpKind kind)
@@ -31,6 +55,7 @@ class Op {
         epoch(load_relaxed(&heap->epoch) + 1),
         deadline_(clock_ns() + comm.timeout_ns),
         kind_(kind),
+        track_(find_track(heap, team)),
         status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
 
   const Comm& comm;
@@ -40,35 +65,43 @@ class Op {
 
   JAX_EP_FN bool ok() const { return status_ == Status::ok; }
 
+  // From here on this team is busy with `phase`.
+  JAX_EP_FN void enter(Phase phase) const {
+    if (track_) append(track_, epoch, kind_, phase);
+  }
+
   // The box in which `source` leaves its mail at `rank` for this op.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
   JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
 
   // Every team that is to meet must call it, failed or not.
-  JAX_EP_FN void barrier() { meet(&heap->everyone, team.squad.count); }
+  JAX_EP_FN void barrier() {
+    enter(Phase::barrier);
+    meet(&heap->everyone, team.squad.count);
+  }
   // Among the teams of the first squads only.
   JAX_EP_FN void router_barrier(int squads) { meet(&heap->routers, squads); }
 
-  // Tells every peer where it may write, when the rest of the mail is written and the teams have met.
+  // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
+  // met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr) {
     team.sync();
     if (!ok() || team.index != 0) return;
+    enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
-      box->buffers[0] = a;
-      box->buffers[1] = b;
-      box->buffers[2] = c;
+      box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
+      box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
+      box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
     }
   }
 
-  // Called by every pushing team when its part of a chunk is written. The last one tells the peers.
-  JAX_EP_FN void deliver(int chunk) { deliver(chunk, team.pusher.count); }
-  // The same for a chunk made of so many parts, whoever writes them.
-  JAX_EP_FN void deliver(int chunk, int parts) {
+  // Called when a team's share of a chunk is written. Whoever makes it whole tells the peers.
+  JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
     if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
-      last = fetch_add(&heap->pushed[chunk], uint64_t{1}) == static_cast<uint64_t>(parts) - 1;
+      last = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share == whole;
       if (last) store_relaxed(&heap->pushed[chunk], uint64_t{0});
     }
     if (!team.broadcast(last)) return;
@@ -88,9 +121,18 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
   }
 
+  // Whether a chunk is here from all, so that nobody has to wait for it.
+  JAX_EP_FN bool delivered(int chunk) const {
+    int missing = 0;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      missing += load_relaxed(&heap->delivered[peer][chunk]) < epoch;
+    return team.sum(missing) == 0;
+  }
+
   // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they
   // need it, so that nobody waits for the memory.
-  JAX_EP_FN uint64_t ask_for_ticket() { return team.lane == 0 ? fetch_add(&heap->ticket, uint64_t{1}) : 0; }
+  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
+  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
 
   // Looked at before every row: a peer that gave up must not be written to.
@@ -98,22 +140,14 @@ class Op {
 
   // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
-    const uint64_t before = load_relaxed(&heap->reported);
-    if (before >= epoch || !compare_exchange(&heap->reported, before, epoch)) return;
-    Report* report = comm.report;
-    report->failure = failure;
-    report->op = kind_;
-    report->rank = rank;
-    report->peer = peer;
-    report->expected = expected;
-    report->seen = seen;
-    store_release(&report->epoch, epoch);
+    record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
   }
 
   // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
   template <int N>
   JAX_EP_FN void poison(const Buffer (&results)[N]) {
     if (!comm.poison) return;
+    enter(Phase::poison);
     fill(results, {team.index, team.count});
     barrier();
   }
@@ -130,7 +164,13 @@ class Op {
     team.sync();
     int last = 0;
     if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams) - 1;
-    if (!team.broadcast(last)) return;
+    if (team.broadcast(last)) finish_last(results);
+    enter(Phase::none);
+  }
+
+ private:
+  template <int N>
+  JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
     const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
@@ -143,10 +183,12 @@ class Op {
     store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
+    store_relaxed(&heap->push_ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
   }
 
- private:
+  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? fetch_add(tickets, uint64_t{1}) : 0; }
+
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
     // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
     const uint64_t deadline = deadline_ + kBarrierGraceNs;
@@ -161,6 +203,7 @@ class Op {
   // Waits for `count` flags to reach this op's epoch, a lane each.
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
+    enter(Phase::wait);
     for (int first = 0; first < count && ok(); first += Team::lanes) {
       const int i = first + team.lane;
       Status status = Status::ok;
@@ -193,6 +236,7 @@ class Op {
   // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too.
   // A peer that does not answer in time is dead, or has not begun: then it looks at its abort word first.
   JAX_EP_FN void give_up() {
+    enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
@@ -206,27 +250,20 @@ class Op {
 
   template <int N>
   JAX_EP_FN void fill(const Buffer (&results)[N], Place place) const {
-    for (const Buffer& result : results) {
-      const int chunks = static_cast<int>((result.bytes + kFillBytes - 1) / kFillBytes);
-      for (int chunk = place.index; chunk < chunks; chunk += place.count) {
-        const int64_t begin = chunk * kFillBytes, left = result.bytes - begin;
-        fill_row(team, static_cast<char*>(result.data) + begin, static_cast<uint8_t>(result.undelivered),
-                 left < kFillBytes ? left : kFillBytes);
-      }
-    }
+    for (const Buffer& result : results) fill_share(team, result, place);
     team.sync();
   }
 
   JAX_EP_FN void poison_mail() const {
     for (int source = 0; source < comm.size; ++source)
-      fill_row(team, reinterpret_cast<char*>(mail(comm.rank, source)), 0xff, sizeof(Mail));
+      fill_share(team, Buffer(mail(comm.rank, source), sizeof(Mail)), {0, 1});
   }
 
-  static constexpr int64_t kFillBytes = 1 << 16;
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;
 
   const uint64_t deadline_;
   const OpKind kind_;
+  Track* const track_;
   Status status_;
 };
 

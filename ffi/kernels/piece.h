@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/copy.h"
+#include "device/layout.h"
 #include "device/numeric.h"
 
 namespace jax_ep {
@@ -10,10 +11,10 @@ namespace jax_ep {
 template <class T>
 constexpr int kPieceValues = Team::lanes == 1 ? 128 : 16 / sizeof(T);
 
+// Lanes of a team of many move whole pieces of 16-byte words, or none; a lane alone moves what there is.
 template <class T, int kValues = kPieceValues<T>>
 struct Piece {
   using Word = std::conditional_t<kValues * sizeof(T) % 16 == 0, Word16, uint64_t>;
-  static constexpr int kCount = kValues;
   static constexpr int kWords = kValues * sizeof(T) / sizeof(Word);
 
   union {
@@ -21,27 +22,17 @@ struct Piece {
     Word words[kWords];
   };
 
-  JAX_EP_FN void load(const T* from) {
-    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
+  JAX_EP_FN void load(const T* from, int count = kValues) {
+    if constexpr (Team::lanes == 1)
+      memcpy(values, from, smaller(count, kValues) * sizeof(T));
+    else if (count > 0)
+      for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
   }
-  JAX_EP_FN void load(const T* from, int count, bool in_words) {
-    if (in_words && count == kValues) {
-      load(from);
-    } else {
-      for (int i = 0; i < kValues; ++i)
-        if (i < count) values[i] = from[i];
-    }
-  }
-  JAX_EP_FN void store(T* to) const {
-    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = words[i];
-  }
-  JAX_EP_FN void store(T* to, int count, bool in_words) const {
-    if (in_words && count == kValues) {
-      store(to);
-    } else {
-      for (int i = 0; i < kValues; ++i)
-        if (i < count) to[i] = values[i];
-    }
+  JAX_EP_FN void store(T* to, int count = kValues) const {
+    if constexpr (Team::lanes == 1)
+      memcpy(to, values, smaller(count, kValues) * sizeof(T));
+    else if (count > 0)
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = words[i];
   }
 };
 

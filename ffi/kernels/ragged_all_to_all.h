@@ -25,6 +25,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
 
 JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
   if (op.team.pusher.index < 0) return;
+  op.enter(Phase::send);
   RowMover mover(op.team);
   for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
     const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer
@@ -33,12 +34,12 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
     const char* from = args.operand + args.input_offsets[index] * args.row_bytes;
     char* to = static_cast<char*>(op.mail_from(peer)->buffers[0]) + args.output_offsets[index] * args.row_bytes;
     const auto source = [&](int row) -> const char* { return op.may_push() ? from + row * args.row_bytes : nullptr; };
-    const Stride rows{op.team.pusher.index, args.send_sizes[index], op.team.pusher.count};
+    Stride rows{op.team.pusher.index, args.send_sizes[index], op.team.pusher.count};
     const auto sink = [&](int row, int k) { return k == 0 ? to + row * args.row_bytes : nullptr; };
-    mover.move(rows, args.row_bytes, 1, source, sink, [](int, auto&) {});
+    mover.move([&] { return rows.next(); }, args.row_bytes, 1, source, sink, [](int, auto&) {});
   }
   mover.complete_to(mover.mark());
-  op.deliver(0);
+  op.deliver(0, 1, op.team.pusher.count);
 }
 
 // What peers said they send must be what this rank was told it receives.

@@ -6,6 +6,7 @@
 
 #include "kernels/args.h"
 #include "kernels/op.h"
+#include "kernels/peer_buffer.h"
 
 namespace jax_ep {
 
@@ -20,13 +21,17 @@ class Router {
   // The whole of routing; `landing` is what peers write into. Returns whether rows may be sent.
   JAX_EP_FN bool route(void* landing) {
     if (op_.team.squad.index < squads_) {
+      op_.enter(Phase::count);
       count();
       sum_over_squad();
-      op_.router_barrier(squads_);
-      sum_over_squads();
+      if (squads_ > 1) {
+        op_.router_barrier(squads_);
+        sum_over_squads();
+      }
       op_.router_barrier(squads_);
       op_.post(landing, args_.rows, args_.arrived);
       op_.wait_posted();
+      op_.enter(Phase::layout);
       lay_out();
       op_.router_barrier(squads_);
       if (op_.ok() && rank_without_room() < 0) place();  // after it peers must be waited for
@@ -73,23 +78,25 @@ class Router {
     return expert >= 0 && expert < args_.num_experts ? expert : args_.num_experts;
   }
 
-  // Calls visit(index, bin, earlier) for the assignments of this team's tokens; `earlier` is what the bin held before
-  // it. Every visit adds one to its bin. Ids are read a few steps ahead.
-  template <class Visit>
-  JAX_EP_FN void for_each_assignment(Visit visit) {
-    constexpr int kAhead = Team::lanes == 1 ? 1 : 4;
+  // Calls visit(index, bin, earlier, value_of(index)) for the assignments of this team's tokens; `earlier` is what the
+  // bin held before it. Every visit adds one to its bin. All lanes call together, with index -1 beyond the last, and
+  // what is read from memory is read a few steps ahead.
+  template <class ValueOf, class Visit>
+  JAX_EP_FN void for_each_assignment(ValueOf value_of, Visit visit) {
     const Range tokens = my_tokens();
     const int end = tokens.end * args_.top_k;
     for (int first = tokens.begin * args_.top_k; first < end; first += kAhead * Team::lanes) {
       int ids[kAhead];
+      decltype(value_of(0)) values[kAhead];
       for (int i = 0; i < kAhead; ++i) {
         const int index = first + i * Team::lanes + op_.team.lane;
         ids[i] = index < end ? args_.expert_ids[index] : -1;
+        values[i] = value_of(smaller(index, end - 1));
       }
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kAhead && first + i * Team::lanes < end; ++i) {
         const int index = first + i * Team::lanes + op_.team.lane, bin = bin_of(ids[i]);
         const int earlier = count_one(bin);
-        if (index < end) visit(index, bin, earlier);
+        visit(index < end ? index : -1, bin, earlier, values[i]);
       }
     }
   }
@@ -110,7 +117,7 @@ class Router {
     int32_t* mine = bins(op_.team.member.index);
     for (int i = op_.team.lane; i < histogram_ints(args_.num_experts); i += Team::lanes) mine[i] = 0;
     op_.team.sync();
-    for_each_assignment([](int, int, int) {});
+    for_each_assignment([](int) { return 0; }, [](int, int, int, int) {});
     op_.team.squad_sync();
   }
 
@@ -125,7 +132,8 @@ class Router {
         bins(member)[e] = total;
         total += count;
       }
-      squad_bins(team.squad.index)[e] = total;
+      squad_bins(team.squad.index)[e] = squads_ == 1 ? 0 : total;
+      if (squads_ == 1) publish(e, total);
     }
     if (team.member.index == 0 && team.lane == 0) squad_bins(team.squad.index)[args_.num_experts + 1] = 0;
   }
@@ -142,11 +150,17 @@ class Router {
         if (squad < squads_) squad_bins(squad)[e] = total;
         total += before[squad];
       }
-      if (e == args_.num_experts)
-        *args_.invalid = total;
-      else
-        for (int peer = 0; peer < op_.comm.size; ++peer) op_.mail(peer, op_.comm.rank)->counts[e] = total;
+      publish(e, total);
     }
+  }
+
+  // What this rank sends to an expert, told to every peer.
+  JAX_EP_FN void publish(int e, int total) {
+    if (!op_.ok()) return;
+    if (e == args_.num_experts)
+      *args_.invalid = total;
+    else
+      for (int peer = 0; peer < op_.comm.size; ++peer) op_.mail(peer, op_.comm.rank)->counts[e] = total;
   }
 
   // From all ranks' counts: the segments of every rank, and in them the first row of this rank's share.
@@ -167,7 +181,12 @@ class Router {
         if (owner != comm.rank) return;
         const int begin = smaller(segment.start, args_.capacity);
         args_.group_sizes[e] = smaller(segment.start + segment.padded, args_.capacity) - begin;
-        for (int source = 0; source < comm.size; ++source) args_.counts[source * local_ + e] = count(source, e);
+        for (int first = 0; first < comm.size; first += kAhead) {
+          int32_t counts[kAhead];
+          for (int i = 0; i < kAhead; ++i) counts[i] = count(smaller(first + i, comm.size - 1), e);
+          for (int i = 0; i < kAhead; ++i)
+            if (first + i < comm.size) args_.counts[(first + i) * local_ + e] = counts[i];
+        }
       };
       const int rows = for_each_segment(op_.team, local_, args_.alignment, rows_of, visit);
       if (op_.team.lane == 0) needed()[owner] = rows;
@@ -194,14 +213,25 @@ class Router {
 
   // Writes the targets of this team's assignments, and tells every rank which of its rows hold them.
   JAX_EP_FN void place() {
+    op_.enter(Phase::place);
     int32_t* bins_now = bins(op_.team.member.index);
     const int32_t* before = squad_bins(op_.team.squad.index);
-    for (int e = op_.team.lane; e < args_.num_experts; e += Team::lanes) bins_now[e] += first_rows()[e] + before[e];
+    for (int first = op_.team.lane; first < args_.num_experts; first += kAhead * Team::lanes) {
+      int32_t starts[kAhead];  // all on their way before the first is needed
+      for (int i = 0; i < kAhead; ++i) {
+        const int e = smaller(first + i * Team::lanes, args_.num_experts - 1);
+        starts[i] = first_rows()[e] + before[e];
+      }
+      for (int i = 0; i < kAhead; ++i)
+        if (const int e = first + i * Team::lanes; e < args_.num_experts) bins_now[e] += starts[i];
+    }
     op_.team.sync();
     const Divider by_local(local_);
     const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
     int dropped = 0;
-    for_each_assignment([&](int index, int bin, int row) {
+    const PeerBuffer rows(op_, 1), weights(op_, 2);
+    const auto weight_of = [&](int index) { return args_.weights[index]; };
+    for_each_assignment(weight_of, [&](int index, int bin, int row, float weight) {
       Target target{-1, -1};
       if (bin >= 0 && bin < args_.num_experts) {
         if (row < args_.capacity)
@@ -209,17 +239,21 @@ class Router {
         else
           ++dropped;
       }
-      const float weight = args_.weights[index];
-      args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
+      if (index >= 0) args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
       for (int rank = 0; rank < op_.comm.size; ++rank) {
-        const Mail* box = op_.mail_from(rank);
-        static_cast<int32_t*>(box->buffers[1])[mine + index] = rank == target.owner ? target.row : -1;
-        static_cast<float*>(box->buffers[2])[mine + index] = rank == target.owner ? weight : 0.0f;
+        auto* rows_there = reinterpret_cast<int32_t*>(rows.of(rank)) + mine + index;
+        auto* weights_there = reinterpret_cast<float*>(weights.of(rank)) + mine + index;
+        if (index < 0) continue;
+        *rows_there = rank == target.owner ? target.row : -1;
+        *weights_there = rank == target.owner ? weight : 0.0f;
       }
     });
     dropped = op_.team.sum(dropped);
     if (op_.team.lane == 0 && dropped) atomic_add(&squad_bins(op_.team.squad.index)[args_.num_experts + 1], dropped);
   }
+
+  // Values that a lane reads before it uses the first.
+  static constexpr int kAhead = Team::lanes == 1 ? 1 : 8;
 
   Op& op_;
   const DispatchArgs& args_;

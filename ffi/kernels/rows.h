@@ -4,6 +4,7 @@
 #include "device/rows.h"
 #include "kernels/announcer.h"
 #include "kernels/op.h"
+#include "kernels/peer_buffer.h"
 #include "kernels/schedule.h"
 
 namespace jax_ep {
@@ -13,9 +14,7 @@ namespace jax_ep {
 class RowSink {
  public:
   JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity)
-      : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), base_(nullptr) {
-    if (bases_in_lanes() && op.team.lane < op.comm.size) base_ = base_in_mail(op.team.lane);
-  }
+      : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, 0) {}
 
   JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
     const Target target = target_of(token, k);
@@ -34,18 +33,11 @@ class RowSink {
     return packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
   }
 
-  JAX_EP_FN bool bases_in_lanes() const { return Team::lanes > 1 && op_.comm.size <= Team::lanes; }
-  JAX_EP_FN char* base_in_mail(int owner) const { return static_cast<char*>(op_.mail_from(owner)->buffers[0]); }
-  JAX_EP_FN char* base_of(int owner) const {
-    if (bases_in_lanes()) return op_.team.from_lane(base_, larger(owner, 0));
-    return owner < 0 ? nullptr : base_in_mail(owner);
-  }
-
   // All lanes ask, whatever their owner. Null if the assignment is not the first there and further ones do not count.
   JAX_EP_FN char* base_for(int token, int k, int owner, bool further) const {
     const bool first = first_at_owner(token, k, owner);
-    char* base = base_of(owner);
-    return owner >= 0 && (first || further) ? base : nullptr;
+    char* base = bases_.of(owner);
+    return first || further ? base : nullptr;
   }
 
   JAX_EP_FN bool first_at_owner(int token, int k, int owner) const {
@@ -61,7 +53,7 @@ class RowSink {
   const int32_t* const targets_;
   const int top_k_, capacity_;
   const Divider by_capacity_;
-  char* base_;  // of the rank with this lane's number
+  const PeerBuffer bases_;
 };
 
 // Pushes this team's tokens in order, and announces their chunks.
@@ -70,16 +62,19 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t byte
                            Sink sink) {
   const Place pusher = op.team.pusher;
   if (!op.ok() || pusher.index < 0) return;
+  op.enter(Phase::send);
   const Schedule schedule(num_tokens);
-  Announcer announcer(op, schedule.chunks);
+  Announcer announcer(op, schedule);
+  PushItems items(op, num_tokens);
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
     if (!may_push) return nullptr;
     may_push = op.may_push();  // for the next row: the answer comes while this one moves
     return source(token);
   };
-  const auto after = [&](int token, auto& rows) { announcer.after(token / schedule.chunk_tokens, rows); };
-  mover.move(Stride{pusher.index, num_tokens, pusher.count}, bytes, fanout, checked, sink, after);
+  const auto next = [&] { return items.next(); };
+  const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
+  mover.move(next, bytes, fanout, checked, sink, after);
   announcer.finish(mover);
 }
 
@@ -88,7 +83,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t byte
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
-  const Schedule schedule(num_tokens, num_tokens * sources, op.team.count);
+  const Schedule schedule(num_tokens, sources, op.team.count);
   const int per_chunk = sources * schedule.groups();
   for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
     const int ticket = op.take_ticket(asked);
@@ -97,7 +92,9 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
     const int chunk = ticket / per_chunk, group = ticket % per_chunk / sources;
     const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
     op.wait_delivered(source, chunk);
-    if (op.ok()) visit(source, schedule.group(chunk, group));
+    if (!op.ok()) return;
+    op.enter(Phase::expand);
+    visit(source, schedule.group(chunk, group));
   }
 }
 
@@ -131,7 +128,8 @@ JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t byte
       const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
       return row >= 0 && row != first ? received + row * bytes : nullptr;
     };
-    mover.move(Stride{tokens.begin, tokens.end, 1}, bytes, top_k, source, sink, [](int, auto&) {});
+    Stride all{tokens.begin, tokens.end, 1};
+    mover.move([&] { return all.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   });
   mover.complete_to(mover.mark());
 }
@@ -142,6 +140,7 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const int32_t
   const Team& team = op.team;
   const Place filler = team.filler;
   if (!op.ok() || filler.index < 0) return;
+  op.enter(Phase::pad);
   const auto zero = [&](int begin, int end, int first, int step) {
     for (int row = begin + first; row < smaller(end, capacity); row += step)
       fill_row(team, received + row * bytes, 0, bytes);

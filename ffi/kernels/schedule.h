@@ -10,14 +10,15 @@ namespace jax_ep {
 struct Schedule {
   int tokens, chunk_tokens, chunks, group_tokens;
 
-  // `pieces` and `teams`: how much there is to share, for the size of a group; 0 if groups are not asked for.
-  JAX_EP_FN explicit Schedule(int tokens, int pieces = 0, int teams = 1)
+  // `sources`: from how many ranks groups are taken, by how many teams, so that all have work to the end of a chunk.
+  JAX_EP_FN explicit Schedule(int tokens, int sources = 0, int teams = 1)
       : tokens(tokens),
         chunk_tokens(larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
         chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)),
-        group_tokens(larger(1, smaller(kGroupTokens, pieces / teams))) {}
+        group_tokens(larger(1, smaller(kGroupTokens, smaller(chunk_tokens, tokens) * sources / teams))) {}
 
   JAX_EP_FN int groups() const { return (smaller(chunk_tokens, tokens) + group_tokens - 1) / group_tokens; }
+  JAX_EP_FN int chunk_of(int token) const { return token / chunk_tokens; }
   JAX_EP_FN Range chunk(int index) const { return {index * chunk_tokens, smaller((index + 1) * chunk_tokens, tokens)}; }
   JAX_EP_FN Range group(int chunk_index, int index) const {
     const Range all = chunk(chunk_index);

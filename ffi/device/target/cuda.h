@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ __forceinline__
+#define JAX_EP_COLD_FN __device__ __noinline__
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/cuda_mover.h"
 #define JAX_EP_STREAMS "device/target/cuda_streams.h"
@@ -19,7 +20,7 @@ constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kGroupTokens = 8;
-constexpr int kLanePieces = 4;
+constexpr int kLanePieces = 8;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   uint64_t value;
@@ -54,6 +55,8 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
 
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { atomicAdd(p, value); }
+// Among the teams of one rank, without order.
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { atomicOr(p, bits); }
 
 JAX_EP_FN uint64_t clock_ns() {
   uint64_t ns;

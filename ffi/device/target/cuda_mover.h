@@ -23,13 +23,13 @@ class RowMover {
     team.sync();
   }
 
-  template <class Source, class Sink, class After>
-  JAX_EP_FN void move(Stride places, int64_t bytes, int fanout, Source source, Sink sink, After after) {
-    if (bulk::kAvailable && stage_bytes_ > 0 && bytes % 16 == 0 && fanout <= Team::lanes) {
-      move_in_bulk(places, bytes, fanout, source, sink, after);
+  template <class Next, class Source, class Sink, class After>
+  JAX_EP_FN void move(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
+    if (bulk::kAvailable && stage_bytes_ > 0 && bytes > 0 && bytes % 16 == 0 && fanout <= Team::lanes) {
+      move_in_bulk(next, bytes, fanout, source, sink, after);
       return;
     }
-    copy_rows(team_, places, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
+    copy_rows(team_, next, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
   }
 
   JAX_EP_FN int mark() const { return static_cast<int>(stored_); }
@@ -42,58 +42,58 @@ class RowMover {
   }
 
  private:
+  // A piece of a row on its way: where this lane stores it, and the row's place, behind its last piece.
   struct Piece {
-    int place, index;
+    char* to;
+    uint32_t bytes;  // 0: there are no more
+    int place;
   };
 
-  template <class Source, class Sink, class After>
-  JAX_EP_FN void move_in_bulk(Stride places, int64_t bytes, int fanout, Source source, Sink sink, After after) {
+  template <class Next, class Source, class Sink, class After>
+  JAX_EP_FN void move_in_bulk(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
     bulk::proxy_fence();
     bulk::wait_read<0>();
     team_.sync();
-    pieces_ = static_cast<int>((bytes + stage_bytes_ - 1) / stage_bytes_);
-    const int piece_bytes = static_cast<int>((bytes + pieces_ - 1) / pieces_ + 15) / 16 * 16;
-    const auto size = [&](int piece) {
-      const int64_t left = bytes - int64_t{piece} * piece_bytes;
-      return static_cast<uint32_t>(left < piece_bytes ? left : piece_bytes);
-    };
-    const auto next = [&](Piece& piece) {
-      if (++piece.index == pieces_) piece = {piece.place + places.step, 0};
-    };
-    Piece in{places.begin, 0};
+    const int pieces = static_cast<int>((bytes + stage_bytes_ - 1) / stage_bytes_);
+    const int piece_bytes = static_cast<int>((bytes + pieces - 1) / pieces + 15) / 16 * 16;
+    int place = next(), index = 0;
     const char* from = nullptr;
     char* to = nullptr;
-    char* queue[kStages - 1];  // where the pieces under way go, in order
-    const auto load = [&] {
-      if (in.place >= places.end) return;
+    const auto load = [&]() -> Piece {
+      if (place < 0) return {nullptr, 0, -1};
       const uint32_t stage = loaded_++ % kStages;
-      if (in.index == 0) from = source(in.place);
+      if (index == 0) {
+        from = source(place);
+        to = sink(place, team_.lane);
+      }
+      const int64_t offset = int64_t{index} * piece_bytes, left = bytes - offset;
+      const uint32_t size = static_cast<uint32_t>(left < piece_bytes ? left : piece_bytes);
       live_ = from ? live_ | 1u << stage : live_ & ~(1u << stage);
-      if (from && team_.lane == 0)
-        bulk::load(stages_ + stage * stage_bytes_, from + int64_t{in.index} * piece_bytes, size(in.index),
-                   &barriers_[stage]);
-      if (in.index == 0) to = sink(in.place, team_.lane);
-      next(in);
+      if (from && team_.lane == 0) bulk::load(stages_ + stage * stage_bytes_, from + offset, size, &barriers_[stage]);
+      const bool last = ++index == pieces;
+      const Piece piece{from && to ? to + offset : nullptr, size, last ? place : -1};
+      if (last) {
+        place = next();
+        index = 0;
+      }
+      return piece;
     };
-    for (int i = 0; i < kStages - 1; ++i) {
-      load();
-      queue[i] = to;
-    }
-    for (Piece out{places.begin, 0}; out.place < places.end; next(out)) {
+    Piece queue[kStages - 1];  // the pieces under way, in order
+    for (int i = 0; i < kStages - 1; ++i) queue[i] = load();
+    while (queue[0].bytes) {
+      const Piece out = queue[0];
       const uint32_t stage = stored_++ % kStages;
       if (live_ >> stage & 1) {
         bulk::wait_load(&barriers_[stage], phases_ >> stage & 1);
         phases_ ^= 1u << stage;
-        if (queue[0])
-          bulk::store(queue[0] + int64_t{out.index} * piece_bytes, stages_ + stage * stage_bytes_, size(out.index));
+        if (out.to) bulk::store(out.to, stages_ + stage * stage_bytes_, out.bytes);
       }
       bulk::commit();
       bulk::wait_read<1>();  // the stage before this one is free again
       team_.sync();
-      load();
       for (int i = 0; i < kStages - 2; ++i) queue[i] = queue[i + 1];
-      queue[kStages - 2] = to;
-      if (out.index == pieces_ - 1) after(out.place, *this);
+      queue[kStages - 2] = load();
+      if (out.place >= 0) after(out.place, *this);
     }
   }
 
@@ -101,7 +101,6 @@ class RowMover {
   uint64_t* const barriers_;
   char* const stages_;
   const int stage_bytes_;
-  int pieces_ = 1;
   uint32_t loaded_ = 0, stored_ = 0;  // of all pieces: they name the stage
   uint32_t live_ = 0, phases_ = 0;    // a bit per stage: something is in it; the parity of its barrier
 };

@@ -30,7 +30,7 @@ class RowReader {
     team.sync();
   }
 
-  JAX_EP_FN int depth() const { return bulk_ ? stage_count_ : 1; }
+  JAX_EP_FN int depth() const { return stage_count_; }
   JAX_EP_FN bool in_bulk() const { return bulk_; }
 
   JAX_EP_FN void acquire() {
@@ -38,16 +38,13 @@ class RowReader {
     team_.sync();
   }
 
-  // Each of the first `count` lanes asks for a batch; they are taken in the order of lanes.
-  JAX_EP_FN void ask(int count, const void* from, int bytes) {
-    from_ = static_cast<const char*>(from);
-    if (!bulk_) return;
-    const int stage = wrap(ask_ + team_.lane);
-    if (team_.lane < count) bulk::load(stages_ + stage * batch_bytes_, from_, bytes, &barriers_[stage]);
+  // Each of `count` lanes asks for a batch; they are taken in the order of lanes.
+  JAX_EP_FN void ask(int first, int count, const char* from, int bytes) {
+    const int mine = team_.lane - first, stage = wrap(ask_ + mine);
+    if (mine >= 0 && mine < count) bulk::load(stages_ + stage * batch_bytes_, from, bytes, &barriers_[stage]);
     ask_ = wrap(ask_ + count);
   }
   JAX_EP_FN const char* take() {
-    if (!bulk_) return from_;
     const int stage = take_;
     bulk::wait_load(&barriers_[stage], phases_ >> stage & 1);
     phases_ ^= 1u << stage;
@@ -66,7 +63,6 @@ class RowReader {
   const int batch_bytes_;
   int stage_count_;
   const bool bulk_;
-  const char* from_ = nullptr;
   int ask_ = 0, take_ = 0;
   uint32_t phases_ = 0;  // a bit per stage: the parity of its barrier
 };
@@ -89,7 +85,7 @@ class RowWriter {
     bulk::shared_proxy_fence();
     team_.sync();
     if (places.cached()) {
-      if (places.mine().row) bulk::store(places.mine().row + offset, stage, bytes);
+      if (char* mine = places.held().mine()) bulk::store(mine + offset, stage, bytes);
     } else {
       auto walk = places.walk();
       for (char* place = walk.next().row; place; place = walk.next().row)

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
+#define JAX_EP_COLD_FN __device__ inline __attribute__((noinline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
 #define JAX_EP_STREAMS "device/target/plain_streams.h"
@@ -44,6 +45,10 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) {
   __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+// Among the teams of one rank, without order.
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) {
+  __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 
 // The constant 100 MHz counter.

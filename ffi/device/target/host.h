@@ -6,6 +6,7 @@
 #include <thread>
 
 #define JAX_EP_FN inline
+#define JAX_EP_COLD_FN inline
 #define JAX_EP_CONSTANT_FN constexpr
 #define JAX_EP_MOVER "device/target/plain_mover.h"
 #define JAX_EP_STREAMS "device/target/plain_streams.h"
@@ -54,6 +55,8 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
 
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+// Among the teams of one rank, without order.
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
 
 JAX_EP_FN uint64_t clock_ns() {
   return static_cast<uint64_t>(

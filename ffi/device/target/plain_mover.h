@@ -16,10 +16,10 @@ JAX_EP_FN void copy_to_all(const Team& team, const char* from, int64_t bytes, in
 }
 
 // Rows one after another, each with all its places.
-template <class Source, class Sink, class After>
-JAX_EP_FN void copy_rows(const Team& team, Stride places, int64_t bytes, int fanout, Source source, Sink sink,
+template <class Next, class Source, class Sink, class After>
+JAX_EP_FN void copy_rows(const Team& team, Next next, int64_t bytes, int fanout, Source source, Sink sink,
                          After after) {
-  for (int i = places.begin; i < places.end; i += places.step) {
+  for (int i = next(); i >= 0; i = next()) {
     if (const char* from = source(i)) copy_to_all(team, from, bytes, fanout, i, sink);
     team.sync();
     after(i);
@@ -30,9 +30,9 @@ class PlainMover {
  public:
   JAX_EP_FN explicit PlainMover(const Team& team) : team_(team) {}
 
-  template <class Source, class Sink, class After>
-  JAX_EP_FN void move(Stride places, int64_t bytes, int fanout, Source source, Sink sink, After after) {
-    copy_rows(team_, places, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
+  template <class Next, class Source, class Sink, class After>
+  JAX_EP_FN void move(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
+    copy_rows(team_, next, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
   }
 
   JAX_EP_FN int mark() const { return 0; }

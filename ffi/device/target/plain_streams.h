@@ -5,18 +5,16 @@
 
 namespace jax_ep {
 
+// Brings nothing ahead: rows are read where they are.
 class PlainReader {
  public:
   JAX_EP_FN PlainReader(const Team&, int, bool) {}
-  JAX_EP_FN int depth() const { return 1; }
+  JAX_EP_FN int depth() const { return 0; }
   JAX_EP_FN bool in_bulk() const { return false; }
   JAX_EP_FN void acquire() {}
-  JAX_EP_FN void ask(int, const void* from, int) { from_ = static_cast<const char*>(from); }
-  JAX_EP_FN const char* take() { return from_; }
+  JAX_EP_FN void ask(int, int, const char*, int) {}
+  JAX_EP_FN const char* take() { return nullptr; }
   JAX_EP_FN void release() {}
-
- private:
-  const char* from_ = nullptr;
 };
 
 class PlainWriter {

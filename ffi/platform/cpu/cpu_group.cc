@@ -4,8 +4,8 @@
 
 namespace jax_ep {
 
-CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison)
-    : Group(std::move(lines), timeout_seconds, poison) {
+CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
+    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours)) {
   for (int i = 0; i < line_count() * size(); ++i) workers_.push_back(std::make_unique<Worker>());
   watch_ = std::thread([this] { watch(); });
 }
@@ -26,7 +26,7 @@ void CpuGroup::arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task 
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds()));
   Gathering& gathering = gatherings_.try_emplace(key, Gathering{op, Clock::now() + timeout, {}}).first->second;
   gathering.arrivals.insert_or_assign(seat.rank, Arrival{std::move(task), std::move(done)});
-  if (static_cast<int>(gathering.arrivals.size()) == size()) {
+  if (gathering.arrivals.size() == local_devices(seat.line).size()) {
     start(seat.line, std::move(gathering.arrivals));
     gatherings_.erase(key);
   }
@@ -42,12 +42,23 @@ void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   }
 }
 
+std::optional<GroupError> CpuGroup::perform(const Task& task) {
+  try {
+    task();
+    return std::nullopt;
+  } catch (const GroupException& failure) {
+    return failure.error;
+  } catch (const std::exception& error) {
+    return GroupError{"JaxEpError", error.what(), true};
+  }
+}
+
 void CpuGroup::run(Seat seat, const Task& task, const Completion& done) {
   const Comm& here = comm(seat);
   while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&here.heaps[seat.rank]->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  task(here, Team{});
-  std::optional<GroupError> error = reported(seat);
+  std::optional<GroupError> error = perform(task);
+  if (!error) error = reported(seat);
   if (error && error->fatal) {
     fail(*error);
     changed_.notify_one();
@@ -65,7 +76,7 @@ void CpuGroup::watch() {
     if (first == gatherings_.end()) {
       changed_.wait(lock);
     } else if (Clock::now() >= first->second.deadline) {
-      fail(nobody_came(first->second));
+      fail(nobody_came(std::get<2>(first->first), first->second));
     } else {
       changed_.wait_until(lock, first->second.deadline);
     }
@@ -81,10 +92,11 @@ void CpuGroup::release(const GroupError& error) {
   stalled_.clear();
 }
 
-GroupError CpuGroup::nobody_came(const Gathering& gathering) const {
+GroupError CpuGroup::nobody_came(int line, const Gathering& gathering) const {
   std::string missing;
   for (int rank = 0; rank < size(); ++rank)
-    if (!gathering.arrivals.count(rank)) missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+    if (is_local({line, rank}) && !gathering.arrivals.count(rank))
+      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", timeout_seconds());
   return {"PeerTimeoutError",

@@ -22,17 +22,22 @@ namespace jax_ep {
 // Identifies a call site of a compiled program; XLA makes one per custom call.
 struct Site {};
 
-using Task = std::function<void(const Comm&, const Team&)>;
+using Task = std::function<void()>;
 using Completion = std::function<void(std::optional<GroupError>)>;
 
 class CpuGroup final : public Group {
  public:
-  CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison);
+  CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
   ~CpuGroup() override;
 
-  // One rank has come to a site in a run of its program. When all ranks of its line have, their tasks run; `done` is
-  // called exactly once, on a thread that may block.
+  // One rank has come to a site in a run of its program. When all ranks of its line have that are of this process,
+  // their tasks run; `done` is called exactly once, on a thread that may block.
   void arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task task, Completion done);
+
+  // The most squads that an op has.
+  int most_squads() const { return 1; }
+  // A rank's part of an op is one thread.
+  void limit_processors(int) {}
 
   // Test hook: this rank never arrives ("arrival"), or stops inside the protocol ("protocol"), until the group fails.
   void stall(int rank, const std::string& where);
@@ -53,10 +58,11 @@ class CpuGroup final : public Group {
   using Key = std::tuple<const Site*, int64_t, int>;  // site, run, line
 
   void start(int line, std::map<int, Arrival> arrivals);
+  static std::optional<GroupError> perform(const Task& task);
   void run(Seat seat, const Task& task, const Completion& done);
   void watch();
   void release(const GroupError& error);
-  GroupError nobody_came(const Gathering& gathering) const;
+  GroupError nobody_came(int line, const Gathering& gathering) const;
 
   std::mutex gather_mutex_;
   std::condition_variable changed_;

@@ -1,9 +1,12 @@
 // How the bindings start an op on the CPU: park it with its group, and give XLA a future.
 #pragma once
 
+#include <array>
 #include <memory>
+#include <optional>
 
 #include "binding/registry.h"
+#include "heap/reach.h"
 #include "kernels/kernels.h"
 #include "platform/cpu/cpu_group.h"
 #include "xla/ffi/api/ffi.h"
@@ -13,6 +16,10 @@ namespace jax_ep {
 namespace ffi = xla::ffi;
 
 using PlatformGroup = CpuGroup;
+
+inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup&, OpKind, int, bool) {
+  return std::nullopt;
+}
 using LaunchResult = ffi::Future;
 constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
 
@@ -31,8 +38,9 @@ struct Call {
 XLA_FFI_Handler* instantiate_handler();
 XLA_FFI_TypeId* call_site_type();
 
-// The scratch of dispatch, in int32, and the bytes of a row in float8.
+// The scratch of dispatch and of sparse_union, in int32, and the bytes of a row in float8.
 inline int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
+inline int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
 inline int64_t wire_row_bytes(int hidden) { return wire_bytes(hidden); }
 
 inline ffi::Future fail_call(ffi::Error error) {
@@ -43,10 +51,18 @@ inline ffi::Future fail_call(ffi::Error error) {
 }
 
 template <class Args>
+void run_here(Group& group, Seat seat, const Args& args) {
+  const Reached<Args> reached = reach(group, seat, args);
+  for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
+  run_any(reached.comm, reached.args, Team{});
+  for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
+}
+
+template <class Args>
 ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, const Args& args) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Task task = [args](const Comm& comm, const Team& team) { run_any(comm, args, team); };
+  Task task = [group = group.get(), seat, args] { run_here(*group, seat, args); };
   group->arrive(call.site, call.run, kind_of(args), seat, std::move(task),
                 [promise](const std::optional<GroupError>& error) mutable {
                   error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();

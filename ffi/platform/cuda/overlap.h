@@ -67,10 +67,10 @@ struct AnnounceTiles {
     if (tile.row >= args.m || tile.col >= args.n) return;
     bulk::proxy_fence();
     const RowBlocks blocks(args.m);
-    const Range rows = blocks.at(blocks.of(tile.row));
+    const Range rows = blocks.chunk(blocks.chunk_of(tile.row));
     const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n);
     const Team team = multiplying_team();
-    Op(work.comm, team, kind_of(args)).deliver(blocks.of(tile.row), tiles * gemm::kConsumerWarps);
+    Op(work.comm, team, kind_of(args)).deliver(blocks.chunk_of(tile.row), 1, tiles * gemm::kConsumerWarps);
   }
 };
 

@@ -22,11 +22,21 @@ inline Error fill(void* memory, int byte, std::size_t bytes) { return cudaMemset
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
 }
+inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+}
+inline Error copy(void* to, const void* from, std::size_t bytes) {
+  return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+}
 inline Error synchronize() { return cudaDeviceSynchronize(); }
+inline Error synchronize_stream(Stream stream) { return cudaStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0); }
 inline Error processor_count(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+inline Error shared_memory(int* bytes, int device) {
+  return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 inline Error allow_shared(const void* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

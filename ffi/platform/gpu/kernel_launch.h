@@ -4,8 +4,10 @@
 #include <optional>
 #include <string>
 
+#include "device/timeline.h"
 #include "kernels/args.h"
 #include "kernels/matmul_args.h"
+#include "kernels/sparse_args.h"
 #include "platform/gpu/launch_config.h"
 #include "runtime.h"
 
@@ -15,6 +17,9 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const SparseUnionArgs& args);
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseReduceArgs& args);
 
 // The products with a collective, which only the library for CUDA has. They say why they cannot start.
 std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
@@ -22,11 +27,16 @@ std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, con
 std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
                                          const GatherMatmulArgs& args);
 
-// Loads every kernel on the current device: a first launch would wait for a spinning kernel to end.
-gpu::Error load_kernels();
+// Answers so many questions of the host for the time of the current device, on its default stream.
+gpu::Error launch_clock(ClockFace* face, int questions);
 
-// The scratch of dispatch, in int32, and the bytes of a row in float8.
+// Loads every kernel on the current device, where a block has so much shared memory: a first launch would wait for a
+// spinning kernel to end.
+gpu::Error load_kernels(int shared_bytes);
+
+// The scratch of dispatch and of sparse_union, in int32, and the bytes of a row in float8.
 int64_t route_scratch(int num_experts);
+int64_t bitmap_scratch(int num_rows);
 int64_t wire_row_bytes(int hidden);
 
 }  // namespace jax_ep

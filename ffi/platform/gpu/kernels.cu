@@ -5,7 +5,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 256;
 
 template <class T, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -13,12 +13,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   run_kernel<T>(comm, args, this_team(pushers, team_bytes));
 }
 
+__global__ void answer_with_time(ClockFace* face, int questions) {
+  constexpr uint64_t kTimeoutNs = 10'000'000'000;
+  const uint64_t deadline = clock_ns() + kTimeoutNs;
+  for (int question = 1; question <= questions; ++question) {
+    if (spin_until(&face->asked, question, &face->cancelled, deadline) != Status::ok) return;
+    store_relaxed(&face->ns, clock_ns());
+    store_release(&face->answered, static_cast<uint64_t>(question));
+  }
+}
+
 template <class T, class Args>
 gpu::Error start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
-  const int teams = config.threads / Team::lanes, shared = teams * config.team_bytes;
-  if (const gpu::Error error = gpu::allow_shared(reinterpret_cast<const void*>(&kernel<T, Args>), shared);
-      error != gpu::kSuccess)
-    return error;
+  const int shared = config.threads / Team::lanes * config.team_bytes;
   kernel<T, Args>
       <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.pushers_per_block, config.team_bytes);
   return gpu::take_last_error();
@@ -36,13 +43,18 @@ gpu::Error start_any(const LaunchConfig& config, gpu::Stream stream, const Comm&
   }
 }
 
+template <class T, class Args>
+gpu::Error load(int shared_bytes) {
+  const void* address = reinterpret_cast<const void*>(&kernel<T, Args>);
+  const gpu::Error error = gpu::load_kernel(address);
+  return error == gpu::kSuccess ? gpu::allow_shared(address, shared_bytes) : error;
+}
+
 template <class T>
-gpu::Error load_for_dtype() {
-  const void* kernels[] = {reinterpret_cast<const void*>(&kernel<T, DispatchArgs>),
-                           reinterpret_cast<const void*>(&kernel<T, ScatterArgs>),
-                           reinterpret_cast<const void*>(&kernel<T, CombineArgs>)};
-  for (const void* each : kernels)
-    if (const gpu::Error error = gpu::load_kernel(each); error != gpu::kSuccess) return error;
+gpu::Error load_for_dtype(int shared_bytes) {
+  for (const auto each :
+       {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>, &load<T, SparseReduceArgs>})
+    if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
 
@@ -60,15 +72,29 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
   return start<float>(config, stream, comm, args);
 }
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseUnionArgs& args) {
+  return start<float>(config, stream, comm, args);
+}
+gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                         const SparseReduceArgs& args) {
+  return start_any(config, stream, comm, args);
+}
 
-gpu::Error load_kernels() {
-  if (const gpu::Error error = load_for_dtype<float>(); error != gpu::kSuccess) return error;
-  if (const gpu::Error error = load_for_dtype<BFloat16>(); error != gpu::kSuccess) return error;
-  if (const gpu::Error error = load_for_dtype<Float16>(); error != gpu::kSuccess) return error;
-  return gpu::load_kernel(reinterpret_cast<const void*>(&kernel<float, RaggedArgs>));
+gpu::Error launch_clock(ClockFace* face, int questions) {
+  answer_with_time<<<1, 1>>>(face, questions);
+  return gpu::take_last_error();
+}
+
+gpu::Error load_kernels(int shared_bytes) {
+  for (const auto each : {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>,
+                          &load<float, RaggedArgs>, &load<float, SparseUnionArgs>})
+    if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
+  return gpu::kSuccess;
 }
 
 int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
+int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
 int64_t wire_row_bytes(int hidden) { return wire_bytes(hidden); }
 
 }  // namespace jax_ep

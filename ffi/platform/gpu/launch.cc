@@ -8,24 +8,25 @@ namespace jax_ep {
 
 ffi::TypeId CallSite::id = {};
 
-PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison)
-    : Group(lines, timeout_seconds, poison) {
-  for (const std::vector<int>& line : lines)
-    for (const int device : line) {
+PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
+                             Neighbours neighbours)
+    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours)) {
+  for (int line = 0; line < line_count(); ++line)
+    for (const int device : local_devices(line)) {
       const gpu::DeviceScope scope(device);
-      gpu::check(load_kernels(), "loading kernels");
-      if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
       gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
+      gpu::check(gpu::shared_memory(&budget_.shared_bytes, device), "asking for the shared memory of a block");
+      gpu::check(load_kernels(budget_.shared_bytes), "loading kernels");
+      if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
     }
+  budget_.blocks = default_blocks(processors_);
 }
 
 void PlatformGroup::close() {
   Group::close();
   for (int line = 0; line < line_count(); ++line)
-    for (int rank = 0; rank < size(); ++rank) {
-      const gpu::DeviceScope scope(device_of({line, rank}));
-      gpu::check(gpu::fill(&comm({line, rank}).heaps[rank]->abort, 1, 1), "closing the group");
-    }
+    for (int rank = 0; rank < size(); ++rank)
+      if (is_local({line, rank})) raise_abort({line, rank}, /*culprit=*/0);
 }
 
 }  // namespace jax_ep

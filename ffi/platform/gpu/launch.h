@@ -1,11 +1,15 @@
 // How the bindings start an op on a GPU: one kernel on XLA's stream.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "binding/registry.h"
+#include "heap/reach.h"
 #include "platform/gpu/device_scope.h"
 #include "platform/gpu/kernel_launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -19,12 +23,22 @@ constexpr ffi::Traits kTraits = ffi::Traits::kCmdBufferCompatible;
 
 class PlatformGroup final : public Group {
  public:
-  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison);
+  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
 
   // Also raises the abort words, for graphs that were captured and may be launched again.
   void close() override;
 
+  // The most squads that an op has.
+  int most_squads() const { return budget_.blocks; }
+
+  // That a product with a collective may take.
   int processors() const { return processors_; }
+
+  // From now on ops take at most so many processors.
+  void limit_processors(int most) { budget_.blocks = processors_ = std::min(most, processors_); }
+  LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
+    return launch_config(op, num_tokens, encoded, budget_);
+  }
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
@@ -32,8 +46,15 @@ class PlatformGroup final : public Group {
 
  private:
   int processors_ = 0;
+  Budget budget_{};
   int stalled_ = -1;
 };
+
+inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
+                                                         bool encoded) {
+  const LaunchConfig config = group.config(op, num_tokens, encoded);
+  return {{config.blocks, config.threads, config.pushers_per_block, config.team_bytes}};
+}
 
 // What a handler learns from XLA about its call.
 struct Call {
@@ -51,6 +72,8 @@ inline XLA_FFI_TypeId* call_site_type() { return nullptr; }
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
 inline int tokens_of(const RaggedArgs&) { return 0; }
+inline int tokens_of(const SparseUnionArgs& args) { return args.entries; }
+inline int tokens_of(const SparseReduceArgs& args) { return args.entries; }
 template <class Args>
 int tokens_of(const Args& args) {
   return args.num_tokens;
@@ -62,23 +85,49 @@ bool is_encoded(const Args&) {
   return false;
 }
 
+inline std::optional<std::string> explain(gpu::Error error) {
+  if (error == gpu::kSuccess) return std::nullopt;
+  return gpu::describe(error);
+}
+
+inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) {
+  for (const Copy& copy : copies)
+    if (const gpu::Error error = gpu::copy(copy.to, copy.from, copy.bytes, stream); error != gpu::kSuccess)
+      return error;
+  return gpu::kSuccess;
+}
+
+// `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
+template <class Args, class Start>
+ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const Args& args, Start start) try {
+  if (const std::optional<GroupError> failed = group.failure()) return to_ffi(*failed);
+  if (group.stalled(seat)) return ffi::Error::Success();
+  const Reached<Args> reached = reach(group, seat, args);
+  std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
+  if (!error) error = start(reached);
+  if (!error) error = explain(copy_all(reached.after, call.stream));
+  if (!error) return ffi::Error::Success();
+  return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + *error};
+} catch (const GroupException& failure) {
+  group.fail(failure.error);
+  return to_ffi(failure.error);
+} catch (const std::exception& error) {
+  return {ffi::ErrorCode::kInternal, std::string(name_of(kind_of(args))) + ": " + error.what()};
+}
+
 template <class Args>
 ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
-  if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
-  if (group->stalled(seat)) return ffi::Error::Success();
-  const LaunchConfig config = launch_config(kind_of(args), tokens_of(args), is_encoded(args), group->processors());
-  const gpu::Error error = launch_kernel(config, call.stream, group->comm(seat), args);
-  if (error == gpu::kSuccess) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + gpu::describe(error)};
+  return launch_with(call, *group, seat, args, [&](const Reached<Args>& reached) {
+    const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
+    return explain(launch_kernel(config, call.stream, reached.comm, reached.args));
+  });
 }
 
 template <class Args>
 ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
-  if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
-  if (group->stalled(seat)) return ffi::Error::Success();
-  if (const auto error = launch_matmul(group->processors(), call.stream, group->comm(seat), args))
-    return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + *error};
-  return ffi::Error::Success();
+  return launch_with(call, *group, seat, args, [&](const Reached<Args>& reached) {
+    return launch_matmul(group->processors(), call.stream, reached.comm, reached.args);
+  });
 }
 
 }  // namespace jax_ep

@@ -1,35 +1,45 @@
 #include "platform/gpu/launch_config.h"
 
+#include <algorithm>
+
 namespace jax_ep {
 namespace {
 
-// Shared memory of a team: barriers, then stages. Measured on H200 by benchmarks/kernels.
-constexpr int kMoveBytes = 128 + 3 * 7168;    // a ring of three pieces of a row
-constexpr int kStreamBytes = 128 + 7 * 2048;  // two batches to write, five to read
-constexpr int kWideBytes = 128 + 14 * 2048;   // two batches to write, twelve to read
+constexpr int kThreads = 256, kTeams = kThreads / 32;
+// Shared memory of a team: barriers, then two batches to write and five to read, or a ring of three pieces of a row.
+constexpr int kTeamBytes = 128 + 7 * 4096;
 constexpr int kFewTokens = 512;
+constexpr int kRaggedBlocks = 32;
+constexpr int kEntriesPerBlock = 256;
 
-// A share of the processors, and no more than there is work for.
-int blocks_for(int work, int processors, int percent) {
-  const int most = processors * percent / 100;
-  return work < 1 ? 1 : work < most ? work : most;
+// Of the teams of a block; measured on 4 H200 by benchmarks/kernels.
+int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
+  switch (op) {
+    case OpKind::dispatch:
+    case OpKind::scatter:
+      if (encoded) return num_tokens <= kFewTokens || blocks <= 64 ? 4 : 3;
+      return blocks <= 32 ? 3 : 2;
+    case OpKind::combine:
+      return num_tokens <= kFewTokens || blocks <= 32 ? kTeams : 6;
+    default:
+      return kTeams;
+  }
+}
+
+// The blocks that an op has work for.
+int useful_blocks(OpKind op, int num_tokens) {
+  if (op == OpKind::ragged_all_to_all) return kRaggedBlocks;
+  return op == OpKind::sparse_union ? num_tokens / kEntriesPerBlock + 1 : num_tokens;
 }
 
 }  // namespace
 
-LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, int processors) {
-  switch (op) {
-    case OpKind::dispatch:
-    case OpKind::scatter:
-      if (encoded) return {blocks_for(num_tokens, processors, 50), 512, 4, kStreamBytes};
-      return {blocks_for(num_tokens, processors, 50), 256, 4, kMoveBytes};
-    case OpKind::combine:
-      if (num_tokens <= kFewTokens) return {blocks_for(num_tokens, processors, 73), 256, 6, kWideBytes};
-      return {blocks_for(num_tokens, processors, 73), 512, 8, kStreamBytes};
-    case OpKind::ragged_all_to_all:
-      return {blocks_for(processors, processors, 25), 256, 8, kMoveBytes};
-  }
-  return {1, 256, 8, kMoveBytes};
+int default_blocks(int processors) { return std::max(1, processors * 73 / 100); }
+
+LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, Budget budget) {
+  const int blocks = std::clamp(useful_blocks(op, num_tokens), 1, std::max(1, budget.blocks));
+  const int team_bytes = std::min(kTeamBytes, budget.shared_bytes / kTeams / 128 * 128);
+  return {blocks, kThreads, pushers(op, encoded, num_tokens, blocks), team_bytes};
 }
 
 }  // namespace jax_ep

@@ -22,11 +22,21 @@ inline Error fill(void* memory, int byte, std::size_t bytes) { return hipMemset(
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped);
 }
+inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, stream);
+}
+inline Error copy(void* to, const void* from, std::size_t bytes) {
+  return hipMemcpy(to, from, bytes, hipMemcpyDefault);
+}
 inline Error synchronize() { return hipDeviceSynchronize(); }
+inline Error synchronize_stream(Stream stream) { return hipStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); }
 inline Error processor_count(int* count, int device) {
   return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
+}
+inline Error shared_memory(int* bytes, int device) {
+  return hipDeviceGetAttribute(bytes, hipDeviceAttributeMaxSharedMemoryPerBlock, device);
 }
 inline Error allow_shared(const void* kernel, int bytes) {
   return hipFuncSetAttribute(kernel, hipFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -1,0 +1,194 @@
+"""Word vectors, trained data-parallel with sparse gradients: `python -m jax_ep demo-sparse`.
+
+Every device draws its own pairs of words. Of the two tables [V, D] it touches a few hundred rows, and sends only those:
+`sparse_value_and_grad` gives the gradient as rows, `sparse_all_reduce` adds up the rows of all devices, and a row-wise
+optimizer updates nothing else. All devices keep the same tables, bit by bit.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from tqdm import tqdm
+from word_data import Batch, Corpus, load_corpus, sample_batch
+
+import jax_ep
+from jax_ep import embedding
+
+SEED = 0
+DIMENSION = 64
+PAIRS, NOISE = 4096, 256  # of a batch, over all devices
+NEGATIVES = 5  # how many random words weigh as much as the true one
+LEARNING_RATE = 0.1
+PROBES = ("month", "float", "thread", "server", "parse", "width", "read", "true")
+FREQUENT = 3000  # words among which neighbours are looked for
+
+Tables: TypeAlias = dict[str, jax.Array]  # "center" and "context", [V, D] each
+
+
+class Metrics(NamedTuple):
+    loss: jax.Array  # [] nats per pair
+    own_rows: jax.Array  # [] rows that a device touched, on average
+    all_rows: jax.Array  # [] rows that any device touched
+
+
+def loss(rows: dict[str, Any]) -> jax.Array:
+    """Summed over one device's pairs: rows are "center" [B, D] and "context": {"true" [B, D], "noise" [M, D]}.
+
+    Negative sampling (Mikolov et al. 2013), with noise that the pairs of a device share (Ji et al. 2016).
+    """
+    center, true, noise = rows["center"], rows["context"]["true"], rows["context"]["noise"]
+    attraction = jnp.sum(jax.nn.softplus(-jnp.sum(center * true, axis=1)))
+    repulsion = jnp.sum(jax.nn.softplus(center @ noise.T))
+    return attraction + NEGATIVES / noise.shape[0] * repulsion
+
+
+def ids_of(batch: Batch) -> dict[str, Any]:
+    return {"center": batch.center, "context": {"true": batch.context, "noise": batch.noise}}
+
+
+def init_tables(key: jax.Array, vocabulary: int) -> Tables:
+    center = jax.random.uniform(key, (vocabulary, DIMENSION), minval=-0.5, maxval=0.5) / np.sqrt(DIMENSION)
+    return {"center": center, "context": jnp.zeros((vocabulary, DIMENSION))}
+
+
+def summed_gradient(
+    tables: Tables, batch: Batch, group: jax_ep.Group, implementation: str
+) -> tuple[dict[str, jax_ep.SparseRows], Metrics]:
+    """On one device: the gradient of the loss of all devices. Words drawn twice are added up before they are sent."""
+    value, gradient = jax_ep.sparse_value_and_grad(loss)(tables, ids_of(batch))
+    own = {name: jax_ep.coalesce(rows) for name, rows in gradient.items()}
+    total = {
+        name: jax_ep.sparse_all_reduce(
+            rows,
+            group=group,
+            capacity=min(rows.num_rows, group.size * rows.indices.size),
+            implementation=implementation,
+        )
+        for name, rows in own.items()
+    }
+    mean = partial(jax.lax.pmean, axis_name=group.axis_name)
+    own_rows, all_rows = (jnp.sum(jnp.stack([rows[name].count for name in tables])) for rows in (own, total))
+    return total, Metrics(mean(value) / batch.center.size, mean(own_rows.astype(jnp.float32)), all_rows)
+
+
+Step = Callable[[Tables, Any, Batch, float], tuple[Tables, Any, Metrics]]
+
+
+def make_train_step(group: jax_ep.Group, implementation: str) -> Step:
+    """One jitted step of row-wise Adagrad: the tables and their state are replicated, the batch is spread."""
+
+    def per_device(tables: Tables, state: Any, batch: Batch, learning_rate: jax.Array) -> tuple[Tables, Any, Metrics]:
+        gradient, metrics = summed_gradient(tables, batch, group, implementation)
+        updates, state = embedding.rowwise_adagrad(learning_rate).update(gradient, state)
+        return embedding.apply_updates(tables, updates), state, metrics
+
+    specs = (P(), P(), P(group.axis_name), P())
+    return jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P()), donate_argnums=(0, 1))
+
+
+def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: str) -> tuple[Tables, Metrics]:
+    """Trains with a progress bar; returns the tables and the metrics of every step, stacked."""
+    step = make_train_step(group, implementation)
+    place = partial(jax.device_put, device=jax.sharding.NamedSharding(group.mesh, P()))
+    tables = place(init_tables(jax.random.key(SEED), len(corpus.vocabulary)))
+    state = place(embedding.rowwise_adagrad(LEARNING_RATE).init(tables))
+    rng = np.random.default_rng(SEED)
+    history: list[Metrics] = []
+    with tqdm(range(steps), unit="step", mininterval=0.5) as bar:
+        for i in bar:
+            batch = sample_batch(corpus, rng, PAIRS, NOISE)
+            tables, state, metrics = step(tables, state, batch, LEARNING_RATE * (1 - i / steps))
+            history.append(jax.device_get(metrics))  # awaits the step
+            bar.set_postfix_str(f"loss {history[-1].loss:.3f}", refresh=False)
+    return tables, jax.tree.map(lambda *values: np.stack(values), *history)
+
+
+def agrees_with_dense(corpus: Corpus, tables: Tables, group: jax_ep.Group, implementation: str) -> float:
+    """The largest difference between the sparse gradient of a batch and the `psum` of dense ones, relative to it."""
+
+    def dense_loss(tables: Tables, batch: Batch) -> jax.Array:
+        center, context = tables["center"], tables["context"]
+        both = {"true": context[batch.context], "noise": context[batch.noise]}
+        return loss({"center": center[batch.center], "context": both})
+
+    def per_device(tables: Tables, batch: Batch) -> tuple[Tables, Tables]:
+        sparse, _ = summed_gradient(tables, batch, group, implementation)
+        dense = jax.grad(dense_loss)(jax.lax.pcast(tables, group.axis_name, to="varying"), batch)
+        return {name: rows.todense() for name, rows in sparse.items()}, jax.lax.psum(dense, group.axis_name)
+
+    batch = sample_batch(corpus, np.random.default_rng(SEED + 1), PAIRS, NOISE)
+    specs = (P(), P(group.axis_name))
+    both = jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P()))(tables, batch)
+    sparse, dense = jax.device_get(both)
+    return max(float(np.abs(sparse[name] - dense[name]).max() / np.abs(dense[name]).max()) for name in dense)
+
+
+def neighbours(corpus: Corpus, tables: Tables, word: str, count: int = 6) -> list[str]:
+    """The frequent words whose vectors point most nearly the same way."""
+    vectors = np.asarray(tables["center"])[:FREQUENT]
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    closeness = vectors @ vectors[corpus.vocabulary.index(word)]
+    return [corpus.vocabulary[i] for i in np.argsort(-closeness)[1 : count + 1]]
+
+
+def received_bytes(metrics: Metrics, vocabulary: int, size: int) -> tuple[float, float]:
+    """What a device receives over all steps: with sparse rows, and in a dense all-reduce of both tables."""
+    row = DIMENSION * 4
+    # Of each row all holders but one send it to that one, who sends the sum to all others.
+    rows = np.sum(metrics.own_rows + metrics.all_rows * (size - 2) / size)
+    dense = len(metrics.loss) * 2 * vocabulary * row * 2 * (size - 1) / size
+    return float(rows * (row + 4)), dense  # a row travels with its id
+
+
+def main(arguments: list[str]) -> int:
+    """Returns 0 if the loss fell and the sparse gradients agreed with dense ones."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ep demo-sparse", description="Train word vectors with sparse gradients."
+    )
+    parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error("--steps must be at least 2")
+
+    corpus = load_corpus(np.random.default_rng(SEED))
+    devices = np.array(jax.devices())
+    devices = devices[: np.gcd.reduce([devices.size, PAIRS, NOISE])]  # the batch must divide
+    with jax_ep.Group(Mesh(devices, ("dp",)), "dp") as group:
+        implementation = group.resolve("demo-sparse", options.implementation)
+        print(
+            f"2 tables of {len(corpus.vocabulary):,} words x {DIMENSION}, {PAIRS} pairs a step "
+            f"on {group.size} x {devices[0].device_kind}; implementation {implementation!r}",
+            flush=True,
+        )
+        start = time.perf_counter()
+        tables, metrics = train(corpus, options.steps, group, implementation)
+        seconds = time.perf_counter() - start
+        difference = agrees_with_dense(corpus, tables, group, implementation)
+        group.check()
+
+    print()
+    for word in PROBES:
+        print(f"{word:>8}: {', '.join(neighbours(corpus, tables, word))}")
+    last = min(100, options.steps // 2)
+    first_loss, last_loss = float(metrics.loss[0]), float(np.mean(metrics.loss[-last:]))
+    sparse, dense = received_bytes(metrics, len(corpus.vocabulary), group.size)
+    fell, agreed = last_loss < 0.9 * first_loss, difference <= 1e-4
+    print(f"\nloss: {first_loss:.3f} at the start, {last_loss:.3f} at the end (mean of {last} steps), in nats per pair")
+    print(f"{options.steps * PAIRS / seconds:,.0f} pairs/s; sparse against dense gradient, relative: {difference:.1e}")
+    print(
+        f"each device received {sparse / 1e6:,.0f} MB; a dense all-reduce would have brought it {dense / 1e6:,.0f} MB: "
+        f"{(dense - sparse) / 1e6:,.0f} MB not sent"
+    )
+    if not fell:
+        print("FAILED: the loss did not fall")
+    if not agreed:
+        print("FAILED: the sparse gradient is not the dense one")
+    return 0 if fell and agreed else 1

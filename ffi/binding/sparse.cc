@@ -1,0 +1,95 @@
+// FFI handlers of the two ops of sparse_all_reduce: decode, check, launch. Shapes are checked where the op is traced.
+#include "binding/decode.h"
+#include "binding/handlers.h"
+#include "kernels/sparse_args.h"
+
+namespace jax_ep {
+namespace {
+
+LaunchResult sparse_union_impl(Call call, I32 ids, I32 order, I32 missing, ffi::Result<I32> indices,
+                               ffi::Result<I32> slots, ffi::Result<I32> orders, ffi::Result<I32> bounds,
+                               ffi::Result<I32> all_missing, ffi::Result<I32> scratch, int64_t group, int32_t num_rows,
+                               bool sharded) {
+  const Caller caller = find_caller(call, group);
+  if (caller.error) return fail_call(*caller.error);
+  SparseUnionArgs args{};
+  args.entries = dim(ids, 0);
+  args.num_rows = num_rows;
+  args.capacity = dim(*indices, 0);
+  args.sharded = sharded;
+  args.ids = ids.typed_data();
+  args.order = order.typed_data();
+  args.missing = missing.typed_data();
+  args.indices = indices->typed_data();
+  args.slots = slots->typed_data();
+  args.orders = orders->typed_data();
+  args.bounds = bounds->typed_data();
+  args.all_missing = all_missing->typed_data();
+  args.scratch = scratch->typed_data();
+  return launch(call, caller.group, caller.seat, args);
+}
+
+LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32 orders, I32 bounds,
+                                ffi::Result<ffi::AnyBuffer> result, ffi::Result<I32> runs, ffi::Result<F32> partials,
+                                int64_t group, float scale, bool by_count, bool sharded, bool drop) {
+  const Caller caller = find_caller(call, group);
+  if (caller.error) return fail_call(*caller.error);
+  const std::optional<DType> dtype = dtype_of(values.element_type());
+  if (!dtype) return fail_call(bad_dtype("sparse_all_reduce"));
+  SparseReduceArgs args{};
+  args.dtype = *dtype;
+  args.entries = dim(values, 0);
+  args.hidden = dim(values, 1);
+  args.capacity = dim(*result, 0);
+  args.slots_kept = dim(*runs, 1);
+  args.sharded = sharded;
+  args.drop = drop;
+  args.by_count = by_count;
+  args.scale = scale;
+  args.values = bytes_of(values);
+  args.slots = slots.typed_data();
+  args.orders = orders.typed_data();
+  args.bounds = bounds.typed_data();
+  args.result = bytes_of(result);
+  args.runs = reinterpret_cast<Run*>(runs->typed_data());
+  args.partials = partials->typed_data();
+  return launch(call, caller.group, caller.seat, args);
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(sparse_union_handler, sparse_union_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Call>()
+                                  .Arg<I32>()  // ids
+                                  .Arg<I32>()  // order
+                                  .Arg<I32>()  // missing
+                                  .Ret<I32>()  // indices
+                                  .Ret<I32>()  // slots
+                                  .Ret<I32>()  // orders
+                                  .Ret<I32>()  // bounds
+                                  .Ret<I32>()  // all_missing
+                                  .Ret<I32>()  // scratch
+                                  .Attr<int64_t>("group")
+                                  .Attr<int32_t>("num_rows")
+                                  .Attr<bool>("sharded"),
+                              {kTraits});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(sparse_reduce_handler, sparse_reduce_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Call>()
+                                  .Arg<ffi::AnyBuffer>()  // values
+                                  .Arg<I32>()             // slots
+                                  .Arg<I32>()             // orders
+                                  .Arg<I32>()             // bounds
+                                  .Ret<ffi::AnyBuffer>()  // result
+                                  .Ret<I32>()             // runs
+                                  .Ret<F32>()             // partials
+                                  .Attr<int64_t>("group")
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("by_count")
+                                  .Attr<bool>("sharded")
+                                  .Attr<bool>("drop"),
+                              {kTraits});
+
+}  // namespace jax_ep

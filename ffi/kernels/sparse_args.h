@@ -1,0 +1,54 @@
+// What the two ops of sparse_all_reduce are called with. Shapes: R ranks, N entries a rank, D values a row, C capacity.
+//
+// The union of all ranks' row ids, sorted, numbers the slots 0 .. U - 1. An entry of no row has the slot U.
+#pragma once
+
+#include <cstdint>
+
+#include "device/dtype.h"
+#include "device/heap.h"
+
+namespace jax_ep {
+
+constexpr int kMissing = 2;  // counters of what is missing in a result
+
+struct SparseUnionArgs {
+  DType dtype;  // not looked at
+  int entries, num_rows, capacity;
+  bool sharded;            // a rank's result holds the ids of its own range of the table only
+  const int32_t* ids;      // [N] sorted; num_rows where there is none
+  const int32_t* order;    // [N] the entry that each of them was
+  const int32_t* missing;  // [2] entries ignored and ids dropped before, for the user
+  int32_t* indices;        // [C] of this rank's result
+  int32_t* slots;          // [R, N] of the sorted entries of all ranks
+  int32_t* orders;         // [R, N]
+  int32_t* bounds;         // [R + 1] ids below the range of each rank, and all ids
+  int32_t* all_missing;    // [2] over all ranks
+  int32_t* scratch;
+};
+
+// The entries of one rank that name one row: [begin, end) of the rank's sorted entries.
+struct Run {
+  int32_t begin, end;
+};
+
+struct SparseReduceArgs {
+  DType dtype;
+  int entries, hidden, capacity;
+  int slots_kept;  // most slots that a result can use: the length of the table of runs
+  bool sharded, drop;
+  bool by_count;          // rows are divided by their number of entries ...
+  float scale;            // ... or else multiplied by this
+  const char* values;     // [N, D]
+  const int32_t* slots;   // [R, N]
+  const int32_t* orders;  // [R, N]
+  const int32_t* bounds;  // [R + 1]
+  char* result;           // [C, D]
+  Run* runs;              // [R, slots_kept]
+  float* partials;        // [N, D] sums over entries of this rank, at the first entry of their run
+};
+
+constexpr OpKind kind_of(const SparseUnionArgs&) { return OpKind::sparse_union; }
+constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce; }
+
+}  // namespace jax_ep

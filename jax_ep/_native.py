@@ -1,0 +1,131 @@
+"""Groups as the compiled libraries hold them, and what they tell: errors, launches, recordings."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from jax_ep import _ffi
+from jax_ep.errors import (
+    CapacityError,
+    GroupClosedError,
+    InvalidRoutingError,
+    JaxEpError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from jax_ep.group import Group
+
+_ERRORS: dict[str, type[JaxEpError]] = {
+    "JaxEpError": JaxEpError,
+    "PeerTimeoutError": PeerTimeoutError,
+    "PeerLostError": PeerLostError,
+    "CapacityError": CapacityError,
+    "InvalidRoutingError": InvalidRoutingError,
+    "GroupClosedError": GroupClosedError,
+}
+
+
+class NativeGroup(Protocol):
+    """What the compiled libraries call a group."""
+
+    id: int
+
+    def close(self) -> None: ...
+    def take_error(self) -> tuple[str, str] | None: ...
+    def start_recording(self) -> None: ...
+    def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
+    def limit_processors(self, most: int) -> None: ...
+    def launch_config(self, op: int, num_tokens: int, encoded: bool) -> list[int] | None: ...
+    def stall(self, rank: int, where: str) -> None: ...
+    def stage_all(self) -> None: ...
+
+
+def create_group(
+    platform: str,
+    lines: list[list[int]],
+    timeout: float,
+    *,
+    group_id: int = 0,
+    processes: Sequence[Sequence[int]] = (),
+    sockets: Sequence[int] = (),
+) -> NativeGroup:
+    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
+
+    Args:
+      lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
+      timeout: seconds.
+      group_id: by which compiled programs find the group, the same in all processes; 0 for any.
+      processes: by line and rank, if some are of other processes.
+      sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
+    """
+    poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
+    try:
+        return _ffi.library(platform).Group(lines, timeout, poison, processes, sockets, group_id)
+    except RuntimeError as error:
+        kind, _, message = str(error).partition(": ")
+        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
+
+
+class LaunchConfig(NamedTuple):
+    """How an op is launched on a GPU. A block takes a whole SM; its first warps push rows, the others take them in."""
+
+    blocks: int
+    threads: int
+    pushers_per_block: int
+    shared_bytes_per_warp: int
+
+
+def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
+    """None on a CPU, whose ranks are threads."""
+    found = native.launch_config(_ffi.library(platform).op_kinds[op], num_tokens, encoded)
+    return None if found is None else LaunchConfig(*found)
+
+
+def take_error(native: NativeGroup) -> JaxEpError | None:
+    """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
+    found = native.take_error()
+    if found is None:
+        return None
+    kind, message = found
+    return _ERRORS[kind](message)
+
+
+class Span(NamedTuple):
+    """What one team of a rank was busy with. Times are those of the host's monotonic clock."""
+
+    squad: int
+    role: int  # 0 pushes, 1 fills
+    epoch: int
+    op: str
+    phase: str
+    begin_ns: int
+    end_ns: int
+
+
+class Recording(NamedTuple):
+    """What one rank recorded: (squad, role) after (squad, role), each in order of time."""
+
+    line: int
+    rank: int
+    lost: int  # phases that later ones have overwritten
+    unfinished: int  # teams that were inside an op when the recording ended
+    spans: list[Span]
+
+
+def start_recording(group: "Group") -> None:
+    assert group._native is not None
+    group._native.start_recording()
+
+
+def stop_recording(group: "Group") -> list[Recording]:
+    assert group._native is not None
+    return [
+        Recording(line, rank, lost, unfinished, [Span(*span) for span in spans])
+        for line, rank, lost, unfinished, spans in group._native.stop_recording()
+    ]
+
+
+def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
+    return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}")

@@ -1,0 +1,180 @@
+"""`with jax_ep.profile("trace.json"):` a timeline of what every block of every rank does inside the ops."""
+
+import contextlib
+import itertools
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import jax
+
+from jax_ep import _native
+
+if TYPE_CHECKING:
+    from jax_ep.group import Group
+
+_lock = threading.RLock()
+_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()  # open, with kernels to record
+_profile: "_Profile | None" = None
+
+
+@contextlib.contextmanager
+def profile(path: str | Path) -> Iterator[None]:
+    """Records when each block enters and leaves each phase of each op, on all ranks, into a Chrome trace.
+
+    Open the file in https://ui.perfetto.dev or chrome://tracing. A process of the trace is a rank (pid: the rank, for
+    the first line of the first group; further lines and groups follow), a thread is a GPU block's first pushing
+    (tid: 2 * block) or first filling (2 * block + 1) warp, and one thread stands for a rank of the CPU. A slice is an
+    op, or in it a phase: "count" ids, "post" counts and addresses to the peers, "wait" for a peer, "layout" of rows,
+    "place" (the row of every assignment), "barrier" among the blocks of a rank, "send" rows, "pad" segments with
+    zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
+    `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
+
+    Records all open groups and those opened inside, under `jax.jit` and in replayed CUDA graphs too; nothing with
+    implementation="xla". A rank keeps its last 4096 to 32768 phases a block; the rank's label in the trace says if
+    earlier ones were lost. Costs nothing when off.
+
+    Await results inside the block (`jax.block_until_ready`): profile awaits nothing, and ops that still run when it
+    ends are cut off, as the label says. Where JAX runs in several processes, each writes its own ranks: process 1
+    writes `trace.1.json`.
+
+    Args:
+      path: the file to write; overwritten if there is one.
+
+    Raises:
+      RuntimeError: another profile is under way.
+      OSError: the file cannot be written.
+    """
+    current = _begin(Path(path))
+    with current.file:
+        try:
+            yield
+        finally:
+            _end(current)
+            _write(current)
+
+
+class _Profile:
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = _open_trace(_path_of_process(path))
+        self.groups: list[Group] = []  # recorded now; kept alive until they are read
+        self.recordings: list[tuple[Group, list[_native.Recording]]] = []
+
+    def start(self, group: "Group") -> None:
+        _native.start_recording(group)
+        self.groups.append(group)
+
+    def stop(self, group: "Group") -> None:
+        self.groups.remove(group)
+        self.recordings.append((group, _native.stop_recording(group)))
+
+
+def group_opened(group: "Group") -> None:
+    """Called when a group with kernels has been opened."""
+    with _lock:
+        _groups.add(group)
+        if _profile is not None:
+            _profile.start(group)
+
+
+def group_closing(group: "Group") -> None:
+    """Called before such a group closes."""
+    with _lock:
+        _groups.discard(group)
+        if _profile is not None and group in _profile.groups:
+            _profile.stop(group)
+
+
+def _begin(path: Path) -> _Profile:
+    global _profile
+    with _lock:
+        if _profile is not None:
+            raise RuntimeError(f"profile: already recording to {str(_profile.path)!r}; profiles do not nest")
+        _profile = current = _Profile(path)
+        try:
+            for group in _groups:
+                current.start(group)
+        except BaseException:
+            _end(current)
+            current.file.close()
+            raise
+        return current
+
+
+def _end(current: _Profile) -> None:
+    global _profile
+    with _lock:
+        _profile = None
+        for group in list(current.groups):
+            current.stop(group)
+
+
+def _path_of_process(path: Path) -> Path:
+    if jax.process_count() == 1:
+        return path
+    return path.with_suffix(f".{jax.process_index()}{path.suffix}")
+
+
+def _open_trace(path: Path) -> IO[str]:
+    try:
+        return path.open("w")
+    except OSError as error:
+        raise OSError(f"profile: path must be a file that can be written, got {str(path)!r}: {error}") from error
+
+
+def _write(current: _Profile) -> None:
+    current.file.write('{"displayTimeUnit": "ns", "traceEvents": [')
+    separator = "\n"
+    for event in _events(current):
+        current.file.write(separator + json.dumps(event))
+        separator = ",\n"
+    current.file.write("\n]}\n")
+
+
+def _events(current: _Profile) -> Iterator[dict[str, Any]]:
+    first_pid = 0
+    for group, recordings in sorted(current.recordings, key=lambda recorded: recorded[0].native_id):
+        for recording in recordings:
+            pid = first_pid + recording.line * group.size + recording.rank
+            yield from _names(group, recording, pid)
+            yield from _slices(recording.spans, pid)
+        first_pid += len(recordings)
+
+
+def _names(group: "Group", recording: _native.Recording, pid: int) -> Iterator[dict[str, Any]]:
+    def metadata(what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+    line = f", line {recording.line}" if group.mesh.size > group.size else ""
+    yield metadata("process_name", name=f"rank {recording.rank} of {group.axis_name!r}{line}")
+    yield metadata("process_sort_index", sort_index=pid)
+    notes = []
+    if recording.lost:
+        notes.append(f"{recording.lost} earlier phases lost: the profile was too long")
+    if recording.unfinished:
+        notes.append(f"{recording.unfinished} rows end inside an op: its results were not awaited")
+    if notes:
+        yield metadata("process_labels", labels="; ".join(notes))
+    for squad, role in sorted({(span.squad, span.role) for span in recording.spans}):
+        row = "thread" if group.platform == "cpu" else f"block {squad}, {('push', 'fill')[role]}"
+        yield metadata("thread_name", tid=2 * squad + role, name=row)
+        yield metadata("thread_sort_index", tid=2 * squad + role, sort_index=2 * squad + role)
+
+
+def _slices(spans: list[_native.Span], pid: int) -> Iterator[dict[str, Any]]:
+    """A slice per op of a thread, before those of its phases: the outer of two that begin together comes first."""
+    for (squad, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.squad, span.role, span.epoch)):
+        phases = list(of_op)
+        op = phases[0].op
+        same = {"ph": "X", "pid": pid, "tid": 2 * squad + role, "args": {"op": op, "epoch": epoch}}
+        yield same | {"name": op, "cat": "op"} | _times(phases[0].begin_ns, phases[-1].end_ns)
+        for span in phases:
+            yield same | {"name": span.phase, "cat": "phase"} | _times(span.begin_ns, span.end_ns)
+
+
+def _times(begin_ns: int, end_ns: int) -> dict[str, float]:
+    return {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}

@@ -1,0 +1,169 @@
+"""sparse_all_reduce: rows of a large table, of which each rank holds a few, added up over the ranks.
+
+Two steps. The union of all ranks' row ids gives every row its slot in the result; then each row is summed by one of
+the ranks that hold it, which reads the others' rows from their memory and writes the sum into everybody's result.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks, _ffi, reference_sparse
+from jax_ep.group import Group
+from jax_ep.moe import IMPLEMENTATIONS
+from jax_ep.sparse_rows import SparseRows
+from jax_ep.sparse_union import SparseConfig, Union, choose_method, match, search
+from pallas_kernels import index_match
+
+OPS = ("sum", "mean", "mean_by_count")
+METHODS = ("auto", "bitmap", "match")
+
+
+def sparse_all_reduce(
+    rows: SparseRows,
+    *,
+    group: Group,
+    capacity: int,
+    op: str = "sum",
+    sharded: bool = False,
+    method: str = "auto",
+    on_overflow: str = "raise",
+    implementation: str = "auto",
+) -> SparseRows:
+    """Adds up the sparse rows of all ranks: sorted different ids, each with the sum of its entries.
+
+    Called on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, however many
+    ranks hold it, and sends each of its own rows at most once to each other rank: the least that a replicated result
+    takes. Sums are in float32, over the entries of a rank in their order, then over ranks in theirs: the same bits on
+    every rank and in every run. Differentiable in `rows.values`.
+
+    Args:
+      rows: N entries of this rank, of the same N, D, dtype and `num_rows` on all ranks. Ids in any order, with
+        duplicates. Those outside [0, num_rows) are ignored, and counted if they are among the first `rows.count`.
+      group: the open group of the ranks.
+      capacity: C, the rows of the result.
+      op: "sum"; "mean", the sum divided by the number of ranks; "mean_by_count", the sum divided by the number of
+        entries of its row.
+      sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
+        Otherwise all ranks have the same result, which does not vary over the group's axis.
+      method: how slots are found. "bitmap": a bit per row of the table, and a prefix of its popcounts. "match": sort
+        the ids of all ranks and find each id among them, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap"
+        while it weighs at most 4 MiB or an eighth of the rows of all ranks. The results are the same. "xla" always
+        takes "match".
+      on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
+        last ids find no room, and are counted in `dropped`.
+      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU meshes of many processes.
+        With "xla", an overflow fills `values` with NaN and is raised by `group.check()` or the next op.
+
+    Returns:
+      C entries in the dtypes of `rows`, `count` of them rows, padded with id `num_rows` and zero values. `ignored`
+      counts entries over all ranks, `dropped` ids; both include what `rows` of all ranks say.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised when the op is traced.
+      JaxEpError: an earlier op of this group failed. A failure of this op raises `jax.errors.JaxRuntimeError` where
+        its result is awaited, and the typed error from `group.check()` and from the next op.
+    """
+    name = "sparse_all_reduce"
+    group.check()
+    _checks.check_inside_shard_map(name, group.mesh, group.axis_name)
+    config = _config(rows, group, capacity, op, sharded, on_overflow)
+    _checks.check_one_of(name, "method", method, METHODS)
+    _checks.check_one_of(name, "implementation", implementation, IMPLEMENTATIONS)
+    native = group.resolve(name, implementation) == "ffi"
+
+    if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
+        padding = (
+            jnp.full(1, rows.num_rows, rows.indices.dtype),
+            jnp.zeros((1, rows.values.shape[1]), rows.values.dtype),
+        )
+        rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
+    leaves, treedef = jax.tree.flatten(rows)
+    leaves = _checks.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
+    rows = jax.tree.unflatten(treedef, [_checks.not_batched(name, leaf) for leaf in leaves])
+    entries, row_values = rows.values.shape
+    if method == "auto":
+        method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
+    union = _union(group, config, rows, method, native)
+    union_here = Union(*_checks.vary_alike(group.axis_name, rows.values, *union)[1:])
+    if native:
+        values = _reduce(group, config, rows.values, union_here)
+    else:
+        values = reference_sparse.reduce(config, group.axis_name, rows.values, union)
+        if not config.drop:
+            values = group.nan_on_overflow(name, union.needed(config), config.capacity, values)
+    needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
+    return SparseRows(
+        indices=union.indices.astype(rows.indices.dtype),
+        values=values,
+        count=jnp.minimum(needed, capacity),
+        num_rows=rows.num_rows,
+        ignored=union.missing[0],
+        dropped=union.missing[1] + jnp.maximum(needed - capacity, 0),
+    )
+
+
+def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: bool, on_overflow: str) -> SparseConfig:
+    name = "sparse_all_reduce"
+    if not isinstance(rows, SparseRows):
+        raise TypeError(f"{name}: rows must be SparseRows, got {type(rows).__name__}")
+    rows.check(name)
+    if rows.values.shape[1] == 0:
+        raise ValueError(f"{name}: values must have at least one column, got {rows.values.shape}")
+    _checks.check_positive(name, "capacity", capacity)
+    _checks.check_one_of(name, "op", op, OPS)
+    if not isinstance(sharded, bool):
+        raise TypeError(f"{name}: sharded must be True or False, got {sharded!r}")
+    _checks.check_one_of(name, "on_overflow", on_overflow, ("raise", "drop"))
+    if capacity >= 2**31 or group.size * rows.indices.shape[0] >= 2**31:
+        raise ValueError(
+            f"{name}: capacity and the indices of all ranks must be below 2**31, "
+            f"got {capacity} and {group.size} * {rows.indices.shape[0]}"
+        )
+    return SparseConfig(group.size, rows.num_rows, capacity, op, sharded, on_overflow == "drop")
+
+
+def _union(group: Group, config: SparseConfig, rows: SparseRows, method: str, native: bool) -> Union:
+    entries = jax.lax.broadcasted_iota(jnp.int32, rows.indices.shape, 0)
+    ids, order = jax.lax.sort((rows.masked_indices.astype(jnp.int32), entries), num_keys=1, is_stable=True)
+    missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
+    operands = _checks.vary_alike(group.axis_name, ids, order, missing)
+    if native and method == "bitmap":
+        return _ffi.sparse_union(group, config, *operands)
+    on_gpu = native and group.platform != "cpu"
+    return match(config, group.axis_name, *operands, find=index_match if on_gpu else search)
+
+
+_reduce = jax.custom_vjp(_ffi.sparse_reduce, nondiff_argnums=(0, 1))
+
+
+def _reduce_fwd(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> Any:
+    return _reduce(group, config, values, union), union
+
+
+def _reduce_bwd(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> Any:
+    """Every entry takes the cotangent of its row, from the rank that has it."""
+    axis_name, dtype = group.axis_name, cotangent.dtype
+    slots = reference_sparse.slots_of_entries(union, axis_name)
+    if config.sharded:
+        cotangent = jax.lax.all_gather(cotangent, axis_name)
+        owner = jnp.minimum(jnp.searchsorted(union.bounds, slots, side="right") - 1, group.size - 1)
+        rows = slots - union.bounds[owner]
+        taken = cotangent.at[owner, rows].get(mode="clip")
+    else:
+        if not _checks.tracks_varying(axis_name):  # then every rank has a part of it, as in the transpose of psum
+            cotangent = jax.lax.psum(cotangent.astype(jnp.float32), axis_name)
+        rows = slots
+        taken = cotangent.at[slots].get(mode="clip")
+    present = (slots < union.bounds[-1]) & (rows < config.capacity)
+    taken = jnp.where(present[:, None], taken.astype(jnp.float32) * config.scale, 0)
+    if config.by_count:
+        kept = config.slots_kept(slots.shape[0])
+        counts = reference_sparse.entries_of_slots(union, kept).at[slots].get(mode="clip")
+        taken = taken / jnp.maximum(counts, 1)[:, None]
+    return taken.astype(dtype), None
+
+
+_reduce.defvjp(_reduce_fwd, _reduce_bwd)

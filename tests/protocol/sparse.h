@@ -1,0 +1,116 @@
+// sparse_union and sparse_reduce on bare threads, against sums in a map.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "ranks.h"
+
+namespace jax_ep {
+
+constexpr int kEntries = 300, kTableRows = 500, kWidth = 8, kSlots = kTableRows;
+
+// One rank's buffers. Entries are whole numbers, so that sums are exact in any order.
+struct SparseRank {
+  std::vector<int32_t> raw = std::vector<int32_t>(kEntries);  // ids before they are sorted
+  std::vector<int32_t> ids = std::vector<int32_t>(kEntries), order = std::vector<int32_t>(kEntries);
+  std::vector<float> values = std::vector<float>(kEntries * kWidth);
+  int32_t missing[2] = {1, 2}, all_missing[2] = {};
+  std::vector<int32_t> indices = std::vector<int32_t>(kSlots), bounds = std::vector<int32_t>(kRanks + 1);
+  std::vector<int32_t> slots = std::vector<int32_t>(kRanks * kEntries), orders = slots;
+  std::vector<int32_t> scratch = std::vector<int32_t>(bitmap_scratch_ints(kTableRows));
+  std::vector<float> result = std::vector<float>(kSlots * kWidth);
+  std::vector<Run> runs = std::vector<Run>(kRanks * kSlots);
+  std::vector<float> partials = std::vector<float>(kEntries * kWidth);
+
+  // Some ids are often drawn, so that their runs are long.
+  void draw(std::mt19937& random) {
+    for (int32_t& id : raw) id = random() % 3 ? random() % (kTableRows + 1) : random() % 2 * 77;
+    for (float& x : values) x = static_cast<float>(random() % 64);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return raw[a] < raw[b]; });
+    for (int i = 0; i < kEntries; ++i) ids[i] = raw[order[i]];
+  }
+
+  SparseUnionArgs union_args(bool sharded) {
+    SparseUnionArgs a{};
+    a.entries = kEntries, a.num_rows = kTableRows, a.capacity = kSlots, a.sharded = sharded;
+    a.ids = ids.data(), a.order = order.data(), a.missing = missing, a.indices = indices.data();
+    a.slots = slots.data(), a.orders = orders.data(), a.bounds = bounds.data(), a.all_missing = all_missing;
+    a.scratch = scratch.data();
+    return a;
+  }
+
+  SparseReduceArgs reduce_args(bool sharded) {
+    SparseReduceArgs a{};
+    a.entries = kEntries, a.hidden = kWidth, a.capacity = kSlots, a.slots_kept = kSlots, a.sharded = sharded;
+    a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.slots = slots.data(), a.orders = orders.data();
+    a.bounds = bounds.data(), a.result = reinterpret_cast<char*>(result.data()), a.runs = runs.data();
+    a.partials = partials.data();
+    return a;
+  }
+};
+
+inline void reduce_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded) {
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    run_kernel<float>(comm, ranks[rank].union_args(sharded), team);
+  });
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    run_kernel<float>(comm, ranks[rank].reduce_args(sharded), team);
+  });
+}
+
+inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
+  std::map<int, float> first_values;  // of each row: the sum of the first value of its entries
+  for (const SparseRank& rank : ranks)
+    for (int i = 0; i < kEntries; ++i)
+      if (rank.raw[i] < kTableRows) first_values[rank.raw[i]] += rank.values[i * kWidth];
+  for (int r = 0; r < kRanks; ++r) {
+    const int begin = sharded ? r * kTableRows / kRanks : 0;
+    const int end = sharded ? (r + 1) * kTableRows / kRanks : kTableRows;
+    int place = 0;
+    for (const auto& [id, value] : first_values) {
+      if (id < begin || id >= end) continue;
+      expect(ranks[r].indices[place] == id, "ids are the sorted union");
+      expect(ranks[r].result[place * kWidth] == value, "rows are sums");
+      ++place;
+    }
+    for (; place < kSlots; ++place)
+      expect(ranks[r].indices[place] == kTableRows && ranks[r].result[place * kWidth] == 0, "the rest is padding");
+    expect(ranks[r].all_missing[0] == kRanks && ranks[r].all_missing[1] == 2 * kRanks, "counters are added up");
+  }
+}
+
+inline void sparse_reductions(int times) {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
+  std::vector<SparseRank> ranks(kRanks);
+  std::mt19937 random(3);
+  for (int i = 0; i < times; ++i) {
+    for (SparseRank& rank : ranks) rank.draw(random);
+    reduce_on_all_ranks(group, ranks, /*sharded=*/i % 2);
+    check_sparse(ranks, i % 2);
+  }
+  expect(!group.take_error(), "no error is reported");
+}
+
+// A rank that is lost between the two steps: nobody returns while a peer may still read its rows.
+inline void lost_sparse_rank() {
+  Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
+  std::vector<SparseRank> ranks(kRanks);
+  std::mt19937 random(4);
+  for (SparseRank& rank : ranks) rank.draw(random);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    run_kernel<float>(comm, ranks[rank].union_args(false), team);
+  });
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    if (rank != 2) run_kernel<float>(comm, ranks[rank].reduce_args(false), team);
+  });
+  const auto error = group.take_error();
+  expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+  expect(std::isnan(ranks[0].result[0]), "results are NaN after a failure");
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,136 @@
+"""Cases of sparse_all_reduce, programs that run them, and what they must return in numpy and plain loops.
+
+Every array has a leading axis of ranks. The oracle shares no code with jax_ep.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import Group, SparseRows, sparse_all_reduce
+
+Array = np.ndarray
+Program = Callable[[Array, Array], Any]
+
+
+class Expected(NamedTuple):
+    """On all ranks; `exact` and `magnitude` in float64, `needed` rows before any is dropped."""
+
+    indices: Array  # [R, C]
+    exact: Array  # [R, C, D]
+    magnitude: Array  # [R, C, D]: the sum of absolute values
+    entries: Array  # [R, C]
+    used: Array  # [R]
+    ignored: int
+    dropped: Array  # [R]
+    needed: Array  # [R]
+
+
+def expected(
+    ids: Array, values: Array, *, num_rows: int, capacity: int, op: str = "sum", sharded: bool = False
+) -> Expected:
+    size, _, width = values.shape
+    block = (num_rows + size - 1) // size
+    rows: dict[int, list[Array]] = {}
+    ignored = 0
+    for rank in range(size):
+        for index, value in zip(ids[rank].tolist(), values[rank], strict=True):
+            if 0 <= index < num_rows:
+                rows.setdefault(index, []).append(value.astype(np.float64))
+            else:
+                ignored += 1
+    out = Expected(
+        indices=np.full((size, capacity), num_rows, ids.dtype),
+        exact=np.zeros((size, capacity, width)),
+        magnitude=np.zeros((size, capacity, width)),
+        entries=np.zeros((size, capacity), int),
+        used=np.zeros(size, int),
+        ignored=ignored,
+        dropped=np.zeros(size, int),
+        needed=np.zeros(size, int),
+    )
+    for rank in range(size):
+        mine = sorted(index for index in rows if not sharded or index // block == rank)
+        out.needed[rank] = len(mine)
+        out.used[rank] = min(len(mine), capacity)
+        out.dropped[rank] = len(mine) - out.used[rank]
+        for place, index in enumerate(mine[:capacity]):
+            terms = rows[index]
+            divisor = {"sum": 1, "mean": size, "mean_by_count": len(terms)}[op]
+            out.indices[rank, place] = index
+            out.exact[rank, place] = np.sum(terms, axis=0) / divisor
+            out.magnitude[rank, place] = np.sum(np.abs(terms), axis=0) / divisor
+            out.entries[rank, place] = len(terms)
+    return out
+
+
+def assert_reduced(actual: SparseRows, wanted: Expected, dtype: Any) -> None:
+    """Ids and counts are equal; values differ by the rounding of float32 sums and of the result at most."""
+    np.testing.assert_array_equal(actual.indices, wanted.indices)
+    np.testing.assert_array_equal(actual.count, wanted.used)
+    np.testing.assert_array_equal(actual.ignored, np.full_like(wanted.used, wanted.ignored))
+    np.testing.assert_array_equal(actual.dropped, wanted.dropped)
+    assert actual.values.dtype == dtype
+    info = jnp.finfo(dtype)
+    unit = float(info.eps) / 2 + (wanted.entries[..., None] + 2) * 2.0**-24
+    error = np.abs(np.asarray(actual.values).astype(np.float64) - wanted.exact)
+    assert np.all(error <= unit * wanted.magnitude + float(info.smallest_subnormal)), error.max()
+
+
+def reduced(group: Group, num_rows: int, **options: Any) -> Callable[[jax.Array, jax.Array], SparseRows]:
+    """On one rank, (ids [N], values [N, D]) -> what `sparse_all_reduce` returns."""
+
+    def run(ids: jax.Array, values: jax.Array) -> SparseRows:
+        rows = SparseRows.from_entries(ids, values, num_rows=num_rows)
+        return sparse_all_reduce(rows, group=group, **options)
+
+    return run
+
+
+def program(group: Group, num_rows: int, **options: Any) -> Program:
+    """The same for all ranks, each with its own copy of the result."""
+    return helpers.per_rank(reduced(group, num_rows, **options), group.mesh)
+
+
+def draw_values(rng: np.random.Generator, ids: Array, width: int, dtype: Any = np.float32) -> Array:
+    return rng.standard_normal((*ids.shape, width)).astype(dtype)
+
+
+def uniform(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    return rng.integers(0, num_rows, (size, entries), dtype=np.int32)
+
+
+def zipf(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    """A few rows are in nearly every draw."""
+    return ((rng.zipf(1.3, (size, entries)) * 7919) % num_rows).astype(np.int32)
+
+
+def identical(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    return np.stack([rng.choice(num_rows, entries, replace=False).astype(np.int32)] * size)
+
+
+def disjoint(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    return rng.permutation(num_rows)[: size * entries].reshape(size, entries).astype(np.int32)
+
+
+def empty_on_some(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    ids = uniform(rng, size, entries, num_rows)
+    ids[::2] = num_rows
+    return ids
+
+
+def all_duplicates(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    return np.full((size, entries), rng.integers(num_rows), np.int32)
+
+
+def out_of_range(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    return rng.choice(
+        np.array([-(2**31), -1, 0, 1, num_rows - 1, num_rows, num_rows + 1, 2**31 - 1], np.int32), (size, entries)
+    )
+
+
+DRAWS = (uniform, zipf, identical, disjoint, empty_on_some, all_duplicates, out_of_range)

@@ -1,0 +1,267 @@
+"""Sparse gradients and the row-wise optimizers, against jax.grad of dense tables and dense updates in numpy."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import OpenGroup
+from embedding_oracle import D, DenseOptimizer, V, dense_gradient, state_of
+from helpers import bits, fetch, largest_size, wide
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import SparseRows, embedding, sparse_all_reduce, sparse_value_and_grad
+
+
+def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(rows.astype(jnp.float32) * weights) ** 2)
+
+
+def dense_loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """The same, with zero rows behind the table for ids that name none."""
+    padded = jnp.concatenate([table, jnp.zeros((1, table.shape[1]), table.dtype)])
+    return loss(padded[jnp.where((ids >= 0) & (ids < table.shape[0]), ids, table.shape[0])], weights)
+
+
+def draw(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A table, ids with many duplicates and some that name no row, and weights."""
+    table = rng.standard_normal((V, D), np.float32)
+    ids = rng.choice([*range(0, V, 3), -1, V, V + 7, -V], shape).astype(np.int32)
+    return jnp.asarray(table), jnp.asarray(ids), jnp.asarray(rng.standard_normal((*shape, D), np.float32))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (40,), (5, 8), (0,)])
+def test_the_gradient_of_a_table(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    table, ids, weights = draw(rng, *shape)
+    value, gradient = jax.jit(sparse_value_and_grad(loss))(table, ids, weights)
+    expected, expected_gradient = jax.value_and_grad(dense_loss)(table, ids, weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_array_equal(gradient.indices, np.ravel(ids))
+    assert (gradient.num_rows, int(gradient.count)) == (V, np.size(ids))
+    np.testing.assert_allclose(gradient.todense(), expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_further_arguments_and_auxiliary_results(rng: np.random.Generator) -> None:
+    table, ids, weights = draw(rng, 30)
+
+    def with_aux(rows: jax.Array, scale: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return scale * loss(rows, weights), rows[0]
+
+    (_, aux), (sparse, by_weights, by_scale) = sparse_value_and_grad(with_aux, (2, 1), has_aux=True)(
+        table, ids.at[0].set(3), jnp.float32(2), weights
+    )
+    expected = jax.grad(lambda t, s, w: s * dense_loss(t, ids.at[0].set(3), w), (0, 1, 2))(table, 2.0, weights)
+    np.testing.assert_array_equal(aux, table[3])
+    for actual, dense in zip((sparse.todense(), by_scale, by_weights), expected, strict=True):
+        np.testing.assert_allclose(actual, dense, rtol=1e-5, atol=1e-6)
+
+
+def test_several_tables_and_several_lookups_in_one(rng: np.random.Generator) -> None:
+    table, ids, _ = draw(rng, 12)
+    small = jnp.asarray(rng.standard_normal((4, D), np.float32))
+    both, indices = {"words": table, "tags": small}, {"words": {"left": ids, "right": ids[::2]}, "tags": ids[:6] % 4}
+
+    def score(rows: dict[str, Any]) -> jax.Array:
+        return jnp.sum(rows["words"]["left"][:6] * rows["words"]["right"] * rows["tags"])
+
+    def dense(tables: dict[str, jax.Array]) -> jax.Array:
+        words = jnp.concatenate([tables["words"], jnp.zeros((1, D))])
+        inside = jnp.where((ids >= 0) & (ids < V), ids, V)
+        return jnp.sum(words[inside[:6]] * words[inside[::2]] * tables["tags"][indices["tags"]])
+
+    gradient = sparse_value_and_grad(score)(both, indices)[1]
+    for name, expected in jax.grad(dense)(both).items():
+        np.testing.assert_allclose(gradient[name].todense(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_id_outside_the_table_reads_zeros(rng: np.random.Generator) -> None:
+    table, _, _ = draw(rng, 1)
+    ids = jnp.asarray([[-1, 2], [V, V - 1]], jnp.int32)
+    zero = np.zeros(D)
+    np.testing.assert_array_equal(embedding.lookup(table, ids), [[zero, table[2]], [zero, table[-1]]])
+
+
+OPTIMIZERS: dict[str, Callable[[], embedding.RowOptimizer]] = {
+    "sgd": lambda: embedding.sgd(0.1),
+    "adagrad": lambda: embedding.adagrad(0.1),
+    "adagrad from zero": lambda: embedding.adagrad(0.1, initial_accumulator=0.0),
+    "rowwise_adagrad": lambda: embedding.rowwise_adagrad(0.1),
+    "lazy_adam": lambda: embedding.lazy_adam(0.1, b1=0.8, b2=0.9),
+}
+
+
+def draw_gradients(rng: np.random.Generator, steps: int, count: int) -> SparseRows:
+    """A gradient per step: duplicates, ids that name no row, entries past the count that would spoil everything."""
+    ids = rng.choice([*range(0, V, 3), -1, V, V + 7, -V], (steps, count)).astype(np.int32)
+    ids[1] = np.minimum(np.arange(count) * 2, V)  # sorted and different, as coalesce gives them
+    values = rng.standard_normal((steps, count, D)).astype(np.float32)
+    counts = np.full(steps, count, np.int32)
+    counts[-1] = count // 2
+    values[-1, count // 2 :] = np.nan
+    none = np.zeros(steps, np.int32)
+    return SparseRows(
+        jnp.asarray(ids), jnp.asarray(values), jnp.asarray(counts), V, jnp.asarray(none), jnp.asarray(none)
+    )
+
+
+def at_step(gradients: SparseRows, step: int) -> SparseRows:
+    return jax.tree.map(lambda x: x[step], gradients)
+
+
+@pytest.mark.parametrize("loop", ["jit", "scan"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_of_touched_rows(rng: np.random.Generator, name: str, loop: str) -> None:
+    optimizer, steps = OPTIMIZERS[name](), 4
+    table = jnp.asarray(rng.standard_normal((V, D), np.float32))
+    gradients, oracle = draw_gradients(rng, steps, 30), DenseOptimizer(name, np.asarray(table))
+
+    def step(carry: tuple[Any, Any], gradient: SparseRows) -> tuple[tuple[Any, Any], None]:
+        table, state = carry
+        updates, state = optimizer.update(gradient, state)
+        return (embedding.apply_updates(table, updates), state), None
+
+    start = table, optimizer.init(table)
+    carry, untouched = start, np.ones(V, bool)
+    if loop == "scan":
+        carry, _ = jax.jit(partial(jax.lax.scan, step))(carry, gradients)
+    for i in range(steps):
+        if loop == "jit":
+            carry, _ = jax.jit(step)(carry, at_step(gradients, i))
+        gradient, touched = dense_gradient(gradients, i)
+        oracle.update(gradient, touched)
+        untouched &= ~touched
+
+    assert 0 < untouched.sum() < V
+    leaves, expected = jax.tree.leaves(carry), [oracle.table, *state_of(oracle)]
+    for actual, dense, before in zip(leaves, expected, jax.tree.leaves(start), strict=True):
+        np.testing.assert_allclose(actual, dense, rtol=2e-5, atol=2e-6)
+        if actual.ndim:
+            assert bits(actual[untouched]) == bits(before[untouched])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (embedding.sgd(0.1), optax.sgd(0.1)),
+        (embedding.adagrad(0.1), optax.adagrad(0.1)),
+        (embedding.lazy_adam(0.1), optax.adam(0.1)),
+    ],
+    ids=["sgd", "adagrad", "lazy_adam"],
+)
+def test_gradients_of_every_row_do_what_optax_does(
+    rng: np.random.Generator, ours: embedding.RowOptimizer, theirs: optax.GradientTransformation
+) -> None:
+    ids = jnp.arange(V, dtype=jnp.int32)
+    tables = {"a": jnp.asarray(rng.standard_normal((V, D), np.float32)), "b": jnp.ones((V, 2))}
+    dense, state, dense_state = tables, ours.init(tables), theirs.init(tables)
+    update, dense_update = jax.jit(ours.update), jax.jit(theirs.update)
+    for _ in range(3):
+        gradient = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), tables)
+        rows = jax.tree.map(lambda x: SparseRows.from_entries(ids, x, num_rows=V), gradient)
+        updates, state = update(rows, state)
+        tables = embedding.apply_updates(tables, updates)
+        updates, dense_state = dense_update(gradient, dense_state)
+        dense = optax.apply_updates(dense, updates)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), tables, dense)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
+    optimizer, table = OPTIMIZERS[name](), jax.ShapeDtypeStruct((100_000, 64), jnp.float32)
+    ids, weights = jax.ShapeDtypeStruct((128,), jnp.int32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
+
+    def step(table: jax.Array, state: Any, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        updates, state = optimizer.update(sparse_value_and_grad(loss)(table, ids, weights)[1], state)
+        return embedding.apply_updates(table, updates), state
+
+    state = jax.eval_shape(optimizer.init, table)
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids, weights).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= 4 * 100_000 * 64
+    assert memory.temp_size_in_bytes < 400_000  # not even one value per row
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_tables_of_half_precision(rng: np.random.Generator, name: str, dtype: Any) -> None:
+    optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D)), dtype)
+    rows = at_step(draw_gradients(rng, 3, 30), 1)  # different ids: one rounding
+    rows = SparseRows.from_entries(rows.indices, rows.values.astype(dtype), num_rows=V)
+    updates, _ = optimizer.update(rows, optimizer.init(table))
+    after = embedding.apply_updates(table, updates)
+    oracle = DenseOptimizer(name, wide(table))
+    oracle.update(*dense_gradient(jax.tree.map(lambda x: x[None], rows), 0))
+    assert after.dtype == dtype
+    epsilon = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(wide(after), oracle.table, rtol=2 * epsilon, atol=2 * epsilon)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "lazy_adam"])
+def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
+    ids, values = jnp.full(257, 3, jnp.int32), jnp.ones((257, D), jnp.bfloat16)  # bfloat16 has no 257
+    optimizer, oracle = OPTIMIZERS[name](), DenseOptimizer(name, np.zeros((V, D)))
+    _, state = optimizer.update(SparseRows.from_entries(ids, values, num_rows=V), optimizer.init(jnp.zeros((V, D))))
+    oracle.update(np.where(np.arange(V)[:, None] == 3, 257.0, np.zeros((V, D))), np.arange(V) == 3)
+    for actual, expected in zip(jax.tree.leaves(state), state_of(oracle), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_data_parallel_training(
+    rng: np.random.Generator, open_group: OpenGroup, implementation: str, name: str, check_vma: bool
+) -> None:
+    """Steps on every rank's part of a batch are steps on the whole batch, and leave all ranks the same table."""
+    group, optimizer, steps = open_group(largest_size()), OPTIMIZERS[name](), 3
+    table, ids, weights = draw(rng, steps, group.size, 10)
+    ids = jnp.where(ids < V - 9, ids, V)  # some rows that nobody names
+
+    def train(table: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            table, state = carry
+            value, gradient = sparse_value_and_grad(loss)(table, *batch)
+            gradient = sparse_all_reduce(gradient, group=group, capacity=V, implementation=implementation)
+            updates, state = optimizer.update(gradient, state)
+            return (embedding.apply_updates(table, updates), state), jax.lax.psum(value, group.axis_name)
+
+        return jax.lax.scan(step, (table, optimizer.init(table)), (ids[:, 0], weights[:, 0]))
+
+    axis = P(None, group.axis_name)
+    program = jax.shard_map(train, mesh=group.mesh, in_specs=(P(), axis, axis), out_specs=P(), check_vma=check_vma)
+    results = jax.jit(program)(table, ids, weights)
+    for x in jax.tree.leaves(results):
+        assert len(set(bits([shard.data for shard in x.addressable_shards]))) == 1
+    (trained, state), losses = fetch(results)
+
+    oracle, named = DenseOptimizer(name, np.asarray(table)), np.zeros(V, bool)
+    for i in range(steps):
+        value, gradient = jax.value_and_grad(dense_loss)(jnp.asarray(oracle.table, jnp.float32), ids[i], weights[i])
+        np.testing.assert_allclose(losses[i], value, rtol=1e-4)
+        touched = np.isin(np.arange(V), ids[i])
+        oracle.update(np.asarray(gradient, np.float64), touched)
+        named |= touched
+    assert not named.all()
+    for actual, dense in zip(jax.tree.leaves((trained, state)), [oracle.table, *state_of(oracle)], strict=True):
+        np.testing.assert_allclose(actual, dense, rtol=2e-4, atol=2e-5)
+    assert bits(trained[~named]) == bits(np.asarray(table)[~named])
+
+
+def test_wrong_arguments_are_named() -> None:
+    table, ids = jnp.zeros((V, D)), jnp.zeros(3, jnp.int32)
+    gradient = sparse_value_and_grad(jnp.sum)
+    with pytest.raises(ValueError, match=r"table must have shape \[V, D\], got \(50,\)"):
+        gradient(table[:, 0], ids)
+    with pytest.raises(TypeError, match=r"ids must be of dtype int32, int64, got float32"):
+        gradient(table, jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0, 1\)"):
+        sparse_value_and_grad(jnp.sum, (0, 1))
+    rows = gradient(table, ids)[1]
+    with pytest.raises(ValueError, match=r"table must have the rows of a table of 50 x 6, got \(49, 6\)"):
+        embedding.apply_updates(table[1:], rows)
+    with pytest.raises(ValueError, match=r"state must have the rows of a table of 50 x 6, got \(50, 5\)"):
+        embedding.adagrad(0.1).update(rows, jnp.zeros((V, 5)))

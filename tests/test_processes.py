@@ -1,0 +1,116 @@
+"""A group whose ranks live in several processes: the oracle's results, and bit for bit those of one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import oracle
+import processes_worker as worker
+import pytest
+from conftest import OpenGroup
+
+ON_CPU = jax.default_backend() == "cpu"
+# On the CPU two processes of two ranks each, so that a rank has peers in its own process and in another.
+PROCESSES, CPU_DEVICES = (2, 2) if ON_CPU else (helpers.largest_size(), 1)
+SIZE = PROCESSES * CPU_DEVICES
+
+# On GPUs: XLA's pool as one region, not as regions that grow as conftest asks for; memory that nobody else can map.
+PREALLOCATED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+UNMAPPABLE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+
+pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
+on_gpus = pytest.mark.skipif(ON_CPU or PROCESSES < 2, reason="needs several GPUs")
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> None:
+    """Runs the worker in all processes; its output is shown where it fails."""
+    tests = Path(worker.__file__).parent
+    paths = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    given = os.environ | {"PYTHONPATH": paths} | ({"JAX_PLATFORMS": "cpu"} if ON_CPU else {}) | environment
+    command = [sys.executable, "-m", "jax_ep.launch", "-n", str(PROCESSES), worker.__file__, str(folder)]
+    result = subprocess.run(
+        [*command, f"--cpu-devices={CPU_DEVICES}", *arguments],
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    assert f"process 0 of {PROCESSES} is done" in result.stdout, result.stdout
+
+
+def assemble(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of all ranks from what the processes saved."""
+    shards: dict[str, np.ndarray] = {}
+    for index in range(PROCESSES):
+        with np.load(folder / f"{index}.npz") as saved:
+            shards |= dict(saved)
+    leaves, structure = jax.tree.flatten(like)
+    found = [
+        np.concatenate([shards[f"{index} {rank}"] for rank in range(SIZE)]).view(leaf.dtype).reshape(leaf.shape)
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, found)
+
+
+# How the oracle is asked for what the worker asks of dispatch; what is missing here is compared with one process only.
+ORACLE_OPTIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16 in chunks": {},
+    "float8 wire": {"fp8": True},
+    "dropped": {"alignment": 8},
+}
+
+
+def assert_right(found: dict[str, Any]) -> None:
+    for name, options in ORACLE_OPTIONS.items():
+        helpers.assert_round_trip(found[name], worker.case_of(name, SIZE), num_experts=worker.EXPERTS, **options)
+    operand, output, slices = worker.slices_of(SIZE)
+    np.testing.assert_array_equal(found["ragged"], oracle.ragged_all_to_all(operand, output, slices))
+
+
+def in_one_process(open_group: OpenGroup, *, staged: bool = False) -> dict[str, Any]:
+    with open_group(SIZE) as group:
+        assert group._native is not None
+        if staged:
+            group._native.stage_all()
+        return helpers.fetch(worker.results(group))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        pytest.param((), {}, id="growing"),
+        pytest.param(("--stage",), {}, id="staging"),
+        pytest.param((), PREALLOCATED, id="preallocated", marks=on_gpus),
+        pytest.param((), UNMAPPABLE, id="unmappable", marks=on_gpus),
+        pytest.param((), {"JAX_EP_DEBUG_POISON": "1"}, id="poisoned", marks=on_gpus),
+    ],
+)
+def test_as_one_process(
+    arguments: tuple[str, ...], environment: dict[str, str], open_group: OpenGroup, tmp_path: Path
+) -> None:
+    print(f"JAX_EP_TEST_SEED={helpers.SEED}")
+    expected = in_one_process(open_group)
+    launch(tmp_path, *arguments, **environment)
+    found = assemble(tmp_path, expected)
+    assert_right(found)
+    assert helpers.bits(found) == helpers.bits(expected)
+
+
+def test_staging_within_a_process(open_group: OpenGroup) -> None:
+    staged = in_one_process(open_group, staged=True)
+    assert_right(staged)
+    assert helpers.bits(staged) == helpers.bits(in_one_process(open_group))
+
+
+@pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
+def test_a_dead_process(tmp_path: Path) -> None:
+    launch(tmp_path, "--lose")

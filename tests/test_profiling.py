@@ -1,0 +1,313 @@
+"""jax_ep.profile: what every rank did in each op, in a trace that can be read."""
+
+import itertools
+import json
+import re
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+
+import jax_ep
+from jax_ep import Group, JaxEpError, combine, dispatch
+
+SIZE, EXPERTS, TOKENS = 4, 8, 600  # two chunks of tokens
+
+pytestmark = pytest.mark.usefixtures("native")
+
+# The phases of an op in their order. On a GPU no block has all of them.
+ORDER = {
+    "dispatch": "(count )?(post )?(wait )?(layout )?(place )?barrier (send )?(pad )?(wait expand )*",
+    "combine": "(post )?wait (send )?(wait reduce )*",
+    "combine's backward pass": "(post )?wait (send )?(pad )?(wait expand )*",
+    "ragged_all_to_all": "(post )?wait (send )?wait ",
+}
+
+
+class Slice(NamedTuple):
+    name: str
+    category: str
+    rank: int
+    thread: int
+    op: str
+    epoch: int
+    begin: float  # microseconds
+    end: float
+
+
+Track = tuple[int, int, int]  # rank, thread, epoch
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def labels(path: Path) -> dict[int, str]:
+    """What the trace says about ranks whose recording is not whole."""
+    events = load(path)["traceEvents"]
+    return {event["pid"]: event["args"]["labels"] for event in events if event["name"] == "process_labels"}
+
+
+def slices(path: Path) -> list[Slice]:
+    return [
+        Slice(e["name"], e["cat"], e["pid"], e["tid"], e["args"]["op"], e["args"]["epoch"], e["ts"], e["ts"] + e["dur"])
+        for e in load(path)["traceEvents"]
+        if e["ph"] == "X"
+    ]
+
+
+def phases_of_tracks(found: list[Slice]) -> dict[Track, list[Slice]]:
+    """The phases of each op on each thread, which fill the slice of the op without gap or overlap."""
+    ops = {(s.rank, s.thread, s.epoch): s for s in found if s.category == "op"}
+    phases: dict[Track, list[Slice]] = defaultdict(list)
+    for s in found:
+        if s.category == "phase":
+            phases[s.rank, s.thread, s.epoch].append(s)
+    assert phases.keys() == ops.keys()
+    for track, of_op in phases.items():
+        edges = [of_op[0].begin, *(s.end for s in of_op)]
+        begins = [s.begin for s in of_op] + [ops[track].end]
+        np.testing.assert_allclose(edges, begins, rtol=0, atol=0.01)
+        assert np.all(np.diff(edges) >= 0)
+        assert ops[track].begin == of_op[0].begin
+        assert {s.op for s in of_op} == {ops[track].name} == {ops[track].op}
+    for one, other in itertools.pairwise(sorted(ops.values(), key=lambda s: (s.rank, s.thread, s.begin))):
+        assert (one.rank, one.thread) != (other.rank, other.thread) or one.end <= other.begin
+    return phases
+
+
+def assert_complete(path: Path, ranks: int, ops: list[str]) -> None:
+    """Every rank ran these ops, in this order, and recorded every phase of each in its order."""
+    assert not labels(path)
+    phases = phases_of_tracks(slices(path))
+    for rank in range(ranks):
+        of_rank = {track: of_op for track, of_op in phases.items() if track[0] == rank}
+        epochs = sorted({epoch for _, _, epoch in of_rank})
+        assert epochs == list(range(epochs[0], epochs[0] + len(ops)))
+        for epoch, op in zip(epochs, ops, strict=True):
+            of_op = [found for track, found in of_rank.items() if track[2] == epoch]
+            assert {s.op for found in of_op for s in found} == {op}
+            for found in of_op:
+                names = "".join(f"{s.name} " for s in found)
+                assert re.fullmatch(ORDER[op], names), names
+            assert {s.name for found in of_op for s in found} == set(re.findall(r"\w+", ORDER[op]))
+    assert {rank for rank, _, _ in phases} == set(range(ranks))
+
+
+def assert_causes_precede(path: Path, slack: float) -> None:
+    """No rank is past its first wait before every rank has begun to post."""
+    posted: dict[int, float] = defaultdict(float)
+    waited: dict[int, float] = defaultdict(lambda: np.inf)
+    for (_, _, epoch), of_op in phases_of_tracks(slices(path)).items():
+        for s in of_op:
+            if s.name == "post":
+                posted[epoch] = max(posted[epoch], s.begin)
+        first = next((s.end for s in of_op if s.name == "wait"), np.inf)
+        if "count" in {s.name for s in of_op} or of_op[0].op != "dispatch":  # others wait for rows only
+            waited[epoch] = min(waited[epoch], first)
+    assert posted
+    for epoch, begin in posted.items():
+        assert begin <= waited[epoch] + slack
+
+
+def draw(rng: np.random.Generator, tokens: int = TOKENS, size: int = SIZE) -> helpers.Case:
+    return helpers.draw_case(rng, size, tokens, 4, EXPERTS, 128)
+
+
+def round_trip(group: Group, **options: Any) -> Any:
+    return helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", **options)
+
+
+@pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["plain", "float8"])
+def test_every_rank_records_every_phase(
+    wire: Any, open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    group, path = open_group(SIZE), tmp_path / "trace.json"
+
+    def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, wire_dtype=wire, implementation="ffi")
+        return jnp.sum(combine(out.tokens, out.routing, group=group, implementation="ffi") ** 2)
+
+    program, case = helpers.per_rank(jax.grad(loss), group.mesh), draw(rng)
+    begin = time.monotonic() * 1e6
+    with jax_ep.profile(path):
+        helpers.fetch(program(*case))
+    end = time.monotonic() * 1e6
+    assert_complete(path, SIZE, ["dispatch", "combine", "combine's backward pass", "combine"])
+    on_cpu = group.platform == "cpu"
+    assert_causes_precede(path, slack=0.01 if on_cpu else 20)
+    if on_cpu:  # where time.monotonic is the kernels' clock
+        assert all(begin <= s.begin <= s.end <= end for s in slices(path))
+
+
+def test_ragged_all_to_all(open_group: OpenGroup, tmp_path: Path) -> None:
+    group, path = open_group(SIZE), tmp_path / "trace.json"
+
+    def body(operand: jax.Array) -> jax.Array:
+        each = jnp.arange(SIZE, dtype=jnp.int32)
+        sizes, here = jnp.ones_like(each), jnp.full_like(each, jax.lax.axis_index("ep"))
+        return jax_ep.lax.ragged_all_to_all(operand, jnp.zeros_like(operand), each, sizes, here, sizes, axis_name="ep")
+
+    with jax_ep.profile(path):
+        helpers.fetch(helpers.per_rank(body, group.mesh)(np.ones((SIZE, SIZE, 16), np.float32)))
+    assert_complete(path, SIZE, ["ragged_all_to_all"])
+
+
+def test_only_what_runs_inside_is_recorded_each_time(
+    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """The same compiled program, before, inside and after two profiles."""
+    program, case = round_trip(open_group(SIZE)), draw(rng)
+    ops = {}
+    for run, times in enumerate([2, 1]):
+        helpers.fetch(program(*case))
+        with jax_ep.profile(tmp_path / f"{run}.json"):
+            for _ in range(times):
+                helpers.fetch(program(*case))
+        helpers.fetch(program(*case))
+        assert_complete(tmp_path / f"{run}.json", SIZE, ["dispatch", "combine"] * times)
+        ops[run] = {s.epoch for s in slices(tmp_path / f"{run}.json")}
+    assert ops == {0: {3, 4, 5, 6}, 1: {11, 12}}
+    with jax_ep.profile(tmp_path / "idle.json"):
+        pass
+    assert slices(tmp_path / "idle.json") == []
+
+
+def test_a_replayed_program_records_each_replay(
+    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    group, path, steps = open_group(SIZE), tmp_path / "trace.json", 10
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (both(x, ids, weights)[1], None), tokens, None, steps)[0]
+
+    program, case = helpers.per_rank(body, group.mesh), draw(rng, tokens=16)
+    helpers.fetch(program(*case))
+    with jax_ep.profile(path):
+        helpers.fetch(program(*case))
+        helpers.fetch(program(*case))
+    assert_complete(path, SIZE, ["dispatch", "combine"] * steps * 2)
+
+
+def test_groups_that_open_and_close_inside(rng: np.random.Generator, tmp_path: Path) -> None:
+    path, case = tmp_path / "trace.json", draw(rng, tokens=16, size=2)
+    with Group(helpers.mesh_of(ep=2), "ep") as outer, jax_ep.profile(path):
+        helpers.fetch(round_trip(outer)(*case))
+        with Group(helpers.mesh_of(ep=2), "ep") as inner:
+            helpers.fetch(round_trip(inner)(*case))
+            helpers.fetch(round_trip(inner)(*case))
+        outer.close()
+    assert {s.rank for s in slices(path)} == {0, 1, 2, 3}
+    epochs = {rank: {s.epoch for s in slices(path) if s.rank == rank} for rank in range(4)}
+    assert epochs == {0: {1, 2}, 1: {1, 2}, 2: {1, 2, 3, 4}, 3: {1, 2, 3, 4}}
+
+
+def test_lines_of_a_mesh(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
+    group, path = open_group(mesh=helpers.mesh_of(dp=2, ep=2)), tmp_path / "trace.json"
+    case = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), draw(rng, tokens=16))
+    with jax_ep.profile(path):
+        helpers.fetch(round_trip(group)(*case))
+    assert_complete(path, 4, ["dispatch", "combine"])
+    names = [e["args"]["name"] for e in load(path)["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"rank {rank} of 'ep', line {line}" for line in range(2) for rank in range(2)]
+
+
+def test_a_long_recording_keeps_its_end_and_says_so(
+    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    group, path, steps = open_group(2), tmp_path / "trace.json", 4000
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (both(x, ids, weights)[1], None), tokens, None, steps)[0]
+
+    program, case = helpers.per_rank(body, group.mesh), draw(rng, tokens=1, size=2)
+    with jax_ep.profile(path):
+        helpers.fetch(program(*case))
+    assert labels(path).keys() == {0, 1}
+    for rank, label in labels(path).items():
+        lost = re.fullmatch(r"(\d+) earlier phases lost: the profile was too long", label)
+        assert lost
+        assert int(lost[1]) > 0
+        kept = {track: found for track, found in phases_of_tracks(slices(path)).items() if track[0] == rank}
+        for thread in {thread for _, thread, _ in kept}:
+            epochs = sorted(epoch for _, at, epoch in kept if at == thread)
+            assert epochs == list(range(epochs[0], 2 * steps + 1))
+        assert all(re.fullmatch(ORDER[f[0].op], "".join(f"{s.name} " for s in f)) for f in kept.values())
+    with jax_ep.profile(path):
+        helpers.fetch(round_trip(group)(*case))
+    assert_complete(path, 2, ["dispatch", "combine"])
+
+
+def test_a_failing_op_is_recorded(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
+    """Who waited, and for how long; the exception passes through."""
+    timeout, stalled = 0.5, 3
+    group, path = open_group(SIZE, timeout=timeout), tmp_path / "trace.json"
+    program, case = round_trip(group), draw(rng, tokens=16)
+    assert group._native is not None
+    group._native.stall(stalled, "protocol")
+    on_cpu = group.platform == "cpu"
+    with helpers.awaiting_failure(group, "PeerTimeoutError|PeerLostError"), jax_ep.profile(path):
+        helpers.fetch(program(*case))
+    with pytest.raises(JaxEpError):
+        group.check()
+    waits = {s.rank: s.end - s.begin for s in slices(path) if s.name == "wait" and s.op == "dispatch"}
+    assert set(range(SIZE)) - {stalled} <= waits.keys()
+    assert max(waits.values()) >= 0.9 * timeout * 1e6
+    if on_cpu:
+        assert any(s.name == "give up" for s in slices(path))
+
+
+def test_profiles_do_not_nest(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
+    program, case = round_trip(open_group(SIZE)), draw(rng)
+    with jax_ep.profile(tmp_path / "outer.json"):
+        with (
+            pytest.raises(RuntimeError, match=r"already recording to .*outer\.json.*do not nest"),
+            jax_ep.profile(tmp_path / "outer.json"),
+        ):
+            pass
+        helpers.fetch(program(*case))
+    assert_complete(tmp_path / "outer.json", SIZE, ["dispatch", "combine"])
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "trace.json"):
+        with (
+            pytest.raises(OSError, match="profile: path must be a file that can be written, got"),
+            jax_ep.profile(path),
+        ):
+            pass
+    with jax_ep.profile(tmp_path / "trace.json"):  # the failure has left nothing behind
+        pass
+    assert load(tmp_path / "trace.json")["traceEvents"] == []
+
+
+def test_an_exception_passes_and_the_trace_is_written(
+    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    program, case = round_trip(open_group(SIZE)), draw(rng)
+
+    @jax_ep.profile(tmp_path / "trace.json")
+    def run_and_fail() -> None:
+        helpers.fetch(program(*case))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        run_and_fail()
+    assert_complete(tmp_path / "trace.json", SIZE, ["dispatch", "combine"])
+
+
+def test_each_process_writes_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with jax_ep.profile(tmp_path / "trace.json"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.1.json"]

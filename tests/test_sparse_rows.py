@@ -1,0 +1,166 @@
+"""SparseRows and coalesce, and what sparse_all_reduce says to bad arguments."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sparse_cases as cases
+from conftest import OpenGroup
+from helpers import DTYPES
+from jax.experimental.sparse import BCOO
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import Group, SparseRows, coalesce, sparse_all_reduce
+from jax_ep.sparse_union import choose_method
+
+ROWS, ENTRIES, WIDTH = 12, 6, 3
+IDS, VALUES = jnp.zeros(ENTRIES, jnp.int32), jnp.zeros((ENTRIES, WIDTH))
+
+
+def dense(ids: np.ndarray, values: np.ndarray, num_rows: int) -> np.ndarray:
+    table = np.zeros((num_rows, values.shape[1]))
+    valid = (ids >= 0) & (ids < num_rows)
+    np.add.at(table, ids[valid], values[valid].astype(np.float64))
+    return table
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("draw", cases.DRAWS, ids=lambda draw: draw.__name__)
+def test_coalesce(draw: Any, dtype: np.dtype, rng: np.random.Generator) -> None:
+    ids = draw(rng, 2, 40, 100)
+    values = cases.draw_values(rng, ids, 5, dtype)
+    for capacity in (None, 4, 60):
+        run = jax.jit(lambda i, v, c=capacity: coalesce(SparseRows.from_entries(i, v, num_rows=100), capacity=c))
+        actual = jax.tree.map(lambda x: np.asarray(x)[None], run(ids[0], values[0]))
+        wanted = cases.expected(ids[:1], values[:1], num_rows=100, capacity=capacity or 40)
+        cases.assert_reduced(actual, wanted, dtype)
+
+
+def test_coalesce_twice_changes_nothing_and_counts_once() -> None:
+    ids = np.array([5, 3, -1, 5, 100, 9], np.int32)
+    once = coalesce(SparseRows.from_entries(jnp.asarray(ids), VALUES + 1, num_rows=ROWS), capacity=2)
+    twice = coalesce(once)
+    np.testing.assert_array_equal(once.indices, [3, 5])
+    assert (int(once.ignored), int(once.dropped)) == (2, 1)
+    assert helpers.bits(twice) == helpers.bits(once)
+
+
+def test_gradient_of_coalesce(rng: np.random.Generator) -> None:
+    ids = jnp.asarray([5, 3, -1, 5, 100, 9])
+    weights = jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32)
+
+    def loss(values: jax.Array) -> jax.Array:
+        rows = coalesce(SparseRows.from_entries(ids, values, num_rows=ROWS))
+        return jnp.sum(weights.at[rows.indices].get(mode="fill", fill_value=0) * rows.values)
+
+    wanted = np.where(np.isin(ids, [-1, 100])[:, None], 0, np.asarray(weights)[np.clip(ids, 0, ROWS - 1)])
+    np.testing.assert_allclose(jax.grad(loss)(VALUES), wanted, rtol=1e-6)
+
+
+def test_dense_and_bcoo(rng: np.random.Generator) -> None:
+    ids = cases.out_of_range(rng, 1, 30, ROWS)[0]
+    values = rng.standard_normal((30, WIDTH)).astype(np.float32)
+    rows = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=ROWS)
+    wanted = dense(ids, values, ROWS)
+    np.testing.assert_allclose(rows.todense(), wanted, atol=1e-5)
+    np.testing.assert_allclose(rows.to_bcoo().todense(), wanted, atol=1e-5)
+    np.testing.assert_allclose(SparseRows.from_bcoo(rows.to_bcoo()).todense(), wanted, atol=1e-5)
+    fewer = SparseRows(rows.indices, rows.values, jnp.int32(7), ROWS)  # what lies behind `count` is padding
+    np.testing.assert_allclose(fewer.todense(), dense(ids[:7], values[:7], ROWS), atol=1e-5)
+
+
+def test_bcoo_of_single_values() -> None:
+    with pytest.raises(ValueError, match=r"^SparseRows\.from_bcoo: matrix must have n_batch, n_sparse, n_dense = 0, 1"):
+        SparseRows.from_bcoo(BCOO.fromdense(jnp.eye(3)))
+
+
+def test_int64_ids(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(2)
+    with jax.enable_x64(True):
+        ids = cases.uniform(rng, 2, 8, 50).astype(np.int64)
+        ids[0, :3] = [2**40 + 1, -(2**40), 2**32]  # would be other ids in 32 bits
+        values = cases.draw_values(rng, ids, 4)
+        out = helpers.fetch(cases.program(group, 50, capacity=16, implementation=implementation)(ids, values))
+        assert out.indices.dtype == np.int64
+        cases.assert_reduced(out, cases.expected(ids, values, num_rows=50, capacity=16), np.float32)
+
+
+def test_choice_of_method() -> None:
+    assert choose_method(5_000_000, 4, 50_000, 8192) == "bitmap"
+    assert choose_method(2**25, 1, 1, 1) == "bitmap"  # 4 MiB
+    assert choose_method(2**25 + 8, 1, 1, 1) == "match"
+    assert choose_method(2**30, 4, 50_000, 8192) == "bitmap"  # 128 MiB beside 1.6 GB
+    assert choose_method(2**30, 4, 5_000, 8192) == "match"
+
+
+def trace(group: Group, body: Callable[[], Any]) -> None:
+    """Traces `body` on every rank of the group, without running it."""
+
+    def run(x: jax.Array) -> jax.Array:
+        body()
+        return x
+
+    jax.eval_shape(jax.shard_map(run, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep")), np.zeros(group.size))
+
+
+def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
+    if rows is None:
+        rows = SparseRows.from_entries(IDS, VALUES, num_rows=ROWS)
+    arguments: dict[str, Any] = {"capacity": 8} | options
+    return sparse_all_reduce(rows, group=group, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rows": (IDS, VALUES)}, TypeError, "rows must be SparseRows, got tuple"),
+        ({"rows": SparseRows(IDS[None], VALUES, jnp.int32(1), ROWS)}, ValueError, "indices must have shape [N]"),
+        ({"rows": SparseRows(IDS, VALUES[0], jnp.int32(1), ROWS)}, ValueError, "values must have shape [N, D]"),
+        ({"rows": SparseRows(IDS, VALUES[1:], jnp.int32(1), ROWS)}, ValueError, "values must have as many rows as"),
+        ({"rows": SparseRows(IDS * 1.0, VALUES, jnp.int32(1), ROWS)}, TypeError, "indices must be of dtype int32, int"),
+        ({"rows": SparseRows(IDS, IDS[:, None], jnp.int32(1), ROWS)}, TypeError, "values must be of dtype bfloat16"),
+        ({"rows": SparseRows(IDS, VALUES[:, :0], jnp.int32(1), ROWS)}, ValueError, "values must have at least one col"),
+        ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 0)}, ValueError, "num_rows must be at least 1, got 0"),
+        ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 2**31)}, ValueError, "num_rows must be below 2**31"),
+        ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ({"capacity": 2.0}, TypeError, "capacity must be a Python int"),
+        ({"capacity": 2**31}, ValueError, "capacity and the indices of all ranks must be below 2**31"),
+        ({"op": "max"}, ValueError, "op must be one of 'sum', 'mean', 'mean_by_count'; got 'max'"),
+        ({"sharded": 1}, TypeError, "sharded must be True or False, got 1"),
+        ({"method": "sort"}, ValueError, "method must be one of 'auto', 'bitmap', 'match'; got 'sort'"),
+        ({"on_overflow": "clip"}, ValueError, "on_overflow must be one of 'raise', 'drop'; got 'clip'"),
+        ({"implementation": "gpu"}, ValueError, "implementation must be one of"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str, open_group: OpenGroup) -> None:
+    group = open_group(2)
+    with pytest.raises(error, match="^sparse_all_reduce: " + re.escape(message)):
+        trace(group, lambda: reduce(group, **options))
+
+
+def test_where_it_may_be_called(implementation: str, open_group: OpenGroup) -> None:
+    group = open_group(2)
+    with pytest.raises(ValueError, match=r"^sparse_all_reduce: must be called inside jax\.shard_map"):
+        reduce(group, implementation=implementation)
+
+    def batched() -> None:
+        rows = SparseRows(jnp.stack([IDS] * 3), jnp.stack([VALUES] * 3), jnp.full(3, ENTRIES), ROWS)
+        rows = SparseRows(rows.indices, rows.values, rows.count, ROWS, jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32))
+        jax.vmap(lambda one: reduce(group, one, implementation=implementation))(rows)
+
+    with pytest.raises(NotImplementedError, match=r"^sparse_all_reduce does not support jax\.vmap"):
+        trace(group, batched)
+
+
+def test_coalesce_of_bad_arguments() -> None:
+    rows = SparseRows(IDS, VALUES, jnp.int32(1), ROWS)
+    with pytest.raises(ValueError, match=r"^coalesce: capacity must be at least 1, got 0"):
+        coalesce(rows, capacity=0)
+    with pytest.raises(TypeError, match=r"^coalesce: values must be of dtype"):
+        coalesce(SparseRows(IDS, VALUES > 0, jnp.int32(1), ROWS))
+    assert coalesce(SparseRows(IDS[:0], VALUES[:0], jnp.int32(0), ROWS)).indices.shape == (0,)
