@@ -76,7 +76,10 @@ class Schedule {
 
   JAX_EP_GEMM_FN int pair_at(int i) const {
     if (problem_.grouping != Grouping::none) return i;
-    return (problem_.pair_first + i * problem_.pair_step) % (rows_ / 2);
+    const int pairs = rows_ / 2, parts = problem_.pair_parts, each = pairs / parts, more = pairs % parts;
+    // The first parts have one more, which is their last.
+    const int part = i < each * parts ? i % parts : i - each * parts, turn = i < each * parts ? i / parts : each;
+    return (problem_.pair_first + part * each + smaller(part, more) + turn) % pairs;
   }
 
   const Problem& problem_;

@@ -94,9 +94,9 @@ int main() {
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
     const int pairs = ceil_div(m, kBlockM) / 2, ranks = draw(1, 4);
     const jax_ep::PairOrder order =
-        draw(0, 1) ? jax_ep::in_turns(pairs, ranks) : jax_ep::from_rank(pairs, draw(0, ranks - 1), ranks);
+        draw(0, 1) ? jax_ep::PairOrder{0, ranks} : jax_ep::from_rank(pairs, draw(0, ranks - 1), ranks);
     problem.pair_first = order.first;
-    problem.pair_step = order.step;
+    problem.pair_parts = order.parts;
     check_clusters(problem, config);
     if (grouping == Grouping::none) sizes = {m};
     check_cover(problem, config, sizes);

@@ -24,12 +24,10 @@ OverlapConfig choose_overlap(OpKind op, int m, int n, int k, int value_bytes, in
 OverlapConfig overlap_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                            int communicating);
 
-// The order of `pairs` of rows of tiles: the i-th to be computed is (first + i step) modulo `pairs`.
+// In which order pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {
-  int first = 0, step = 1;
+  int first = 0, parts = 1;
 };
-// Parts of all owners' shares in turns, so that all have something to sum at any time.
-PairOrder in_turns(int pairs, int ranks);
 // This rank's rows first, then the next rank's.
 PairOrder from_rank(int pairs, int rank, int ranks);
 

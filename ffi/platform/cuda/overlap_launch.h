@@ -59,7 +59,7 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
     return error;
   gemm::Problem problem{gemm::Grouping::none, product.m, args.n, args.k, 1, nullptr, config.band};
   problem.pair_first = order.first;
-  problem.pair_step = order.step;
+  problem.pair_parts = order.parts;
   const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
   const int bytes = overlapped_bytes(config.block_n);
   cudaError_t error =
