@@ -5,8 +5,9 @@
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
 //     -D"JAX_EP_COLD_FN=__device__ __forceinline__"
 //     benchmarks/kernels/overlap_bench.cu ffi/platform/cuda/matmul_reduce.cu ffi/platform/cuda/gather_matmul.cu
-//     ffi/platform/cuda/gemm.cu ffi/platform/cuda/overlap_config.cc ffi/gemm/config.cc ffi/gemm/tensor_map.cc
-//     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench && ./overlap_bench check 2 &&
+//     ffi/platform/cuda/gemm.cu ffi/platform/gpu/kernels.cu ffi/platform/cuda/overlap_config.cc ffi/gemm/config.cc
+//     ffi/gemm/tensor_map.cc ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench &&
+//     ./overlap_bench check 2 &&
 //     ./overlap_bench time
 //     2
 #include <functional>
