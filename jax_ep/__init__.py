@@ -1,6 +1,11 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
 from jax_ep import embedding as embedding, lax as lax
+from jax_ep.collective_matmul import (
+    all_gather_matmul as all_gather_matmul,
+    matmul_all_reduce as matmul_all_reduce,
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
 from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,

@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | demo-sparse | info | bench moe | sparse | matmul | row_sums`; `--help` after any of them."""
+"""`python -m jax_ep demo | demo-sparse | info | bench <what>`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
     kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
     kinds.add_parser("row_sums", add_help=False, help="the sums inside combine, as kernels and in XLA")
+    kinds.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
     options, rest = parser.parse_known_args(arguments)
 
     _ask_for_cpu_devices()

@@ -17,6 +17,7 @@ from jax_ep.sparse_union import SparseConfig, Union
 from jax_ep.version import __version__
 
 if TYPE_CHECKING:
+    from jax_ep.collective_matmul import Config
     from jax_ep.group import Group
 
 PLATFORMS = ("cpu", "cuda", "hip")
@@ -173,6 +174,42 @@ def ragged_all_to_all(group: "Group", operand: jax.Array, output: jax.Array, *in
         aliases={1: 0},
         group=np.int64(group.native_id),
     )
+
+
+def matmul_reduce(config: "Config", a: jax.Array, b: jax.Array) -> jax.Array:
+    """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a share of its rows."""
+    group, axis = config.group, frozenset({config.group.axis_name})
+    shape = (a.shape[0], b.shape[0 if config.transpose_b else 1])
+    if config.scatter:
+        result = _checks.result_type((shape[0] // group.size, shape[1]), config.dtype, a)
+    else:
+        result = _checks.result_type(shape, config.dtype, a, unvarying=axis)
+    partial = _checks.result_type(shape, config.dtype, a)
+    return _call(
+        "matmul_reduce",
+        (result, partial),
+        a,
+        b,
+        group=np.int64(group.native_id),
+        transpose_b=config.transpose_b,
+        scatter=config.scatter,
+    )[0]
+
+
+def gather_matmul(config: "Config", a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[M, K], [K, N] (or [N, K], to be transposed) -> the rows of all ranks times b [R M, N], and those rows."""
+    rows = config.group.size * a.shape[0]
+    result = _checks.result_type((rows, b.shape[0 if config.transpose_b else 1]), config.dtype, a)
+    gathered = _checks.result_type((rows, a.shape[1]), a.dtype, a)
+    out, everyone = _call(
+        "gather_matmul",
+        (result, gathered),
+        a,
+        b,
+        group=np.int64(config.group.native_id),
+        transpose_b=config.transpose_b,
+    )
+    return out, everyone
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 #include "gemm/gemm.h"
 
 #include "binding/extra.h"
+#include "binding/handlers.h"
+#include "platform/cuda/matmul.h"
 
 namespace jax_ep {
 namespace {
@@ -80,11 +82,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_outer_handler, grouped_outer_impl,
 }  // namespace
 
 std::vector<NamedHandler> extra_handlers() {
-  return {{"grouped_matmul", grouped_matmul_handler}, {"grouped_outer", grouped_outer_handler}};
+  return {{"grouped_matmul", grouped_matmul_handler},
+          {"grouped_outer", grouped_outer_handler},
+          {"matmul_reduce", matmul_reduce_handler},
+          {"gather_matmul", gather_matmul_handler}};
 }
 
 std::optional<std::string> load_extra_kernels() {
-  const cudaError_t error = gemm::load();
+  cudaError_t error = gemm::load();
+  if (error == cudaSuccess) error = load_matmul_reduce();
+  if (error == cudaSuccess) error = load_gather_matmul();
   if (error == cudaSuccess) return std::nullopt;
   return cudaGetErrorString(error);
 }

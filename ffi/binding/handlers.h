@@ -11,5 +11,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(combine_handler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ragged_all_to_all_handler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(sparse_union_handler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(sparse_reduce_handler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(matmul_reduce_handler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(gather_matmul_handler);
 
 }  // namespace jax_ep

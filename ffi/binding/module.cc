@@ -40,6 +40,7 @@ py::dict handlers() {
   for (const auto& [name, handler] : extra_handlers()) {
     py::dict stages;
     stages["execute"] = capsule(handler);
+    if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
     all[name] = stages;
   }
   return all;

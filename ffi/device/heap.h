@@ -9,9 +9,20 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
+constexpr int kMaxFlags = 512;  // chunks of tokens are few; blocks of a matrix' rows are many
 constexpr int kMailBuffers = 4;
 
-enum class OpKind : int32_t { dispatch, scatter, combine, ragged_all_to_all, sparse_union, sparse_reduce };
+enum class OpKind : int32_t {
+  dispatch,
+  scatter,
+  combine,
+  ragged_all_to_all,
+  sparse_union,
+  sparse_reduce,
+  matmul_all_reduce,
+  matmul_reduce_scatter,
+  all_gather_matmul
+};
 
 enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing };
 
@@ -44,14 +55,14 @@ struct alignas(128) Heap {
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
-  alignas(128) uint64_t posted[kMaxRanks];                 // by source: its mail is here
-  alignas(128) uint64_t delivered[kMaxRanks][kMaxChunks];  // by source: its rows of a chunk of tokens are here
-  alignas(128) uint64_t acknowledged[kMaxRanks];           // by source: it has given up and writes here no more
-  BarrierWords routers, everyone;                          // barriers among squads of this rank
-  alignas(128) uint64_t exited;                            // teams that are done with the op
-  alignas(128) uint64_t ticket;                            // the next piece of work for whoever is free
-  alignas(128) uint64_t push_ticket;                       // the next row for whoever is free to push
-  alignas(128) uint64_t pushed[kMaxChunks];                // how much of a chunk has been pushed
+  alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here
+  alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
+  alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
+  BarrierWords routers, everyone;                         // barriers among squads of this rank
+  alignas(128) uint64_t exited;                           // teams that are done with the op
+  alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
+  alignas(128) uint64_t push_ticket;                      // the next row for whoever is free to push
+  alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };

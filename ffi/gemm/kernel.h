@@ -51,11 +51,11 @@ __device__ __forceinline__ void load_slices(char* to, const CUtensorMap& map, in
 
 template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void produce(Shared<kBlockN>& shared, const CUtensorMap& a, const CUtensorMap& b, const Problem& problem,
-                        const Hooks& hooks) {
+                        const Hooks& hooks, int block, int blocks) {
   using Memory = Shared<kBlockN>;
   const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
-  Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
+  Schedule schedule(problem, kBlockN, block, blocks);
   for (Tile tile; schedule.next(&tile);) {
     hooks.before_tile(tile);
     const int matrix = problem.grouping == Grouping::rows ? tile.group : 0;
@@ -134,10 +134,10 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBloc
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
-                        const Hooks& hooks) {
+                        const Hooks& hooks, int block, int blocks) {
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   Position<Shared<kBlockN>::kStages> at;
-  Schedule schedule(problem, kBlockN, blockIdx.x, gridDim.x);
+  Schedule schedule(problem, kBlockN, block, blocks);
   for (Tile tile; schedule.next(&tile);) {
     const int half = warp / 4;
     const bool wanted = tile.row + half * kSlice < tile.row_end && tile.col < problem.n;
@@ -154,7 +154,7 @@ __device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* ou
     }
     hooks.after_tile(tile, warp);
   }
-  if (lane == 0) wait_stores_read<0>();  // shared memory goes with the block
+  if (lane == 0) wait_stores_written<0>();  // shared memory goes with the block; others look at the result
 }
 
 template <int kBlockN>
@@ -169,26 +169,33 @@ __device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared) {
   sync_cluster();
 }
 
-// kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`, `b` map slices, `out_map` a warp's
-// box.
+// The part of one of `blocks` blocks. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`,
+// `b` map slices, `out_map` a warp's box.
+template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
+__device__ __forceinline__ void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensorMap& b,
+                                               const CUtensorMap& out_map, void* out, const Problem& problem,
+                                               const Hooks& hooks, int block, int blocks) {
+  Shared<kBlockN>& shared = *reinterpret_cast<Shared<kBlockN>*>(memory);
+  open_pipeline(shared);
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kConsumerWarps) {
+    take_registers<232>();
+    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks, block, blocks);
+  } else {
+    give_registers<40>();
+    if (warp == kConsumerWarps) produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, block, blocks);
+  }
+  __syncwarp();
+  sync_cluster();  // a peer may still write into this block's shared memory
+}
+
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 const __grid_constant__ CUtensorMap out_map, void* out, const __grid_constant__ Problem problem,
                 const __grid_constant__ Hooks hooks) {
   extern __shared__ __align__(1024) char memory[];
-  Shared<kBlockN>& shared = *reinterpret_cast<Shared<kBlockN>*>(memory);
-  open_pipeline(shared);
-  const int warp = uniform(threadIdx.x / 32);
-  if (warp < kConsumerWarps) {
-    take_registers<232>();
-    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks);
-  } else {
-    give_registers<40>();
-    if (warp == kConsumerWarps) produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks);
-  }
-  __syncwarp();
-  sync_cluster();  // a peer may still write into this block's shared memory
+  multiply_tiles<In, Out, kBlockN, kMnA, kMnB>(memory, a, b, out_map, out, problem, hooks, blockIdx.x, gridDim.x);
 }
 
 }  // namespace jax_ep::gemm

@@ -28,6 +28,9 @@ struct Problem {
   int groups;
   const int32_t* group_sizes;
   int band;  // tiles that follow each other stay within this many pairs of rows, for the sake of the L2 cache
+  // Without groups, pairs of rows of tiles come in another order where a collective wants some rows first: those of so
+  // many equal parts in turns, from `pair_first` on.
+  int pair_first = 0, pair_parts = 1;
 };
 
 // A block's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.

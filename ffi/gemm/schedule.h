@@ -68,10 +68,18 @@ class Schedule {
     const int first_column = inside / rows * 2, upright = inside % rows - rows % 2, pairs = larger(rows / 2, 1);
     *tile = tile_;
     tile->shares_b = upright >= 0;
-    const int row = tile->shares_b ? first_row + upright % pairs * 2 + rank_ : first_row + rows - 1;
+    const int row = tile->shares_b ? pair_at(first_row / 2 + upright % pairs) * 2 + rank_ : first_row + rows - 1;
     const int column = first_column + (tile->shares_b ? upright / pairs : rank_);
     tile->row += row * kBlockM;
     tile->col = column * block_n_;
+  }
+
+  JAX_EP_GEMM_FN int pair_at(int i) const {
+    if (problem_.grouping != Grouping::none) return i;
+    const int pairs = rows_ / 2, parts = problem_.pair_parts, each = pairs / parts, more = pairs % parts;
+    // The first parts have one more, which is their last.
+    const int part = i < each * parts ? i % parts : i - each * parts, turn = i < each * parts ? i / parts : each;
+    return (problem_.pair_first + part * each + smaller(part, more) + turn) % pairs;
   }
 
   const Problem& problem_;

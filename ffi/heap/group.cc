@@ -19,6 +19,12 @@ const char* name_of(OpKind op) {
     case OpKind::sparse_union:
     case OpKind::sparse_reduce:
       return "sparse_all_reduce";
+    case OpKind::matmul_all_reduce:
+      return "matmul_all_reduce";
+    case OpKind::matmul_reduce_scatter:
+      return "matmul_reduce_scatter";
+    case OpKind::all_gather_matmul:
+      return "all_gather_matmul";
   }
   return "an op";
 }

@@ -1,8 +1,8 @@
 // Pushing, shared among the teams of a rank: who takes which item, and how the peers learn of a chunk.
 #pragma once
 
+#include "device/layout.h"
 #include "kernels/op.h"
-#include "kernels/schedule.h"
 
 namespace jax_ep {
 
@@ -31,15 +31,16 @@ class PushItems {
 
 // Counts the items that this team has put, and tells when those of a chunk are written: when the next are already on
 // their way, so that the wire does not run dry.
+template <class Chunks>
 class Announcer {
  public:
   // A token consists of `parts` items.
-  JAX_EP_FN Announcer(Op& op, const Schedule& schedule, int parts = 1) : op_(op), schedule_(schedule), parts_(parts) {}
+  JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int parts = 1) : op_(op), chunks_(chunks), parts_(parts) {}
 
   // An item of `token` was put. `rows` has mark and complete_to.
   template <class Rows>
   JAX_EP_FN void after(int token, Rows& rows) {
-    const int chunk = schedule_.chunk_of(token);
+    const int chunk = chunks_.chunk_of(token);
     if (chunk != chunk_) announce(written_, rows);
     chunk_ = chunk;
     ++put_;
@@ -56,7 +57,7 @@ class Announcer {
   // An item of `token` turned out to be nothing. What was begun is put by rows.finish() only if it is of another chunk.
   template <class Rows>
   JAX_EP_FN void skipped(int token, Rows& rows) {
-    if (begun_ >= 0 && schedule_.chunk_of(token) != chunk_) {
+    if (begun_ >= 0 && chunks_.chunk_of(token) != chunk_) {
       rows.finish();
       after(begun_, rows);
       begun_ = -1;
@@ -69,8 +70,8 @@ class Announcer {
   JAX_EP_FN void finish(Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);
     announce(rows.mark(), rows);
-    if (schedule_.tokens * parts_ == 0 && op_.team.pusher.index == 0)
-      for (int chunk = 0; chunk < schedule_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
+    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0 && op_.team.pusher.index == 0)
+      for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
   }
 
  private:
@@ -78,13 +79,13 @@ class Announcer {
   JAX_EP_FN void announce(int mark, Rows& rows) {
     if (put_ == 0) return;
     rows.complete_to(mark);
-    const Range tokens = schedule_.chunk(chunk_);
+    const Range tokens = chunks_.chunk(chunk_);
     op_.deliver(chunk_, put_, (tokens.end - tokens.begin) * parts_);
     put_ = 0;
   }
 
   Op& op_;
-  const Schedule& schedule_;
+  const Chunks& chunks_;
   const int parts_;
   int chunk_ = 0, put_ = 0, written_ = 0, begun_ = -1;
 };

@@ -3,6 +3,8 @@
 
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
+#include "kernels/gather_matmul.h"
+#include "kernels/matmul_reduce.h"
 #include "kernels/ragged_all_to_all.h"
 #include "kernels/scatter.h"
 #include "kernels/sparse_reduce.h"

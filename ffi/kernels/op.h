@@ -122,6 +122,14 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
   }
 
+  // Whether a chunk is here from all, so that nobody has to wait for it.
+  JAX_EP_FN bool delivered(int chunk) const {
+    int missing = 0;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      missing += load_relaxed(&heap->delivered[peer][chunk]) < epoch;
+    return team.sum(missing) == 0;
+  }
+
   // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they
   // need it, so that nobody waits for the memory.
   JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
@@ -149,9 +157,14 @@ class Op {
   // write into this rank's buffers any more.
   template <int N>
   JAX_EP_FN void finish(const Buffer (&results)[N]) {
+    finish(results, team.count);
+  }
+  // The same where so many teams come, among them some that had no other part in the op.
+  template <int N>
+  JAX_EP_FN void finish(const Buffer (&results)[N], int teams) {
     team.sync();
     int last = 0;
-    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(team.count) - 1;
+    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams) - 1;
     if (team.broadcast(last)) finish_last(results);
     enter(Phase::none);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/args.h"
+#include "kernels/matmul_args.h"
 #include "kernels/sparse_args.h"
 
 namespace jax_ep {
@@ -13,8 +14,6 @@ enum class Use {
   operand,  // only read
 };
 
-constexpr int64_t value_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
 // Calls visit(pointer, bytes, use) for every buffer of the mail; the pointer may be changed.
 template <class Visit>
 void for_each_posted(DispatchArgs& args, int ranks, Visit visit) {
@@ -22,7 +21,7 @@ void for_each_posted(DispatchArgs& args, int ranks, Visit visit) {
   if (args.wire_float8 && !args.rows_float8)
     visit(args.landing, args.landing_bytes, Use::landing);
   else
-    visit(args.received, int64_t{args.capacity} * args.hidden * (args.rows_float8 ? 1 : value_bytes(args.dtype)),
+    visit(args.received, int64_t{args.capacity} * args.hidden * (args.rows_float8 ? 1 : size_of(args.dtype)),
           Use::result);
   visit(args.rows, table, Use::result);
   visit(args.arrived, table, Use::result);
@@ -31,12 +30,12 @@ void for_each_posted(DispatchArgs& args, int ranks, Visit visit) {
 
 template <class Visit>
 void for_each_posted(ScatterArgs& args, int, Visit visit) {
-  visit(args.received, int64_t{args.capacity} * args.hidden * value_bytes(args.dtype), Use::result);
+  visit(args.received, int64_t{args.capacity} * args.hidden * size_of(args.dtype), Use::result);
 }
 
 template <class Visit>
 void for_each_posted(CombineArgs& args, int ranks, Visit visit) {
-  visit(args.landing, int64_t{ranks} * args.num_tokens * args.hidden * value_bytes(args.dtype), Use::landing);
+  visit(args.landing, int64_t{ranks} * args.num_tokens * args.hidden * size_of(args.dtype), Use::landing);
   visit(args.returned, args.returned ? int64_t{args.num_tokens} * args.top_k * 4 : 0, Use::result);
 }
 
@@ -54,10 +53,22 @@ void for_each_posted(SparseUnionArgs& args, int ranks, Visit visit) {
 
 template <class Visit>
 void for_each_posted(SparseReduceArgs& args, int, Visit visit) {
-  const int64_t row = int64_t{args.hidden} * value_bytes(args.dtype);
+  const int64_t row = int64_t{args.hidden} * size_of(args.dtype);
   visit(args.values, args.entries * row, Use::operand);
   visit(args.result, args.capacity * row, Use::result);
   visit(args.partials, int64_t{args.entries} * args.hidden * 4, Use::landing);
+}
+
+template <class Visit>
+void for_each_posted(MatmulReduceArgs& args, int, Visit visit) {
+  const int64_t bytes = int64_t{args.m} * args.n * size_of(args.dtype);
+  visit(args.partial, bytes, Use::landing);
+  visit(args.result, args.scatter ? 0 : bytes, Use::result);
+}
+
+template <class Visit>
+void for_each_posted(GatherMatmulArgs& args, int ranks, Visit visit) {
+  visit(args.gathered, int64_t{ranks} * args.m * args.k * size_of(args.operand_dtype), Use::result);
 }
 
 }  // namespace jax_ep

@@ -10,10 +10,11 @@
 namespace jax_ep {
 
 // A batch of a row: what a team sums at a time.
-template <class T>
-constexpr int kSumValues = kLanePieces * Team::lanes * kPieceValues<T>;
+template <class T, int kPieces = kLanePieces>
+constexpr int kSumValues = kPieces * Team::lanes * kPieceValues<T>;
 
-template <class T>
+// `kPieces`: of a batch, that each lane has.
+template <class T, int kPieces = kLanePieces>
 class RowSum {
  public:
   // `words`: all rows are made of 16-byte words.
@@ -40,9 +41,9 @@ class RowSum {
   JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
 
  private:
-  using Total = float[kLanePieces][kPieceValues<T>];
-  static constexpr int kBatchBytes = kSumValues<T> * sizeof(T);
-  static constexpr int kHalf = kLanePieces / 2;  // pieces are skipped by halves: a test for each would cost more
+  using Total = float[kPieces][kPieceValues<T>];
+  static constexpr int kBatchBytes = kSumValues<T, kPieces> * sizeof(T);
+  static constexpr int kHalf = kPieces / 2;  // pieces are skipped by halves: a test for each would cost more
 
   struct SumStaged {
     RowSum* sum;
@@ -52,10 +53,10 @@ class RowSum {
   };
 
   JAX_EP_FN void sum_staged(const Held<const T>& terms, const Held<char>& places, int width) {
-    for (int first = 0; first < width; first += kSumValues<T>) {
+    for (int first = 0; first < width; first += kSumValues<T, kPieces>) {
       Total total = {};
-      const int values = smaller(kSumValues<T>, width - first);
-      const bool half = values <= kSumValues<T> / 2;
+      const int values = smaller(kSumValues<T, kPieces>, width - first);
+      const bool half = values <= kSumValues<T, kPieces> / 2;
       for (int i = 0; i < terms.present(); ++i) {
         add_staged(reinterpret_cast<const T*>(stream_.take()), half, terms.weight(i), total);
         if (i == terms.present() - 1 || stream_.spent()) stream_.release();
@@ -67,7 +68,7 @@ class RowSum {
   template <class Terms, class Places>
   JAX_EP_FN void sum_directly(const Terms& terms, const Places& places, int width) {
     if (Team::lanes > 1 && !words_) return sum_by_value(terms, places, width);
-    for (int first = 0; first < width; first += kSumValues<T>) {
+    for (int first = 0; first < width; first += kSumValues<T, kPieces>) {
       Total total = {};
       auto walk = terms.walk();
       for (auto term = walk.next(); term.row; term = walk.next())
@@ -111,14 +112,14 @@ class RowSum {
   }
   // At most `values` of the row are left.
   JAX_EP_FN void add(const T* batch, int values, float weight, Total& total) const {
-    Piece<T> piece[kLanePieces];
-    for (int i = 0; i < kLanePieces; ++i) piece[i].load(batch + at(i), values - at(i));
-    for (int i = 0; i < kLanePieces; ++i) add(piece[i], weight, total[i]);
+    Piece<T> piece[kPieces];
+    for (int i = 0; i < kPieces; ++i) piece[i].load(batch + at(i), values - at(i));
+    for (int i = 0; i < kPieces; ++i) add(piece[i], weight, total[i]);
   }
 
   JAX_EP_FN void put_staged(const Held<char>& places, int first, int values, bool half, const Total& total) {
-    writer_.put(places, int64_t{first} * sizeof(T), smaller(values, kSumValues<T>) * static_cast<int>(sizeof(T)),
-                [&](char* to) {
+    writer_.put(places, int64_t{first} * sizeof(T),
+                smaller(values, kSumValues<T, kPieces>) * static_cast<int>(sizeof(T)), [&](char* to) {
                   store_pieces<0>(total, reinterpret_cast<T*>(to));
                   if (!half) store_pieces<kHalf>(total, reinterpret_cast<T*>(to));
                 });
@@ -129,12 +130,11 @@ class RowSum {
   }
   template <class Places>
   JAX_EP_FN void put(const Places& places, int first, int values, const Total& total) {
-    Piece<T> piece[kLanePieces];  // rounded once for all places
-    for (int i = 0; i < kLanePieces; ++i) piece[i] = rounded(total[i]);
-    writer_.put(places, int64_t{first} * sizeof(T), smaller(values, kSumValues<T>) * static_cast<int>(sizeof(T)),
-                [&](char* to) {
-                  for (int i = 0; i < kLanePieces; ++i)
-                    piece[i].store(reinterpret_cast<T*>(to) + at(i), values - at(i));
+    Piece<T> piece[kPieces];  // rounded once for all places
+    for (int i = 0; i < kPieces; ++i) piece[i] = rounded(total[i]);
+    writer_.put(places, int64_t{first} * sizeof(T),
+                smaller(values, kSumValues<T, kPieces>) * static_cast<int>(sizeof(T)), [&](char* to) {
+                  for (int i = 0; i < kPieces; ++i) piece[i].store(reinterpret_cast<T*>(to) + at(i), values - at(i));
                 });
   }
   JAX_EP_FN Piece<T> rounded(const float (&total)[kPieceValues<T>]) const {

@@ -1,5 +1,5 @@
-// The schedule of the GEMM core on the host: for random shapes, groups and clusters, every element of the result that
-// should be computed is in exactly one tile, with the right range of the contraction.
+// The schedule of the GEMM core on the host: for random shapes, groups and orders of rows, every element of the result
+// that should be computed is in exactly one tile, with the right range of the contraction.
 #include "gemm/schedule.h"
 
 #include <cstdio>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gemm/config.h"
+#include "platform/cuda/overlap_config.h"
 
 using namespace jax_ep::gemm;
 
@@ -90,7 +91,12 @@ int main() {
     Config config = choose_config(grouping, m, n, groups, processors);
     config.band = draw(1, 3);
     require(config.blocks % kCluster == 0 && config.blocks <= processors, "whole clusters");
-    const Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
+    Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
+    const int pairs = ceil_div(m, kBlockM) / 2, ranks = draw(1, 4);
+    const jax_ep::PairOrder order =
+        draw(0, 1) ? jax_ep::PairOrder{0, ranks} : jax_ep::from_rank(pairs, draw(0, ranks - 1), ranks);
+    problem.pair_first = order.first;
+    problem.pair_parts = order.parts;
     check_clusters(problem, config);
     if (grouping == Grouping::none) sizes = {m};
     check_cover(problem, config, sizes);

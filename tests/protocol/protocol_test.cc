@@ -15,6 +15,7 @@
 #include "heap/host_clock.h"
 #include "heap/reach.h"
 #include "heap/recorder.h"
+#include "matmul.h"
 #include "ranks.h"
 #include "sparse.h"
 
@@ -291,6 +292,8 @@ int main() {
   for (int i = 0; i < 10; ++i) jax_ep::lost_rank(40);  // some teams wait for the peer, the others for them
   jax_ep::sparse_reductions(20);
   for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
+  jax_ep::matmuls(12);
+  for (int i = 0; i < 3; ++i) jax_ep::lost_matmul_rank();
   std::puts("protocol: all checks passed");
   return 0;
 }

@@ -70,6 +70,11 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Sea
   return future;
 }
 
+template <class Args>
+ffi::Future launch_matmul(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, const Args& args) {
+  return launch(call, group, seat, args);
+}
+
 }  // namespace jax_ep
 
 namespace xla::ffi {

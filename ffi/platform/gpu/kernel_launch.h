@@ -1,8 +1,12 @@
 // Launching kernels: plain functions, so that only kernels.cu is device code.
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "device/timeline.h"
 #include "kernels/args.h"
+#include "kernels/matmul_args.h"
 #include "kernels/sparse_args.h"
 #include "platform/gpu/launch_config.h"
 #include "runtime.h"
@@ -16,6 +20,12 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const SparseUnionArgs& args);
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
                          const SparseReduceArgs& args);
+
+// The products with a collective, which only the library for CUDA has. They say why they cannot start.
+std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
+                                         const MatmulReduceArgs& args);
+std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
+                                         const GatherMatmulArgs& args);
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);

@@ -52,8 +52,8 @@ gpu::Error load(int shared_bytes) {
 
 template <class T>
 gpu::Error load_for_dtype(int shared_bytes) {
-  for (const auto each : {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>,
-                          &load<T, SparseReduceArgs>})
+  for (const auto each :
+       {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>, &load<T, SparseReduceArgs>})
     if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
@@ -87,9 +87,8 @@ gpu::Error launch_clock(ClockFace* face, int questions) {
 }
 
 gpu::Error load_kernels(int shared_bytes) {
-  for (const auto each :
-       {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>, &load<float, RaggedArgs>,
-        &load<float, SparseUnionArgs>})
+  for (const auto each : {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>,
+                          &load<float, RaggedArgs>, &load<float, SparseUnionArgs>})
     if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }

@@ -31,8 +31,11 @@ class PlatformGroup final : public Group {
   // The most squads that an op has.
   int most_squads() const { return budget_.blocks; }
 
+  // That a product with a collective may take.
+  int processors() const { return processors_; }
+
   // From now on ops take at most so many processors.
-  void limit_processors(int most) { budget_.blocks = std::min(most, processors_); }
+  void limit_processors(int most) { budget_.blocks = processors_ = std::min(most, processors_); }
   LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
     return launch_config(op, num_tokens, encoded, budget_);
   }
@@ -82,6 +85,11 @@ bool is_encoded(const Args&) {
   return false;
 }
 
+inline std::optional<std::string> explain(gpu::Error error) {
+  if (error == gpu::kSuccess) return std::nullopt;
+  return gpu::describe(error);
+}
+
 inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) {
   for (const Copy& copy : copies)
     if (const gpu::Error error = gpu::copy(copy.to, copy.from, copy.bytes, stream); error != gpu::kSuccess)
@@ -89,22 +97,37 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
   return gpu::kSuccess;
 }
 
-template <class Args>
-ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) try {
-  if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
-  if (group->stalled(seat)) return ffi::Error::Success();
-  const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
-  const Reached<Args> reached = reach(*group, seat, args);
-  gpu::Error error = copy_all(reached.before, call.stream);
-  if (error == gpu::kSuccess) error = launch_kernel(config, call.stream, reached.comm, reached.args);
-  if (error == gpu::kSuccess) error = copy_all(reached.after, call.stream);
-  if (error == gpu::kSuccess) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + gpu::describe(error)};
+// `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
+template <class Args, class Start>
+ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const Args& args, Start start) try {
+  if (const std::optional<GroupError> failed = group.failure()) return to_ffi(*failed);
+  if (group.stalled(seat)) return ffi::Error::Success();
+  const Reached<Args> reached = reach(group, seat, args);
+  std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
+  if (!error) error = start(reached);
+  if (!error) error = explain(copy_all(reached.after, call.stream));
+  if (!error) return ffi::Error::Success();
+  return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + *error};
 } catch (const GroupException& failure) {
-  group->fail(failure.error);
+  group.fail(failure.error);
   return to_ffi(failure.error);
 } catch (const std::exception& error) {
   return {ffi::ErrorCode::kInternal, std::string(name_of(kind_of(args))) + ": " + error.what()};
+}
+
+template <class Args>
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
+  return launch_with(call, *group, seat, args, [&](const Reached<Args>& reached) {
+    const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
+    return explain(launch_kernel(config, call.stream, reached.comm, reached.args));
+  });
+}
+
+template <class Args>
+ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
+  return launch_with(call, *group, seat, args, [&](const Reached<Args>& reached) {
+    return launch_matmul(group->processors(), call.stream, reached.comm, reached.args);
+  });
 }
 
 }  // namespace jax_ep

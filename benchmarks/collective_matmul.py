@@ -1,0 +1,148 @@
+"""Products with a collective beside XLA's, and how much of it they hide: `python -m jax_ep bench collective_matmul`."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from in_jit_loop import Loop, microseconds
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from provenance import header
+
+import jax_ep
+from jax_ep.lax import ragged_dot
+
+AXIS, SEED = "tp", 0
+OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
+
+Op = Callable[..., jax.Array]
+OPS: dict[str, Op] = {
+    "matmul_all_reduce": jax_ep.matmul_all_reduce,
+    "matmul_reduce_scatter": jax_ep.matmul_reduce_scatter,
+    "all_gather_matmul": jax_ep.all_gather_matmul,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of the product that every rank computes: [rows, contracted] x [contracted, columns]."""
+
+    rows: int
+    contracted: int
+    columns: int
+    quick: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.rows}, {self.contracted}] x [{self.contracted}, {self.columns}]"
+
+
+SHAPES = [
+    Shape(5416, 6144, 1408, quick=True),
+    Shape(64, 7168, 18432),
+    Shape(512, 4096, 12288),
+    Shape(2048, 2880, 2880),
+    Shape(4096, 4096, 4096, quick=True),
+    Shape(8192, 4096, 14336),
+    Shape(8192, 8192, 29568),
+]
+CPU_SHAPES = [Shape(64, 64, 64, quick=True)]
+
+
+def draw(seed: int, mesh: Mesh, shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """An array of this shape on every rank, one after the other along the first axis."""
+    place = NamedSharding(mesh, P(AXIS))
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=place)
+    return normal(jax.random.key(seed), (shape[0] * mesh.size, shape[1]), dtype)
+
+
+def by_core(b: jax.Array, a: jax.Array) -> jax.Array:
+    return ragged_dot(a, b[None], jnp.array([a.shape[0]], jnp.int32))
+
+
+def by_xla(b: jax.Array, a: jax.Array) -> jax.Array:
+    return a @ b
+
+
+def collective(name: str, b: jax.Array, moved: jax.Array) -> jax.Array:
+    del b
+    if name == "all_gather_matmul":
+        return jax.lax.all_gather(moved, AXIS, tiled=True)
+    return jax.lax.psum(moved, AXIS) if name == "matmul_all_reduce" else jax.lax.psum_scatter(moved, AXIS, tiled=True)
+
+
+def with_collective(op: Op, group: jax_ep.Group, implementation: str, b: jax.Array, a: jax.Array) -> jax.Array:
+    return op(a, b, group=group, implementation=implementation)
+
+
+def check_alike(ours: Op, other: Op, operands: tuple[jax.Array, jax.Array], mesh: Mesh) -> None:
+    """Raises unless both are equal up to the rounding of products and sums to the dtype of the result."""
+
+    def worst(b: jax.Array, a: jax.Array) -> jax.Array:
+        x, y = (op(b, a).astype(jnp.float32) for op in (ours, other))
+        scale = jnp.maximum(jnp.abs(y), a.shape[1] ** 0.5)
+        return jnp.max(jnp.abs(x - y) / scale)[None]
+
+    a, b = operands
+    checked = jax.shard_map(worst, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    error = float(np.max(jax.jit(checked)(b, a)))
+    if not error <= 4 * mesh.size * float(jnp.finfo(a.dtype).eps):
+        raise AssertionError(f"jax_ep's and XLA's results differ by {error} of their size")
+
+
+def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, calls: int) -> dict[str, float]:
+    """Microseconds by formulation, which take turns."""
+    dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
+    gathers = name == "all_gather_matmul"
+    rows = draw(SEED, group.mesh, (shape.rows, shape.contracted), dtype)  # of the product on one rank
+    b = draw(SEED + 1, group.mesh, (shape.contracted, shape.columns), dtype)
+    own = draw(SEED, group.mesh, (shape.rows // group.size, shape.contracted), dtype) if gathers else rows
+    moved = own if gathers else draw(SEED + 2, group.mesh, (shape.rows, shape.columns), dtype)
+    ours, xla = (partial(with_collective, OPS[name], group, implementation) for implementation in ("ffi", "xla"))
+    check_alike(ours, xla, (own, b), group.mesh)
+    ops: dict[str, tuple[Op, jax.Array]] = {
+        OURS: (ours, own),
+        XLA: (xla, own),
+        PRODUCT: (by_core, rows),
+        XLA_PRODUCT: (by_xla, rows),
+        MOVING: (partial(collective, name), moved),
+    }
+    loops = [Loop(op, (b,), operand, calls) for op, operand in ops.values()]
+    return dict(zip(ops, microseconds(loops, group.mesh, repeats), strict=True))
+
+
+def line(name: str, shape: Shape, times: dict[str, float]) -> str:
+    """Ours against XLA's, against the product alone, and the hidden part of what could be hidden."""
+    hidden = times[PRODUCT] + times[MOVING] - times[OURS]
+    cells = [name, str(shape), *(f"{time:,.1f}" for time in times.values())]
+    ratios = f"{times[XLA] / times[OURS]:.2f} | {times[OURS] / times[PRODUCT]:.2f}"
+    return f"| {' | '.join(cells)} | {ratios} | {100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} % |"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench collective_matmul", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
+    parser.add_argument("--devices", type=int, help="how many [all]")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    options = parser.parse_args(arguments)
+
+    mesh = Mesh(np.array(jax.devices()[: options.devices]), (AXIS,))
+    with jax_ep.Group(mesh, AXIS) as group:
+        on_cpu = group.platform == "cpu"
+        note = "float32, plain loops" if on_cpu else "bfloat16"
+        print(header(list(mesh.devices.flat), note, ["collective_matmul", *arguments]))
+        print(
+            f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product\n"
+        )
+        names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
+        print(f"| op | product | {' | '.join(names)} | times XLA's speed | of the product | hidden |\n|{'---|' * 10}")
+        for shape in CPU_SHAPES if on_cpu else SHAPES:
+            for name in OPS:
+                if shape.quick or not options.quick:
+                    times = measure(name, shape, group, options.repeats, calls=4 if on_cpu else 40)
+                    print(line(name, shape, times), flush=True)
+        group.check()
+    return 0

@@ -1,0 +1,296 @@
+// Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
+// every op with exact results, with delayed ranks too; `time` and `sweep` time them inside CUDA graphs beside the
+// product alone.
+//
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
+//     -D"JAX_EP_COLD_FN=__device__ __forceinline__"
+//     benchmarks/kernels/overlap_bench.cu ffi/platform/cuda/matmul_reduce.cu ffi/platform/cuda/gather_matmul.cu
+//     ffi/platform/cuda/gemm.cu ffi/platform/gpu/kernels.cu ffi/platform/cuda/overlap_config.cc ffi/gemm/config.cc
+//     ffi/gemm/tensor_map.cc ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench &&
+//     ./overlap_bench check 2 &&
+//     ./overlap_bench time
+//     2
+#include <functional>
+#include <numeric>
+#include <string>
+
+#include "overlap_bench.h"
+
+namespace {
+
+constexpr int kOpsPerGraph = 20;
+constexpr int kProcessors = 132;
+bool failed = false;
+
+struct Case {
+  OpKind op;
+  Shape shape;
+  bool transpose_b;
+  DType dtype;
+
+  bool gathers() const { return op == OpKind::all_gather_matmul; }
+  int rows_of_result(int ranks) const { return op == OpKind::matmul_reduce_scatter ? shape.m / ranks : shape.m; }
+  OverlapConfig config(int ranks, int block_n, int communicating) const {
+    return overlap_with(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors, block_n,
+                        communicating);
+  }
+  OverlapConfig choice(int ranks) const {
+    return choose_overlap(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors);
+  }
+};
+
+std::vector<Rank> make_ranks(const Case& c, int count) {
+  std::vector<Rank> ranks;
+  for (int i = 0; i < count; ++i) ranks.emplace_back(c.shape, i, count, c.transpose_b);
+  return ranks;
+}
+void release(std::vector<Rank>& ranks) {
+  for (Rank& rank : ranks) rank.release();
+}
+
+void launch(const Case& c, const Group& group, const std::vector<Rank>& ranks, int rank, const OverlapConfig& config) {
+  const Comm& comm = group.comm({0, rank});
+  const auto error = c.gathers()
+                         ? launch_matmul(config, ranks[rank].stream, comm, ranks[rank].gather_args(c.dtype))
+                         : launch_matmul(config, ranks[rank].stream, comm,
+                                         ranks[rank].reduce_args(c.op == OpKind::matmul_reduce_scatter, c.dtype));
+  if (!error) return;
+  std::printf("ERROR %s\n", error->c_str());
+  std::exit(1);
+}
+
+void synchronize(const std::vector<Rank>& ranks) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    CHECK(cudaSetDevice(i));
+    CHECK(cudaStreamSynchronize(ranks[i].stream));
+  }
+}
+
+// What every rank's result should be, and the size of what was added up.
+struct Exact {
+  std::vector<double> sum, size;
+};
+std::vector<Exact> exact_results(const Case& c, const std::vector<Rank>& ranks) {
+  const int count = ranks.size();
+  const int64_t all = int64_t{c.shape.m} * c.shape.n;
+  std::vector<Exact> results(count);
+  Exact total{std::vector<double>(all), std::vector<double>(all)};
+  for (int r = 0; r < count; ++r) {
+    if (c.gathers()) {
+      for (int source = 0; source < count; ++source)
+        for (const float x : exact_product(ranks[source], ranks[r], r, c.shape.m / count)) {
+          results[r].sum.push_back(x);
+          results[r].size.push_back(std::fabs(x));
+        }
+      continue;
+    }
+    const std::vector<float> product = exact_product(ranks[r], ranks[r], r, c.shape.m);
+    for (int64_t i = 0; i < all; ++i) total.sum[i] += product[i], total.size[i] += std::fabs(product[i]);
+  }
+  if (c.gathers()) return results;
+  const int64_t share = int64_t{c.rows_of_result(count)} * c.shape.n;
+  for (int r = 0; r < count; ++r) {
+    const int64_t begin = c.op == OpKind::matmul_reduce_scatter ? r * share : 0;
+    results[r].sum.assign(total.sum.begin() + begin, total.sum.begin() + begin + share);
+    results[r].size.assign(total.size.begin() + begin, total.size.begin() + begin + share);
+  }
+  return results;
+}
+
+// Runs a few times, some ranks late, and compares every value; the bits must be the same each time.
+void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, const std::vector<Exact>& exact,
+                const OverlapConfig& config) {
+  const int count = ranks.size();
+  double worst = 0;
+  int64_t wrong = 0, changed = 0;
+  std::vector<std::vector<float>> first(count);
+  for (int run = 0; run < 4; ++run) {
+    for (int r = 0; r < count; ++r) {
+      CHECK(cudaSetDevice(r));
+      CHECK(cudaMemset(ranks[r].result, 0xff, int64_t{c.shape.m} * c.shape.n * 4));
+      CHECK(cudaMemset(ranks[r].partial, 0xff, int64_t{c.shape.m} * c.shape.n * 4));
+      CHECK(cudaMemset(ranks[r].gathered, 0xff, int64_t{c.shape.m} * c.shape.k * 2));
+      CHECK(cudaDeviceSynchronize());
+    }
+    for (int r = 0; r < count; ++r) {
+      CHECK(cudaSetDevice(r));
+      if (run > 0) delay<<<1, 1, 0, ranks[r].stream>>>((r * 7 + run * 3) % 5 * 100'000);
+      launch(c, group, ranks, r, config);
+    }
+    synchronize(ranks);
+    for (int r = 0; r < count; ++r) {
+      CHECK(cudaSetDevice(r));
+      const std::vector<float> actual = download(ranks[r].result, exact[r].sum.size(), c.dtype);
+      for (size_t i = 0; i < actual.size(); ++i) {
+        const double unit = c.dtype == DType::float32 ? 1e-5 : 1.0 / 256;
+        const double allowed = unit * (std::fabs(exact[r].sum[i]) + exact[r].size[i]) + 1e-5 * c.shape.k;
+        const double error = std::fabs(actual[i] - exact[r].sum[i]) / allowed;
+        if (!(error <= 1)) ++wrong;
+        worst = std::isnan(error) ? 1e9 : std::max(worst, error);
+        if (run > 0 && std::memcmp(&actual[i], &first[r][i], 4)) ++changed;
+      }
+      if (run == 0) first[r] = actual;
+    }
+  }
+  const auto lost = const_cast<Group&>(group).take_error();
+  const bool bad = wrong || changed || lost;
+  failed |= bad;
+  std::printf("%-5s %-21s %5d x %5d x %5d %s %s  worst %.3g, wrong %lld, changed %lld  %s%s\n", bad ? "WRONG" : "ok",
+              name_of(c.op), c.shape.m, c.shape.k, c.shape.n, c.transpose_b ? "NK" : "KN",
+              c.dtype == DType::float32 ? "float32" : "16 bits", worst, static_cast<long long>(wrong),
+              static_cast<long long>(changed), config.describe().c_str(), lost ? lost->message.c_str() : "");
+  std::fflush(stdout);
+  if (lost) std::exit(1);
+}
+
+void check_all(const Group& group) {
+  const int ranks = group.size();
+  for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul})
+    for (const Shape shape : {Shape{128 * ranks, 64, 256},
+                              {8 * ranks, 64, 64},
+                              {256 * ranks, 128, 512},
+                              {66 * ranks, 72, 136},
+                              {333 * ranks, 200, 264},
+                              {1354 * ranks, 512, 1408}})
+      for (const bool transpose_b : {false, true})
+        for (const DType dtype : {DType::bfloat16, DType::float32}) {
+          if (transpose_b && dtype == DType::float32) continue;
+          const Case c{op, shape, transpose_b, dtype};
+          std::vector<Rank> all = make_ranks(c, ranks);
+          const std::vector<Exact> exact = exact_results(c, all);
+          for (const int block_n : {128, 256})
+            for (const int communicating : {2, 16})
+              check_case(c, group, all, exact, c.config(ranks, block_n, communicating));
+          release(all);
+        }
+}
+
+// Microseconds: the median over graphs of the slowest rank's time.
+double time_graphs(const std::vector<Rank>& ranks, const std::function<void(int)>& enqueue) {
+  const size_t n = ranks.size();
+  std::vector<cudaGraphExec_t> graphs(n);
+  std::vector<cudaEvent_t> begin(n), end(n);
+  for (size_t i = 0; i < n; ++i) {
+    CHECK(cudaSetDevice(i));
+    CHECK(cudaEventCreate(&begin[i]));
+    CHECK(cudaEventCreate(&end[i]));
+    cudaGraph_t graph;
+    CHECK(cudaStreamBeginCapture(ranks[i].stream, cudaStreamCaptureModeThreadLocal));
+    for (int op = 0; op < kOpsPerGraph; ++op) enqueue(i);
+    CHECK(cudaStreamEndCapture(ranks[i].stream, &graph));
+    CHECK(cudaGraphInstantiate(&graphs[i], graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+  }
+  std::vector<double> times;
+  for (int repeat = 0; repeat < 8; ++repeat) {
+    float slowest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      CHECK(cudaSetDevice(i));
+      CHECK(cudaEventRecord(begin[i], ranks[i].stream));
+      CHECK(cudaGraphLaunch(graphs[i], ranks[i].stream));
+      CHECK(cudaEventRecord(end[i], ranks[i].stream));
+    }
+    synchronize(ranks);
+    for (size_t i = 0; i < n; ++i) {
+      float ms = 0;
+      CHECK(cudaEventElapsedTime(&ms, begin[i], end[i]));
+      slowest = std::max(slowest, ms);
+    }
+    if (repeat > 1) times.push_back(slowest * 1e3 / kOpsPerGraph);
+  }
+  for (size_t i = 0; i < n; ++i) CHECK(cudaGraphExecDestroy(graphs[i]));
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// The product alone, by the core of its own.
+double time_product(const Case& c, const std::vector<Rank>& ranks) {
+  return time_graphs(ranks, [&](int r) {
+    gemm::Arguments x{};
+    x.grouping = gemm::Grouping::none;
+    x.m = c.shape.m, x.n = c.shape.n, x.k = c.shape.k, x.groups = 1;
+    x.in = gemm::DType::bfloat16, x.out = gemm::DType::bfloat16;
+    x.b_is_k_by_n = !c.transpose_b;
+    x.a = ranks[r].gathered, x.b = ranks[r].b, x.out_data = ranks[r].partial;
+    if (const auto error = gemm::launch(x, ranks[r].stream)) std::printf("ERROR %s\n", error->c_str());
+  });
+}
+
+double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks, const OverlapConfig& config) {
+  const double us = time_graphs(ranks, [&](int r) { launch(c, group, ranks, r, config); });
+  if (const auto lost = const_cast<Group&>(group).take_error()) {
+    std::printf("FAILED %s\n", lost->message.c_str());
+    std::exit(1);
+  }
+  return us;
+}
+
+void time_case(const Case& c, const Group& group, bool sweep) {
+  const int count = group.size();
+  std::vector<Rank> ranks = make_ranks(c, count);
+  for (int r = 0; r < count; ++r) {  // the product alone reads what is gathered
+    CHECK(cudaSetDevice(r));
+    CHECK(cudaMemcpy(ranks[r].gathered, ranks[r].a, int64_t{c.shape.m} * c.shape.k * 2, cudaMemcpyDeviceToDevice));
+  }
+  const double product = time_product(c, ranks);
+  Case thin = c;  // hardly a product: a gather still moves its whole rows, so it has few columns instead
+  (c.gathers() ? thin.shape.n : thin.shape.k) = 64;
+  std::vector<Rank> thin_ranks = make_ranks(thin, count);
+  const OverlapConfig chosen = c.choice(count);
+  const double moving = time_op(thin, group, thin_ranks, thin.config(count, 128, chosen.communicating));
+  release(thin_ranks);
+  const auto print = [&](const char* what, const OverlapConfig& config) {
+    const double us = time_op(c, group, ranks, config);
+    std::printf("%-7s %-21s %5d x %5d x %5d  %8.1f us, %.3f x the product's %.1f, moving %.1f, overlap %.0f %%  %s\n",
+                what, name_of(c.op), c.shape.m, c.shape.k, c.shape.n, us, us / product, product, moving,
+                100 * (product + moving - us) / std::min(product, moving), config.describe().c_str());
+    std::fflush(stdout);
+  };
+  print("chosen", chosen);
+  if (sweep)
+    for (const int block_n : {128, 256})
+      for (const int communicating : {2, 4, 8, 12, 16, 24, 32})
+        for (const int factor : {1, 2}) {
+          OverlapConfig config = c.config(count, block_n, communicating);
+          config.band *= factor;
+          print("", config);
+        }
+  release(ranks);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const std::string what = count > 1 ? arguments[1] : "check";
+  const int ranks = count > 2 ? std::atoi(arguments[2]) : 2;
+  std::vector<int> devices(ranks);
+  std::iota(devices.begin(), devices.end(), 0);
+  Group group({devices}, 5.0, /*poison=*/false);
+  for (int i = 0; i < ranks; ++i) {
+    CHECK(cudaSetDevice(i));
+    CHECK(load_matmul_reduce());
+    CHECK(load_gather_matmul());
+    CHECK(gemm::load());
+    delay<<<1, 1>>>(1);
+    CHECK(cudaDeviceSynchronize());
+  }
+  const Shape seed{5416, 6144, 1408};
+  const OpKind all[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
+  if (what == "check") {
+    check_all(group);
+  } else if (what == "sweep") {
+    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, true);
+    for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, true);
+  } else {
+    for (const Shape shape : {seed,
+                              Shape{64, 7168, 18432},
+                              {512, 4096, 12288},
+                              {2048, 2880, 2880},
+                              {4096, 4096, 4096},
+                              {8192, 4096, 14336},
+                              {8192, 8192, 29568}})
+      for (const OpKind op : all) time_case({op, shape, false, DType::bfloat16}, group, false);
+  }
+  std::puts(failed ? "FAILED" : "done");
+  return failed;
+}

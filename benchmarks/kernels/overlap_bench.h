@@ -1,0 +1,141 @@
+// What overlap_bench needs around the kernels: GPUs as ranks, their operands, and exact results.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "gemm/gemm.h"
+#include "heap/group.h"
+#include "platform/cuda/matmul.h"
+
+using namespace jax_ep;
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+#define CHECK(call) check((call), #call)
+
+// Rows, contraction and columns of the product that one rank computes.
+struct Shape {
+  int m, k, n;
+};
+
+__global__ void fill_random(__nv_bfloat16* data, int64_t count, uint32_t seed) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= count) return;
+  uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed * 40503u;
+  x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^= x >> 16;
+  data[i] = __float2bfloat16(static_cast<int>(x % 2001) / 1000.0f - 1);
+}
+
+// out [m, n] = a [m, k] x b, one thread a value.
+__global__ void multiply_naively(const __nv_bfloat16* a, const __nv_bfloat16* b, float* out, int m, int k, int n,
+                                 bool transpose_b) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, row = i / n, column = i % n;
+  if (row >= m) return;
+  float sum = 0;
+  for (int j = 0; j < k; ++j)
+    sum += __bfloat162float(a[row * k + j]) *
+           __bfloat162float(transpose_b ? b[column * k + j] : b[int64_t{j} * n + column]);
+  out[i] = sum;
+}
+
+__global__ void delay(uint64_t ns) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - start < ns);
+}
+
+inline unsigned blocks_of(int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
+
+template <class T>
+T* device_array(int64_t count) {
+  void* memory = nullptr;
+  CHECK(cudaMalloc(&memory, std::max<int64_t>(count, 1) * sizeof(T)));
+  return static_cast<T*>(memory);
+}
+
+// One GPU: operands of all three ops, with room for float32 results.
+struct Rank {
+  Shape shape;
+  int ranks;
+  bool transpose_b;
+  __nv_bfloat16 *a, *b, *gathered;
+  char *result, *partial;
+  cudaStream_t stream{};
+
+  // The rows of one rank; those of all must be as many as the product has, for a gather.
+  Rank(Shape s, int rank, int ranks, bool transpose_b) : shape(s), ranks(ranks), transpose_b(transpose_b) {
+    CHECK(cudaSetDevice(rank));
+    a = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
+    b = device_array<__nv_bfloat16>(int64_t{s.k} * s.n);
+    gathered = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
+    result = device_array<char>(int64_t{s.m} * s.n * 4);
+    partial = device_array<char>(int64_t{s.m} * s.n * 4);
+    fill_random<<<blocks_of(int64_t{s.m} * s.k), 256>>>(a, int64_t{s.m} * s.k, 2 * rank + 1);
+    fill_random<<<blocks_of(int64_t{s.k} * s.n), 256>>>(b, int64_t{s.k} * s.n, 2 * rank + 2);
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  void release() {
+    for (void* each : {static_cast<void*>(a), static_cast<void*>(b), static_cast<void*>(gathered),
+                       static_cast<void*>(result), static_cast<void*>(partial)})
+      CHECK(cudaFree(each));
+    CHECK(cudaStreamDestroy(stream));
+  }
+
+  MatmulReduceArgs reduce_args(bool scatter, DType dtype) const {
+    MatmulReduceArgs args{};
+    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_b = transpose_b, args.scatter = scatter;
+    args.m = shape.m, args.n = shape.n, args.k = shape.k;
+    args.a = reinterpret_cast<char*>(a), args.b = reinterpret_cast<char*>(b);
+    args.result = result, args.partial = partial;
+    return args;
+  }
+  // `a` holds the rows of this rank first.
+  GatherMatmulArgs gather_args(DType dtype) const {
+    GatherMatmulArgs args{};
+    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_b = transpose_b;
+    args.m = shape.m / ranks, args.n = shape.n, args.k = shape.k;
+    args.a = reinterpret_cast<char*>(a), args.b = reinterpret_cast<char*>(b);
+    args.result = result, args.gathered = reinterpret_cast<char*>(gathered);
+    return args;
+  }
+};
+
+inline std::vector<float> download(const char* from, int64_t count, DType dtype) {
+  std::vector<float> values(count);
+  if (dtype == DType::float32) {
+    CHECK(cudaMemcpy(values.data(), from, count * 4, cudaMemcpyDeviceToHost));
+    return values;
+  }
+  std::vector<__nv_bfloat16> narrow(count);
+  CHECK(cudaMemcpy(narrow.data(), from, count * 2, cudaMemcpyDeviceToHost));
+  for (int64_t i = 0; i < count; ++i) values[i] = __bfloat162float(narrow[i]);
+  return values;
+}
+
+// The product of the first `m` rows of one rank with the matrix of another.
+inline std::vector<float> exact_product(const Rank& rows, const Rank& matrix, int matrix_rank, int m) {
+  CHECK(cudaSetDevice(matrix_rank));
+  const Shape s = matrix.shape;
+  float* out = device_array<float>(int64_t{m} * s.n);
+  __nv_bfloat16* here = device_array<__nv_bfloat16>(int64_t{m} * s.k);
+  CHECK(cudaMemcpy(here, rows.a, int64_t{m} * s.k * 2, cudaMemcpyDefault));
+  multiply_naively<<<blocks_of(int64_t{m} * s.n), 256>>>(here, matrix.b, out, m, s.k, s.n, matrix.transpose_b);
+  CHECK(cudaDeviceSynchronize());
+  const std::vector<float> values = download(reinterpret_cast<char*>(out), int64_t{m} * s.n, DType::float32);
+  CHECK(cudaFree(out));
+  CHECK(cudaFree(here));
+  return values;
+}

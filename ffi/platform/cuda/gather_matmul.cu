@@ -1,0 +1,24 @@
+// all_gather_matmul for every dtype and storage order. Compiled for sm_90a alone.
+#include "platform/cuda/matmul.h"
+#include "platform/cuda/overlap_launch.h"
+#include "platform/gpu/kernel_launch.h"
+
+namespace jax_ep {
+
+std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
+                                         const GatherMatmulArgs& args) {
+  const int rows = args.m * comm.size, pairs = gemm::ceil_div(rows, gemm::kBlockM) / 2;
+  return launch_overlapped(config, stream, comm, args, {rows, args.gathered, args.result},
+                           from_rank(pairs, comm.rank, comm.size));
+}
+
+std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, const Comm& comm,
+                                         const GatherMatmulArgs& args) {
+  const OverlapConfig config = choose_overlap(kind_of(args), args.m * comm.size, args.n, args.k,
+                                              size_of(args.operand_dtype), comm.size, processors);
+  return launch_matmul(config, stream, comm, args);
+}
+
+cudaError_t load_gather_matmul() { return load_overlapped<GatherMatmulArgs>(); }
+
+}  // namespace jax_ep

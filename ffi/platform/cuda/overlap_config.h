@@ -1,0 +1,34 @@
+// How an overlapped product is laid over the processors: a pure function of its shape, from measured rates.
+#pragma once
+
+#include <string>
+
+#include "kernels/matmul_args.h"
+
+namespace jax_ep {
+
+struct OverlapConfig {
+  int block_n;          // tiles are 128 x block_n
+  int band;             // pairs of rows of tiles that are computed before the next ones
+  int communicating;    // blocks, an even number
+  int multiplying;      // blocks, an even number
+  double microseconds;  // expected
+
+  std::string describe() const;
+};
+
+// m, n, k: of the product that a rank computes.
+OverlapConfig choose_overlap(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors);
+
+// The same with some of it given: block_n, and how many blocks communicate.
+OverlapConfig overlap_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
+                           int communicating);
+
+// In which order pairs of rows of tiles are computed: see gemm::Problem.
+struct PairOrder {
+  int first = 0, parts = 1;
+};
+// This rank's rows first, then the next rank's.
+PairOrder from_rank(int pairs, int rank, int ranks);
+
+}  // namespace jax_ep

@@ -1,0 +1,237 @@
+"""Matrix products overlapped with their collective, as tensor parallelism needs them.
+
+A product is announced block by block of rows, so that early blocks travel while later ones are computed. The gradient
+of `matmul_reduce_scatter` is an `all_gather_matmul` and the reverse; that of `matmul_all_reduce` needs no collective.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep import _checks, _ffi, reference_matmul
+from jax_ep.group import Group
+from jax_ep.matmul import CORE_DTYPES, CORE_MULTIPLE
+from jax_ep.moe import IMPLEMENTATIONS
+from jax_ep.routing import canonical_dtype
+
+
+def matmul_all_reduce(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    group: Group,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """The sum over ranks of each one's `a @ b`, on every rank: `psum(a @ b)`.
+
+    Called on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to `out_dtype`, and summed
+    in float32 in rank order by one rank per row: all ranks get the same bits, on every run. With `check_vma` the result
+    does not vary over the axis, like that of `jax.lax.psum`; the gradient is its too.
+
+    Args:
+      a: [M, K] bfloat16, float16 or float32: this rank's columns of the left factor.
+      b: [K, N] of the same dtype: this rank's rows of the right one.
+      group: the open group of the ranks.
+      bias: [N], added once to every row of the sum, or None; the same on all ranks.
+      out_dtype: the dtype of `a`, which is the default, or float32.
+      implementation: "ffi" (kernels; on CUDA they need Hopper GPUs, 16-bit operands, and K and N multiples of 8), "xla"
+        (jax.lax alone), or "auto": "ffi" where it can.
+
+    Returns:
+      [M, N] of `out_dtype`.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or "ffi" was asked for and cannot serve it; when the op is traced.
+      JaxEpError: as for `dispatch`.
+    """
+    return _call("matmul_all_reduce", a, b, bias, group, out_dtype, implementation)
+
+
+def matmul_reduce_scatter(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    group: Group,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """The sum over ranks of each one's `a @ b`, a share of the rows on each: `psum_scatter(a @ b, tiled=True)`.
+
+    Arguments, errors and sums as for `matmul_all_reduce`; M must be a multiple of the group's size R.
+
+    Returns:
+      [M / R, N] of `out_dtype`: rows [r M / R, (r + 1) M / R) of the sum on rank r.
+    """
+    return _call("matmul_reduce_scatter", a, b, bias, group, out_dtype, implementation)
+
+
+def all_gather_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    group: Group,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """The rows of all ranks times this rank's matrix: `all_gather(a, tiled=True) @ b`.
+
+    Arguments and errors as for `matmul_all_reduce`, but that `bias` belongs to this rank's columns.
+
+    Returns:
+      [R M, N] of `out_dtype`, for a group of R ranks.
+    """
+    return _call("all_gather_matmul", a, b, bias, group, out_dtype, implementation)
+
+
+class Config(NamedTuple):
+    """What the kernels are told besides their operands."""
+
+    group: Group
+    dtype: np.dtype  # of the result
+    transpose_b: bool = False  # b is [N, K]
+    scatter: bool = False
+
+
+def _call(
+    op: str,
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None,
+    group: Group,
+    out_dtype: DTypeLike | None,
+    implementation: str,
+) -> jax.Array:
+    group.check()
+    _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+    dtype = canonical_dtype(out_dtype) or np.dtype(a.dtype)
+    _check_operands(op, a, b, bias, group, dtype)
+    _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
+    a, b = _checks.vary_alike(group.axis_name, a, b)
+    a, b = _checks.not_batched(op, a), _checks.not_batched(op, b)
+    if _resolve(op, group, implementation, a, b) == "xla":
+        reference = getattr(reference_matmul, op)
+        out: jax.Array = reference(a, b, dtype=dtype, axis_name=group.axis_name)
+    elif op == "all_gather_matmul":
+        out = _gather(Config(group, dtype), a, b)
+    else:
+        out = _reduce(Config(group, dtype, scatter=op == "matmul_reduce_scatter"), a, b)
+    return out if bias is None else out + bias.astype(dtype)
+
+
+def _check_operands(op: str, a: jax.Array, b: jax.Array, bias: jax.Array | None, group: Group, dtype: np.dtype) -> None:
+    _checks.check_rank(op, "a", a, 2, "[M, K]")
+    _checks.check_dtype(op, "a", a, _checks.TOKEN_DTYPES)
+    _checks.check_rank(op, "b", b, 2, "[K, N]")
+    _checks.check_dtype(op, "b", b, (np.dtype(a.dtype),))
+    _checks.check_shape(op, "b", b, (a.shape[1], b.shape[1]), "[K, N]")
+    if bias is not None:
+        _checks.check_shape(op, "bias", bias, (b.shape[1],), "[N]")
+    if dtype not in (np.dtype(a.dtype), np.dtype(np.float32)):
+        raise TypeError(f"{op}: out_dtype must be {a.dtype}, that of a, or float32; got {dtype}")
+    if op == "matmul_reduce_scatter" and a.shape[0] % group.size:
+        raise ValueError(f"{op}: a must have a multiple of the group's size {group.size} rows, got {a.shape}")
+
+
+def _resolve(op: str, group: Group, implementation: str, a: jax.Array, b: jax.Array) -> str:
+    chosen = group.resolve(op, implementation)
+    if chosen == "xla" or 0 in (*a.shape, *b.shape):
+        return "xla"
+    served = group.platform == "cpu" or (
+        group.platform == "cuda"
+        and np.dtype(a.dtype) in CORE_DTYPES
+        and all(size % CORE_MULTIPLE == 0 for size in b.shape)
+        and _ffi.has_gemm()
+    )
+    if served:
+        return "ffi"
+    if implementation == "ffi":
+        raise ValueError(
+            f"{op}: implementation='ffi' on {group.platform!r} needs Hopper GPUs, bfloat16 or float16 operands and "
+            f"K and N multiples of {CORE_MULTIPLE}; got b {b.shape} of {b.dtype}: pass implementation='xla'"
+        )
+    return "xla"
+
+
+_reduce = jax.custom_vjp(_ffi.matmul_reduce, nondiff_argnums=(0,))
+_gather_both = jax.custom_vjp(_ffi.gather_matmul, nondiff_argnums=(0,))  # also the gathered rows
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
+    return _ffi.gather_matmul(config, a, b)[0]
+
+
+def _backwards(config: Config, a: jax.Array, *, scatter: bool = False) -> Config:
+    """Of the product with the same matrix, transposed."""
+    return Config(config.group, np.dtype(a.dtype), not config.transpose_b, scatter)
+
+
+def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
+    axes = (((contracted[0],), (contracted[1],)), ((), ()))
+    return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)
+
+
+def _matrix_gradient(config: Config, rows: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    """Rows [M, K] and cotangents [M, N] to that of b."""
+    left, right = (cotangent, rows) if config.transpose_b else (rows, cotangent)
+    return _dot(left, right, (0, 0), dtype)
+
+
+def _reduce_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
+    return _reduce(config, a, b), (a, b)
+
+
+def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
+    a, b = residuals
+    cotangent = cotangent.astype(a.dtype)
+    if config.scatter:
+        d_a, cotangent = _gather_both(_backwards(config, a), cotangent, b)
+    else:
+        cotangent = _of_every_rank(config, cotangent)
+        d_a = _dot(cotangent, b, (1, 0 if config.transpose_b else 1), a.dtype)
+    return d_a, _matrix_gradient(config, a, cotangent, b.dtype)
+
+
+def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
+    """Of a sum that all ranks have: it is theirs together where types say that it does not vary, else each has its own.
+
+    As in the transpose of `jax.lax.psum`.
+    """
+    axis = config.group.axis_name
+    if jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying:
+        return jax.lax.pcast(cotangent, axis, to="varying")
+    return jax.lax.psum(cotangent, axis)
+
+
+def _gather_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
+    out, gathered = _gather_both(config, a, b)
+    return out, (gathered, b)
+
+
+def _gather_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
+    gathered, b = residuals
+    cotangent = cotangent.astype(gathered.dtype)
+    d_a = _reduce(_backwards(config, gathered, scatter=True), cotangent, b)
+    return d_a, _matrix_gradient(config, gathered, cotangent, b.dtype)
+
+
+def _gather_both_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
+    out, gathered = _gather_both(config, a, b)
+    return (out, gathered), (gathered, b)
+
+
+def _gather_both_bwd(config: Config, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    d_a, d_b = _gather_bwd(config, residuals, cotangents[0])
+    return d_a + jax.lax.psum_scatter(cotangents[1], config.group.axis_name, tiled=True), d_b
+
+
+_reduce.defvjp(_reduce_fwd, _reduce_bwd)
+_gather.defvjp(_gather_fwd, _gather_bwd)
+_gather_both.defvjp(_gather_both_fwd, _gather_both_bwd)

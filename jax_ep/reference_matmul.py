@@ -1,0 +1,17 @@
+"""The matrix products with a collective in plain jax.lax: the oracle, and `implementation="xla"`."""
+
+from typing import Any
+
+import jax
+
+
+def matmul_all_reduce(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: str) -> jax.Array:
+    return jax.lax.psum(jax.lax.dot(a, b, preferred_element_type=dtype), axis_name)
+
+
+def matmul_reduce_scatter(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: str) -> jax.Array:
+    return jax.lax.psum_scatter(jax.lax.dot(a, b, preferred_element_type=dtype), axis_name, tiled=True)
+
+
+def all_gather_matmul(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: str) -> jax.Array:
+    return jax.lax.dot(jax.lax.all_gather(a, axis_name, tiled=True), b, preferred_element_type=dtype)

@@ -1,0 +1,113 @@
+// Matrix products with a collective on bare threads: right sums, many in a row, and a rank that never comes.
+#pragma once
+
+#include <cmath>
+#include <random>
+
+#include "ranks.h"
+
+namespace jax_ep {
+
+struct MatmulShape {
+  int m, n, k;
+};
+
+// One rank's operands and results for all three ops, each with a factor of its own.
+struct MatmulRank {
+  MatmulShape shape;
+  std::vector<float> a, b, reduced, partial, scattered, gathered, product;
+
+  explicit MatmulRank(MatmulShape s)
+      : shape(s),
+        a(s.m * s.k),
+        b(s.k * s.n),
+        reduced(s.m * s.n),
+        partial(s.m * s.n),
+        scattered(s.m / kRanks * s.n),
+        gathered(kRanks * s.m * s.k),
+        product(kRanks * s.m * s.n) {}
+
+  MatmulReduceArgs reduce_args(bool scatter) {
+    MatmulReduceArgs args{};
+    args.m = shape.m, args.n = shape.n, args.k = shape.k, args.scatter = scatter;
+    args.a = reinterpret_cast<char*>(a.data()), args.b = reinterpret_cast<char*>(b.data());
+    args.result = reinterpret_cast<char*>(scatter ? scattered.data() : reduced.data());
+    args.partial = reinterpret_cast<char*>(partial.data());
+    return args;
+  }
+  GatherMatmulArgs gather_args() {
+    GatherMatmulArgs args{};
+    args.m = shape.m, args.n = shape.n, args.k = shape.k;
+    args.a = reinterpret_cast<char*>(a.data()), args.b = reinterpret_cast<char*>(b.data());
+    args.result = reinterpret_cast<char*>(product.data()), args.gathered = reinterpret_cast<char*>(gathered.data());
+    return args;
+  }
+};
+
+// One value of a rank's rows times a rank's matrix.
+inline double exact_value(const MatmulRank& rows, const MatmulRank& matrix, int row, int column) {
+  double sum = 0;
+  for (int k = 0; k < rows.shape.k; ++k)
+    sum += double{rows.a[row * rows.shape.k + k]} * matrix.b[k * rows.shape.n + column];
+  return sum;
+}
+
+inline void check_matmuls(const std::vector<MatmulRank>& ranks) {
+  const MatmulShape s = ranks[0].shape;
+  const auto near = [](float actual, double exact) { return std::fabs(actual - exact) < 1e-4; };
+  for (int row = 0; row < s.m; ++row)
+    for (int column = 0; column < s.n; ++column) {
+      double sum = 0;
+      for (const MatmulRank& rank : ranks) sum += exact_value(rank, rank, row, column);
+      for (const MatmulRank& rank : ranks)
+        expect(near(rank.reduced[row * s.n + column], sum), "matmul_all_reduce sums the products of all ranks");
+      const int owner = row / (s.m / kRanks), own_row = row % (s.m / kRanks);
+      expect(near(ranks[owner].scattered[own_row * s.n + column], sum), "matmul_reduce_scatter gives each its rows");
+      for (int source = 0; source < kRanks; ++source)
+        for (const MatmulRank& rank : ranks)
+          expect(near(rank.product[(source * s.m + row) * s.n + column], exact_value(ranks[source], rank, row, column)),
+                 "all_gather_matmul multiplies the rows of all ranks");
+    }
+}
+
+inline void matmuls(int times) {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
+  std::mt19937 random(3);
+  for (int i = 0; i < times; ++i) {
+    const MatmulShape shapes[] = {{100, 17, 24}, {4, 5, 3}, {64, 32, 8}, {20, 300, 16}};
+    std::vector<MatmulRank> ranks(kRanks, MatmulRank(shapes[i % 4]));
+    for (MatmulRank& rank : ranks) {
+      for (float& x : rank.a) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
+      for (float& x : rank.b) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
+    }
+    const auto run = [&](auto args_of) {
+      on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+        run_kernel<float>(comm, args_of(ranks[rank]), team);
+      });
+    };
+    run([](MatmulRank& rank) { return rank.reduce_args(false); });
+    run([](MatmulRank& rank) { return rank.reduce_args(true); });
+    run([](MatmulRank& rank) { return rank.gather_args(); });
+    check_matmuls(ranks);
+  }
+  expect(!group.take_error(), "no error is reported");
+}
+
+inline void lost_matmul_rank() {
+  for (const bool gather : {false, true}) {
+    Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
+    std::vector<MatmulRank> ranks(kRanks, MatmulRank({64, 16, 8}));
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+      if (rank == 2) return;
+      if (gather)
+        run_kernel<float>(comm, ranks[rank].gather_args(), team);
+      else
+        run_kernel<float>(comm, ranks[rank].reduce_args(false), team);
+    });
+    const auto error = group.take_error();
+    expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+    expect(std::isnan(gather ? ranks[0].product[0] : ranks[0].reduced[0]), "results are NaN after a failure");
+  }
+}
+
+}  // namespace jax_ep
