@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,17 +72,33 @@ def _one_of_each(results: Any) -> jax.Array:
     return sum((leaf.ravel()[:1].astype(jnp.float32) for leaf in jax.tree.leaves(results)), jnp.zeros(1))
 
 
-def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int) -> list[float]:
-    """Median per call over `repeats` executions of each loop, taken in turns after one to warm up."""
+@dataclasses.dataclass(frozen=True)
+class ChainedLoop(Loop):
+    """`own` is the last operand of the first call, and what `op` returns that of the next: written in place."""
+
+    def _run(self, operands: tuple[Any, ...], own: tuple[Any, ...]) -> jax.Array:
+        return _one_of_each(jax.lax.fori_loop(0, self.calls, lambda _, last: self.op(*operands, last), own[0]))
+
+
+def compile_loops(loops: Sequence[Loop], mesh: Mesh) -> list[Callable[[], Any]]:
+    """One execution of each."""
     lowered = [loop.lower(mesh) for loop in loops]
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(lambda one: one.compile(), lowered))
+    return [partial(program, *loop.arguments) for loop, program in zip(loops, programs, strict=True)]
 
+
+def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int) -> list[float]:
+    """Median per call over `repeats` executions of each loop, taken in turns after one to warm up."""
+    return median_microseconds(loops, compile_loops(loops, mesh), repeats)
+
+
+def median_microseconds(loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
     times: list[list[float]] = [[] for _ in loops]
     for turn in range(repeats + 1):
         for loop, program, values in zip(loops, programs, times, strict=True):
             start = time.perf_counter()
-            jax.block_until_ready(program(*loop.arguments))
+            jax.block_until_ready(program())
             if turn:
                 values.append(1e6 * (time.perf_counter() - start) / loop.calls)
     return [statistics.median(values) for values in times]

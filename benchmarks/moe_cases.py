@@ -25,6 +25,7 @@ class Case:
     shape: Shape
     routing: str = "uniform"  # or "Zipf", "all-to-one"
     ragged: bool = False  # also time jax.lax.ragged_all_to_all, which is slow
+    few_sms: int | None = None  # also time ours on so many SMs
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.routing}"
@@ -42,17 +43,18 @@ class Load:
 Families = dict[str, list[Case]]  # by title
 
 _LARGE = Shape(4096, 7168, 8, 256, "bfloat16")
+_SMALL = (16, 32, 64, 128, 256, 512, 1024)
 _OTHERS = ((8, 2, 6144), (64, 6, 2048), (128, 4, 2880), (128, 8, 4096))
 _TINY = Shape(64, 256, 2, 16, "bfloat16")
 
 FAMILIES: Families = {
     "H=7168, top-8 of 256, uniform routing": [
-        Case(dataclasses.replace(_LARGE, tokens=tokens), ragged=tokens in (128, 4096))
-        for tokens in (16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
+        *(Case(dataclasses.replace(_LARGE, tokens=tokens), ragged=tokens == 128) for tokens in _SMALL),
+        Case(_LARGE, ragged=True, few_sms=24),
+        Case(dataclasses.replace(_LARGE, tokens=8192)),
     ],
-    "Models, T=4096, uniform routing": [
+    "Other models, T=4096, uniform routing": [
         *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
-        Case(_LARGE, ragged=True),
     ],
     "Zipf routing": [Case(_LARGE, "Zipf")],
     "All to one: every token goes to experts of rank 0": [Case(_LARGE, "all-to-one")],
@@ -60,7 +62,10 @@ FAMILIES: Families = {
 
 # The same paths at a size that virtual devices of a CPU can bear.
 TINY_FAMILIES: Families = {
-    "Tiny, uniform routing": [Case(_TINY), Case(dataclasses.replace(_TINY, tokens=128, hidden=192), ragged=True)],
+    "Tiny, uniform routing": [
+        Case(_TINY, few_sms=24),
+        Case(dataclasses.replace(_TINY, tokens=128, hidden=192), ragged=True),
+    ],
     "Tiny, skewed routing": [Case(_TINY, "Zipf"), Case(_TINY, "all-to-one", ragged=True)],
 }
 

@@ -23,9 +23,7 @@ class Formulation:
     combine: Callable[..., jax.Array]
 
 
-def jax_ep_ops(
-    group: jax_ep.Group, experts: int, capacity: int, implementation: str, wire_dtype: Any = None
-) -> Formulation:
+def jax_ep_ops(group: jax_ep.Group, experts: int, capacity: int, implementation: str, **options: Any) -> Formulation:
     def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
         return jax_ep.dispatch(
             tokens,
@@ -34,8 +32,8 @@ def jax_ep_ops(
             group=group,
             num_experts=experts,
             capacity=capacity,
-            wire_dtype=wire_dtype,
             implementation=implementation,
+            **options,
         )
 
     def combine(state: jax_ep.Dispatched, weights: jax.Array) -> jax.Array:

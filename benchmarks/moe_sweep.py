@@ -1,5 +1,6 @@
 """The MoE benchmark on GPUs: every shape and routing inside jitted loops, beside the limit of the wire."""
 
+import contextlib
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import moe_formulations as forms
 import numpy as np
 import padded_all_to_all as padded
-from in_jit_loop import Loop, microseconds
+from device_events import kernel_microseconds
+from in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
 from jax.sharding import NamedSharding, PartitionSpec as P
 from moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
 from moe_formulations import AXIS, Formulation
@@ -20,26 +22,33 @@ import jax_ep
 NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
 FP8_BLOCK = 128  # values that share a float32 scale
 FP8 = "dispatch, fp8"  # on the wire only
+FP8_ROWS = "dispatch, fp8 rows"  # left as they came
+KERNEL = "jax_ep"  # in the names of our kernels
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
 COLUMNS = (
-    "shape | op | jax_ep, us | remote GB/s | of the all_to_all limit | of 370 GB/s "
+    "shape | op | jax_ep, us | kernel, us | remote GB/s | of the all_to_all limit | of 370 GB/s "
     "| padded all_to_all, us | ragged_all_to_all, us | ratio to the best XLA"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Microseconds per call of each formulation, and the bytes the busiest rank must send or receive."""
+    """Microseconds per call, and the bytes the busiest rank must send or receive."""
 
     case: Case
     op: str
-    times: dict[str, float]
+    ours: float
+    kernel: float | None  # of ours, by the device's events
+    others: dict[str, float]  # by formulation
     remote_bytes: int
 
 
+Inputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, ids and weights of all ranks
+
+
 class Candidate(NamedTuple):
-    op: str
+    op: str  # "dispatch" or "combine", and how
     formulation: str
     loop: Loop
 
@@ -52,7 +61,8 @@ def run(group: jax_ep.Group, implementation: str, repeats: int, quick: bool, nam
         raise SystemExit(f"no shape's name has {name_contains!r}")
     limit = all_to_all_limit(group, 2**20 if on_cpu else 2**28, repeats)
     print(f"- all_to_all limit: {limit / 1e9:,.1f} GB/s of remote bytes, measured now")
-    print(f"- us: per call inside one jitted loop, median of {repeats} loops; remote bytes: deduplicated, busiest rank")
+    print(f"- us: per call inside one jitted loop, median of {repeats} loops; kernel: median of the device's events")
+    print("- remote bytes: deduplicated, of the busiest rank")
     done: dict[Case, list[Result]] = {}
     for title, cases in families.items():
         print(f"\n{title}\n\n| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
@@ -65,13 +75,15 @@ def run(group: jax_ep.Group, implementation: str, repeats: int, quick: bool, nam
 
 
 def line(result: Result, limit: float) -> str:
-    ours = result.times["jax_ep"]
-    rate = result.remote_bytes / ours * 1e6
-    others = [result.times.get(name) for name in ("padded all_to_all", "ragged_all_to_all")]
-    known = [other for other in others if other is not None]
-    cells = [str(result.case), result.op, f"{ours:,.1f}", f"{rate / 1e9:,.1f}", f"{rate / limit:.2f}"]
-    cells += [f"{rate / NVLINK:.2f}", *("-" if other is None else f"{other:,.1f}" for other in others)]
-    return f"| {' | '.join(cells)} | {min(known) / ours:.2f} |"
+    rate = result.remote_bytes / result.ours * 1e6
+    others = [result.others.get(name) for name in ("padded all_to_all", "ragged_all_to_all")]
+    cells = [str(result.case), result.op, cell(result.ours), cell(result.kernel), f"{rate / 1e9:,.1f}"]
+    cells += [f"{rate / limit:.2f}", f"{rate / NVLINK:.2f}", *map(cell, others)]
+    return f"| {' | '.join(cells)} | {min(result.others.values()) / result.ours:.2f} |"
+
+
+def cell(microseconds: float | None) -> str:
+    return "-" if microseconds is None else f"{microseconds:,.1f}"
 
 
 def all_to_all_limit(group: jax_ep.Group, size: int, repeats: int) -> float:
@@ -93,20 +105,48 @@ def measure(case: Case, group: jax_ep.Group, implementation: str, repeats: int) 
     inputs = make_inputs(shape, ids, group)
     states = prepare(case, formulations, group, inputs)
 
-    candidates = our_candidates(case, needed, group, implementation, inputs, states[0])
-    for one, state in zip(formulations[1:], states[1:], strict=True):
-        candidates += xla_candidates(one, inputs, state)
-    times = microseconds([candidate.loop for candidate in candidates], group.mesh, repeats)
-    group.check()
+    with contextlib.ExitStack() as stack:
+        groups = {"": group}
+        if case.few_sms is not None:
+            groups[f", {case.few_sms} SMs"] = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=case.few_sms))
+        ours = [
+            candidate._replace(op=candidate.op + how)
+            for how, one in groups.items()
+            for candidate in our_candidates(shape, capacity(case, needed), one, implementation, inputs, states[0])
+        ]
+        others = [
+            candidate
+            for one, state in zip(formulations[1:], states[1:], strict=True)
+            for candidate in xla_candidates(one, inputs, state)
+        ]
+        loops = [candidate.loop for candidate in ours + others]
+        programs = compile_loops(loops, group.mesh)
+        times = median_microseconds(loops, programs, repeats)
+        kernels = [kernel_microseconds(program, KERNEL) for program, _ in zip(programs, ours, strict=False)]
+        for one in groups.values():
+            one.check()
+    return [
+        Result(
+            case,
+            one.op,
+            time,
+            kernel,
+            competitors(one, others, times[len(ours) :]),
+            needed.remote_rows * row_bytes(one.op, shape),
+        )
+        for one, time, kernel in zip(ours, times, kernels, strict=False)
+    ]
 
-    by_op: dict[str, dict[str, float]] = {}
-    for candidate, time in zip(candidates, times, strict=True):
-        by_op.setdefault(candidate.op, {})[candidate.formulation] = time
-    if FP8 in by_op:  # XLA's formulations have no such wire: they compete as they are
-        by_op[FP8] = by_op["dispatch"] | by_op[FP8]
-    row = shape.hidden * jnp.dtype(shape.dtype).itemsize
-    rows = {FP8: shape.hidden + 4 * shape.hidden // FP8_BLOCK}
-    return [Result(case, op, found, needed.remote_rows * rows.get(op, row)) for op, found in by_op.items()]
+
+def competitors(ours: Candidate, others: list[Candidate], times: list[float]) -> dict[str, float]:
+    """XLA's formulations have no other wire and no budget of SMs: they compete as they are."""
+    return {other.formulation: time for other, time in zip(others, times, strict=True) if ours.op.startswith(other.op)}
+
+
+def row_bytes(op: str, shape: Shape) -> int:
+    if op.startswith(FP8):
+        return shape.hidden + 4 * shape.hidden // FP8_BLOCK
+    return shape.hidden * jnp.dtype(shape.dtype).itemsize
 
 
 def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: str) -> list[Formulation]:
@@ -124,20 +164,14 @@ def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: str) -
 
 
 def our_candidates(
-    case: Case,
-    needed: Load,
-    group: jax_ep.Group,
-    implementation: str,
-    inputs: tuple[jax.Array, ...],
-    state: jax_ep.Dispatched,
+    shape: Shape, room: int, group: jax_ep.Group, implementation: str, inputs: Inputs, state: jax_ep.Dispatched
 ) -> list[Candidate]:
     """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
-    shape, room = case.shape, capacity(case, needed)
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth
-    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
+    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 200
 
-    def dispatch(wire_dtype: Any = None) -> Loop:
-        ours = forms.jax_ep_ops(group, shape.experts, room, implementation, wire_dtype)
+    def dispatch(**options: Any) -> Loop:
+        ours = forms.jax_ep_ops(group, shape.experts, room, implementation, **options)
 
         def op(*operands: jax.Array) -> jax.Array:  # the kernel writes this small result itself
             return ours.dispatch(*operands).routing.dropped
@@ -150,20 +184,21 @@ def our_candidates(
 
     loops = {"dispatch": dispatch()}
     if shape.hidden % FP8_BLOCK == 0:
-        loops[FP8] = dispatch(jnp.float8_e4m3fn)
+        loops[FP8] = dispatch(wire_dtype=jnp.float8_e4m3fn)
+        loops[FP8_ROWS] = dispatch(wire_dtype=jnp.float8_e4m3fn, dequantize=False)
     loops["combine"] = Loop(combine, (state.tokens, state.routing), state.routing.weights, calls, unroll)
     return [Candidate(op, "jax_ep", loop) for op, loop in loops.items()]
 
 
-def xla_candidates(formulation: Formulation, inputs: tuple[jax.Array, ...], state: Any) -> list[Candidate]:
-    calls = 2 if formulation.name == "ragged_all_to_all" else 20
+def xla_candidates(formulation: Formulation, inputs: Inputs, state: Any) -> list[Candidate]:
+    calls = 2 if formulation.name == "ragged_all_to_all" else 50
     return [
         Candidate("dispatch", formulation.name, Loop(formulation.dispatch, inputs[:2], inputs[2], calls)),
         Candidate("combine", formulation.name, Loop(formulation.combine, (state,), inputs[2], calls)),
     ]
 
 
-def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> tuple[jax.Array, jax.Array, jax.Array]:
+def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> Inputs:
     """Tokens, ids and weights of all ranks; the tokens are drawn where they stay."""
     sharding = NamedSharding(group.mesh, P(AXIS))
     total = group.size * shape.tokens
@@ -173,9 +208,7 @@ def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> tuple[jax
     return tokens, jax.device_put(ids, sharding), jax.device_put(weights, sharding)
 
 
-def prepare(
-    case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: tuple[jax.Array, ...]
-) -> tuple[Any, ...]:
+def prepare(case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: Inputs) -> tuple[Any, ...]:
     """The state of each after its dispatch; raises unless all deliver the same rows in the same order and sums."""
     spec = P(AXIS)
 
@@ -223,16 +256,19 @@ def plot(results: list[Result], path: Path) -> None:
         return result.case.routing, shape.hidden, shape.top_k, shape.experts
 
     shown = [result for result in results if curve(result) == curve(results[0])]
-    ops = list(dict.fromkeys(result.op for result in shown))
+    ops = [result.op for result in shown if result.case == results[0].case]
     figure = Figure(figsize=(5 * len(ops), 4), layout="constrained")
     for axes, op in zip(np.atleast_1d(figure.subplots(1, len(ops), sharey=True)), ops, strict=True):
         points = [result for result in shown if result.op == op]
-        for name in dict.fromkeys(name for point in points for name in point.times):
-            here = [point for point in points if name in point.times]
-            axes.plot([p.case.shape.tokens for p in here], [p.times[name] for p in here], marker="o", label=name)
         tokens = [point.case.shape.tokens for point in points]
+        axes.plot(tokens, [p.ours for p in points], marker="o", label="jax_ep")
+        for name in dict.fromkeys(name for point in points for name in point.others):
+            here = [point for point in points if name in point.others]
+            axes.plot([p.case.shape.tokens for p in here], [p.others[name] for p in here], marker="o", label=name)
         axes.plot(tokens, [p.remote_bytes / NVLINK * 1e6 for p in points], "k--", label="wire at 370 GB/s")
         axes.set(title=op, xlabel="tokens per rank", xscale="log", yscale="log")
+        axes.set_xticks(tokens, [str(count) for count in tokens])
+        axes.minorticks_off()
         axes.legend()
     figure.axes[0].set_ylabel("us per call")
     figure.savefig(path, dpi=120)

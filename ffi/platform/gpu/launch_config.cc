@@ -9,7 +9,6 @@ constexpr int kThreads = 256, kTeams = kThreads / 32;
 // Shared memory of a team: barriers, then two batches to write and five to read, or a ring of three pieces of a row.
 constexpr int kTeamBytes = 128 + 7 * 4096;
 constexpr int kFewTokens = 512;
-constexpr int kRaggedBlocks = 32;
 constexpr int kEntriesPerBlock = 256;
 constexpr int kUnionBlocks = 96;  // the scratch of sparse_union has room for kMaxTeams teams
 
@@ -27,9 +26,9 @@ int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
   }
 }
 
-// The blocks that an op has work for.
-int useful_blocks(OpKind op, int num_tokens) {
-  if (op == OpKind::ragged_all_to_all) return kRaggedBlocks;
+// The blocks that an op has work for, where that is known.
+int useful_blocks(OpKind op, int num_tokens, int all) {
+  if (op == OpKind::ragged_all_to_all) return all;
   return op == OpKind::sparse_union ? std::min(num_tokens / kEntriesPerBlock + 1, kUnionBlocks) : num_tokens;
 }
 
@@ -38,7 +37,7 @@ int useful_blocks(OpKind op, int num_tokens) {
 int default_blocks(int processors) { return std::max(1, processors * 73 / 100); }
 
 LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, Budget budget) {
-  const int blocks = std::clamp(useful_blocks(op, num_tokens), 1, std::max(1, budget.blocks));
+  const int blocks = std::clamp(useful_blocks(op, num_tokens, budget.blocks), 1, std::max(1, budget.blocks));
   const int team_bytes = std::min(kTeamBytes, budget.shared_bytes / kTeams / 128 * 128);
   return {blocks, kThreads, pushers(op, encoded, num_tokens, blocks), team_bytes};
 }

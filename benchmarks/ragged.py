@@ -1,0 +1,74 @@
+"""ragged_all_to_all beside `jax.lax`'s and the dense all_to_all of as many bytes: `python -m jax_ep bench ragged`."""
+
+import argparse
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from in_jit_loop import ChainedLoop, microseconds
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from moe_cases import SEED, Case, Shape, make_ids
+from provenance import header
+
+import jax_ep
+
+AXIS = "ep"
+GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
+CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64, dtype="bfloat16"))
+
+
+def exchange_plan(case: Case, ranks: int) -> tuple[np.ndarray, ...]:
+    """Offsets and sizes [ranks * ranks] of the assignments of all ranks, sorted by the rank that owns their expert."""
+    owners = (make_ids(case, ranks) // (case.shape.experts // ranks)).reshape(ranks, -1)
+    counts = np.stack([np.bincount(row, minlength=ranks) for row in owners]).astype(np.int32)  # [source, destination]
+
+    def starts(axis: int) -> np.ndarray:
+        return np.cumsum(counts, axis, dtype=np.int32) - counts
+
+    return tuple(x.reshape(-1) for x in (starts(1), counts, starts(0), counts.T))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench ragged", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each; default: %(default)s")
+    options = parser.parse_args(arguments)
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    on_cpu = jax.default_backend() == "cpu"
+    case, ranks = CPU_CASE if on_cpu else GPU_CASE, mesh.size
+    shape = case.shape
+
+    sharding = NamedSharding(mesh, P(AXIS))
+    plan = exchange_plan(case, ranks)
+    counts = plan[1].reshape(ranks, ranks)
+    rows = shape.tokens * shape.top_k
+    room = int(counts.sum(axis=0).max())
+    draw = partial(jax.random.normal, shape=(ranks * rows, shape.hidden), dtype=shape.dtype)
+    sent = jax.jit(draw, out_shardings=sharding)(jax.random.key(SEED))
+    empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
+    slices = tuple(jax.device_put(x, sharding) for x in plan)
+    remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
+
+    def ours(operand: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax_ep.lax.ragged_all_to_all(operand, rest[-1], *rest[:-1], axis_name=AXIS)
+
+    def theirs(operand: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax.lax.ragged_all_to_all(operand, rest[-1], *rest[:-1], axis_name=AXIS)
+
+    def dense(last: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
+
+    with jax_ep.Group(mesh, AXIS) as group:
+        print(header(jax.devices(), repr(group.resolve("bench", "auto")), ["ragged", *arguments]))
+        loops = {"jax_ep.lax.ragged_all_to_all": ChainedLoop(ours, (sent, *slices), empty, calls=200)}
+        if not on_cpu:  # jax.lax has none on the CPU
+            loops["jax.lax.ragged_all_to_all"] = ChainedLoop(theirs, (sent, *slices), empty, calls=5)
+        loops["dense all_to_all"] = ChainedLoop(dense, (), sent, calls=200)
+        names = list(loops)
+        times = microseconds(list(loops.values()), mesh, options.repeats)
+        group.check()
+    print(f"- {shape}: {remote / 2**20:,.0f} MiB to other ranks from the busiest\n")
+    print("| exchange | us | remote GB/s |\n|---|---|---|")
+    for name, time in zip(names, times, strict=True):
+        print(f"| {name} | {time:,.0f} | {remote / time / 1e3:,.0f} |")
+    return 0

@@ -1,0 +1,44 @@
+"""The demo of examples/ trains alike on every platform, and with every implementation."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from conftest import require_native
+from jax.sharding import Mesh
+
+from jax_ep import Group
+
+STEPS = 20
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "examples")])
+    return importlib.import_module("train_moe_lm")
+
+
+def losses(demo: ModuleType, devices: Sequence[Any], implementation: str) -> np.ndarray:
+    config = demo.moe_lm.Config(implementation=implementation)
+    with Group(Mesh(np.array(devices), ("ep",)), "ep") as group:
+        params = demo.moe_lm.init_params(jax.random.key(demo.SEED), config, group)
+        _, metrics = demo.train(params, demo.load_bytes(), STEPS, config, group)
+        group.check()
+    return metrics.loss
+
+
+def test_losses_are_those_of_xla_on_the_cpu(demo: ModuleType) -> None:
+    require_native()
+    size = min(4, helpers.largest_size())
+    ours = losses(demo, jax.devices()[:size], "ffi")
+    wanted = losses(demo, jax.devices("cpu")[:size], "xla")
+    print(f"largest difference {np.abs(ours - wanted).max():.1e}")
+    np.testing.assert_allclose(ours, wanted, rtol=1e-4)
+    assert ours[-1] < 0.8 * ours[0]
