@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 
 AXIS, EXPERTS, SEED = "ep", 16, 0
-SKIPPED = 10  # at least 20 launches
+WARM_UP = 20  # launches of ours
 FP8 = jnp.float8_e4m3fn
 
 
@@ -36,14 +36,14 @@ def moe(group: jax_ep.Group, rng: np.random.Generator, tokens: int, hidden: int,
     run(group, body, rows, ids, np.ones(ids.shape, np.float32))
 
 
-def ragged(group: jax_ep.Group, rng: np.random.Generator) -> None:
+def ragged(group: jax_ep.Group, rng: np.random.Generator, times: int = 2) -> None:
     size, each = group.size, 5
     rows = rng.standard_normal((size * size * each, 33), np.float32)
     starts = np.tile(np.arange(size, dtype=np.int32) * each, size)
     here = np.repeat(np.arange(size, dtype=np.int32) * each, size)
     counts = np.full(size * size, each, np.int32)
     op = partial(jax_ep.lax.ragged_all_to_all, axis_name=AXIS)
-    run(group, op, rows, np.zeros_like(rows), starts, counts, here, counts)
+    run(group, op, rows, np.zeros_like(rows), starts, counts, here, counts, times=times)
 
 
 def sparse(group: jax_ep.Group, rng: np.random.Generator, method: str) -> None:
@@ -73,11 +73,11 @@ def products(group: jax_ep.Group, rng: np.random.Generator) -> None:
     )
 
 
-def run(group: jax_ep.Group, body: Any, *operands: Any) -> None:
+def run(group: jax_ep.Group, body: Any, *operands: Any, times: int = 2) -> None:
     program = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
     sharding = NamedSharding(group.mesh, P(AXIS))
     placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in operands]
-    for _ in range(2):
+    for _ in range(times):
         jax.block_until_ready(program(*placed))
     group.check()
     print(".", end="", flush=True)
@@ -86,8 +86,7 @@ def run(group: jax_ep.Group, body: Any, *operands: Any) -> None:
 def main() -> int:
     rng = np.random.default_rng(SEED)
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS, timeout=60) as group:
-        for _ in range(SKIPPED):
-            moe(group, rng, 8, 8, jnp.float32)
+        ragged(group, rng, times=WARM_UP)
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
             moe(group, rng, 37, 264, dtype)
         moe(group, rng, 700, 40, jnp.bfloat16)
