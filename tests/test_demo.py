@@ -1,8 +1,8 @@
-"""The demo of examples/ trains alike on every platform, and with every implementation."""
+"""The examples train, and alike on every platform and with every implementation."""
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +20,9 @@ STEPS = 20
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "examples")])
-    return importlib.import_module("train_moe_lm")
+    return importlib.import_module
 
 
 def losses(demo: ModuleType, devices: Sequence[Any], implementation: str) -> np.ndarray:
@@ -34,11 +34,19 @@ def losses(demo: ModuleType, devices: Sequence[Any], implementation: str) -> np.
     return metrics.loss
 
 
-def test_losses_are_those_of_xla_on_the_cpu(demo: ModuleType) -> None:
+def test_losses_are_those_of_xla_on_the_cpu(example: Callable[[str], ModuleType]) -> None:
     require_native()
+    demo = example("train_moe_lm")
     size = min(4, helpers.largest_size())
     ours = losses(demo, jax.devices()[:size], "ffi")
     wanted = losses(demo, jax.devices("cpu")[:size], "xla")
     print(f"largest difference {np.abs(ours - wanted).max():.1e}")
     np.testing.assert_allclose(ours, wanted, rtol=1e-4)
     assert ours[-1] < 0.8 * ours[0]
+
+
+@pytest.mark.usefixtures("native")
+def test_the_tensor_parallel_mlp_trains(
+    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example("tensor_parallel_mlp").main(["--steps", "10"]) == 0, capsys.readouterr().out
