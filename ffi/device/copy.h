@@ -17,23 +17,35 @@ JAX_EP_FN bool in_words(const void* a, const void* b, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uintptr_t>(bytes)) % 16 == 0;
 }
 
+// Every `step`-th word from `first` on, several in flight.
+JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t first, int step) {
+  constexpr int kInFlight = 4;
+  int64_t i = first;
+  for (; i + (kInFlight - 1) * step < words; i += kInFlight * step) {
+    Word16 word[kInFlight];
+    for (int j = 0; j < kInFlight; ++j) word[j] = from[i + j * step];
+    for (int j = 0; j < kInFlight; ++j) to[i + j * step] = word[j];
+  }
+  for (; i < words; i += step) to[i] = from[i];
+}
+
 JAX_EP_FN void copy_row(const Team& team, char* to, const char* from, int64_t bytes) {
   if constexpr (Team::lanes == 1) {
     memcpy(to, from, bytes);
   } else if (in_words(to, from, bytes)) {
-    constexpr int kInFlight = 4;
-    const auto* source = reinterpret_cast<const Word16*>(from);
-    auto* target = reinterpret_cast<Word16*>(to);
-    const int64_t words = bytes / 16;
-    int64_t i = team.lane;
-    for (; i + (kInFlight - 1) * Team::lanes < words; i += kInFlight * Team::lanes) {
-      Word16 word[kInFlight];
-      for (int j = 0; j < kInFlight; ++j) word[j] = source[i + j * Team::lanes];
-      for (int j = 0; j < kInFlight; ++j) target[i + j * Team::lanes] = word[j];
-    }
-    for (; i < words; i += Team::lanes) target[i] = source[i];
+    copy_words(reinterpret_cast<Word16*>(to), reinterpret_cast<const Word16*>(from), bytes / 16, team.lane,
+               Team::lanes);
   } else {
     for (int64_t i = team.lane; i < bytes; i += Team::lanes) to[i] = from[i];
+  }
+}
+
+// A row of words of 4 bytes at least, by one lane.
+JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
+  if (in_words(to, from, bytes)) {
+    copy_words(reinterpret_cast<Word16*>(to), reinterpret_cast<const Word16*>(from), bytes / 16, 0, 1);
+  } else {
+    for (int i = 0; i < bytes / 4; ++i) reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(from)[i];
   }
 }
 

@@ -76,6 +76,10 @@ template <class T>
 JAX_EP_FN void pair_from_floats(float, float, T*) {}
 template <class T>
 JAX_EP_FN void floats_from_pair(const T*, float*, float*) {}
+template <class T>
+JAX_EP_FN uint32_t largest_of_pairs(uint32_t, const T*) {
+  return 0;
+}
 #endif
 
 // Many at a time, which a target may do better than one by one.
@@ -93,6 +97,27 @@ JAX_EP_FN void to_floats(const T* from, float (&to)[kCount]) {
     for (int i = 0; i < kCount; i += 2) floats_from_pair(from + i, &to[i], &to[i + 1]);
   } else {
     for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
+  }
+}
+
+// The largest magnitude of some values, as the bits of a float32: as integers, NaN is the largest.
+template <int kCount, class T>
+JAX_EP_FN uint32_t largest_magnitude(const T* values) {
+  if constexpr (kOwnConversions && kCount % 4 == 0 && sizeof(T) == 2) {
+    uint32_t pair = 0;
+    for (int i = 0; i < kCount; i += 4) pair = largest_of_pairs(pair, values + i);
+    T largest;
+    largest.bits = static_cast<uint16_t>((pair & 0xffff) > pair >> 16 ? pair : pair >> 16);
+    return bit_cast<uint32_t>(to_float(largest));
+  } else {
+    float each[kCount];
+    to_floats(values, each);
+    uint32_t largest = 0;
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t magnitude = bit_cast<uint32_t>(each[i]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
   }
 }
 

@@ -127,13 +127,14 @@ class Float8Dispatch {
   }
 
   JAX_EP_FN void expand() {
-    PlainMover mover(op_.team);
+    RowMover mover(op_.team);
     for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
       const int32_t* table = args_.rows + int64_t{source} * args_.num_tokens * args_.top_k;
       auto* scales = reinterpret_cast<char*>(args_.scales);
       expand_group(op_.team, mover, args_.received, args_.hidden, table, tokens, args_.top_k);
-      expand_group(op_.team, mover, scales, scale_bytes(), table, tokens, args_.top_k);
+      expand_short_rows(op_.team, scales, scale_bytes(), table, tokens, args_.top_k);
     });
+    mover.complete_to(mover.mark());
   }
 
  private:

@@ -132,6 +132,18 @@ JAX_EP_FN void expand_group(const Team& team, Mover& mover, char* received, int6
   mover.move([&] { return all.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
 }
 
+// The same for rows so short that a lane copies one alone.
+JAX_EP_FN void expand_short_rows(const Team& team, char* received, int bytes, const int32_t* table, Range tokens,
+                                 int top_k) {
+  for (int i = tokens.begin * top_k + team.lane; i < tokens.end * top_k; i += Team::lanes) {
+    const int row = table[i];
+    if (row < 0) continue;
+    const int32_t* first = table + i / top_k * top_k;
+    while (*first < 0) ++first;
+    if (*first != row) copy_alone(received + int64_t{row} * bytes, received + int64_t{*first} * bytes, bytes);
+  }
+}
+
 // Copies what peers wrote into a token's first row to its further rows.
 JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t bytes, const int32_t* rows, int num_tokens,
                            int top_k) {

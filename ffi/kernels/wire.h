@@ -12,14 +12,18 @@ namespace jax_ep {
 
 constexpr float kFloat8Max = 448.0f;
 
-// The inverse of a block of tiny values must not be infinite: zero times it would be NaN.
+// The factor of a block of tiny values must not be infinite: zero times it would be NaN.
 JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }
+
+// Values times the factor round to float8, and the scale undoes it.
+JAX_EP_FN float factor_for(float largest) { return largest == 0 ? 1.0f : finite(kFloat8Max / largest); }
+JAX_EP_FN float scale_for(float largest) { return largest == 0 ? 1.0f : largest / kFloat8Max; }
 
 // What encoder and decoder share: a message is a team's work of kPieces pieces, and a block of values that of
 // neighbouring lanes, of one where a team has no more.
 template <class T>
 struct Message {
-  static constexpr int kBlockLanes = Team::lanes == 1 ? 1 : 16;
+  static constexpr int kBlockLanes = Team::lanes == 1 ? 1 : 8;
   static constexpr int kBlockValues = kScaleBlock / kBlockLanes;
   static constexpr int kPieces = kWireValues / (Team::lanes * kBlockValues);
   using Values = Piece<T, kBlockValues>;
@@ -41,27 +45,6 @@ struct Message {
       for (int i = kHalf; i < kPieces; ++i) visit(i);
   }
 
-  // x * (448 / largest) rounds to float8; largest / 448, which is returned, undoes it. All lanes call together.
-  JAX_EP_FN float encode(const T* batch, int piece, Encoded* encoded) const {
-    Values read;
-    float scaled[kBlockValues];
-    uint32_t largest = 0;
-    if (has(piece)) {
-      read.load(batch + at(piece));
-      to_floats(read.values, scaled);
-      for (int j = 0; j < kBlockValues; ++j) {
-        const uint32_t magnitude = bit_cast<uint32_t>(scaled[j]) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;  // as integers, NaN is the largest
-      }
-    }
-    const float most = team.max(bit_cast<float>(largest), kBlockLanes);
-    if (!has(piece)) return 0;
-    const float inverse = most == 0 ? 1.0f : finite(kFloat8Max / most);
-    for (int j = 0; j < kBlockValues; ++j) scaled[j] *= inverse;
-    from_floats(scaled, encoded->values);
-    return most == 0 ? 1.0f : most / kFloat8Max;
-  }
-
   JAX_EP_FN void decode(const char* message, int piece, Values* decoded) const {
     Encoded read;
     read.load(reinterpret_cast<const Float8E4M3*>(message) + at(piece));
@@ -73,30 +56,88 @@ struct Message {
   }
 };
 
+// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share those of its pieces:
+// first all factors, then all scales.
+template <class T>
+class Scaling {
+ public:
+  // `largest`: magnitudes of this lane's pieces. All lanes call together.
+  JAX_EP_FN Scaling(const Message<T>& message, uint32_t (&largest)[Message<T>::kPieces])
+      : message_(message), place_(message.team.lane % kLanes) {
+    for (uint32_t& each : largest) each = message.team.max(each, kLanes);
+    for (int i = 0; i < kShare; ++i) {
+      uint32_t mine = 0;
+      for (int piece = 0; piece < kPieces; ++piece)
+        if ((i * kLanes + place_) % kPieces == piece) mine = largest[piece];
+      const float most = bit_cast<float>(mine);
+      quotients_[i] = i * kLanes + place_ < kPieces ? factor_for(most) : scale_for(most);
+    }
+  }
+
+  JAX_EP_FN float factor(int piece) const {
+    return message_.team.from_lane(quotients_[piece / kLanes], message_.team.lane - place_ + piece % kLanes);
+  }
+  JAX_EP_FN void store_scales(float* to) const {
+    for (int i = 0; i < kShare; ++i) {
+      const int piece = i * kLanes + place_ - kPieces, at = message_.at(piece);
+      if (piece >= 0 && piece < kPieces && at < message_.values()) to[at / kScaleBlock] = quotients_[i];
+    }
+  }
+
+ private:
+  static constexpr int kPieces = Message<T>::kPieces, kLanes = Message<T>::kBlockLanes;
+  static constexpr int kShare = (2 * kPieces + kLanes - 1) / kLanes;
+
+  const Message<T>& message_;
+  const int place_;
+  float quotients_[kShare];
+};
+
 // A message in the registers of a team.
 template <class T>
 class EncodedMessage {
  public:
-  JAX_EP_FN EncodedMessage(const Message<T>& message, const char* batch) : message_(message) {
-    message.for_each_piece(
-        [&](int i) { scales_[i] = message.encode(reinterpret_cast<const T*>(batch), i, &values_[i]); });
-  }
+  JAX_EP_FN EncodedMessage(const Message<T>& message, const char* batch)
+      : EncodedMessage(message, Read(message, batch)) {}
+
   JAX_EP_FN void store_values(char* to) const {
     message_.for_each_piece([&](int i) {
       if (message_.has(i)) values_[i].store(reinterpret_cast<Float8E4M3*>(to) + message_.at(i));
     });
   }
-  JAX_EP_FN void store_scales(char* to) const {
-    message_.for_each_piece([&](int i) {
-      if (message_.at(i) < message_.values() && message_.at(i) % kScaleBlock == 0)
-        reinterpret_cast<float*>(to)[message_.at(i) / kScaleBlock] = scales_[i];
+  JAX_EP_FN void store_scales(char* to) const { scaling_.store_scales(reinterpret_cast<float*>(to)); }
+
+ private:
+  static constexpr int kPieces = Message<T>::kPieces, kValues = Message<T>::kBlockValues;
+
+  // What is to be encoded.
+  struct Read {
+    typename Message<T>::Values pieces[kPieces];
+    uint32_t largest[kPieces] = {};
+
+    JAX_EP_FN Read(const Message<T>& message, const char* batch) {
+      message.for_each_piece([&](int i) {
+        if (!message.has(i)) return;
+        pieces[i].load(reinterpret_cast<const T*>(batch) + message.at(i));
+        largest[i] = largest_magnitude<kValues>(pieces[i].values);
+      });
+    }
+  };
+
+  JAX_EP_FN EncodedMessage(const Message<T>& message, Read read) : message_(message), scaling_(message, read.largest) {
+    message.for_each_piece([&](int i) {
+      const float factor = scaling_.factor(i);
+      if (!message.has(i)) return;
+      float scaled[kValues];
+      to_floats(read.pieces[i].values, scaled);
+      for (int j = 0; j < kValues; ++j) scaled[j] *= factor;
+      from_floats(scaled, values_[i].values);
     });
   }
 
- private:
   const Message<T>& message_;
-  typename Message<T>::Encoded values_[Message<T>::kPieces];
-  float scales_[Message<T>::kPieces];
+  const Scaling<T> scaling_;
+  typename Message<T>::Encoded values_[kPieces];
 };
 
 // Does work(batch, message, places, release) for every message of a row, where `release` says that the batch has been
@@ -194,12 +235,12 @@ struct EncodeApart {
     const EncodedMessage<T> encoded(message, batch);
     release();
     const int blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
-    writer.put(places.values, message.first, message.values(), [&](char* to) { encoded.store_values(to); });
     const auto fill = [&](char* to) { encoded.store_scales(to); };
-    if (words)
-      writer.put(places.scales, first * 4, blocks * 4, fill);
-    else
-      writer.put_directly(places.scales, first * 4, blocks * 4, fill);
+    writer.begin();
+    writer.add(places.values, message.first, message.values(), [&](char* to) { encoded.store_values(to); });
+    if (words) writer.add(places.scales, first * 4, blocks * 4, fill);
+    writer.end();
+    if (!words) writer.put_directly(places.scales, first * 4, blocks * 4, fill);
   }
 };
 

@@ -104,11 +104,8 @@ struct Team {
     return {__popc(same & ((1u << lane) - 1)), __popc(same)};
   }
   JAX_EP_FN int sum(int value) const { return __reduce_add_sync(~0u, value); }
-  JAX_EP_FN float max(float value, int width) const {
-    for (int step = width / 2; step; step /= 2) {
-      const float other = __shfl_xor_sync(~0u, value, step);
-      value = other > value || other != other ? other : value;  // NaN wins
-    }
+  JAX_EP_FN uint32_t max(uint32_t value, int width) const {
+    for (int step = width / 2; step; step /= 2) value = ::max(value, __shfl_xor_sync(~0u, value, step));
     return value;
   }
   JAX_EP_FN int exclusive_scan(int value, int* total) const {

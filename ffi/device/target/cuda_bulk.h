@@ -7,6 +7,11 @@
 
 namespace jax_ep::bulk {
 
+// A team's shared memory begins with barriers: those of a RowReader, then those of a RowMover.
+constexpr int kBarrierBytes = 128;
+constexpr int kReaderBarriers = 12, kMoverBarriers = 3;
+static_assert((kReaderBarriers + kMoverBarriers) * sizeof(uint64_t) <= kBarrierBytes);
+
 JAX_EP_FN uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 #if JAX_EP_BULK_COPIES

@@ -46,4 +46,12 @@ JAX_EP_FN void floats_from_pair(const Float8E4M3* from, float* low, float* high)
   asm("cvt.f32.f16 %0, %1;" : "=f"(*high) : "h"(static_cast<uint16_t>(halves >> 16)));
 }
 
+// The larger magnitudes of a pair and of two more pairs of values of 16 bits, as integers.
+template <class T>
+JAX_EP_FN uint32_t largest_of_pairs(uint32_t largest, const T* from) {
+  uint32_t pairs[2];
+  memcpy(pairs, from, sizeof(pairs));
+  return __vimax3_u16x2(largest, pairs[0] & 0x7fff7fffu, pairs[1] & 0x7fff7fffu);
+}
+
 }  // namespace jax_ep

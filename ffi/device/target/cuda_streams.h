@@ -10,9 +10,7 @@
 
 namespace jax_ep {
 
-constexpr int kStreamBarrierBytes = 128;
 constexpr int kWriterStages = 2;
-constexpr int kMostReaderStages = 12;
 
 class RowReader {
  public:
@@ -20,11 +18,11 @@ class RowReader {
   JAX_EP_FN RowReader(const Team& team, int batch_bytes, bool bulk)
       : team_(team),
         barriers_(reinterpret_cast<uint64_t*>(team.shared)),
-        stages_(team.shared + kStreamBarrierBytes + kWriterStages * batch_bytes),
+        stages_(team.shared + bulk::kBarrierBytes + kWriterStages * batch_bytes),
         batch_bytes_(batch_bytes),
-        stage_count_((team.shared_bytes - kStreamBarrierBytes) / batch_bytes - kWriterStages),
+        stage_count_((team.shared_bytes - bulk::kBarrierBytes) / batch_bytes - kWriterStages),
         bulk_(bulk && bulk::kAvailable && stage_count_ > 0) {
-    if (stage_count_ > kMostReaderStages) stage_count_ = kMostReaderStages;
+    if (stage_count_ > bulk::kReaderBarriers) stage_count_ = bulk::kReaderBarriers;
     if (bulk_ && team.lane < stage_count_) bulk::init_barrier(&barriers_[team.lane]);
     if (bulk_) bulk::proxy_fence();
     team.sync();
@@ -73,30 +71,42 @@ class RowWriter {
       : team_(team),
         plain_(team, batch_bytes, bulk),
         batch_bytes_(batch_bytes),
-        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= kStreamBarrierBytes + kWriterStages * batch_bytes) {}
+        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= bulk::kBarrierBytes + kWriterStages * batch_bytes) {}
 
   template <class Places, class Fill>
   JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
-    if (!bulk_) return plain_.put(places, offset, bytes, fill);
-    char* stage = team_.shared + kStreamBarrierBytes + put_++ % kWriterStages * batch_bytes_;
-    bulk::wait_read<kWriterStages - 1>();
-    team_.sync();
-    fill(stage);
-    bulk::shared_proxy_fence();
-    team_.sync();
-    if (places.cached()) {
-      if (char* mine = places.held().mine()) bulk::store(mine + offset, stage, bytes);
-    } else {
-      auto walk = places.walk();
-      for (char* place = walk.next().row; place; place = walk.next().row)
-        if (team_.lane == 0) bulk::store(place + offset, stage, bytes);
-    }
-    bulk::commit();
+    begin();
+    add(places, offset, bytes, fill);
+    end();
   }
-
   template <class Places, class Fill>
   JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
     plain_.put(places, offset, bytes, fill);
+  }
+
+  JAX_EP_FN void begin() {
+    if (!bulk_) return;
+    stage_ = team_.shared + bulk::kBarrierBytes + put_++ % kWriterStages * batch_bytes_;
+    bulk::wait_read<kWriterStages - 1>();
+    team_.sync();
+  }
+  template <class Places, class Fill>
+  JAX_EP_FN void add(const Places& places, int64_t offset, int bytes, Fill fill) {
+    if (!bulk_) return plain_.put(places, offset, bytes, fill);
+    fill(stage_);
+    bulk::shared_proxy_fence();
+    team_.sync();
+    if (places.cached()) {
+      if (char* mine = places.held().mine()) bulk::store(mine + offset, stage_, bytes);
+    } else {
+      auto walk = places.walk();
+      for (char* place = walk.next().row; place; place = walk.next().row)
+        if (team_.lane == 0) bulk::store(place + offset, stage_, bytes);
+    }
+    stage_ += bytes;
+  }
+  JAX_EP_FN void end() {
+    if (bulk_) bulk::commit();
   }
 
   JAX_EP_FN int mark() const { return static_cast<int>(put_); }
@@ -114,6 +124,7 @@ class RowWriter {
   const int batch_bytes_;
   const bool bulk_;
   uint32_t put_ = 0;
+  char* stage_ = nullptr;  // where the next part of a batch goes
 };
 
 }  // namespace jax_ep

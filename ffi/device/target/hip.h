@@ -110,10 +110,10 @@ struct Team {
     for (int step = lanes / 2; step; step /= 2) value += from_lane(value, lane ^ step);
     return value;
   }
-  JAX_EP_FN float max(float value, int width) const {
+  JAX_EP_FN uint32_t max(uint32_t value, int width) const {
     for (int step = width / 2; step; step /= 2) {
-      const float other = from_lane(value, lane ^ step);
-      value = other > value || other != other ? other : value;  // NaN wins
+      const uint32_t other = from_lane(value, lane ^ step);
+      value = other > value ? other : value;
     }
     return value;
   }

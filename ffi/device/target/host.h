@@ -103,7 +103,7 @@ struct Team {
   Match match(int) const { return {0, 1}; }
   int sum(int value) const { return value; }
   // The largest value among `width` neighbouring lanes.
-  float max(float value, int) const { return value; }
+  uint32_t max(uint32_t value, int) const { return value; }
   // The sum over the lanes before this one; `total` is that over all.
   int exclusive_scan(int value, int* total) const {
     *total = value;

@@ -30,6 +30,12 @@ class PlainWriter {
   JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
     put(places, offset, bytes, fill);
   }
+  JAX_EP_FN void begin() {}
+  template <class Places, class Fill>
+  JAX_EP_FN void add(const Places& places, int64_t offset, int bytes, Fill fill) {
+    put(places, offset, bytes, fill);
+  }
+  JAX_EP_FN void end() {}
   JAX_EP_FN int mark() const { return 0; }
   JAX_EP_FN void complete_to(int) { team_.sync(); }
 
