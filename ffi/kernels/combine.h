@@ -5,6 +5,7 @@
 #include "kernels/announcer.h"
 #include "kernels/args.h"
 #include "kernels/op.h"
+#include "kernels/peer_buffer.h"
 #include "kernels/row_sum.h"
 #include "kernels/schedule.h"
 
@@ -18,6 +19,7 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
+        landings_(op, 0),
         rows_(op.team, in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                            in_words(args.combined, args.combined, 0)) {}
 
@@ -30,16 +32,28 @@ class Combine {
     const Schedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule, peers * parts);
     PushItems items(op_, rows * parts);
-    for (int item = items.next(); item >= 0 && op_.may_push(); item = items.next()) {
-      const int row = item / parts, part = item % parts, token = row / peers;
-      const int home = (op_.comm.rank + 1 + row % peers) % op_.comm.size;
+    const auto home_of = [&](int row) { return (op_.comm.rank + 1 + row % peers) % op_.comm.size; };
+    // What an item needs to know is asked for while the one before it is summed.
+    const auto ask = [&](int item) {
+      return item < 0 ? Assigned{} : assigned(home_of(item / parts), item / parts / peers, op_.team.lane);
+    };
+    bool may_push = op_.may_push();
+    int item = items.next();
+    Assigned mine = ask(item);
+    while (item >= 0 && may_push) {
+      const int row = item / parts, part = item % parts, token = row / peers, home = home_of(row);
+      const int next = items.next();
+      const Assigned nexts = ask(next);
+      may_push = op_.may_push();
       if (args_.scalars && part == 0) push_scalars(home, token);
-      if (push_partial(home, token, columns(part, parts)))
+      if (push_partial(home, token, columns(part, parts), mine))
         announcer.begun(token, rows_);
       else
         announcer.skipped(token, rows_);
+      item = next;
+      mine = nexts;
     }
-    if (op_.may_push())
+    if (may_push)
       rows_.finish();
     else
       rows_.drop();
@@ -59,7 +73,13 @@ class Combine {
       op_.enter(Phase::reduce);
       rows_.acquire();
       const Range tokens = schedule.group(ticket / per_chunk, ticket % per_chunk / parts);
-      for (int token = tokens.begin; token < tokens.end; ++token) reduce(token, columns(ticket % parts, parts));
+      const Range part = columns(ticket % parts, parts);
+      Known next = known(tokens.begin);
+      for (int token = tokens.begin; token < tokens.end; ++token) {
+        const Known now = next;
+        if (token + 1 < tokens.end) next = known(token + 1);  // before it is waited for
+        reduce(token, part, now);
+      }
     }
   }
 
@@ -75,6 +95,7 @@ class Combine {
     return larger(1, smaller(batches, teams / larger(1, rows)));
   }
   JAX_EP_FN Range columns(int part, int parts) const {
+    if (parts == 1) return {0, args_.hidden};
     const Range batches = share((args_.hidden + kSumValues<T> - 1) / kSumValues<T>, part, parts);
     return {batches.begin * kSumValues<T>, smaller(batches.end * kSumValues<T>, args_.hidden)};
   }
@@ -83,23 +104,18 @@ class Combine {
     return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
   }
 
-  // The k-th assignment of a token of `home`, if its row is here.
-  JAX_EP_FN Term<const T> own_term(int home, int token, int k, int column) const {
+  // The k-th assignment of a token of `home`.
+  struct Assigned {
+    int row = -1;  // negative: not here
+    float weight = 0;
+  };
+  JAX_EP_FN Assigned assigned(int home, int token, int k) const {
+    if (k >= args_.top_k) return {};
     const int64_t at = table(home, token) + k;
-    const int row = args_.rows[at];
-    const float weight = args_.weights ? args_.weights[at] : 1.0f;  // asked for without waiting for the row
-    return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden + column, weight};
+    return {args_.rows[at], args_.weights ? args_.weights[at] : 1.0f};
   }
-
-  // The partial sum of a peer, if it sends one.
-  JAX_EP_FN Term<const T> peer_term(int rank, int token, int column) const {
-    const int32_t* targets = args_.targets + int64_t{token} * args_.top_k;
-    bool sends = false;
-    for (int k = 0; k < args_.top_k; ++k) {
-      const int packed = targets[k];
-      sends |= packed >= 0 && by_capacity_.quotient(packed) == rank;
-    }
-    return {sends ? landed(reinterpret_cast<const T*>(args_.landing), rank, token) + column : nullptr, 1.0f};
+  JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) const {
+    return {assigned.row < 0 ? nullptr : outputs_ + int64_t{assigned.row} * args_.hidden + column, assigned.weight};
   }
 
   template <class Pointer>
@@ -112,11 +128,13 @@ class Combine {
   }
 
   // Returns whether there is anything to push.
-  JAX_EP_FN bool push_partial(int home, int token, Range columns) {
-    const auto terms =
-        line_up<const T>(op_.team, args_.top_k, [&](int k) { return own_term(home, token, k, columns.begin); });
+  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine) {
+    const auto terms = line_up<const T>(op_.team, args_.top_k, [&](int k) {
+      const bool known = k == op_.team.lane || op_.team.lane >= args_.top_k;
+      return own_term(known ? mine : assigned(home, token, k), columns.begin);
+    });
     if (terms.empty()) return false;
-    T* there = landed(static_cast<T*>(op_.mail_from(home)->buffers[0]), op_.comm.rank, token);
+    T* there = landed(reinterpret_cast<T*>(landings_.of(home)), op_.comm.rank, token);
     rows_.sum(terms, place(there + columns.begin), columns.end - columns.begin);
     return true;
   }
@@ -128,27 +146,51 @@ class Combine {
       if (args_.rows[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
 
-  // Terms in rank order: a row of each peer, and in this rank's place its own rows.
-  JAX_EP_FN void reduce(int token, Range columns) {
-    const int me = op_.comm.rank, own_end = me + args_.top_k;
-    const auto terms = line_up<const T>(op_.team, op_.comm.size - 1 + args_.top_k, [&](int i) {
-      if (i >= me && i < own_end) return own_term(me, token, i - me, columns.begin);
-      return peer_term(i < me ? i : i - args_.top_k + 1, token, columns.begin);
+  // What a lane knows of a token of this rank: the assignment in its place among the terms, and a target.
+  struct Known {
+    Assigned own;
+    int target;
+  };
+  JAX_EP_FN Known known(int token) const {
+    const int place = op_.team.lane - op_.comm.rank;
+    return {place < 0 ? Assigned{} : assigned(op_.comm.rank, token, place), target_of(token, op_.team.lane)};
+  }
+  JAX_EP_FN int target_of(int token, int k) const {
+    return k < args_.top_k ? args_.targets[int64_t{token} * args_.top_k + k] : -1;
+  }
+
+  // A bit for every rank that has a row of a token; `target` is that of this lane.
+  JAX_EP_FN uint64_t senders_of(int token, int target) const {
+    uint64_t senders = 0;
+    for (int first = 0; first < args_.top_k; first += Team::lanes) {
+      if (first > 0) target = target_of(token, first + op_.team.lane);
+      const int owner = target < 0 ? -1 : by_capacity_.quotient(target);
+      for (int rank = 0; rank < op_.comm.size; ++rank)
+        if (op_.team.ballot(owner == rank)) senders |= uint64_t{1} << rank;
+    }
+    return senders;
+  }
+
+  // Terms in rank order: a row of each peer that sends one, and in this rank's place its own rows.
+  JAX_EP_FN void reduce(int token, Range columns, Known known) {
+    const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
+    const uint64_t senders = senders_of(token, known.target);
+    const T* landing = reinterpret_cast<const T*>(args_.landing);
+    const auto terms = line_up<const T>(op_.team, count, [&](int i) -> Term<const T> {
+      const bool mine = i == op_.team.lane || op_.team.lane >= count;
+      if (i >= me && i < own_end) return own_term(mine ? known.own : assigned(me, token, i - me), columns.begin);
+      const int rank = i < me ? i : i - args_.top_k + 1;
+      return {senders >> rank & 1 ? landed(landing, rank, token) + columns.begin : nullptr, 1.0f};
     });
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
-    if (undelivered(token))
+    if (op_.team.broadcast(known.target) < -1)  // its dispatch failed: then its sum is NaN, not zero
       fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
       rows_.sum(terms, place(out), width);
     if (columns.begin > 0) return;
     if (args_.scalars) push_scalars(me, token);
     return_nothing(token);
-  }
-
-  // Whether the dispatch of this token failed: then its sum is NaN, not zero.
-  JAX_EP_FN bool undelivered(int token) const {
-    return args_.top_k > 0 && args_.targets[int64_t{token} * args_.top_k] < -1;
   }
 
   // No rank sends a scalar for an assignment without a row.
@@ -163,6 +205,7 @@ class Combine {
   const CombineArgs& args_;
   const T* outputs_;
   const Divider by_capacity_;
+  const PeerBuffer landings_;
   RowSum<T> rows_;
 };
 

@@ -21,17 +21,26 @@ JAX_EP_FN void dispatch_plain(Op& op, const DispatchArgs& args) {
   expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
 }
 
-// Pushes this team's tokens one by one: begin(token) starts to encode one, and with that the one before is put.
+// Pushes this team's tokens one by one: begin(token, packed_of) starts to encode one, and with that the one before is
+// put. The targets of the next, and whether it may be pushed, are asked for before that, so that nobody waits for them.
 template <class Encoder, class Begin>
-JAX_EP_FN void push_items(Op& op, int num_tokens, Encoder& encoder, RowWriter& writer, Begin begin) {
+JAX_EP_FN void push_items(Op& op, int num_tokens, int top_k, const RowSink& sink, Encoder& encoder, RowWriter& writer,
+                          Begin begin) {
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule);
   PushItems items(op, num_tokens);
-  for (int token = items.next(); token >= 0 && op.may_push(); token = items.next()) {
-    begin(token);
+  const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.team.lane); };
+  bool may_push = op.may_push();
+  int token = items.next(), mine = ask(token);
+  while (token >= 0 && may_push) {
+    const int next = items.next(), nexts = ask(next);
+    may_push = op.may_push();
+    begin(token, [&](int k) { return k == op.team.lane || op.team.lane >= top_k ? mine : sink.packed(token, k); });
     announcer.begun(token, writer);
+    token = next;
+    mine = nexts;
   }
-  if (op.may_push())
+  if (may_push)
     encoder.finish();
   else
     encoder.drop();
@@ -53,8 +62,9 @@ class EncodedDispatch {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
     MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
-    push_items(op_, args_.num_tokens, encoder, writer_, [&](int token) {
-      const auto slots = line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k); });
+    push_items(op_, args_.num_tokens, args_.top_k, sink_, encoder, writer_, [&](int token, auto packed) {
+      const auto slots =
+          line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k, packed(k)); });
       encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
     });
   }
@@ -77,8 +87,8 @@ class EncodedDispatch {
   JAX_EP_FN int64_t slot(int source, int token) const {
     return (int64_t{source} * args_.num_tokens + token) * wire_bytes(args_.hidden);
   }
-  JAX_EP_FN Term<char> slot_at_owner(int token, int k) const {
-    char* landing = sink_.first(token, k);
+  JAX_EP_FN Term<char> slot_at_owner(int token, int k, int packed) const {
+    char* landing = sink_.first(token, k, packed);
     return {landing ? landing + slot(op_.comm.rank, token) : nullptr, 1.0f};
   }
   JAX_EP_FN Term<char> row_of(int row) const {
@@ -117,11 +127,13 @@ class Float8Dispatch {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
     MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_, {writer_, scale_bytes() % 16 == 0});
-    push_items(op_, args_.num_tokens, encoder, writer_, [&](int token) {
-      const auto values = line_up<char>(op_.team, args_.top_k,
-                                        [&](int k) { return Term<char>{values_.row(token, k, args_.hidden), 1.0f}; });
-      const auto scales = line_up<char>(op_.team, args_.top_k,
-                                        [&](int k) { return Term<char>{scales_.row(token, k, scale_bytes()), 1.0f}; });
+    push_items(op_, args_.num_tokens, args_.top_k, values_, encoder, writer_, [&](int token, auto packed) {
+      const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) {
+        return Term<char>{values_.row(token, k, args_.hidden, packed(k)), 1.0f};
+      });
+      const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) {
+        return Term<char>{scales_.row(token, k, scale_bytes(), packed(k)), 1.0f};
+      });
       encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
     });
   }

@@ -188,7 +188,7 @@ class Op {
     store_release(&heap->epoch, epoch);
   }
 
-  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? fetch_add(tickets, uint64_t{1}) : 0; }
+  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? draw(tickets) : 0; }
 
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
     // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.

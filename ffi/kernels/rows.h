@@ -17,20 +17,24 @@ class RowSink {
   JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity, int buffer = 0)
       : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, buffer) {}
 
-  JAX_EP_FN char* row(int token, int k, int64_t bytes) const {
-    const Target target = target_of(token, k);
+  JAX_EP_FN char* row(int token, int k, int64_t bytes) const { return row(token, k, bytes, packed(token, k)); }
+
+  // The owner's buffer, if this is the token's first assignment there.
+  JAX_EP_FN char* first(int token, int k) const { return first(token, k, packed(token, k)); }
+
+  // The same where the target was asked for before.
+  JAX_EP_FN int packed(int token, int k) const { return k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1; }
+  JAX_EP_FN char* row(int token, int k, int64_t bytes, int packed) const {
+    const Target target = unpack(packed);
     char* base = base_for(token, k, target.owner, target.owner == op_.comm.rank);
     return base ? base + target.row * bytes : nullptr;
   }
-
-  // The owner's buffer, if this is the token's first assignment there.
-  JAX_EP_FN char* first(int token, int k) const {
-    return base_for(token, k, target_of(token, k).owner, /*further=*/false);
+  JAX_EP_FN char* first(int token, int k, int packed) const {
+    return base_for(token, k, unpack(packed).owner, /*further=*/false);
   }
 
  private:
-  JAX_EP_FN Target target_of(int token, int k) const {
-    const int packed = k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1;
+  JAX_EP_FN Target unpack(int packed) const {
     return packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
   }
 

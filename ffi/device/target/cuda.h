@@ -55,6 +55,12 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
   return before == expected;
 }
 
+// The next number, without order: an atomic of another kind would be waited for at once, as lanes are counted together.
+JAX_EP_FN uint64_t draw(uint64_t* numbers) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(~0u) : "memory");
+  return before;
+}
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { atomicAdd(p, value); }
 // Among the teams of one rank, without order.

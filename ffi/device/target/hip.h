@@ -42,6 +42,10 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
                                               __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
+// The next number, without order.
+JAX_EP_FN uint64_t draw(uint64_t* numbers) {
+  return __hip_atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) {
   __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);

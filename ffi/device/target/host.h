@@ -53,6 +53,8 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
   return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
+// The next number, without order.
+JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
 // Counts among the teams of one squad, without order.
 JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 // Among the teams of one rank, without order.
