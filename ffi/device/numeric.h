@@ -73,7 +73,7 @@ constexpr bool kOwnConversions = true;
 #else
 constexpr bool kOwnConversions = false;
 template <class T>
-JAX_EP_FN void pair_from_floats(float, float, T*) {}
+JAX_EP_FN void word_from_floats(const float*, T*) {}
 template <class T>
 JAX_EP_FN void floats_from_pair(const T*, float*, float*) {}
 template <class T>
@@ -85,8 +85,9 @@ JAX_EP_FN uint32_t largest_of_pairs(uint32_t, const T*) {
 // Many at a time, which a target may do better than one by one.
 template <int kCount, class T>
 JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
-  if constexpr (kOwnConversions && kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
-    for (int i = 0; i < kCount; i += 2) pair_from_floats(from[i], from[i + 1], to + i);
+  constexpr int kPerWord = sizeof(float) / sizeof(T);
+  if constexpr (kOwnConversions && kPerWord > 1 && kCount % kPerWord == 0) {
+    for (int i = 0; i < kCount; i += kPerWord) word_from_floats(from + i, to + i);
   } else {
     for (int i = 0; i < kCount; ++i) from_float(from[i], &to[i]);
   }

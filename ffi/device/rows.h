@@ -14,7 +14,8 @@
 // RowWriter: from registers to memory.
 //   put(places, offset, bytes, fill): a batch of `bytes` at `offset` from every place of a lineup. Every lane writes
 //     its part by fill(to). put_directly(...): the same for batches that are not made of 16-byte words.
-//   begin(), add(places, offset, bytes, fill), ..., end(): the same where parts of a batch go to different places.
+//   The same by hand, where rows come in bulk: stage(fresh) is where the next batch is to be made, or that of before;
+//     seal() when it is, then send(places, offset, bytes, from) for each part of it, then commit().
 //   mark(), complete_to(mark): returns when all that was put before the mark is written, so that a flag may announce
 //     it.
 #pragma once

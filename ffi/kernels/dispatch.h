@@ -55,7 +55,7 @@ class EncodedDispatch {
       : op_(op),
         args_(args),
         sink_(op, args.targets, args.top_k, args.capacity),
-        stream_(op.team, kWireStageBytes<T>, true),
+        stream_(op.team, kWireStageBytes<T>, true, kWireStageBytes<T>),
         writer_(op.team, kWireStageBytes<T>, true) {}
 
   JAX_EP_FN void push() {
@@ -120,13 +120,15 @@ class Float8Dispatch {
         args_(args),
         values_(op, args.targets, args.top_k, args.capacity),
         scales_(op, args.targets, args.top_k, args.capacity, 3),
-        stream_(op.team, kWireStageBytes<T>, true),
-        writer_(op.team, kWireStageBytes<T>, true) {}
+        stage_bytes_(apart_stage_bytes<T>(op.team, args.hidden)),
+        stream_(op.team, kWireStageBytes<T>, true, stage_bytes_),
+        writer_(op.team, stage_bytes_, true) {}
 
   JAX_EP_FN void push() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
-    MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_, {writer_, scale_bytes() % 16 == 0});
+    MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_,
+                                             {writer_, scale_bytes() % 16 == 0, put_values()});
     push_items(op_, args_.num_tokens, args_.top_k, values_, encoder, writer_, [&](int token, auto packed) {
       const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) {
         return Term<char>{values_.row(token, k, args_.hidden, packed(k)), 1.0f};
@@ -151,10 +153,16 @@ class Float8Dispatch {
 
  private:
   JAX_EP_FN int scale_bytes() const { return args_.hidden / kScaleBlock * 4; }
+  // A whole row, or as many messages as a stage holds.
+  JAX_EP_FN int put_values() const {
+    const int messages = stage_bytes_ / wire_message_bytes(kWireValues);
+    return stage_bytes_ >= wire_message_bytes(args_.hidden) ? args_.hidden : messages * kWireValues;
+  }
 
   Op& op_;
   const DispatchArgs& args_;
   const RowSink values_, scales_;
+  const int stage_bytes_;
   RowStream<char, Apart<Held<char>, Held<char>>> stream_;
   RowWriter writer_;
 };

@@ -16,8 +16,9 @@ struct Cut {
 template <class Row, class Places>
 class RowStream {
  public:
-  JAX_EP_FN RowStream(const Team& team, int stage_bytes, bool bulk)
-      : reader_(team, stage_bytes, bulk), free_(reader_.depth()) {}
+  // `writer_bytes`: of the batches of a writer beside it.
+  JAX_EP_FN RowStream(const Team& team, int stage_bytes, bool bulk, int writer_bytes)
+      : reader_(team, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
 
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }

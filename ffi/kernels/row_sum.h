@@ -19,7 +19,7 @@ class RowSum {
  public:
   // `words`: all rows are made of 16-byte words.
   JAX_EP_FN RowSum(const Team& team, bool words)
-      : team_(team), words_(words), stream_(team, kBatchBytes, words), writer_(team, kBatchBytes, words) {}
+      : team_(team), words_(words), stream_(team, kBatchBytes, words, kBatchBytes), writer_(team, kBatchBytes, words) {}
 
   // Puts the sum of weight * row over the terms, rows of `width` values, in their order, at every place. Where rows
   // come in bulk, they do so while the sum before is made: the last one needs finish().

@@ -102,7 +102,7 @@ class EncodedMessage {
 
   JAX_EP_FN void store_values(char* to) const {
     message_.for_each_piece([&](int i) {
-      if (message_.has(i)) values_[i].store(reinterpret_cast<Float8E4M3*>(to) + message_.at(i));
+      if (message_.at(i) < message_.values()) values_[i].store(reinterpret_cast<Float8E4M3*>(to) + message_.at(i));
     });
   }
   JAX_EP_FN void store_scales(char* to) const { scaling_.store_scales(reinterpret_cast<float*>(to)); }
@@ -228,21 +228,44 @@ struct EncodeApart {
   static JAX_EP_FN int row_bytes(int hidden) { return hidden * static_cast<int>(sizeof(T)); }
 
   RowWriter& writer;
-  const bool words;  // rows of scales are made of 16-byte words
+  const bool words;      // rows of scales are made of 16-byte words
+  const int put_values;  // that leave together: of as many messages as a stage holds, or of a row
 
   template <class To, class Release>
   JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& places, Release release) const {
     const EncodedMessage<T> encoded(message, batch);
     release();
     const int blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
-    const auto fill = [&](char* to) { encoded.store_scales(to); };
-    writer.begin();
-    writer.add(places.values, message.first, message.values(), [&](char* to) { encoded.store_values(to); });
-    if (words) writer.add(places.scales, first * 4, blocks * 4, fill);
-    writer.end();
-    if (!words) writer.put_directly(places.scales, first * 4, blocks * 4, fill);
+    const auto fill_values = [&](char* to) { encoded.store_values(to); };
+    const auto fill_scales = [&](char* to) { encoded.store_scales(to); };
+    if (message.staged && words) return gather(message, encoded, places);
+    writer.put(places.values, message.first, message.values(), fill_values);
+    writer.put_directly(places.scales, first * 4, blocks * 4, fill_scales);
+  }
+
+  // Sends the values and scales of several messages when the last of them is encoded.
+  template <class To>
+  JAX_EP_FN void gather(const Message<T>& message, const EncodedMessage<T>& encoded, const To& places) const {
+    const int begin = message.first / put_values * put_values, at = message.first - begin;
+    const int values = smaller(put_values, message.hidden - begin);
+    char *const stage = writer.stage(/*fresh=*/at == 0), *const scales = stage + values;
+    encoded.store_values(stage + at);
+    encoded.store_scales(scales + at / kScaleBlock * 4);
+    if (at + message.values() < values) return;
+    writer.seal();
+    writer.send(places.values, begin, values, stage);
+    writer.send(places.scales, begin / kScaleBlock * 4, values / kScaleBlock * 4, scales);
+    writer.commit();
   }
 };
+
+// The bytes of a writer's stage for EncodeApart: a row and its scales, or as many messages as leave room to read ahead.
+template <class T>
+JAX_EP_FN int apart_stage_bytes(const Team& team, int hidden) {
+  constexpr int kMessage = wire_message_bytes(kWireValues);
+  const int room = (team.shared_bytes - 2 * kWireStageBytes<T>) / 2 - 128;
+  return align_up(smaller(wire_message_bytes(hidden), larger(1, room / kMessage) * kMessage), 128);
+}
 
 // From messages to rows.
 template <class T>

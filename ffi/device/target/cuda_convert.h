@@ -1,4 +1,4 @@
-// Hopper's conversions between number formats, two values at a time.
+// Hopper's conversions between number formats, several values at a time.
 #pragma once
 
 #define JAX_EP_OWN_CONVERSIONS
@@ -9,21 +9,24 @@
 
 namespace jax_ep {
 
-JAX_EP_FN void pair_from_floats(float low, float high, BFloat16* to) {
+JAX_EP_FN void word_from_floats(const float* from, BFloat16* to) {
   uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(from[1]), "f"(from[0]));
   memcpy(to, &pair, sizeof(pair));
 }
-JAX_EP_FN void pair_from_floats(float low, float high, Float16* to) {
+JAX_EP_FN void word_from_floats(const float* from, Float16* to) {
   uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(from[1]), "f"(from[0]));
   memcpy(to, &pair, sizeof(pair));
 }
 // Values beyond the largest become the largest: an encoder scales them so that only rounding can bring them there.
-JAX_EP_FN void pair_from_floats(float low, float high, Float8E4M3* to) {
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  memcpy(to, &pair, sizeof(pair));
+JAX_EP_FN void word_from_floats(const float* from, Float8E4M3* to) {
+  uint32_t four;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      " mov.b32 %0, {low, high}; }"
+      : "=r"(four)
+      : "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+  memcpy(to, &four, sizeof(four));
 }
 JAX_EP_FN void floats_from_pair(const BFloat16* from, float* low, float* high) {
   uint32_t pair;

@@ -14,13 +14,13 @@ constexpr int kWriterStages = 2;
 
 class RowReader {
  public:
-  // `bulk` if every batch is made of 16-byte words.
-  JAX_EP_FN RowReader(const Team& team, int batch_bytes, bool bulk)
+  // `bulk` if every batch is made of 16-byte words; `writer_bytes`: of the writer's batches.
+  JAX_EP_FN RowReader(const Team& team, int batch_bytes, bool bulk, int writer_bytes)
       : team_(team),
         barriers_(reinterpret_cast<uint64_t*>(team.shared)),
-        stages_(team.shared + bulk::kBarrierBytes + kWriterStages * batch_bytes),
+        stages_(team.shared + bulk::kBarrierBytes + kWriterStages * writer_bytes),
         batch_bytes_(batch_bytes),
-        stage_count_((team.shared_bytes - bulk::kBarrierBytes) / batch_bytes - kWriterStages),
+        stage_count_((team.shared_bytes - bulk::kBarrierBytes - kWriterStages * writer_bytes) / batch_bytes),
         bulk_(bulk && bulk::kAvailable && stage_count_ > 0) {
     if (stage_count_ > bulk::kReaderBarriers) stage_count_ = bulk::kReaderBarriers;
     if (bulk_ && team.lane < stage_count_) bulk::init_barrier(&barriers_[team.lane]);
@@ -75,39 +75,41 @@ class RowWriter {
 
   template <class Places, class Fill>
   JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
-    begin();
-    add(places, offset, bytes, fill);
-    end();
+    if (!bulk_) return plain_.put(places, offset, bytes, fill);
+    char* const to = stage(/*fresh=*/true);
+    fill(to);
+    seal();
+    send(places, offset, bytes, to);
+    commit();
   }
   template <class Places, class Fill>
   JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
     plain_.put(places, offset, bytes, fill);
   }
 
-  JAX_EP_FN void begin() {
-    if (!bulk_) return;
-    stage_ = team_.shared + bulk::kBarrierBytes + put_++ % kWriterStages * batch_bytes_;
-    bulk::wait_read<kWriterStages - 1>();
-    team_.sync();
+  JAX_EP_FN char* stage(bool fresh) {
+    if (fresh) {
+      ++put_;
+      bulk::wait_read<kWriterStages - 1>();
+      team_.sync();
+    }
+    return team_.shared + bulk::kBarrierBytes + put_ % kWriterStages * batch_bytes_;
   }
-  template <class Places, class Fill>
-  JAX_EP_FN void add(const Places& places, int64_t offset, int bytes, Fill fill) {
-    if (!bulk_) return plain_.put(places, offset, bytes, fill);
-    fill(stage_);
+  JAX_EP_FN void seal() const {
     bulk::shared_proxy_fence();
     team_.sync();
+  }
+  template <class Places>
+  JAX_EP_FN void send(const Places& places, int64_t offset, int bytes, const char* from) const {
     if (places.cached()) {
-      if (char* mine = places.held().mine()) bulk::store(mine + offset, stage_, bytes);
+      if (char* mine = places.held().mine()) bulk::store(mine + offset, from, bytes);
     } else {
       auto walk = places.walk();
       for (char* place = walk.next().row; place; place = walk.next().row)
-        if (team_.lane == 0) bulk::store(place + offset, stage_, bytes);
+        if (team_.lane == 0) bulk::store(place + offset, from, bytes);
     }
-    stage_ += bytes;
   }
-  JAX_EP_FN void end() {
-    if (bulk_) bulk::commit();
-  }
+  JAX_EP_FN void commit() const { bulk::commit(); }
 
   JAX_EP_FN int mark() const { return static_cast<int>(put_); }
   JAX_EP_FN void complete_to(int mark) {
@@ -124,7 +126,6 @@ class RowWriter {
   const int batch_bytes_;
   const bool bulk_;
   uint32_t put_ = 0;
-  char* stage_ = nullptr;  // where the next part of a batch goes
 };
 
 }  // namespace jax_ep

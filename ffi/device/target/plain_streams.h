@@ -8,7 +8,7 @@ namespace jax_ep {
 // Brings nothing ahead: rows are read where they are.
 class PlainReader {
  public:
-  JAX_EP_FN PlainReader(const Team&, int, bool) {}
+  JAX_EP_FN PlainReader(const Team&, int, bool, int) {}
   JAX_EP_FN int depth() const { return 0; }
   JAX_EP_FN bool in_bulk() const { return false; }
   JAX_EP_FN void acquire() {}
@@ -30,12 +30,11 @@ class PlainWriter {
   JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
     put(places, offset, bytes, fill);
   }
-  JAX_EP_FN void begin() {}
-  template <class Places, class Fill>
-  JAX_EP_FN void add(const Places& places, int64_t offset, int bytes, Fill fill) {
-    put(places, offset, bytes, fill);
-  }
-  JAX_EP_FN void end() {}
+  JAX_EP_FN char* stage(bool) const { return nullptr; }
+  JAX_EP_FN void seal() const {}
+  template <class Places>
+  JAX_EP_FN void send(const Places&, int64_t, int, const char*) const {}
+  JAX_EP_FN void commit() const {}
   JAX_EP_FN int mark() const { return 0; }
   JAX_EP_FN void complete_to(int) { team_.sync(); }
 
