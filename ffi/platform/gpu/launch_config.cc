@@ -12,15 +12,17 @@ constexpr int kFewTokens = 512;
 constexpr int kEntriesPerBlock = 256;
 constexpr int kUnionBlocks = 96;  // the scratch of sparse_union has room for kMaxTeams teams
 
-// Of the teams of a block; measured on 4 H200 by benchmarks/kernels.
+// Of the teams of a block; measured on 2 and 4 H200 by benchmarks/kernels.
 int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
+  const bool few = num_tokens <= kFewTokens;
   switch (op) {
     case OpKind::dispatch:
     case OpKind::scatter:
-      if (encoded) return num_tokens <= kFewTokens || blocks <= 64 ? 4 : 3;
-      return blocks <= 32 ? 3 : 2;
+      if (encoded) return few ? 4 : blocks <= 32 ? 5 : blocks <= 64 ? 4 : 3;
+      return blocks < 32 ? 3 : 2;
     case OpKind::combine:
-      return num_tokens <= kFewTokens || blocks <= 32 ? kTeams : 6;
+      if (few) return kTeams;
+      return blocks <= 32 ? 7 : blocks < 64 ? 6 : blocks < 96 ? 5 : 3;
     default:
       return kTeams;
   }
