@@ -40,8 +40,9 @@ class Shape:
         return f"[{self.rows}, {self.contracted}] x [{self.contracted}, {self.columns}]"
 
 
-SHAPES = [
-    Shape(5416, 6144, 1408, quick=True),
+SEED_SHAPE = Shape(5416, 6144, 1408, quick=True)
+GATHERS = [
+    SEED_SHAPE,
     Shape(64, 7168, 18432),
     Shape(512, 4096, 12288),
     Shape(2048, 2880, 2880),
@@ -49,6 +50,8 @@ SHAPES = [
     Shape(8192, 4096, 14336),
     Shape(8192, 8192, 29568),
 ]
+# The second product of a layer whose first is the gather's.
+REDUCTIONS = [SEED_SHAPE, *(dataclasses.replace(x, contracted=x.columns, columns=x.contracted) for x in GATHERS[1:])]
 CPU_SHAPES = [Shape(64, 64, 64, quick=True)]
 
 
@@ -139,8 +142,9 @@ def main(arguments: list[str]) -> int:
         )
         names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
         print(f"| op | product | {' | '.join(names)} | times XLA's speed | of the product | hidden |\n|{'---|' * 10}")
-        for shape in CPU_SHAPES if on_cpu else SHAPES:
+        for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:
+                shape = gather if name == "all_gather_matmul" else reduction
                 if shape.quick or not options.quick:
                     times = measure(name, shape, group, options.repeats, calls=4 if on_cpu else 40)
                     print(line(name, shape, times), flush=True)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
+MORE_EXECUTIONS = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -89,16 +91,25 @@ def compile_loops(loops: Sequence[Loop], mesh: Mesh) -> list[Callable[[], Any]]:
 
 
 def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int) -> list[float]:
-    """Median per call over `repeats` executions of each loop, taken in turns after one to warm up."""
+    """Median per call over `repeats` turns of the loops, after one to warm up."""
     return median_microseconds(loops, compile_loops(loops, mesh), repeats)
 
 
 def median_microseconds(loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    times: list[list[float]] = [[] for _ in loops]
+    """What an execution adds when several follow each other: the first takes a millisecond or more to start."""
+    once: list[list[float]] = [[] for _ in loops]
+    more: list[list[float]] = [[] for _ in loops]
     for turn in range(repeats + 1):
-        for loop, program, values in zip(loops, programs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(program())
+        for index, program in enumerate(programs):
+            seconds = [_seconds(program, executions) for executions in (1, 1 + MORE_EXECUTIONS)]
             if turn:
-                values.append(1e6 * (time.perf_counter() - start) / loop.calls)
-    return [statistics.median(values) for values in times]
+                once[index].append(seconds[0])
+                more[index].append(seconds[1])
+    added = [statistics.median(b) - statistics.median(a) for a, b in zip(once, more, strict=True)]
+    return [1e6 * each / (MORE_EXECUTIONS * loop.calls) for each, loop in zip(added, loops, strict=True)]
+
+
+def _seconds(program: Callable[[], Any], executions: int) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready([program() for _ in range(executions)])
+    return time.perf_counter() - start

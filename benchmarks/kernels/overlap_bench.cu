@@ -1,20 +1,19 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
-// every op with exact results, with delayed ranks too; `time` and `sweep` time them inside CUDA graphs beside the
-// product alone.
+// every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
+// `time` and `sweep` time them inside CUDA graphs beside the product alone.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
-//     -D"JAX_EP_COLD_FN=__device__ __forceinline__"
-//     benchmarks/kernels/overlap_bench.cu ffi/platform/cuda/matmul_reduce.cu ffi/platform/cuda/gather_matmul.cu
-//     ffi/platform/cuda/gemm.cu ffi/platform/gpu/kernels.cu ffi/platform/cuda/overlap_config.cc ffi/gemm/config.cc
-//     ffi/gemm/tensor_map.cc ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench &&
-//     ./overlap_bench check 2 &&
-//     ./overlap_bench time
-//     2
+//     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
+//     ffi/platform/cuda/{matmul_reduce,gather_matmul,gemm}.cu ffi/platform/cuda/{overlap,reduce}_config.cc
+//     ffi/platform/gpu/kernels.cu ffi/gemm/{config,tensor_map}.cc
+//     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench
+//   ./overlap_bench check 2 && ./overlap_bench stress 2 && ./overlap_bench time 2
 #include <functional>
 #include <numeric>
 #include <string>
 
 #include "overlap_bench.h"
+#include "overlap_stress.h"
 
 namespace {
 
@@ -31,11 +30,12 @@ struct Case {
   bool gathers() const { return op == OpKind::all_gather_matmul; }
   int rows_of_result(int ranks) const { return op == OpKind::matmul_reduce_scatter ? shape.m / ranks : shape.m; }
   OverlapConfig config(int ranks, int block_n, int communicating) const {
-    return overlap_with(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors, block_n,
-                        communicating);
+    return (gathers() ? overlap_with : reduce_with)(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2,
+                                                    ranks, kProcessors, block_n, communicating);
   }
   OverlapConfig choice(int ranks) const {
-    return choose_overlap(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors);
+    return (gathers() ? choose_overlap : choose_reduce)(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2,
+                                                        ranks, kProcessors);
   }
 };
 
@@ -159,7 +159,7 @@ void check_all(const Group& group) {
           std::vector<Rank> all = make_ranks(c, ranks);
           const std::vector<Exact> exact = exact_results(c, all);
           for (const int block_n : {128, 256})
-            for (const int communicating : {2, 16})
+            for (const int communicating : {2, c.gathers() ? 16 : 98})
               check_case(c, group, all, exact, c.config(ranks, block_n, communicating));
           release(all);
         }
@@ -225,6 +225,8 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
   return us;
 }
 
+using Counts = std::vector<int>;
+
 void time_case(const Case& c, const Group& group, bool sweep) {
   const int count = group.size();
   std::vector<Rank> ranks = make_ranks(c, count);
@@ -249,13 +251,40 @@ void time_case(const Case& c, const Group& group, bool sweep) {
   print("chosen", chosen);
   if (sweep)
     for (const int block_n : {128, 256})
-      for (const int communicating : {2, 4, 8, 12, 16, 24, 32})
+      for (const int communicating : c.gathers() ? Counts{2, 4, 8, 12, 16, 24, 32} : Counts{16, 32, 48, 64, 96, 132})
         for (const int factor : {1, 2}) {
           OverlapConfig config = c.config(count, block_n, communicating);
           config.band *= factor;
           print("", config);
         }
   release(ranks);
+}
+
+// A small shape, a few us an op. Operands take turns: what a rank keeps by mistake from the op before is wrong.
+void stress_op(OpKind op, const Group& group, int iterations) {
+  constexpr int kMostDelayNs = 10'000;
+  const int count = group.size();
+  const Case c{op, {64 * count, 192, 264}, false, DType::bfloat16};
+  const OverlapConfig config = c.config(count, 128, 4);
+  std::vector<Rank> sets[2] = {make_ranks(c, count), {}};
+  for (int r = 0; r < count; ++r) sets[1].push_back(sets[0][r].with_rows(r + count));
+  const int64_t words = int64_t{c.rows_of_result(count)} * c.shape.n / 2;
+  std::vector<std::vector<uint32_t*>> expected(count);
+  for (std::vector<Rank>& ranks : sets) {
+    check_case(c, group, ranks, exact_results(c, ranks), config);
+    for (int r = 0; r < count; ++r) {
+      CHECK(cudaSetDevice(r));
+      expected[r].push_back(device_array<uint32_t>(words));
+      CHECK(cudaMemcpy(expected[r].back(), ranks[r].result, words * 4, cudaMemcpyDeviceToDevice));
+    }
+  }
+  const int64_t wrong = stress(sets[0], expected, words, iterations, kMostDelayNs,
+                               [&](int r, int set) { launch(c, group, sets[set], r, config); });
+  const auto lost = const_cast<Group&>(group).take_error();
+  failed |= wrong || lost;
+  std::printf("%-5s %d iterations of %s, ranks late by up to %d us each time: %lld wrong values %s\n",
+              wrong || lost ? "WRONG" : "ok", iterations, name_of(op), kMostDelayNs / 1000,
+              static_cast<long long>(wrong), lost ? lost->message.c_str() : "");
 }
 
 }  // namespace
@@ -278,18 +307,24 @@ int main(int count, char** arguments) {
   const OpKind all[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
   if (what == "check") {
     check_all(group);
+  } else if (what == "stress") {
+    for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter}) stress_op(op, group, 100'000);
   } else if (what == "sweep") {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, true);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, true);
   } else {
-    for (const Shape shape : {seed,
-                              Shape{64, 7168, 18432},
+    // Of a product of a gather; those of the reductions have k and n swapped.
+    for (const Shape shape : {Shape{64, 7168, 18432},
                               {512, 4096, 12288},
                               {2048, 2880, 2880},
                               {4096, 4096, 4096},
                               {8192, 4096, 14336},
                               {8192, 8192, 29568}})
-      for (const OpKind op : all) time_case({op, shape, false, DType::bfloat16}, group, false);
+      for (const OpKind op : all)
+        time_case(
+            {op, op == OpKind::all_gather_matmul ? shape : Shape{shape.m, shape.n, shape.k}, false, DType::bfloat16},
+            group, false);
+    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, false);
   }
   std::puts(failed ? "FAILED" : "done");
   return failed;

@@ -87,6 +87,17 @@ struct Rank {
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
+  // The same with other rows in `a`.
+  Rank with_rows(uint32_t seed) const {
+    Rank other = *this;
+    cudaPointerAttributes where{};
+    CHECK(cudaPointerGetAttributes(&where, a));
+    CHECK(cudaSetDevice(where.device));
+    other.a = device_array<__nv_bfloat16>(int64_t{shape.m} * shape.k);
+    fill_random<<<blocks_of(int64_t{shape.m} * shape.k), 256>>>(other.a, int64_t{shape.m} * shape.k, 2 * seed + 1);
+    CHECK(cudaDeviceSynchronize());
+    return other;
+  }
   void release() {
     for (void* each : {static_cast<void*>(a), static_cast<void*>(b), static_cast<void*>(gathered),
                        static_cast<void*>(result), static_cast<void*>(partial)})

@@ -12,12 +12,17 @@
 namespace jax_ep::gemm {
 
 // What others add to a product. `before_tile` runs in the producer warp before the tile's first load, `after_tile` in
-// every consumer warp after its stores were issued, or after they were written where kAwaitStores says so.
+// every consumer warp after its stores were issued, or after they were written where kAwaitStores says so. Unless
+// Beside is Nothing, `run_beside` runs in the other kWarpsBeside warps of the block, which have it in shared memory.
 struct NoHooks {
   static constexpr bool kAwaitStores = false;
+  using Beside = Nothing;
   __device__ void before_tile(const Tile&) const {}
   __device__ void after_tile(const Tile&, int /*warp*/) const {}
 };
+
+template <int kBlockN, class Hooks>
+using SharedFor = Shared<kBlockN, typename Hooks::Beside>;
 
 // A stage of the pipeline and how often it came round.
 template <int kStages>
@@ -50,9 +55,9 @@ __device__ __forceinline__ void load_slices(char* to, const CUtensorMap& map, in
 }
 
 template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__device__ void produce(Shared<kBlockN>& shared, const CUtensorMap& a, const CUtensorMap& b, const Problem& problem,
-                        const Hooks& hooks, int block, int blocks) {
-  using Memory = Shared<kBlockN>;
+__device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a, const CUtensorMap& b,
+                        const Problem& problem, const Hooks& hooks, int block, int blocks) {
+  using Memory = SharedFor<kBlockN, Hooks>;
   const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
   Schedule schedule(problem, kBlockN, block, blocks);
@@ -88,9 +93,8 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 }
 
 // Nothing of a warpgroup's half of a tile is wanted: its loads pass by.
-template <int kBlockN>
-__device__ __forceinline__ void skip(Shared<kBlockN>& shared, const Tile& tile, Position<Shared<kBlockN>::kStages>& at,
-                                     int lane) {
+template <class Memory>
+__device__ __forceinline__ void skip(Memory& shared, const Tile& tile, Position<Memory::kStages>& at, int lane) {
   for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
     release(&shared.empty[at.stage], lane);
@@ -98,10 +102,9 @@ __device__ __forceinline__ void skip(Shared<kBlockN>& shared, const Tile& tile, 
 }
 
 // One warpgroup's half of a tile: d = a x b.
-template <class In, int kBlockN, bool kMnA, bool kMnB>
-__device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBlockN>& shared, const Problem& problem,
-                                           const Tile& tile, Position<Shared<kBlockN>::kStages>& at, int half,
-                                           int lane) {
+template <class In, int kBlockN, bool kMnA, bool kMnB, class Memory>
+__device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Memory& shared, const Problem& problem,
+                                           const Tile& tile, Position<Memory::kStages>& at, int half, int lane) {
   int running = -1;  // the stage that wgmma may still read
   if (tile.k_begin >= tile.k_end) {
 #pragma unroll
@@ -133,10 +136,10 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Shared<kBloc
 }
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
+__device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
                         const Hooks& hooks, int block, int blocks) {
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  Position<Shared<kBlockN>::kStages> at;
+  Position<SharedFor<kBlockN, Hooks>::kStages> at;
   Schedule schedule(problem, kBlockN, block, blocks);
   for (Tile tile; schedule.next(&tile);) {
     const int half = warp / 4;
@@ -157,10 +160,10 @@ __device__ void consume(Shared<kBlockN>& shared, const CUtensorMap& map, Out* ou
   if (lane == 0) wait_stores_written<0>();  // shared memory goes with the block; others look at the result
 }
 
-template <int kBlockN>
-__device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared) {
+template <class Memory>
+__device__ __forceinline__ void open_pipeline(Memory& shared) {
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Shared<kBlockN>::kStages; ++stage) {
+    for (int stage = 0; stage < Memory::kStages; ++stage) {
       init_barrier(&shared.full[stage], 1);
       init_barrier(&shared.empty[stage], kConsumerWarps * kCluster);
     }
@@ -169,21 +172,38 @@ __device__ __forceinline__ void open_pipeline(Shared<kBlockN>& shared) {
   sync_cluster();
 }
 
+// Of a thread, of the 168 with which it starts.
+template <class Beside>
+struct Registers {
+  static constexpr int kConsumer = 192, kOther = 120;
+};
+template <>
+struct Registers<Nothing> {
+  static constexpr int kConsumer = 232, kOther = 40;
+};
+
 // The part of one of `blocks` blocks. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`,
 // `b` map slices, `out_map` a warp's box.
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ __forceinline__ void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensorMap& b,
                                                const CUtensorMap& out_map, void* out, const Problem& problem,
                                                const Hooks& hooks, int block, int blocks) {
-  Shared<kBlockN>& shared = *reinterpret_cast<Shared<kBlockN>*>(memory);
+  using Beside = typename Hooks::Beside;
+  auto& shared = *reinterpret_cast<SharedFor<kBlockN, Hooks>*>(memory);
   open_pipeline(shared);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
-    take_registers<232>();
+    take_registers<Registers<Beside>::kConsumer>();
     consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks, block, blocks);
   } else {
-    give_registers<40>();
-    if (warp == kConsumerWarps) produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, block, blocks);
+    give_registers<Registers<Beside>::kOther>();
+    if (warp == kConsumerWarps) {
+      produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, block, blocks);
+    } else if constexpr (!std::is_empty_v<Beside>) {
+      arrive_at_cluster();  // the others do not wait for these
+      hooks.run_beside(warp - kConsumerWarps - 1, block, blocks);
+      return wait_for_cluster();
+    }
   }
   __syncwarp();
   sync_cluster();  // a peer may still write into this block's shared memory

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gemm/problem.h"
 #include "gemm/ptx/mbarrier.h"
@@ -19,18 +20,24 @@ constexpr int kMultiplyK = 16;  // what one wgmma contracts
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kOutRows = 16;  // of a warp, stored at once: lines of 128 bytes again
+constexpr int kWarpsBeside = 3;  // the producer is one of four
+constexpr int kOutRows = 16;     // of a warp, stored at once: lines of 128 bytes again
 constexpr int kOutBytes = kOutRows * kLineBytes;
 
-template <int kBlockN>
+struct Nothing {};
+
+// `Beside`: what the warps beside keep there, which costs stages.
+template <int kBlockN, class Beside = Nothing>
 struct Shared {
   static constexpr int kSlices = kSlicesA + kBlockN / kSlice;
   static constexpr int kStageBytes = kSlices * kSliceBytes;
-  static constexpr int kStages = 196608 / kStageBytes;
+  static constexpr int kBytesBeside = std::is_empty_v<Beside> ? 0 : sizeof(Beside);
+  static constexpr int kStages = (198656 - kBytesBeside) / kStageBytes;
 
   alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
   alignas(1024) char out[kConsumerWarps][2][kOutBytes];
   uint64_t full[kStages], empty[kStages];
+  Beside beside;
 };
 
 // Where the 16-byte piece of a line lies.

@@ -77,9 +77,11 @@ class Schedule {
   JAX_EP_GEMM_FN int pair_at(int i) const {
     if (problem_.grouping != Grouping::none) return i;
     const int pairs = rows_ / 2, parts = problem_.pair_parts, each = pairs / parts, more = pairs % parts;
-    // The first parts have one more, which is their last.
-    const int part = i < each * parts ? i % parts : i - each * parts, turn = i < each * parts ? i / parts : each;
-    return (problem_.pair_first + part * each + smaller(part, more) + turn) % pairs;
+    // The last parts have one more, which is their last: so no part begins behind an equal share of the rows.
+    const int regular = parts - more;
+    const int part = i < each * parts ? i % parts : i - each * parts + regular,
+              turn = i < each * parts ? i / parts : each;
+    return (problem_.pair_first + part * each + larger(part - regular, 0) + turn) % pairs;
   }
 
   const Problem& problem_;

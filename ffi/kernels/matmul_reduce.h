@@ -32,18 +32,21 @@ class MatmulReduce {
   JAX_EP_FN void reduce() {
     const int first = blocks_.chunk_of(kept_.begin);
     const int blocks = kept_.begin < kept_.end ? blocks_.chunk_of(kept_.end - 1) + 1 - first : 0;
-    int announced = -1;
+    int ready = first;  // where the blocks end that are known to be here
     for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
       const int ticket = op_.take_ticket(asked), block = first + ticket / pieces_per_block();
       if (block >= first + blocks) break;
       asked = op_.ask_for_ticket();
-      if (block != announced) {
-        if (!op_.delivered(block)) sums_.finish();  // a sum that was begun does not wait with the others
-        op_.wait_delivered(block);
-        if (!op_.ok()) break;
+      if (block >= ready) {
+        ready = op_.delivered_until(block, first + blocks);
+        if (ready == block) {
+          sums_.finish();  // a sum that was begun does not wait with the others
+          op_.wait_delivered(block);
+          if (!op_.ok()) break;
+          ready = block + 1;
+        }
         op_.enter(Phase::reduce);
         sums_.acquire();
-        announced = block;
       }
       sum(own_rows(block), ticket % pieces_per_block());
     }

@@ -122,12 +122,18 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
   }
 
-  // Whether a chunk is here from all, so that nobody has to wait for it.
-  JAX_EP_FN bool delivered(int chunk) const {
-    int missing = 0;
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
-      missing += load_relaxed(&heap->delivered[peer][chunk]) < epoch;
-    return team.sum(missing) == 0;
+  // Where the chunks end that follow each other from `chunk` on and are here from all. One look at memory serves for as
+  // many as there are lanes.
+  JAX_EP_FN int delivered_until(int chunk, int end) const {
+    const int most = smaller(end, chunk + larger(1, Team::lanes / comm.size)), flags = (most - chunk) * comm.size;
+    int until = most;
+    for (int first = 0; first < flags && until == most; first += Team::lanes) {
+      const int i = first + team.lane;
+      const bool missing = i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < epoch;
+      if (const uint64_t missed = team.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / comm.size;
+    }
+    team.sync();
+    return until;
   }
 
   // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they

@@ -26,13 +26,28 @@ __device__ __forceinline__ bool elect_lane() {
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
 // All threads of all blocks of the cluster.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+  arrive_at_cluster();
+  wait_for_cluster();
 }
 
 // `threads` of the block meet; barrier 0 is __syncthreads'.
 __device__ __forceinline__ void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A count in shared memory by which warps of a block tell others what they did before. The wait is bounded as they are.
+__device__ __forceinline__ void count_one(uint32_t* counter) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(counter)) : "memory");
+}
+__device__ __forceinline__ void wait_count(const uint32_t* counter, uint32_t value) {
+  for (uint32_t seen = 0;;) {
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(counter)) : "memory");
+    if (seen >= value) return;
+    __nanosleep(40);
+  }
 }
 
 // Four 8 x 8 matrices of 16-bit values; lane l names row l % 8 of matrix l / 8.

@@ -1,6 +1,7 @@
 // matmul_all_reduce and matmul_reduce_scatter for every dtype and storage order. Compiled for sm_90a alone.
 #include "platform/cuda/matmul.h"
 #include "platform/cuda/overlap_launch.h"
+#include "platform/cuda/overlap_reduce.h"
 #include "platform/gpu/kernel_launch.h"
 
 namespace jax_ep {
@@ -14,7 +15,7 @@ std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream
 std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, const Comm& comm,
                                          const MatmulReduceArgs& args) {
   const OverlapConfig config =
-      choose_overlap(kind_of(args), args.m, args.n, args.k, size_of(args.dtype), comm.size, processors);
+      choose_reduce(kind_of(args), args.m, args.n, args.k, size_of(args.dtype), comm.size, processors);
   return launch_matmul(config, stream, comm, args);
 }
 

@@ -20,28 +20,26 @@ struct Speed {
   double per_block, most;
 };
 constexpr Speed kPushing = {27e3, 174e3};  // rows in turns to all ranks, this one among them
-constexpr Speed kReducing = {22e3, 340e3};
 
 constexpr double kSparedBytesPerMicrosecond = 1e6;  // of local memory, to read b once more for each band
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// To push a rank's rows, or to fetch what it sums; the sums leave while others come in.
-double moving_microseconds(OpKind op, double m, double n, double k, int value_bytes, int ranks, int communicating) {
-  const bool gather = op == OpKind::all_gather_matmul;
-  const Speed speed = gather ? kPushing : kReducing;
-  const double bytes = m * (gather ? k : n) * value_bytes * (ranks - 1) / ranks;
-  return bytes / std::min(speed.most, communicating * speed.per_block);
+// To push a rank's rows.
+double moving_microseconds(double m, double k, int value_bytes, int ranks, int communicating) {
+  const double bytes = m * k * value_bytes * (ranks - 1) / ranks;
+  return bytes / std::min(kPushing.most, communicating * kPushing.per_block);
 }
 
 }  // namespace
 
-OverlapConfig overlap_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
+OverlapConfig overlap_with(OpKind, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                            int communicating) {
   const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n);
   OverlapConfig config{};
   config.block_n = block_n;
   config.communicating = communicating;
+  config.apart = true;
   config.multiplying = std::min(processors - communicating, rows * columns + 1) / 2 * 2;
   const int waves = ceil_div(rows * columns, config.multiplying);
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
@@ -50,7 +48,7 @@ OverlapConfig overlap_with(OpKind op, int m, int n, int k, int value_bytes, int 
   const double rereads = waves * wave * kSparedBytesPerMicrosecond / (2.0 * n * k);
   const int least = static_cast<int>(std::min<double>(kMostPairsPerBand, std::ceil(rows / 2 / rereads)));
   config.band = std::clamp(config.multiplying / columns / 2, std::max(1, least), kMostPairsPerBand);
-  const double moving = moving_microseconds(op, m, n, k, value_bytes, ranks, communicating);
+  const double moving = moving_microseconds(m, k, value_bytes, ranks, communicating);
   // What one wave makes can move only after it, or before it; the rest moves while others compute.
   config.microseconds = std::max(waves * wave + kExposedWaves * moving / waves, moving + wave) + kRoundMicroseconds;
   return config;
@@ -67,6 +65,8 @@ OverlapConfig choose_overlap(OpKind op, int m, int n, int k, int value_bytes, in
     }
   return best;
 }
+
+int OverlapConfig::blocks() const { return apart ? communicating + multiplying : std::max(communicating, multiplying); }
 
 PairOrder from_rank(int pairs, int rank, int ranks) { return {pairs * rank / ranks, 1}; }
 

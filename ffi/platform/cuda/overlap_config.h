@@ -12,17 +12,25 @@ struct OverlapConfig {
   int band;             // pairs of rows of tiles that are computed before the next ones
   int communicating;    // blocks, an even number
   int multiplying;      // blocks, an even number
+  bool apart;           // blocks that communicate do not multiply
   double microseconds;  // expected
+
+  int blocks() const;
 
   std::string describe() const;
 };
 
-// m, n, k: of the product that a rank computes.
+// For all_gather_matmul; m, n, k: of the product that a rank computes.
 OverlapConfig choose_overlap(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors);
 
 // The same with some of it given: block_n, and how many blocks communicate.
 OverlapConfig overlap_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                            int communicating);
+
+// The same for the reductions.
+OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors);
+OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
+                          int communicating);
 
 // In which order pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {

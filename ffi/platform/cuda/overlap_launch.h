@@ -26,8 +26,10 @@ OverlappedKernel<Args> overlapped_for(DType in, DType out, int block_n, bool mn_
                                : overlapped_for<__half, __half, Args>(block_n, mn_b);
 }
 
+template <class Args>
 constexpr int overlapped_bytes(int block_n) {
-  return block_n == 128 ? sizeof(gemm::Shared<128>) : sizeof(gemm::Shared<256>);
+  using Beside = typename BesideOf<Args>::Type;
+  return block_n == 128 ? sizeof(gemm::Shared<128, Beside>) : sizeof(gemm::Shared<256, Beside>);
 }
 
 constexpr gemm::DType gemm_dtype(DType dtype) {
@@ -61,13 +63,12 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
   problem.pair_first = order.first;
   problem.pair_parts = order.parts;
   const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
-  const int bytes = overlapped_bytes(config.block_n);
+  const int bytes = overlapped_bytes<Args>(config.block_n);
   cudaError_t error =
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess) {
     const Work<Args> work{comm, args, config.communicating, config.block_n};
-    kernel<<<config.communicating + config.multiplying, gemm::kThreads, bytes, stream>>>(a, b, out_map, product.out,
-                                                                                         problem, work);
+    kernel<<<config.blocks(), gemm::kThreads, bytes, stream>>>(a, b, out_map, product.out, problem, work);
     error = cudaGetLastError();
   }
   if (error == cudaSuccess) return std::nullopt;

@@ -1,0 +1,115 @@
+// One kernel for a product and its reduction. All blocks multiply; a warp of each announces what its block has written,
+// and in the first blocks two more reduce what is ready. So the product keeps all processors, and those of the other
+// blocks are free for other kernels as soon as it is done, whatever peers do.
+#pragma once
+
+#include "kernels/matmul_reduce.h"
+#include "platform/cuda/overlap.h"
+
+namespace jax_ep {
+
+constexpr int kReducersPerBlock = gemm::kWarpsBeside - 1;
+constexpr int kReducerBytes = 128 + 8 * 2048;  // two batches to write, six to read
+
+// Of the warps beside the product, in shared memory.
+struct Reducers {
+  alignas(128) char memory[kReducersPerBlock][kReducerBytes];
+  uint32_t written;  // parts of tiles, one of each multiplying warp
+};
+
+template <>
+struct BesideOf<MatmulReduceArgs> {
+  using Type = Reducers;
+};
+
+JAX_EP_FN Team reducing_team(Reducers& beside, int warp, int blocks) {
+  const int block = blockIdx.x;
+  const Place all{warp * blocks + block, blocks * kReducersPerBlock};
+  return {all.index,
+          all.count,
+          all,
+          all,
+          {block, blocks},
+          {warp, kReducersPerBlock},
+          static_cast<int>(threadIdx.x % Team::lanes),
+          beside.memory[warp],
+          kReducerBytes};
+}
+
+template <class T>
+struct ReduceBeside {
+  static constexpr bool kAwaitStores = true;
+  using Beside = Reducers;
+  const Work<MatmulReduceArgs>& work;
+  const gemm::Problem& problem;
+  Reducers& beside;
+
+  JAX_EP_FN void before_tile(const gemm::Tile&) const {}
+  JAX_EP_FN void after_tile(const gemm::Tile&, int) const {
+    if (threadIdx.x % Team::lanes != 0) return;
+    bulk::proxy_fence();
+    gemm::count_one(&beside.written);
+  }
+  JAX_EP_FN void run_beside(int warp, int block, int blocks) const {
+    if (warp == 0)
+      announce(block, blocks);
+    else if (block < work.communicating)
+      reduce(warp - 1, blocks);
+  }
+
+ private:
+  JAX_EP_FN int all_teams(int blocks) const { return blocks + work.communicating * kReducersPerBlock; }
+  JAX_EP_FN Buffer result() const { return {work.args.result, result_bytes(work.args, work.comm.size)}; }
+
+  // A block of rows is announced when all of its tiles are written.
+  JAX_EP_FN void announce(int block, int blocks) const {
+    const MatmulReduceArgs& args = work.args;
+    const Team team = multiplying_team();
+    Op op(work.comm, team, kind_of(args));
+    const RowBlocks row_blocks(args.m);
+    gemm::Schedule schedule(problem, work.block_n, block, blocks);
+    uint32_t written = 0;
+    for (gemm::Tile tile; schedule.next(&tile);) {
+      gemm::wait_count(&beside.written, written += gemm::kConsumerWarps);
+      if (tile.row >= args.m || tile.col >= args.n) continue;
+      const Range rows = row_blocks.chunk(row_blocks.chunk_of(tile.row));
+      const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n);
+      op.deliver(row_blocks.chunk_of(tile.row), 1, tiles);
+    }
+    const Buffer results[] = {result()};
+    op.finish(results, all_teams(blocks));
+  }
+
+  JAX_EP_FN void reduce(int warp, int blocks) const {
+    const Team team = reducing_team(beside, warp, work.communicating);
+    Op op(work.comm, team, kind_of(work.args));
+    op.post(work.args.partial, work.args.result);
+    op.wait_posted();
+    MatmulReduce<T> sums(op, work.args);
+    sums.reduce();
+    sums.conclude();
+    const Buffer results[] = {result()};
+    op.finish(results, all_teams(blocks));
+  }
+};
+
+// Debug: the blocks that reduce fill the result before any peer may write to it.
+JAX_EP_FN void poison_result(const Work<MatmulReduceArgs>& work, char* memory) {
+  if (!work.comm.poison || static_cast<int>(blockIdx.x) >= work.communicating) return;
+  const Team team = communicating_team(memory, work.communicating);
+  const Buffer results[] = {{work.args.result, result_bytes(work.args, work.comm.size)}};
+  Op(work.comm, team, kind_of(work.args)).poison(results);
+}
+
+template <class In, class Out, int kBlockN, bool kMnB>
+JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<MatmulReduceArgs>& work) {
+  using Hooks = ReduceBeside<typename RowOf<Out>::Type>;
+  poison_result(work, memory);
+  Reducers& beside = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->beside;
+  if (threadIdx.x == 0) beside.written = 0;  // before all warps meet
+  const Hooks hooks{work, operands.problem, beside};
+  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
+                                                      operands.problem, hooks, blockIdx.x, gridDim.x);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,53 @@
+#include <algorithm>
+
+#include "platform/cuda/overlap_config.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kTileRows = 128;
+constexpr int kMostPairsPerBand = 16;
+// Fitted to times on 2 and 4 H200.
+constexpr double kFlopsPerMicrosecond = 6.2e6;  // of a processor with tiles of 256 columns
+constexpr double kNarrowPart = 0.9;             // of that with 128 columns
+constexpr double kTileMicroseconds = 2.5;       // to begin and to store a tile
+constexpr double kRoundMicroseconds = 15;       // from the last tile to the last flag, and to begin
+constexpr double kBytesPerMicrosecond = 300e3;  // that come in, or go out
+constexpr double kLastPerMicrosecond = 230e3;   // the same when all wait for them
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
+                          int communicating) {
+  const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), tiles = rows * columns;
+  OverlapConfig config{};
+  config.block_n = block_n;
+  config.communicating = communicating;
+  config.multiplying = std::min(processors, tiles + 1) / 2 * 2;
+  // Whole rows of tiles are announced: a wave should finish some.
+  config.band = std::clamp(config.multiplying / columns / 2, 1, kMostPairsPerBand);
+  const int waves = ceil_div(tiles, config.multiplying);
+  const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
+  const double wave = 2.0 * kTileRows * block_n * k / rate + kTileMicroseconds;
+  // Each rank fetches what it sums, and sends the sums. What the last wave makes can move only after it.
+  const int times = op == OpKind::matmul_all_reduce ? 2 : 1;
+  const double moving = 1.0 * m * n * value_bytes * times * (ranks - 1) / ranks;
+  const double last = moving * (1 - 1.0 * (waves - 1) * config.multiplying / tiles);
+  config.microseconds =
+      std::max(waves * wave + last / kLastPerMicrosecond, wave + moving / kBytesPerMicrosecond) + kRoundMicroseconds;
+  return config;
+}
+
+OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors) {
+  processors = std::max(processors, 2);
+  const int communicating = std::max(2, processors * 3 / 4 / 2 * 2);  // the others are free after the product
+  const auto config = [&](int block_n) {
+    return reduce_with(op, m, n, k, value_bytes, ranks, processors, block_n, communicating);
+  };
+  const OverlapConfig narrow = config(128), wide = config(256);
+  return narrow.microseconds < wide.microseconds ? narrow : wide;
+}
+
+}  // namespace jax_ep
