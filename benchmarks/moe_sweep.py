@@ -168,7 +168,7 @@ def our_candidates(
 ) -> list[Candidate]:
     """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth
-    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 200
+    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
 
     def dispatch(**options: Any) -> Loop:
         ours = forms.jax_ep_ops(group, shape.experts, room, implementation, **options)
@@ -191,7 +191,7 @@ def our_candidates(
 
 
 def xla_candidates(formulation: Formulation, inputs: Inputs, state: Any) -> list[Candidate]:
-    calls = 2 if formulation.name == "ragged_all_to_all" else 50
+    calls = 2 if formulation.name == "ragged_all_to_all" else 20
     return [
         Candidate("dispatch", formulation.name, Loop(formulation.dispatch, inputs[:2], inputs[2], calls)),
         Candidate("combine", formulation.name, Loop(formulation.combine, (state,), inputs[2], calls)),
