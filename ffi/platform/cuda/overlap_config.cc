@@ -19,7 +19,7 @@ constexpr double kExposedWaves = 1.4;           // of what moves, what nothing i
 struct Speed {
   double per_block, most;
 };
-constexpr Speed kPushing = {27e3, 174e3};  // rows in turns to all ranks, this one among them
+constexpr Speed kPushing = {14e3, 174e3};  // rows in turns to all ranks, this one among them, beside a product
 
 constexpr double kSparedBytesPerMicrosecond = 1e6;  // of local memory, to read b once more for each band
 
