@@ -242,8 +242,8 @@ def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dty
     return _call("grouped_outer", result, lhs, rhs, group_sizes, vmap_method="sequential")
 
 
-def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: jax.Array, missing: jax.Array) -> Union:
-    """From this rank's sorted ids [N] and the entries they were: the union of all ranks' ids."""
+def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, missing: jax.Array) -> Union:
+    """From this rank's ids [N]: the union of all ranks' ids."""
     table = (config.size, ids.shape[0])
     same = functools.partial(_checks.result_type, like=ids, unvarying=frozenset({group.axis_name}))
     mine = functools.partial(_checks.result_type, like=ids) if config.sharded else same
@@ -253,13 +253,11 @@ def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: ja
             (
                 mine((config.capacity,), jnp.int32),
                 same(table, jnp.int32),
-                same(table, jnp.int32),
                 same((config.size + 1,), jnp.int32),
                 same((2,), jnp.int32),
                 mine((library(group.platform).bitmap_scratch(config.num_rows),), jnp.int32),
             ),
             ids,
-            order,
             missing,
             group=np.int64(group.native_id),
             num_rows=np.int32(config.num_rows),
@@ -271,17 +269,25 @@ def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, order: ja
 def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
     """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D]."""
     (entries, hidden), unvarying = values.shape, frozenset() if config.sharded else frozenset({group.axis_name})
-    result = functools.partial(_checks.result_type, like=values)
+    result, slots = functools.partial(_checks.result_type, like=values), config.slots_kept(entries)
+    row_bytes = hidden * values.dtype.itemsize
+    landing = library(group.platform).sparse_landing_bytes(config.size, slots, entries, config.sharded, row_bytes)
     return _call(
         "sparse_reduce",
         (
             result((config.capacity, hidden), values.dtype, unvarying=unvarying),
-            result((config.size, config.slots_kept(entries), 2), jnp.int32),
+            result((config.size, slots, 2), jnp.int32),
+            result((slots,), jnp.int32),
+            result((entries,), jnp.int32),
+            result((entries,), jnp.int32),
+            result((1,), jnp.int32),
+            result((1,), jnp.int32),
+            result((config.size,), jnp.int32),
+            result((landing,), jnp.uint8),
             result((entries, hidden), jnp.float32),  # sums over entries of one rank
         ),
         values,
         union.slots,
-        union.orders,
         union.bounds,
         group=np.int64(group.native_id),
         scale=np.float32(config.scale),

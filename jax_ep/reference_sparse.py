@@ -23,8 +23,7 @@ def reduce(config: SparseConfig, axis_name: str, values: jax.Array, union: Union
 
 def slots_of_entries(union: Union, axis_name: str) -> jax.Array:
     """[N] int32: the slot of each entry of this rank, in their own order; 2**31 - 1 if it stands for no row."""
-    me = jax.lax.axis_index(axis_name)
-    slots = jnp.zeros_like(union.slots[me]).at[union.orders[me]].set(union.slots[me])
+    slots = union.slots[jax.lax.axis_index(axis_name)]
     return jnp.where(slots < union.bounds[-1], slots, 2**31 - 1)
 
 

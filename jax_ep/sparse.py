@@ -1,7 +1,7 @@
 """sparse_all_reduce: rows of a large table, of which each rank holds a few, added up over the ranks.
 
 Two steps. The union of all ranks' row ids gives every row its slot in the result; then each row is summed by one of
-the ranks that hold it, which reads the others' rows from their memory and writes the sum into everybody's result.
+the ranks that hold it, to which the others send theirs, and which writes the sum into everybody's result.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ def sparse_all_reduce(
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, however many
     ranks hold it, and sends each of its own rows at most once to each other rank: the least that a replicated result
-    takes. Sums are in float32, over the entries of a rank in their order, then over ranks in theirs: the same bits on
-    every rank and in every run. Differentiable in `rows.values`.
+    takes. Sums are in float32, over the entries of a rank in their order, 32 by 32, then over ranks in theirs: the same
+    bits on every rank and in every run. Differentiable in `rows.values`.
 
     Args:
       rows: N entries of this rank, of the same N, D, dtype and `num_rows` on all ranks. Ids in any order, with
@@ -126,10 +126,8 @@ def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: boo
 
 
 def _union(group: Group, config: SparseConfig, rows: SparseRows, method: str, native: bool) -> Union:
-    entries = jax.lax.broadcasted_iota(jnp.int32, rows.indices.shape, 0)
-    ids, order = jax.lax.sort((rows.masked_indices.astype(jnp.int32), entries), num_keys=1, is_stable=True)
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
-    operands = _checks.vary_alike(group.axis_name, ids, order, missing)
+    operands = _checks.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if native and method == "bitmap":
         return _ffi.sparse_union(group, config, *operands)
     on_gpu = native and group.platform != "cpu"

@@ -44,15 +44,13 @@ class Union(NamedTuple):
 
     Attributes:
       indices: [C] int32. The sorted ids of this rank's result, padded with `num_rows`.
-      slots: [R, N] int32. The slot of each sorted entry of each rank; U where it stands for no row.
-      orders: [R, N] int32. Which entry each sorted one was.
+      slots: [R, N] int32. The slot of each entry of each rank; U where it stands for no row.
       bounds: [R + 1] int32. How many ids lie below the range of each rank; at last U.
       missing: [2] int32. Over all ranks, what `SparseRows.ignored` and `.dropped` count.
     """
 
     indices: jax.Array
     slots: jax.Array
-    orders: jax.Array
     bounds: jax.Array
     missing: jax.Array
 
@@ -75,7 +73,6 @@ def match(
     config: SparseConfig,
     axis_name: str,
     ids: jax.Array,
-    order: jax.Array,
     missing: jax.Array,
     find: Callable[[jax.Array, jax.Array], jax.Array] = search,
 ) -> Union:
@@ -94,7 +91,6 @@ def match(
     return Union(
         indices=jnp.where(slot < end, union.at[slot].get(mode="clip"), config.num_rows),
         slots=gather(find(union, ids)),
-        orders=gather(order),
         bounds=bounds,
         missing=jax.lax.psum(missing, axis_name),
     )

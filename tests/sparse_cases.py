@@ -113,6 +113,18 @@ def identical(rng: np.random.Generator, size: int, entries: int, num_rows: int) 
     return np.stack([rng.choice(num_rows, entries, replace=False).astype(np.int32)] * size)
 
 
+def identical_in_pairs(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    """More parts of rows go from one rank to another than its landing has room for."""
+    ids = uniform(rng, size, entries, num_rows)
+    ids[1::2] = ids[: size // 2 * 2 : 2]
+    return ids
+
+
+def identical_in_one_range(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+    """All rows belong to one rank, where results are sharded."""
+    return identical(rng, size, entries, max(num_rows // size, entries))
+
+
 def disjoint(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
     return rng.permutation(num_rows)[: size * entries].reshape(size, entries).astype(np.int32)
 
@@ -133,4 +145,14 @@ def out_of_range(rng: np.random.Generator, size: int, entries: int, num_rows: in
     )
 
 
-DRAWS = (uniform, zipf, identical, disjoint, empty_on_some, all_duplicates, out_of_range)
+DRAWS = (
+    uniform,
+    zipf,
+    identical,
+    identical_in_pairs,
+    identical_in_one_range,
+    disjoint,
+    empty_on_some,
+    all_duplicates,
+    out_of_range,
+)

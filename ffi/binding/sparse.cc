@@ -6,10 +6,9 @@
 namespace jax_ep {
 namespace {
 
-LaunchResult sparse_union_impl(Call call, I32 ids, I32 order, I32 missing, ffi::Result<I32> indices,
-                               ffi::Result<I32> slots, ffi::Result<I32> orders, ffi::Result<I32> bounds,
-                               ffi::Result<I32> all_missing, ffi::Result<I32> scratch, int64_t group, int32_t num_rows,
-                               bool sharded) {
+LaunchResult sparse_union_impl(Call call, I32 ids, I32 missing, ffi::Result<I32> indices, ffi::Result<I32> slots,
+                               ffi::Result<I32> bounds, ffi::Result<I32> all_missing, ffi::Result<I32> scratch,
+                               int64_t group, int32_t num_rows, bool sharded) {
   const Caller caller = find_caller(call, group);
   if (caller.error) return fail_call(*caller.error);
   SparseUnionArgs args{};
@@ -18,20 +17,21 @@ LaunchResult sparse_union_impl(Call call, I32 ids, I32 order, I32 missing, ffi::
   args.capacity = dim(*indices, 0);
   args.sharded = sharded;
   args.ids = ids.typed_data();
-  args.order = order.typed_data();
   args.missing = missing.typed_data();
   args.indices = indices->typed_data();
   args.slots = slots->typed_data();
-  args.orders = orders->typed_data();
   args.bounds = bounds->typed_data();
   args.all_missing = all_missing->typed_data();
   args.scratch = scratch->typed_data();
   return launch(call, caller.group, caller.seat, args);
 }
 
-LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32 orders, I32 bounds,
-                                ffi::Result<ffi::AnyBuffer> result, ffi::Result<I32> runs, ffi::Result<F32> partials,
-                                int64_t group, float scale, bool by_count, bool sharded, bool drop) {
+LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32 bounds,
+                                ffi::Result<ffi::AnyBuffer> result, ffi::Result<I32> runs, ffi::Result<I32> heads,
+                                ffi::Result<I32> next, ffi::Result<I32> members, ffi::Result<I32> listed,
+                                ffi::Result<I32> cut, ffi::Result<I32> sent, ffi::Result<ffi::Buffer<ffi::U8>> landing,
+                                ffi::Result<F32> partials, int64_t group, float scale, bool by_count, bool sharded,
+                                bool drop) {
   const Caller caller = find_caller(call, group);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(values.element_type());
@@ -48,10 +48,16 @@ LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32
   args.scale = scale;
   args.values = bytes_of(values);
   args.slots = slots.typed_data();
-  args.orders = orders.typed_data();
   args.bounds = bounds.typed_data();
   args.result = bytes_of(result);
   args.runs = reinterpret_cast<Run*>(runs->typed_data());
+  args.heads = heads->typed_data();
+  args.next = next->typed_data();
+  args.members = members->typed_data();
+  args.listed = listed->typed_data();
+  args.cut = cut->typed_data();
+  args.sent = sent->typed_data();
+  args.landing = reinterpret_cast<char*>(landing->typed_data());
   args.partials = partials->typed_data();
   return launch(call, caller.group, caller.seat, args);
 }
@@ -62,11 +68,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sparse_union_handler, sparse_union_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<Call>()
                                   .Arg<I32>()  // ids
-                                  .Arg<I32>()  // order
                                   .Arg<I32>()  // missing
                                   .Ret<I32>()  // indices
                                   .Ret<I32>()  // slots
-                                  .Ret<I32>()  // orders
                                   .Ret<I32>()  // bounds
                                   .Ret<I32>()  // all_missing
                                   .Ret<I32>()  // scratch
@@ -78,13 +82,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sparse_union_handler, sparse_union_impl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(sparse_reduce_handler, sparse_reduce_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<Call>()
-                                  .Arg<ffi::AnyBuffer>()  // values
-                                  .Arg<I32>()             // slots
-                                  .Arg<I32>()             // orders
-                                  .Arg<I32>()             // bounds
-                                  .Ret<ffi::AnyBuffer>()  // result
-                                  .Ret<I32>()             // runs
-                                  .Ret<F32>()             // partials
+                                  .Arg<ffi::AnyBuffer>()        // values
+                                  .Arg<I32>()                   // slots
+                                  .Arg<I32>()                   // bounds
+                                  .Ret<ffi::AnyBuffer>()        // result
+                                  .Ret<I32>()                   // runs
+                                  .Ret<I32>()                   // heads
+                                  .Ret<I32>()                   // next
+                                  .Ret<I32>()                   // members
+                                  .Ret<I32>()                   // listed
+                                  .Ret<I32>()                   // cut
+                                  .Ret<I32>()                   // sent
+                                  .Ret<ffi::Buffer<ffi::U8>>()  // landing
+                                  .Ret<F32>()                   // partials
                                   .Attr<int64_t>("group")
                                   .Attr<float>("scale")
                                   .Attr<bool>("by_count")

@@ -108,6 +108,18 @@ JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_wo
 JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
 JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxTeams; }
 
+// The landing of sparse_reduce: where the part of each holder lies, by slot, then room for parts of every other rank.
+// None where the result is sharded: its owners would have little left to do but to wait.
+JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
+  return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
+}
+JAX_EP_CONSTANT_FN int64_t landing_places_bytes(int ranks, int slots) {
+  return (int64_t{ranks} * slots * 4 + 127) / 128 * 128;
+}
+JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes) {
+  return landing_places_bytes(ranks, slots) + int64_t{landing_room(entries, ranks, sharded)} * (ranks - 1) * row_bytes;
+}
+
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
 constexpr int kScaleBlock = 128;
 constexpr int kWireValues = 2048;

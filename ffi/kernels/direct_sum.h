@@ -11,44 +11,48 @@ namespace jax_ep {
 template <class In, class Out>
 class DirectSum {
  public:
-  // Values of a row that a team sums at a time.
-  static constexpr int kValues = Team::lanes * kPieceValues<In>;
-
   // `words`: all rows are made of 16-byte words.
   JAX_EP_FN DirectSum(const Team& team, bool words) : team_(team), words_(words) {}
 
   // Puts scale * the sum of row_of(0) .. row_of(rows - 1), in their order and without the null ones, at every place.
   // All lanes see the same rows.
   template <class RowOf, class Places>
-  JAX_EP_FN void sum(int rows, RowOf row_of, Range columns, const Places& places, float scale) const {
-    if (Team::lanes > 1 && !words_) return sum_by_value(rows, row_of, columns, places, scale);
-    for (int first = columns.begin; first < columns.end; first += kValues) {
-      const int at = first + team_.lane * kPieceValues<In>, left = columns.end - at;
-      float total[kPieceValues<In>] = {};
+  JAX_EP_FN void sum(int rows, RowOf row_of, int width, const Places& places, float scale) const {
+    if (Team::lanes > 1 && !words_) return sum_by_value(rows, row_of, width, places, scale);
+    for (int first = 0; first < width; first += kPieces * kValues) {
+      float total[kPieces][kPieceValues<In>] = {};
       for (int i = 0; i < rows; i += kAhead) {
         const In* row[kAhead];
-        Piece<In> piece[kAhead];
+        Piece<In> piece[kAhead][kPieces];
         for (int j = 0; j < kAhead; ++j) row[j] = i + j < rows ? row_of(i + j) : nullptr;
         for (int j = 0; j < kAhead; ++j)
-          if (row[j]) piece[j].load(row[j] + at, left);
+          if (row[j])
+            for (int k = 0; k < kPieces; ++k) piece[j][k].load(row[j] + at(first, k), width - at(first, k));
         for (int j = 0; j < kAhead; ++j)
-          if (row[j]) add(piece[j], total);
+          if (row[j])
+            for (int k = 0; k < kPieces; ++k) add(piece[j][k], total[k]);
       }
-      for (float& each : total) each *= scale;
-      Piece<Out, kPieceValues<In>> rounded;
-      from_floats(total, rounded.values);
-      for_each_place(places, [&](Out* to) { rounded.store(to + at, left); });
+      for (int k = 0; k < kPieces; ++k) {
+        for (float& each : total[k]) each *= scale;
+        Piece<Out, kPieceValues<In>> rounded;
+        from_floats(total[k], rounded.values);
+        for_each_place(places, [&](Out* to) { rounded.store(to + at(first, k), width - at(first, k)); });
+      }
     }
   }
 
  private:
-  static constexpr int kAhead = Team::lanes == 1 ? 1 : 4;
+  static constexpr int kAhead = Team::lanes == 1 ? 1 : 4, kPieces = kAhead;
+  static constexpr int kValues = Team::lanes * kPieceValues<In>;
+
+  // Where a lane's piece of a row lies.
+  JAX_EP_FN int at(int first, int piece) const { return first + piece * kValues + team_.lane * kPieceValues<In>; }
 
   // Rows of odd sizes: a value per lane at a time.
   template <class RowOf, class Places>
-  JAX_EP_FN void sum_by_value(int rows, RowOf row_of, Range columns, const Places& places, float scale) const {
-    for (int first = columns.begin; first < columns.end; first += Team::lanes) {
-      const int at = smaller(first + team_.lane, columns.end - 1);
+  JAX_EP_FN void sum_by_value(int rows, RowOf row_of, int width, const Places& places, float scale) const {
+    for (int first = 0; first < width; first += Team::lanes) {
+      const int at = smaller(first + team_.lane, width - 1);
       float total = 0;
       for (int i = 0; i < rows; ++i)
         if (const In* row = row_of(i)) total += to_float(row[at]);

@@ -1,6 +1,7 @@
 // Which buffers of an op peers write into, or read: what its kernel posts, in the order in which it does.
 #pragma once
 
+#include "device/layout.h"
 #include "kernels/args.h"
 #include "kernels/matmul_args.h"
 #include "kernels/sparse_args.h"
@@ -46,17 +47,16 @@ void for_each_posted(RaggedArgs& args, int, Visit visit) {
 
 template <class Visit>
 void for_each_posted(SparseUnionArgs& args, int ranks, Visit visit) {
-  const int64_t table = int64_t{ranks} * args.entries * 4;
-  visit(args.slots, table, Use::result);
-  visit(args.orders, table, Use::result);
+  visit(args.slots, int64_t{ranks} * args.entries * 4, Use::result);
 }
 
 template <class Visit>
-void for_each_posted(SparseReduceArgs& args, int, Visit visit) {
+void for_each_posted(SparseReduceArgs& args, int ranks, Visit visit) {
   const int64_t row = int64_t{args.hidden} * size_of(args.dtype);
   visit(args.values, args.entries * row, Use::operand);
   visit(args.result, args.capacity * row, Use::result);
   visit(args.partials, int64_t{args.entries} * args.hidden * 4, Use::landing);
+  visit(args.landing, landing_bytes(ranks, args.slots_kept, args.entries, args.sharded, row), Use::landing);
 }
 
 template <class Visit>

@@ -16,21 +16,20 @@ struct SparseUnionArgs {
   DType dtype;  // not looked at
   int entries, num_rows, capacity;
   bool sharded;            // a rank's result holds the ids of its own range of the table only
-  const int32_t* ids;      // [N] sorted; num_rows where there is none
-  const int32_t* order;    // [N] the entry that each of them was
+  const int32_t* ids;      // [N] in any order; num_rows where there is none
   const int32_t* missing;  // [2] entries ignored and ids dropped before, for the user
   int32_t* indices;        // [C] of this rank's result
-  int32_t* slots;          // [R, N] of the sorted entries of all ranks
-  int32_t* orders;         // [R, N]
+  int32_t* slots;          // [R, N] of the entries of all ranks
   int32_t* bounds;         // [R + 1] ids below the range of each rank, and all ids
   int32_t* all_missing;    // [2] over all ranks
   int32_t* scratch;
 };
 
-// The entries of one rank that name one row: [begin, end) of the rank's sorted entries.
+// The entries of one rank that name one row: the first of them, and how many they are.
 struct Run {
-  int32_t begin, end;
+  int32_t first, entries;
 };
+constexpr int32_t kNoEntry = INT32_MAX;
 
 struct SparseReduceArgs {
   DType dtype;
@@ -41,11 +40,17 @@ struct SparseReduceArgs {
   float scale;            // ... or else multiplied by this
   const char* values;     // [N, D]
   const int32_t* slots;   // [R, N]
-  const int32_t* orders;  // [R, N]
   const int32_t* bounds;  // [R + 1]
   char* result;           // [C, D]
   Run* runs;              // [R, slots_kept]
-  float* partials;        // [N, D] sums over entries of this rank, at the first entry of their run
+  int32_t* heads;         // [slots_kept] where the chain of this rank's entries of a row begins
+  int32_t* next;          // [N] in that chain
+  int32_t* members;       // [N] the entries of rows of which this rank has several, side by side and in order
+  int32_t* listed;        // [1] how many those are
+  int32_t* cut;           // [1] how many of those rows are summed in parts
+  int32_t* sent;          // [R] parts that were sent to each owner
+  char* landing;          // of parts from peers
+  float* partials;        // [N, D] sums over entries of this rank, at the first of them
 };
 
 constexpr OpKind kind_of(const SparseUnionArgs&) { return OpKind::sparse_union; }

@@ -1,14 +1,14 @@
-// sparse_reduce: every row is summed by one of the ranks that hold it, straight from the other holders' buffers, and
-// written into its slot of the result on every rank.
+// sparse_reduce: every row is summed by one of the ranks that hold it, to which the others send theirs, and written
+// into its slot of the result on every rank.
 //
 // Entries of one rank that name the same row are summed by that rank first, so that each crosses the wire as one row.
 #pragma once
 
 #include <type_traits>
 
-#include "kernels/direct_sum.h"
 #include "kernels/row_sum.h"
-#include "kernels/sparse_runs.h"
+#include "kernels/run_sums.h"
+#include "kernels/sparse_landing.h"
 
 namespace jax_ep {
 
@@ -21,6 +21,7 @@ class SparseReduce {
         runs_(op, args),
         row_bytes_(int64_t{args.hidden} * static_cast<int>(sizeof(T))),
         words_(in_words(args.values, args.result, row_bytes_)),
+        landing_(op, args, row_bytes_),
         sums_(op.team, words_) {}
 
   // Rows that a rank's result should hold.
@@ -38,43 +39,42 @@ class SparseReduce {
   JAX_EP_FN void prepare() {
     op_.enter(Phase::layout);
     runs_.clear();
+    landing_.clear();
     op_.barrier();
     op_.enter(Phase::layout);
     runs_.fill();
     op_.barrier();
-    op_.enter(Phase::reduce);
-    sum_short_runs();
-    sum_long_runs();
+    RunSums<T>(op_, args_, runs_, words_).run(/*single=*/!kFloats);
     op_.barrier();
   }
 
-  // Sums the rows that this rank owns, into the results of all ranks that want them.
-  JAX_EP_FN void reduce() {
-    if (!op_.ok() || op_.team.pusher.index < 0) return;
+  // Sends what waits for no peer: rows that no other rank holds to where they belong, parts of others to their owners.
+  JAX_EP_FN void push() {
+    if (!op_.ok()) return;
     op_.enter(Phase::send);
-    sums_.acquire();
-    const Range slots = slots_here();
-    const int group = larger(1, smaller(kGroupSlots, (slots.end - slots.begin) / (op_.team.count * kGroupsPerTeam)));
-    for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
-      const int64_t begin = slots.begin + int64_t{op_.take_ticket(asked)} * group;
-      if (begin >= slots.end) break;
-      asked = op_.ask_for_ticket();
-      reduce_group(static_cast<int>(begin), smaller(group, slots.end - static_cast<int>(begin)));
-    }
-    if (op_.may_push())
-      sums_.finish();
-    else
-      sums_.drop();
-    sums_.complete_to(sums_.mark());
-    op_.deliver(0, 1, op_.team.pusher.count);  // the rows are there, and no peer's values are read any more
+    for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
+                 [&](const Row& row) { send(row); });
+    op_.deliver(kParts, 1, op_.team.count);
   }
+
+  // Sums the other rows that this rank owns, into the results of all ranks that want them.
+  JAX_EP_FN void reduce() {
+    if (landing_.has_room()) op_.wait_delivered(kParts);
+    if (!op_.ok()) return;
+    op_.enter(Phase::reduce);
+    for_each_row([&] { return op_.ask_for_ticket(); },
+                 [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
+                 [&](const Row& row) { sum(row); });
+    op_.deliver(kSums, 1, op_.team.count);  // and no peer's rows are read any more
+  }
+  JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
   // Zeroes what holds no row.
   JAX_EP_FN void pad() const {
     const Place filler = op_.team.filler;
     if (!op_.ok() || filler.index < 0) return;
     op_.enter(Phase::pad);
-    const Range slots = slots_here();
+    const Range slots = slots_of(op_.comm.rank);
     for (int row = slots.end - slots.begin + filler.index; row < args_.capacity; row += filler.count)
       fill_row(op_.team, args_.result + row * row_bytes_, 0, row_bytes_);
   }
@@ -83,107 +83,115 @@ class SparseReduce {
   // Slots that a team takes at a time; few, where there are few, so that all have work to the end.
   static constexpr int kGroupsPerTeam = 8;
   static constexpr int kGroupSlots = Team::lanes > kGroupTokens ? Team::lanes : kGroupTokens;
-  // From so many entries on, the columns of a run are summed by different teams.
-  static constexpr int kLongRun = 128;
+  static constexpr int kParts = 0, kSums = 1;  // what is delivered
+  static constexpr bool kFloats = std::is_same_v<T, float>;
 
-  // The slots whose rows this rank's result holds, in order.
-  JAX_EP_FN Range slots_here() const {
-    const int begin = args_.sharded ? args_.bounds[op_.comm.rank] : 0;
-    return {begin, begin + smaller(rows_of(op_.comm.rank), args_.capacity)};
+  // A row, who has it, the rank that sums it, and, if results differ, the one that wants it.
+  struct Row {
+    int slot;
+    Holding held;
+    int owner, home;
+  };
+
+  // The slots whose rows a rank's result holds, in order.
+  JAX_EP_FN Range slots_of(int rank) const {
+    const int begin = args_.sharded ? args_.bounds[rank] : 0;
+    return {begin, begin + smaller(rows_of(rank), args_.capacity)};
   }
 
-  JAX_EP_FN void reduce_group(int begin, int count) {
-    for (int first = 0; first < count; first += Team::lanes) {
-      const int slot = begin + first + op_.team.lane;
-      const Holding mine = slot < begin + count ? runs_.holding(slot) : Holding{0, 0, 0};
-      const bool own = mine.ranks && (args_.sharded || pick_owner(mine.ranks, slot) == op_.comm.rank);
-      for (uint64_t left = op_.team.ballot(own); left && op_.may_push(); left &= left - 1) {
-        const int lane = lowest_bit(left);
-        reduce_row(begin + first + lane, op_.team.from_lane(mine, lane));
+  // Slots are taken in groups. Results that differ take turns: if all ranks began with the same one, its links would
+  // be all that is used.
+  struct Groups {
+    int slots, homes, count;
+  };
+  JAX_EP_FN Groups slot_groups() const {
+    const int homes = args_.sharded ? op_.comm.size : 1;
+    int longest = 0;
+    for (int home = 0; home < homes; ++home) longest = larger(longest, smaller(rows_of(home), args_.capacity));
+    const int slots = larger(1, smaller(kGroupSlots, longest / larger(1, op_.team.count * kGroupsPerTeam / homes)));
+    return {slots, homes, (longest + slots - 1) / slots * homes};
+  }
+
+  // Calls visit(row), on all lanes, for the rows that are wanted, until they are where they belong; groups of slots go
+  // to whoever is free.
+  template <class Ask, class Wanted, class Visit>
+  JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit) {
+    sums_.acquire();
+    const Groups groups = slot_groups();
+    for (uint64_t asked = ask(); op_.may_push();) {
+      const int ticket = op_.take_ticket(asked);
+      if (ticket >= groups.count) break;
+      asked = ask();
+      const int home = (op_.comm.rank + 1 + ticket) % groups.homes;
+      const Range all = slots_of(home);
+      const int begin = all.begin + ticket / groups.homes * groups.slots, end = smaller(begin + groups.slots, all.end);
+      for (int first = begin; first < end; first += Team::lanes) {
+        const int slot = first + op_.team.lane;
+        Row mine{slot, slot < end ? runs_.holding(slot) : Holding{0, 0, 0}, -1, home};
+        if (mine.held.ranks) mine.owner = owner_of(mine);
+        for (uint64_t left = op_.team.ballot(mine.held.ranks && wanted(mine)); left && op_.may_push(); left &= left - 1)
+          visit(op_.team.from_lane(mine, lowest_bit(left)));
       }
     }
+    if (op_.may_push())
+      sums_.finish();
+    else
+      sums_.drop();
+    sums_.complete_to(sums_.mark());
   }
 
-  JAX_EP_FN void reduce_row(int slot, const Holding& holding) {
+  // The holder that sums a row: the rank that alone wants it, or else each in turn.
+  JAX_EP_FN int owner_of(const Row& row) const {
+    return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.slot);
+  }
+  JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
+
+  JAX_EP_FN bool sends(const Row& row) const {
+    if (!is_shared(row)) return row.owner == op_.comm.rank;
+    const bool held_here = row.held.ranks >> op_.comm.rank & 1;
+    return landing_.has_room() && held_here && row.owner != op_.comm.rank && (kFloats || !row.held.crowded);
+  }
+  JAX_EP_FN void send(const Row& row) {
+    if (!is_shared(row)) return sum(row);
+    char* there = landing_.claim(row.owner, row.slot);
+    if (!there) return;  // the owner will fetch it
+    sums_.sum(line_up<const T>(op_.team, 1, [&](int) { return own_term(row.slot); }),
+              line_up<char>(op_.team, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
+  }
+
+  JAX_EP_FN void sum(const Row& row) {
     const Team& team = op_.team;
     const int ranks = op_.comm.size;
-    const int64_t row = slot - slots_here().begin;
+    const int64_t offset = int64_t{row.slot - slots_of(row.home).begin} * row_bytes_;
     const auto places = line_up<char>(team, args_.sharded ? 1 : ranks, [&](int i) {
-      const int rank = (op_.comm.rank + i) % ranks;
-      return Term<char>{static_cast<char*>(op_.mail_from(rank)->buffers[1]) + row * row_bytes_, 1.0f};
+      const int rank = args_.sharded ? row.home : (op_.comm.rank + i) % ranks;
+      return Term<char>{static_cast<char*>(op_.mail_from(rank)->buffers[1]) + offset, 1.0f};
     });
-    const float scale = args_.by_count ? 1.0f / static_cast<float>(holding.entries) : args_.scale;
-    if (!holding.crowded)
-      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return entry_of(rank, slot, scale); }), places,
+    const float scale = args_.by_count ? 1.0f / static_cast<float>(row.held.entries) : args_.scale;
+    if (kFloats || !row.held.crowded)
+      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return term_of(rank, row.slot, scale); }), places,
                 args_.hidden);
-    else if constexpr (std::is_same_v<T, float>)
-      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return Term<const T>{partial_of(rank, slot), scale}; }),
-                places, args_.hidden);
     else
       DirectSum<float, T>(team, words_)
-          .sum(ranks, [&](int rank) { return partial_of(rank, slot); }, {0, args_.hidden}, places, scale);
+          .sum(ranks, [&](int rank) { return partial_of(rank, row.slot); }, args_.hidden, places, scale);
   }
 
-  // What a rank adds to a row: its only entry ...
-  JAX_EP_FN Term<const T> entry_of(int rank, int slot, float weight) const {
-    const Run held = runs_.run(rank, slot);
-    if (held.begin == held.end) return {nullptr, 0.0f};
-    const auto* values = static_cast<const T*>(op_.mail_from(rank)->buffers[0]);
-    const int64_t entry = args_.orders[int64_t{rank} * args_.entries + held.begin];
-    return {values + entry * args_.hidden, weight};
+  // What a rank adds to a row, wherever it is.
+  JAX_EP_FN Term<const T> term_of(int rank, int slot, float weight) const {
+    if (runs_.entries(rank, slot) == 0) return {nullptr, 0.0f};
+    const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, slot);
+    return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, slot), weight};
   }
-  // ... or the sum of its entries.
+  // At its holder, that is its only entry, or the sum of several.
+  JAX_EP_FN const T* held_by(int rank, int slot) const {
+    if constexpr (kFloats)
+      if (runs_.entries(rank, slot) > 1) return partial_of(rank, slot);
+    return static_cast<const T*>(op_.mail_from(rank)->buffers[0]) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+  }
+  JAX_EP_FN Term<const T> own_term(int slot) const { return {held_by(op_.comm.rank, slot), 1.0f}; }
   JAX_EP_FN const float* partial_of(int rank, int slot) const {
-    const Run held = runs_.run(rank, slot);
-    if (held.begin == held.end) return nullptr;
-    return static_cast<const float*>(op_.mail_from(rank)->buffers[2]) + int64_t{held.begin} * args_.hidden;
-  }
-
-  // This rank's run at its i-th sorted entry, if it has to be summed here.
-  JAX_EP_FN Run crowded_run(int i) const {
-    const int slot = i < args_.entries ? runs_.slot_of(op_.comm.rank, i) : -1;
-    if (slot < 0 || slot >= runs_.slots() || !runs_.holding(slot).crowded) return {0, 0};
-    return runs_.run(op_.comm.rank, slot);
-  }
-
-  // A team each.
-  JAX_EP_FN void sum_short_runs() {
-    const Team& team = op_.team;
-    for (int first = team.index * Team::lanes; op_.ok() && first < args_.entries; first += team.count * Team::lanes) {
-      const Run mine = crowded_run(first + team.lane);
-      const bool wanted = mine.end > mine.begin && mine.end - mine.begin < kLongRun && mine.begin == first + team.lane;
-      for (uint64_t left = team.ballot(wanted); left; left &= left - 1) {
-        const Run run = team.from_lane(mine, lowest_bit(left));
-        sum_run(run, {0, args_.hidden});
-      }
-    }
-  }
-
-  // Found by looking at so few entries that every team can: their columns are dealt out to all.
-  JAX_EP_FN void sum_long_runs() {
-    constexpr int kStep = kLongRun / 2, kColumns = DirectSum<T, float>::kValues;
-    const Team& team = op_.team;
-    int turn = 0;
-    for (int first = 0; op_.ok() && first < args_.entries; first += kStep * Team::lanes) {
-      const int i = first + kStep * team.lane;
-      const Run mine = crowded_run(i);
-      const bool wanted = mine.end - mine.begin >= kLongRun && mine.begin > i - kStep;
-      for (uint64_t left = team.ballot(wanted); left; left &= left - 1) {
-        const Run run = team.from_lane(mine, lowest_bit(left));
-        for (int column = 0; column < args_.hidden; column += kColumns)
-          if (turn++ % team.count == team.index) sum_run(run, {column, smaller(column + kColumns, args_.hidden)});
-      }
-    }
-  }
-
-  JAX_EP_FN void sum_run(Run run, Range columns) const {
-    const int32_t* order = args_.orders + int64_t{op_.comm.rank} * args_.entries + run.begin;
-    const auto* values = reinterpret_cast<const T*>(args_.values);
-    float* sum = args_.partials + int64_t{run.begin} * args_.hidden;
-    const auto place =
-        line_up<char>(op_.team, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
-    const auto row_of = [&](int i) { return values + int64_t{order[i]} * args_.hidden; };
-    DirectSum<T, float>(op_.team, words_).sum(run.end - run.begin, row_of, columns, place, 1.0f);
+    if (runs_.entries(rank, slot) == 0) return nullptr;
+    return static_cast<const float*>(op_.mail_from(rank)->buffers[2]) + int64_t{runs_.first(rank, slot)} * args_.hidden;
   }
 
   Op& op_;
@@ -191,6 +199,7 @@ class SparseReduce {
   SparseRuns runs_;
   const int64_t row_bytes_;
   const bool words_;
+  SparseLanding landing_;
   RowSum<T> sums_;
 };
 
@@ -202,12 +211,13 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const 
   SparseReduce<T> reduction(op, args);
   const int full = reduction.rank_without_room();
   if (full < 0) reduction.prepare();
-  op.post(const_cast<char*>(args.values), args.result, args.partials);
+  op.post(const_cast<char*>(args.values), args.result, args.partials, args.landing);
   op.wait_posted();
   if (full < 0) {
+    reduction.push();
     reduction.reduce();
     reduction.pad();
-    op.wait_delivered(0);
+    reduction.wait();
   } else if (op.ok() && team.index == 0 && team.lane == 0) {
     op.report(Failure::capacity, full, full, args.capacity, reduction.rows_of(full));
   }

@@ -10,7 +10,7 @@ namespace jax_ep {
 struct Holding {
   uint64_t ranks;  // a bit for each that holds the row
   int entries;     // of all ranks
-  int crowded;     // some rank has several: then every holder sums its own before it is asked for them
+  int crowded;     // some rank has several
 };
 
 class SparseRuns {
@@ -20,16 +20,18 @@ class SparseRuns {
 
   // Slots that have a place: all others are dropped.
   JAX_EP_FN int slots() const { return slots_; }
+  JAX_EP_FN bool has(int slot) const { return slot >= 0 && slot < slots_; }
   JAX_EP_FN Run run(int rank, int slot) const { return args_.runs[int64_t{rank} * args_.slots_kept + slot]; }
+  JAX_EP_FN int first(int rank, int slot) const { return run(rank, slot).first; }
+  JAX_EP_FN int entries(int rank, int slot) const { return run(rank, slot).entries; }
 
-  // The slot of the i-th sorted entry of a rank.
+  // The slot of the i-th entry of a rank.
   JAX_EP_FN int slot_of(int rank, int i) const { return args_.slots[int64_t{rank} * args_.entries + i]; }
 
   JAX_EP_FN Holding holding(int slot) const {
     Holding found{0, 0, 0};
     for (int rank = 0; rank < op_.comm.size; ++rank) {
-      const Run held = run(rank, slot);
-      const int entries = held.end - held.begin;
+      const int entries = run(rank, slot).entries;
       found.ranks |= uint64_t{entries > 0} << rank;
       found.entries += entries;
       found.crowded |= entries > 1;
@@ -37,19 +39,23 @@ class SparseRuns {
     return found;
   }
 
-  // Both before the first lookup, with a barrier after each.
+  // Both before the first lookup, with a barrier after each. `fill` also chains the entries of each row of this rank,
+  // in no order.
   JAX_EP_FN void clear() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
-      for_my_share(slots_, [&](int slot) { args_.runs[int64_t{rank} * args_.slots_kept + slot] = {0, 0}; });
+      for_my_share(slots_, [&](int slot) { args_.runs[int64_t{rank} * args_.slots_kept + slot] = {kNoEntry, 0}; });
+    for_my_share(slots_, [&](int slot) { args_.heads[slot] = kNoEntry; });
+    for_my_share(1, [&](int) { *args_.listed = *args_.cut = 0; });
   }
   JAX_EP_FN void fill() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
       for_my_share(args_.entries, [&](int i) {
         const int slot = slot_of(rank, i);
-        if (slot < 0 || slot >= slots_) return;
+        if (!has(slot)) return;
         Run& held = args_.runs[int64_t{rank} * args_.slots_kept + slot];
-        if (i == 0 || slot_of(rank, i - 1) != slot) held.begin = i;
-        if (i == args_.entries - 1 || slot_of(rank, i + 1) != slot) held.end = i + 1;
+        atomic_min(&held.first, i);
+        atomic_add(&held.entries, 1);
+        if (rank == op_.comm.rank) args_.next[i] = atomic_exchange(&args_.heads[slot], i);
       });
   }
 

@@ -1,4 +1,4 @@
-// sparse_union: every rank learns the sorted row ids of every other, marks them all in a bitmap of its own, and reads
+// sparse_union: every rank learns the row ids of every other, marks them all in a bitmap of its own, and reads
 // from a prefix of its popcounts which slot each id has. No sort, no search, and the same answer on every rank.
 #pragma once
 
@@ -24,7 +24,7 @@ class SparseUnion {
     if (op_.ok() && op_.team.index == 0)
       for (int peer = op_.team.lane; peer < op_.comm.size; peer += Team::lanes)
         for (int i = 0; i < kMissing; ++i) op_.mail(peer, op_.comm.rank)->counts[i] = args_.missing[i];
-    op_.post(args_.slots, args_.orders);
+    op_.post(args_.slots);
     op_.wait_posted();
     push_entries();
     op_.barrier();  // the bitmap is clear
@@ -56,7 +56,7 @@ class SparseUnion {
     for (int word = my_words_.begin + op_.team.lane; word < my_words_.end; word += Team::lanes) visit(word);
   }
 
-  // This rank's ids and their order, to every rank.
+  // This rank's ids, to every rank.
   JAX_EP_FN void push_entries() {
     const Place pusher = op_.team.pusher;
     if (!op_.may_push() || pusher.index < 0) return;
@@ -66,11 +66,10 @@ class SparseUnion {
     for (int first = mine.begin; first < mine.end && op_.may_push(); first += Team::lanes) {
       const int i = first + op_.team.lane;
       if (i >= mine.end) continue;
-      const int32_t id = args_.ids[i], order = args_.order[i];
+      const int32_t id = args_.ids[i];
       for (int step = 0; step < op_.comm.size; ++step) {
         const Mail* box = op_.mail_from((op_.comm.rank + step) % op_.comm.size);
         static_cast<int32_t*>(box->buffers[0])[here + i] = id;
-        static_cast<int32_t*>(box->buffers[1])[here + i] = order;
       }
     }
     op_.team.sync();
@@ -155,7 +154,6 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const T
   const int64_t table = int64_t{comm.size} * args.entries * 4;
   const Buffer results[] = {{args.indices, int64_t{args.capacity} * 4},
                             {args.slots, table},
-                            {args.orders, table},
                             {args.bounds, (comm.size + 1) * 4, Undelivered::size},
                             {args.all_missing, kMissing * 4, Undelivered::size}};
   op.poison(results);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <numeric>
 #include <random>
 
 #include "ranks.h"
@@ -15,31 +14,30 @@ constexpr int kEntries = 300, kTableRows = 500, kWidth = 8, kSlots = kTableRows;
 
 // One rank's buffers. Entries are whole numbers, so that sums are exact in any order.
 struct SparseRank {
-  std::vector<int32_t> raw = std::vector<int32_t>(kEntries);  // ids before they are sorted
-  std::vector<int32_t> ids = std::vector<int32_t>(kEntries), order = std::vector<int32_t>(kEntries);
+  std::vector<int32_t> ids = std::vector<int32_t>(kEntries);
   std::vector<float> values = std::vector<float>(kEntries * kWidth);
   int32_t missing[2] = {1, 2}, all_missing[2] = {};
   std::vector<int32_t> indices = std::vector<int32_t>(kSlots), bounds = std::vector<int32_t>(kRanks + 1);
-  std::vector<int32_t> slots = std::vector<int32_t>(kRanks * kEntries), orders = slots;
+  std::vector<int32_t> slots = std::vector<int32_t>(kRanks * kEntries);
   std::vector<int32_t> scratch = std::vector<int32_t>(bitmap_scratch_ints(kTableRows));
   std::vector<float> result = std::vector<float>(kSlots * kWidth);
   std::vector<Run> runs = std::vector<Run>(kRanks * kSlots);
+  std::vector<int32_t> heads = std::vector<int32_t>(kSlots), next = ids, members = ids, listed = {0}, cut = {0},
+                       sent = std::vector<int32_t>(kRanks);
+  std::vector<char> landing = std::vector<char>(landing_bytes(kRanks, kSlots, kEntries, false, kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
 
   // Some ids are often drawn, so that their runs are long.
   void draw(std::mt19937& random) {
-    for (int32_t& id : raw) id = random() % 3 ? random() % (kTableRows + 1) : random() % 2 * 77;
+    for (int32_t& id : ids) id = random() % 3 ? random() % (kTableRows + 1) : random() % 2 * 77;
     for (float& x : values) x = static_cast<float>(random() % 64);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return raw[a] < raw[b]; });
-    for (int i = 0; i < kEntries; ++i) ids[i] = raw[order[i]];
   }
 
   SparseUnionArgs union_args(bool sharded) {
     SparseUnionArgs a{};
     a.entries = kEntries, a.num_rows = kTableRows, a.capacity = kSlots, a.sharded = sharded;
-    a.ids = ids.data(), a.order = order.data(), a.missing = missing, a.indices = indices.data();
-    a.slots = slots.data(), a.orders = orders.data(), a.bounds = bounds.data(), a.all_missing = all_missing;
+    a.ids = ids.data(), a.missing = missing, a.indices = indices.data();
+    a.slots = slots.data(), a.bounds = bounds.data(), a.all_missing = all_missing;
     a.scratch = scratch.data();
     return a;
   }
@@ -47,8 +45,10 @@ struct SparseRank {
   SparseReduceArgs reduce_args(bool sharded) {
     SparseReduceArgs a{};
     a.entries = kEntries, a.hidden = kWidth, a.capacity = kSlots, a.slots_kept = kSlots, a.sharded = sharded;
-    a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.slots = slots.data(), a.orders = orders.data();
+    a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.slots = slots.data();
     a.bounds = bounds.data(), a.result = reinterpret_cast<char*>(result.data()), a.runs = runs.data();
+    a.heads = heads.data(), a.next = next.data(), a.members = members.data(), a.listed = listed.data();
+    a.cut = cut.data(), a.sent = sent.data(), a.landing = landing.data();
     a.partials = partials.data();
     return a;
   }
@@ -67,7 +67,7 @@ inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
   std::map<int, float> first_values;  // of each row: the sum of the first value of its entries
   for (const SparseRank& rank : ranks)
     for (int i = 0; i < kEntries; ++i)
-      if (rank.raw[i] < kTableRows) first_values[rank.raw[i]] += rank.values[i * kWidth];
+      if (rank.ids[i] < kTableRows) first_values[rank.ids[i]] += rank.values[i * kWidth];
   for (int r = 0; r < kRanks; ++r) {
     const int begin = sharded ? r * kTableRows / kRanks : 0;
     const int end = sharded ? (r + 1) * kTableRows / kRanks : kTableRows;

@@ -61,9 +61,10 @@ JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(~0u) : "memory");
   return before;
 }
-// Counts among the teams of one squad, without order.
-JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { atomicAdd(p, value); }
-// Among the teams of one rank, without order.
+// Among the teams of one rank, without order. Two of them return what was there before.
+JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return atomicAdd(p, value); }
+JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return atomicExch(p, value); }
+JAX_EP_FN void atomic_min(int32_t* p, int32_t value) { atomicMin(p, value); }
 JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { atomicOr(p, bits); }
 
 JAX_EP_FN uint64_t clock_ns() {

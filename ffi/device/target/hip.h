@@ -46,11 +46,16 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
 JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   return __hip_atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-// Counts among the teams of one squad, without order.
-JAX_EP_FN void atomic_add(int32_t* p, int32_t value) {
-  __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+// Among the teams of one rank, without order. Two of them return what was there before.
+JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) {
+  return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-// Among the teams of one rank, without order.
+JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) {
+  return __hip_atomic_exchange(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
+  __hip_atomic_fetch_min(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) {
   __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }

@@ -55,9 +55,14 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
 
 // The next number, without order.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
-// Counts among the teams of one squad, without order.
-JAX_EP_FN void atomic_add(int32_t* p, int32_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
-// Among the teams of one rank, without order.
+// Among the teams of one rank, without order. Two of them return what was there before.
+JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
+  int32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (value < before && !__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
 JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
 
 JAX_EP_FN uint64_t clock_ns() {
