@@ -11,6 +11,7 @@ namespace jax_ep {
 JAX_EP_FN Track* find_track(const Heap* heap, const Team& team) {
   if (team.lane != 0 || !load_relaxed(&heap->timeline)) return nullptr;
   const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&heap->timeline));
+  if (!timeline) return nullptr;  // the recording ended just now
   const int fillers_begin = team.pusher.count / team.squad.count, member = team.member.index;
   const int role = member == 0 ? 0 : 1;
   if ((role == 1 && member != fillers_begin) || static_cast<uint64_t>(team.squad.index) >= timeline->squads)
