@@ -82,7 +82,8 @@ def dispatch(
     table = (config.size, num_tokens, top_k)
     compiled = library(group.platform)
     float8 = not config.dequantize
-    wire_row = 0 if config.wire_dtype is None or float8 else compiled.wire_row_bytes(hidden)
+    wire_float8 = config.wire_dtype is not None
+    slot = compiled.landing_slot(num_tokens, hidden, tokens.dtype.itemsize, wire_float8, float8)
     scales_row = hidden // FP8_BLOCK if float8 else 0
     result = functools.partial(_checks.result_type, like=tokens)
     out, scales, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
@@ -98,7 +99,7 @@ def dispatch(
             result((1,), jnp.int32),
             result((1,), jnp.int32),
             result((compiled.route_scratch(config.num_experts),), jnp.int32),
-            result((config.size * num_tokens, wire_row), jnp.uint8),  # where fp8 rows land
+            result((config.size * num_tokens, slot), jnp.uint8),  # where few tokens, or encoded ones, land
         ),
         tokens,
         expert_ids,
@@ -106,6 +107,7 @@ def dispatch(
         group=np.int64(group.native_id),
         alignment=np.int32(config.alignment),
         drop=config.drop,
+        wire_float8=wire_float8,
     )
     rows_or_float8 = Float8Rows(out, scales) if float8 else out
     return Dispatched(rows_or_float8, sizes, Routing(targets, rows, arrived, counts, dropped, invalid, config))

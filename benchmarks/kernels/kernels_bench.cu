@@ -97,12 +97,13 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.arrived = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
   d.scratch = device_array<int32_t>(route_scratch(s.experts));
-  d.landing = device_array<char>(size_t{1} * ranks * s.tokens * (s.hidden + s.hidden / 32));
+  d.landing = device_array<char>(ranks * s.tokens * row);
+  d.few = s.tokens <= kFewTokens;
   r.dispatch_float8 = d;
   r.dispatch_float8.wire_float8 = true;
-  r.float8_rows = r.dispatch_float8;
-  r.float8_rows.rows_float8 = true;
-  r.float8_rows.scales = reinterpret_cast<float*>(d.landing);
+  r.float8_rows = d;
+  r.float8_rows.wire_float8 = r.float8_rows.rows_float8 = true;
+  r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
 
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
@@ -122,9 +123,9 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
 
 void release(Rank& r) {
   const DispatchArgs& d = r.dispatch;
-  const void* all[] = {d.tokens,  d.expert_ids, d.weights, d.received,         d.group_sizes,
-                       d.targets, d.rows,       d.arrived, d.counts,           d.dropped,
-                       d.invalid, d.scratch,    d.landing, r.combine.combined, r.combine.landing};
+  const void* all[] = {d.tokens,  d.expert_ids,       d.weights,         d.received,          d.group_sizes, d.targets,
+                       d.rows,    d.arrived,          d.counts,          d.dropped,           d.invalid,     d.scratch,
+                       d.landing, r.combine.combined, r.combine.landing, r.float8_rows.scales};
   for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
   CHECK(cudaStreamDestroy(r.stream));
 }

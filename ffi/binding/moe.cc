@@ -10,7 +10,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
                            ffi::Result<I32> targets, ffi::Result<I32> rows, ffi::Result<F32> arrived,
                            ffi::Result<I32> counts, ffi::Result<I32> dropped, ffi::Result<I32> invalid,
                            ffi::Result<I32> scratch, ffi::Result<U8> landing, int64_t group, int32_t alignment,
-                           bool drop) {
+                           bool drop, bool wire_float8) {
   const Caller caller = find_caller(call, group);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
@@ -24,8 +24,8 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.capacity = dim(*received, 0);
   args.alignment = alignment;
   args.drop = drop;
+  args.wire_float8 = wire_float8;
   args.rows_float8 = dim(*scales, 1) > 0;
-  args.wire_float8 = args.rows_float8 || dim(*landing, 1) > 0;
   args.tokens = bytes_of(tokens);
   args.expert_ids = expert_ids.typed_data();
   args.weights = weights.typed_data();
@@ -39,6 +39,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.dropped = dropped->typed_data();
   args.invalid = invalid->typed_data();
   args.scratch = scratch->typed_data();
+  args.few = args.num_tokens <= kFewTokens;
   args.landing = reinterpret_cast<char*>(landing->typed_data());
   args.landing_bytes = static_cast<int64_t>(landing->size_bytes());
   return launch(call, caller.group, caller.seat, args);
@@ -111,7 +112,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dispatch_handler, dispatch_impl,
                                   .Ret<U8>()              // landing
                                   .Attr<int64_t>("group")
                                   .Attr<int32_t>("alignment")
-                                  .Attr<bool>("drop"),
+                                  .Attr<bool>("drop")
+                                  .Attr<bool>("wire_float8"),
                               {kTraits});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(scatter_handler, scatter_impl,

@@ -9,7 +9,8 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
-constexpr int kMaxFlags = 512;  // chunks of tokens are few; blocks of a matrix' rows are many
+constexpr int kMaxFlags = 512;   // chunks of tokens are few; blocks of a matrix' rows are many
+constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
 constexpr int kMailBuffers = 4;
 
 enum class OpKind : int32_t {
@@ -55,7 +56,9 @@ struct alignas(128) Heap {
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
-  alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here
+  alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here, or at least its addresses
+  alignas(128) uint64_t counted[kMaxRanks];               // by source: its counts are here, where they follow later
+  alignas(128) uint64_t placed[kMaxRanks];                // by source: its part of this rank's tables is here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank

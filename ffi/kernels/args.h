@@ -27,7 +27,8 @@ struct DispatchArgs {
   int32_t* dropped;           // [1]
   int32_t* invalid;           // [1]
   int32_t* scratch;
-  char* landing;  // [R, T] rows of float8 and scales
+  bool few;       // tokens: they land in slots by source and token, and go to their rows from there
+  char* landing;  // [R, T] slots
   int64_t landing_bytes;
 };
 

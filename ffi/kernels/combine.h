@@ -5,7 +5,6 @@
 #include "kernels/announcer.h"
 #include "kernels/args.h"
 #include "kernels/op.h"
-#include "kernels/peer_buffer.h"
 #include "kernels/row_sum.h"
 #include "kernels/schedule.h"
 
@@ -19,7 +18,6 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
-        landings_(op, 0),
         rows_(op.team, in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                            in_words(args.combined, args.combined, 0)) {}
 
@@ -62,19 +60,20 @@ class Combine {
 
   // For every token of this rank, the sum over ranks, as they arrive.
   JAX_EP_FN void reduce() {
+    wait_posted();  // whoever has pushed nothing
     const Schedule schedule(args_.num_tokens, 1, op_.team.count);
     const int parts = parts_of_a_row(args_.num_tokens, op_.team.count), per_chunk = schedule.groups() * parts;
     for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
       const int ticket = op_.take_ticket(asked);
       if (ticket >= schedule.chunks * per_chunk) return;
       asked = op_.ask_for_ticket();
+      const Range tokens = schedule.group(ticket / per_chunk, ticket % per_chunk / parts);
+      const Range part = columns(ticket % parts, parts);
+      Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the rows are waited for
       op_.wait_delivered(ticket / per_chunk);
       if (!op_.ok()) return;
       op_.enter(Phase::reduce);
       rows_.acquire();
-      const Range tokens = schedule.group(ticket / per_chunk, ticket % per_chunk / parts);
-      const Range part = columns(ticket % parts, parts);
-      Known next = known(tokens.begin);
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const Known now = next;
         if (token + 1 < tokens.end) next = known(token + 1);  // before it is waited for
@@ -134,12 +133,25 @@ class Combine {
       return own_term(known ? mine : assigned(home, token, k), columns.begin);
     });
     if (terms.empty()) return false;
-    T* there = landed(reinterpret_cast<T*>(landings_.of(home)), op_.comm.rank, token);
-    rows_.sum(terms, place(there + columns.begin), columns.end - columns.begin);
+    const auto there = [&] {  // the first rows come while peers are waited for
+      wait_posted();
+      T* landing = op_.ok() ? static_cast<T*>(op_.mail_from(home)->buffers[0]) : nullptr;
+      return place(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
+    };
+    rows_.sum_to(terms, there, columns.end - columns.begin);
     return true;
   }
 
+  JAX_EP_FN void wait_posted() {
+    if (posted_) return;
+    op_.wait_posted();
+    op_.enter(Phase::send);
+    posted_ = true;
+  }
+
   JAX_EP_FN void push_scalars(int home, int token) {
+    wait_posted();
+    if (!op_.ok()) return;
     float* there = static_cast<float*>(op_.mail_from(home)->buffers[1]) + int64_t{token} * args_.top_k;
     const int64_t at = table(home, token);
     for (int k = op_.team.lane; k < args_.top_k; k += Team::lanes)
@@ -205,7 +217,7 @@ class Combine {
   const CombineArgs& args_;
   const T* outputs_;
   const Divider by_capacity_;
-  const PeerBuffer landings_;
+  bool posted_ = false;
   RowSum<T> rows_;
 };
 
@@ -217,7 +229,6 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team&
                             {args.returned, args.returned ? int64_t{args.num_tokens} * args.top_k * 4 : 0}};
   op.poison(results);
   op.post(args.landing, args.returned);
-  op.wait_posted();
   Combine<T> combine(op, args);
   combine.push();
   combine.reduce();

@@ -1,7 +1,8 @@
-// dispatch: route, then every token straight into XLA's buffer at the ranks that own its experts.
+// dispatch: route, then every token straight into XLA's buffer at the ranks that own its experts. Few tokens do both at
+// once.
 #pragma once
 
-#include "kernels/announcer.h"
+#include "kernels/dispatch_landed.h"
 #include "kernels/route.h"
 #include "kernels/rows.h"
 #include "kernels/wire.h"
@@ -19,32 +20,6 @@ JAX_EP_FN void dispatch_plain(Op& op, const DispatchArgs& args) {
   push_chunks(op, mover, args.num_tokens, bytes, args.top_k, source, sink);
   zero_padding(op, args.received, bytes, args.counts, args.num_experts / op.comm.size, args.capacity, args.alignment);
   expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
-}
-
-// Pushes this team's tokens one by one: begin(token, packed_of) starts to encode one, and with that the one before is
-// put. The targets of the next, and whether it may be pushed, are asked for before that, so that nobody waits for them.
-template <class Encoder, class Begin>
-JAX_EP_FN void push_items(Op& op, int num_tokens, int top_k, const RowSink& sink, Encoder& encoder, RowWriter& writer,
-                          Begin begin) {
-  const Schedule schedule(num_tokens);
-  Announcer announcer(op, schedule);
-  PushItems items(op, num_tokens);
-  const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.team.lane); };
-  bool may_push = op.may_push();
-  int token = items.next(), mine = ask(token);
-  while (token >= 0 && may_push) {
-    const int next = items.next(), nexts = ask(next);
-    may_push = op.may_push();
-    begin(token, [&](int k) { return k == op.team.lane || op.team.lane >= top_k ? mine : sink.packed(token, k); });
-    announcer.begun(token, writer);
-    token = next;
-    mine = nexts;
-  }
-  if (may_push)
-    encoder.finish();
-  else
-    encoder.drop();
-  announcer.finish(writer);
 }
 
 // Tokens in float8: encoded into a landing slot at every owner, this rank's included, and decoded from there.
@@ -127,8 +102,9 @@ class Float8Dispatch {
   JAX_EP_FN void push() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
-    MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_,
-                                             {writer_, scale_bytes() % 16 == 0, put_values()});
+    MessageStream<T, EncodeApart<T>> encoder(
+        op_.team, args_.hidden, stream_,
+        {writer_, scale_bytes() % 16 == 0, apart_put_values(stage_bytes_, args_.hidden)});
     push_items(op_, args_.num_tokens, args_.top_k, values_, encoder, writer_, [&](int token, auto packed) {
       const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) {
         return Term<char>{values_.row(token, k, args_.hidden, packed(k)), 1.0f};
@@ -153,11 +129,6 @@ class Float8Dispatch {
 
  private:
   JAX_EP_FN int scale_bytes() const { return args_.hidden / kScaleBlock * 4; }
-  // A whole row, or as many messages as a stage holds.
-  JAX_EP_FN int put_values() const {
-    const int messages = stage_bytes_ / wire_message_bytes(kWireValues);
-    return stage_bytes_ >= wire_message_bytes(args_.hidden) ? args_.hidden : messages * kWireValues;
-  }
 
   Op& op_;
   const DispatchArgs& args_;
@@ -195,7 +166,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team
                             {args.dropped, 4, Undelivered::size},
                             {args.invalid, 4, Undelivered::size}};
   op.poison(results);
-  if (Router(op, args).route(args.wire_float8 && !args.rows_float8 ? args.landing : args.received)) {
+  Router router(op, args);
+  if (args.few) {
+    dispatch_landed<T>(op, args, router);
+  } else if (router.route(args.wire_float8 && !args.rows_float8 ? args.landing : args.received)) {
     if (args.rows_float8)
       dispatch_float8<T>(op, args);
     else if (args.wire_float8)

@@ -84,9 +84,11 @@ class Op {
 
   // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
   // met.
-  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
+  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) { post_by(0, a, b, c, d); }
+  // The same by another team than the first.
+  JAX_EP_FN void post_by(int poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
     team.sync();
-    if (!ok() || team.index != 0) return;
+    if (!ok() || team.index != poster) return;
     enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
@@ -98,12 +100,26 @@ class Op {
     }
   }
 
+  // What a rank tells every peer, and waits to be told by every peer.
+  using Flags = uint64_t (Heap::*)[kMaxRanks];
+
+  // Raises this rank's flag at every peer, when the teams that wrote what it stands for have met.
+  JAX_EP_FN void tell(Flags flags) {
+    team.sync();
+    if (!ok() || team.index != 0) return;
+    enter(Phase::post);
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      store_release(&(comm.heaps[peer]->*flags)[comm.rank], epoch);
+  }
+  JAX_EP_FN void wait_told(Flags flags) {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
+  }
+
   // Called when a team's share of a chunk is written. Whoever makes it whole tells the peers.
   JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
     if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
-      last = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share == whole;
-      if (last) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+      last = share == whole || count_pushed(chunk, share, whole) == whole;
     }
     if (!team.broadcast(last)) return;
     team.sync();
@@ -111,9 +127,7 @@ class Op {
       store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], epoch);
   }
 
-  JAX_EP_FN void wait_posted() {
-    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->posted[peer]; });
-  }
+  JAX_EP_FN void wait_posted() { wait_told(&Heap::posted); }
   // Until a chunk is here, from one source or from all.
   JAX_EP_FN void wait_delivered(int source, int chunk) {
     wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
@@ -194,6 +208,13 @@ class Op {
     store_release(&heap->epoch, epoch);
   }
 
+  // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
+  JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
+    const int pushed = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share;
+    if (pushed == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    return pushed;
+  }
+
   JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? draw(tickets) : 0; }
 
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
@@ -210,7 +231,7 @@ class Op {
   // Waits for `count` flags to reach this op's epoch, a lane each.
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
-    enter(Phase::wait);
+    if (ok()) enter(Phase::wait);
     for (int first = 0; first < count && ok(); first += Team::lanes) {
       const int i = first + team.lane;
       Status status = Status::ok;

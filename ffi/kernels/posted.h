@@ -19,14 +19,14 @@ enum class Use {
 template <class Visit>
 void for_each_posted(DispatchArgs& args, int ranks, Visit visit) {
   const int64_t table = int64_t{ranks} * args.num_tokens * args.top_k * 4;
-  if (args.wire_float8 && !args.rows_float8)
+  if (args.few || (args.wire_float8 && !args.rows_float8))
     visit(args.landing, args.landing_bytes, Use::landing);
   else
     visit(args.received, int64_t{args.capacity} * args.hidden * (args.rows_float8 ? 1 : size_of(args.dtype)),
           Use::result);
   visit(args.rows, table, Use::result);
   visit(args.arrived, table, Use::result);
-  if (args.rows_float8) visit(args.scales, int64_t{args.capacity} * args.hidden / 128 * 4, Use::result);
+  if (args.rows_float8 && !args.few) visit(args.scales, int64_t{args.capacity} * args.hidden / 128 * 4, Use::result);
 }
 
 template <class Visit>

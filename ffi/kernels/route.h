@@ -20,29 +20,62 @@ class Router {
 
   // The whole of routing; `landing` is what peers write into. Returns whether rows may be sent.
   JAX_EP_FN bool route(void* landing) {
-    if (op_.team.squad.index < squads_) {
-      op_.enter(Phase::count);
-      count();
-      sum_over_squad();
-      if (squads_ > 1) {
-        op_.router_barrier(squads_);
-        sum_over_squads();
-      }
-      op_.router_barrier(squads_);
+    if (routes()) {
+      count_all();
       op_.post(landing, args_.rows, args_.arrived, args_.scales);
       op_.wait_posted();
-      op_.enter(Phase::layout);
-      lay_out();
-      op_.router_barrier(squads_);
-      if (op_.ok() && rank_without_room() < 0) place();  // after it peers must be waited for
+      place_all();
     }
     op_.barrier();
+    return settled();
+  }
+
+  // The same while rows are on their way already, to where they land by source and token: other teams do not wait for
+  // it before settled_everywhere(), which returns whether all rows have their places.
+  JAX_EP_FN void route_beside() {
+    if (!routes()) return;
+    count_all();
+    op_.tell(&Heap::counted);
+    op_.wait_told(&Heap::counted);
+    op_.wait_posted();
+    place_all();
+    op_.router_barrier(squads_);
+    op_.tell(&Heap::placed);
+  }
+  JAX_EP_FN bool settled_everywhere() {
+    op_.wait_told(&Heap::placed);
+    return settled();
+  }
+
+ private:
+  JAX_EP_FN bool routes() const { return op_.team.squad.index < squads_; }
+
+  // After it the peers have this rank's counts.
+  JAX_EP_FN void count_all() {
+    op_.enter(Phase::count);
+    count();
+    sum_over_squad();
+    if (squads_ > 1) {
+      op_.router_barrier(squads_);
+      sum_over_squads();
+    }
+    op_.router_barrier(squads_);
+  }
+
+  // From the counts of all.
+  JAX_EP_FN void place_all() {
+    op_.enter(Phase::layout);
+    lay_out();
+    op_.router_barrier(squads_);
+    if (op_.ok() && rank_without_room() < 0) place();  // after it peers must be waited for
+  }
+
+  JAX_EP_FN bool settled() {
     if (!op_.ok() || !check_capacity()) return false;
     sum_dropped();
     return true;
   }
 
- private:
   JAX_EP_FN void sum_dropped() const {
     if (op_.team.index != 0) return;
     int dropped = 0;

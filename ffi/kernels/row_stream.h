@@ -23,15 +23,21 @@ class RowStream {
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }
 
-  // Begins a job, and does the one before by work(rows, places, row_bytes).
-  template <class Work>
-  JAX_EP_FN void begin(const Held<const Row>& rows, const Places& places, Cut cut, Work work) {
+  // Begins a job, and does the one before by work(rows, places, row_bytes). places_of() may wait: the rows are under
+  // way.
+  template <class PlacesOf, class Work>
+  JAX_EP_FN void begin_for(const Held<const Row>& rows, PlacesOf places_of, Cut cut, Work work) {
     then_ = {reinterpret_cast<const char*>(rows.mine()), rows.present(), 0, 0, cut};
     ask();
     finish(work);
     rows_ = rows;
-    places_ = places;
+    places_ = places_of();
     begun_bytes_ = cut.row_bytes;
+  }
+
+  template <class Work>
+  JAX_EP_FN void begin(const Held<const Row>& rows, const Places& places, Cut cut, Work work) {
+    begin_for(rows, [&] { return places; }, cut, work);
   }
 
   // Does the last job.

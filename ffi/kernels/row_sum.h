@@ -29,7 +29,17 @@ class RowSum {
       finish();
       sum_directly(terms, places, width);
     } else {
-      stream_.begin(terms.held(), places.held(), {width * static_cast<int>(sizeof(T)), kBatchBytes}, SumStaged{this});
+      stream_.begin(terms.held(), places.held(), cut(width), SumStaged{this});
+    }
+  }
+  // The same to one place, for which place_of() may wait while rows come.
+  template <class Terms, class PlaceOf>
+  JAX_EP_FN void sum_to(const Terms& terms, PlaceOf place_of, int width) {
+    if (!stream_.in_bulk() || !terms.cached()) {
+      finish();
+      sum_directly(terms, place_of(), width);
+    } else {
+      stream_.begin_for(terms.held(), [&] { return place_of().held(); }, cut(width), SumStaged{this});
     }
   }
   JAX_EP_FN void finish() { stream_.finish(SumStaged{this}); }
@@ -44,6 +54,8 @@ class RowSum {
   using Total = float[kPieces][kPieceValues<T>];
   static constexpr int kBatchBytes = kSumValues<T, kPieces> * sizeof(T);
   static constexpr int kHalf = kPieces / 2;  // pieces are skipped by halves: a test for each would cost more
+
+  static JAX_EP_FN Cut cut(int width) { return {width * static_cast<int>(sizeof(T)), kBatchBytes}; }
 
   struct SumStaged {
     RowSum* sum;

@@ -9,6 +9,15 @@
 
 namespace jax_ep {
 
+// Whether no assignment of a token before the k-th has the same owner. All lanes ask together, each for its own k.
+template <class OwnerOf>
+JAX_EP_FN bool first_at_owner(const Team& team, int top_k, int k, int owner, OwnerOf owner_of) {
+  if (Team::lanes > 1 && top_k <= Team::lanes) return team.match(owner).below == 0;
+  for (int j = 0; j < k && k < top_k; ++j)
+    if (owner_of(j) == owner) return false;
+  return true;
+}
+
 // Where the k-th assignment of a token is to be written: its row at the owner, if it is the token's first there or if
 // the owner is this rank. All lanes ask together, each for its own k; null beyond the last.
 class RowSink {
@@ -40,18 +49,10 @@ class RowSink {
 
   // All lanes ask, whatever their owner. Null if the assignment is not the first there and further ones do not count.
   JAX_EP_FN char* base_for(int token, int k, int owner, bool further) const {
-    const bool first = first_at_owner(token, k, owner);
+    const bool first =
+        first_at_owner(op_.team, top_k_, k, owner, [&](int j) { return unpack(packed(token, j)).owner; });
     char* base = bases_.of(owner);
     return first || further ? base : nullptr;
-  }
-
-  JAX_EP_FN bool first_at_owner(int token, int k, int owner) const {
-    if (Team::lanes > 1 && top_k_ <= Team::lanes) return op_.team.match(owner).below == 0;
-    for (int j = 0; j < k && k < top_k_; ++j) {
-      const int packed = targets_[int64_t{token} * top_k_ + j];
-      if (packed >= 0 && by_capacity_.quotient(packed) == owner) return false;
-    }
-    return true;
   }
 
   const Op& op_;
@@ -61,16 +62,16 @@ class RowSink {
   const PeerBuffer bases_;
 };
 
-// Pushes this team's tokens in order, and announces their chunks.
+// Pushes this team's tokens in order, and announces their chunks. `late`: some teams may come late.
 template <class Source, class Sink>
-JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t bytes, int fanout, Source source,
-                           Sink sink) {
+JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t bytes, int fanout, Source source, Sink sink,
+                           bool late = false) {
   const Place pusher = op.team.pusher;
   if (!op.ok() || pusher.index < 0) return;
   op.enter(Phase::send);
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  PushItems items(op, num_tokens);
+  PushItems items(op, num_tokens, late);
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
     if (!may_push) return nullptr;
@@ -81,6 +82,33 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t byte
   const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
   mover.move(next, bytes, fanout, checked, sink, after);
   announcer.finish(mover);
+}
+
+// Pushes this team's tokens one by one: begin(token, packed_of) starts to encode one, and with that the one before is
+// put. What sink.packed(token, k) knows of the next, and whether it may be pushed, are asked for before that, so that
+// nobody waits for them.
+template <class Sink, class Encoder, class Begin>
+JAX_EP_FN void push_items(Op& op, int num_tokens, int top_k, const Sink& sink, Encoder& encoder, RowWriter& writer,
+                          Begin begin, bool late = false) {
+  const Schedule schedule(num_tokens);
+  Announcer announcer(op, schedule);
+  PushItems items(op, num_tokens, late);
+  const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.team.lane); };
+  bool may_push = op.may_push();
+  int token = items.next(), mine = ask(token);
+  while (token >= 0 && may_push) {
+    const int next = items.next(), nexts = ask(next);
+    may_push = op.may_push();
+    begin(token, [&](int k) { return k == op.team.lane || op.team.lane >= top_k ? mine : sink.packed(token, k); });
+    announcer.begun(token, writer);
+    token = next;
+    mine = nexts;
+  }
+  if (may_push)
+    encoder.finish();
+  else
+    encoder.drop();
+  announcer.finish(writer);
 }
 
 // Takes groups of tokens in the order in which they arrive, until none are left: visit(source, tokens) once they are

@@ -1,5 +1,6 @@
 // How a rank's tokens are cut up: chunks, each announced to the peers by a flag of its own so that they can go on
-// while later ones travel, and groups, the pieces of a chunk that one team takes at a time.
+// while later ones travel, and groups, the pieces of a chunk that one team takes at a time. Few tokens are a chunk
+// each.
 #pragma once
 
 #include "device/heap.h"
@@ -7,13 +8,15 @@
 
 namespace jax_ep {
 
+static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
+
 struct Schedule {
   int tokens, chunk_tokens, chunks, group_tokens;
 
   // `sources`: from how many ranks groups are taken, by how many teams, so that all have work to the end of a chunk.
   JAX_EP_FN explicit Schedule(int tokens, int sources = 0, int teams = 1)
       : tokens(tokens),
-        chunk_tokens(larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
+        chunk_tokens(tokens <= kFewTokens ? 1 : larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
         chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)),
         group_tokens(larger(1, smaller(kGroupTokens, smaller(chunk_tokens, tokens) * sources / teams))) {}
 

@@ -267,6 +267,12 @@ JAX_EP_FN int apart_stage_bytes(const Team& team, int hidden) {
   return align_up(smaller(wire_message_bytes(hidden), larger(1, room / kMessage) * kMessage), 128);
 }
 
+// What leaves as one batch: a whole row, or as many messages as a stage holds.
+JAX_EP_FN int apart_put_values(int stage_bytes, int hidden) {
+  return stage_bytes >= wire_message_bytes(hidden) ? hidden
+                                                   : stage_bytes / wire_message_bytes(kWireValues) * kWireValues;
+}
+
 // From messages to rows.
 template <class T>
 struct Decode {

@@ -38,14 +38,16 @@ struct Call {
 XLA_FFI_Handler* instantiate_handler();
 XLA_FFI_TypeId* call_site_type();
 
-// The scratch of dispatch and of sparse_union, in int32; the bytes of the landing of sparse_reduce, and of a row in
-// float8.
+// The scratch of dispatch and of sparse_union, in int32; the bytes of the slot in which a token of dispatch lands, and
+// of the landing of sparse_reduce.
 inline int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
 inline int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
+inline int64_t landing_slot(int num_tokens, int hidden, int value_bytes, bool wire_float8, bool rows_float8) {
+  return landing_slot_bytes(num_tokens, hidden, value_bytes, wire_float8, rows_float8);
+}
 inline int64_t sparse_landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes) {
   return landing_bytes(ranks, slots, entries, sharded, row_bytes);
 }
-inline int64_t wire_row_bytes(int hidden) { return wire_bytes(hidden); }
 
 inline ffi::Future fail_call(ffi::Error error) {
   ffi::Promise promise;

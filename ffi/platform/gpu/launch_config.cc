@@ -8,7 +8,6 @@ namespace {
 constexpr int kThreads = 256, kTeams = kThreads / 32;
 // Shared memory of a team: barriers, then two batches to write and five to read, or a ring of three pieces of a row.
 constexpr int kTeamBytes = 128 + 7 * 4096;
-constexpr int kFewTokens = 512;
 constexpr int kEntriesPerBlock = 256;
 constexpr int kUnionBlocks = 96;  // the scratch of sparse_union has room for kMaxTeams teams
 
@@ -21,16 +20,16 @@ int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
       if (encoded) return few ? 4 : blocks <= 32 ? 5 : blocks <= 64 ? 4 : 3;
       return blocks < 32 ? 3 : 2;
     case OpKind::combine:
-      if (few) return kTeams;
+      if (few) return 4;
       return blocks <= 32 ? 7 : blocks < 64 ? 6 : blocks < 96 ? 5 : 3;
     default:
       return kTeams;
   }
 }
 
-// The blocks that an op has work for, where that is known.
+// The blocks that an op has work for, where that is known. Even few tokens have many rows where they arrive.
 int useful_blocks(OpKind op, int num_tokens, int all) {
-  if (op == OpKind::ragged_all_to_all) return all;
+  if (op == OpKind::ragged_all_to_all || op == OpKind::dispatch || op == OpKind::combine) return all;
   return op == OpKind::sparse_union ? std::min(num_tokens / kEntriesPerBlock + 1, kUnionBlocks) : num_tokens;
 }
 
