@@ -4,7 +4,7 @@
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
 //     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
-//     ffi/platform/cuda/{matmul_reduce,gather_matmul,gemm}.cu ffi/platform/cuda/{overlap,reduce}_config.cc
+//     ffi/platform/cuda/{matmul_reduce,gather_matmul,gemm}.cu ffi/platform/cuda/{overlap,gather,reduce}_config.cc
 //     ffi/platform/gpu/kernels.cu ffi/gemm/{config,tensor_map}.cc
 //     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench
 //   ./overlap_bench check 2 && ./overlap_bench stress 2 && ./overlap_bench time 2
@@ -30,12 +30,13 @@ struct Case {
   bool gathers() const { return op == OpKind::all_gather_matmul; }
   int rows_of_result(int ranks) const { return op == OpKind::matmul_reduce_scatter ? shape.m / ranks : shape.m; }
   OverlapConfig config(int ranks, int block_n, int communicating) const {
-    return (gathers() ? overlap_with : reduce_with)(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2,
-                                                    ranks, kProcessors, block_n, communicating);
+    if (gathers()) return gather_with(shape.m, shape.n, shape.k, 2, ranks, kProcessors, block_n, communicating);
+    return reduce_with(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors, block_n,
+                       communicating);
   }
   OverlapConfig choice(int ranks) const {
-    return (gathers() ? choose_overlap : choose_reduce)(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2,
-                                                        ranks, kProcessors);
+    if (gathers()) return choose_gather(shape.m, shape.n, shape.k, 2, ranks, kProcessors);
+    return choose_reduce(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors);
   }
 };
 

@@ -11,13 +11,20 @@
 
 namespace jax_ep::gemm {
 
-// What others add to a product. `before_tile` runs in the producer warp before the tile's first load, `after_tile` in
-// every consumer warp after its stores were issued, or after they were written where kAwaitStores says so. Unless
-// Beside is Nothing, `run_beside` runs in the other kWarpsBeside warps of the block, which have it in shared memory.
+// From where to load a's part of a tile: in the coordinates of the map, which need not be those of the whole product.
+struct Rows {
+  const CUtensorMap& map;
+  int first;
+};
+
+// What others add to a product. `before_tile` runs in the producer warp before the tile's first load and says where a's
+// rows are, `after_tile` in every consumer warp after its stores were issued, or after they were written where
+// kAwaitStores says so. Unless Beside is Nothing, `run_beside` runs in the other kWarpsBeside warps of the block, which
+// have it in shared memory.
 struct NoHooks {
   static constexpr bool kAwaitStores = false;
   using Beside = Nothing;
-  __device__ void before_tile(const Tile&) const {}
+  __device__ Rows before_tile(const Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
   __device__ void after_tile(const Tile&, int /*warp*/) const {}
 };
 
@@ -62,7 +69,7 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
   Position<Memory::kStages> at;
   Schedule schedule(problem, kBlockN, block, blocks);
   for (Tile tile; schedule.next(&tile);) {
-    hooks.before_tile(tile);
+    const Rows rows = hooks.before_tile(tile, a);
     const int matrix = problem.grouping == Grouping::rows ? tile.group : 0;
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
       char* const stage = shared.stages[at.stage];
@@ -70,7 +77,7 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
       if (!elect_lane()) continue;
       arrive_expecting(full, Memory::kStageBytes);
-      load_slices<kMnA, kSlicesA>(stage, a, tile.row, k, 0, !tile.shares_b, rank, full);
+      load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, !tile.shares_b, rank, full);
       load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, tile.shares_b, rank,
                                           full);
     }
@@ -179,7 +186,7 @@ struct Registers {
 };
 template <>
 struct Registers<Nothing> {
-  static constexpr int kConsumer = 232, kOther = 40;
+  static constexpr int kConsumer = 224, kOther = 56;
 };
 
 // The part of one of `blocks` blocks. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`,

@@ -28,9 +28,11 @@ struct Problem {
   int groups;
   const int32_t* group_sizes;
   int band;  // tiles that follow each other stay within this many pairs of rows, for the sake of the L2 cache
-  // Without groups, pairs of rows of tiles come in another order where a collective wants some rows first: those of so
-  // many equal parts in turns, from `pair_first` on.
-  int pair_first = 0, pair_parts = 1;
+  // Without groups, pairs of rows of tiles come in another order where a collective wants some rows first: so many from
+  // `pair_first` on, then those of so many equal parts of the others in turns.
+  int pair_first = 0, pair_lead = 0, pair_parts = 1;
+  // The last so many blocks have other work first: meanwhile the others take so many rounds of tiles without them.
+  int late_blocks = 0, early_rounds = 0;
 };
 
 // A block's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.

@@ -13,9 +13,12 @@ class Schedule {
  public:
   JAX_EP_GEMM_FN Schedule(const Problem& problem, int block_n, int block, int blocks)
       : problem_(problem), block_n_(block_n) {
-    next_ = block / kCluster;
+    const int cluster = block / kCluster;
     rank_ = block % kCluster;
     step_ = blocks / kCluster;
+    early_step_ = step_ - problem.late_blocks / kCluster;
+    rounds_alone_ = cluster < early_step_ ? problem.early_rounds : 0;
+    next_ = cluster + (cluster < early_step_ ? 0 : problem.early_rounds * early_step_);
     open_group(0);
   }
 
@@ -28,7 +31,7 @@ class Schedule {
       open_group(tile_.group + 1);
     }
     place(next_ - first_, tile);
-    next_ += step_;
+    next_ += rounds_alone_-- > 0 ? early_step_ : step_;
     return true;
   }
 
@@ -76,17 +79,20 @@ class Schedule {
 
   JAX_EP_GEMM_FN int pair_at(int i) const {
     if (problem_.grouping != Grouping::none) return i;
-    const int pairs = rows_ / 2, parts = problem_.pair_parts, each = pairs / parts, more = pairs % parts;
+    const int pairs = rows_ / 2, lead = problem_.pair_lead, parts = problem_.pair_parts;
+    if (i < lead) return (problem_.pair_first + i) % pairs;
+    i -= lead;
     // The last parts have one more, which is their last: so no part begins behind an equal share of the rows.
-    const int regular = parts - more;
+    const int each = (pairs - lead) / parts, more = (pairs - lead) % parts, regular = parts - more;
     const int part = i < each * parts ? i % parts : i - each * parts + regular,
               turn = i < each * parts ? i / parts : each;
-    return (problem_.pair_first + part * each + larger(part - regular, 0) + turn) % pairs;
+    return (problem_.pair_first + lead + part * each + larger(part - regular, 0) + turn) % pairs;
   }
 
   const Problem& problem_;
   int block_n_;
-  int next_, step_;               // in dominoes
+  int next_, step_, early_step_;  // in dominoes
+  int rounds_alone_;              // until late blocks take part
   int rank_;                      // within the cluster
   int first_ = 0, dominoes_ = 0;  // of the open group
   int rows_ = 0, columns_ = 0;    // of its tiles

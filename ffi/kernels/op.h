@@ -132,6 +132,12 @@ class Op {
   JAX_EP_FN void wait_delivered(int source, int chunk) {
     wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
   }
+  // Until so many are here, counted over the sources from `first` on; each source has `chunks`.
+  JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
+    wait_each(
+        count, [&](int i) { return (first + i) / chunks; },
+        [&](int i) { return &heap->delivered[(first + i) / chunks][(first + i) % chunks]; });
+  }
   JAX_EP_FN void wait_delivered(int chunk) {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
   }

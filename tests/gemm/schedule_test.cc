@@ -92,11 +92,14 @@ int main() {
     config.band = draw(1, 3);
     require(config.blocks % kCluster == 0 && config.blocks <= processors, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
-    const int pairs = ceil_div(m, kBlockM) / 2, ranks = draw(1, 4);
+    const int ranks = draw(1, 4);
     const jax_ep::PairOrder order =
-        draw(0, 1) ? jax_ep::PairOrder{0, ranks} : jax_ep::from_rank(pairs, draw(0, ranks - 1), ranks);
+        draw(0, 1) ? jax_ep::PairOrder{0, 0, ranks} : jax_ep::own_rows_first(m / ranks, draw(0, ranks - 1), ranks);
     problem.pair_first = order.first;
+    problem.pair_lead = order.lead;
     problem.pair_parts = order.parts;
+    problem.late_blocks = draw(0, config.blocks / kCluster - 1) * kCluster;
+    problem.early_rounds = draw(0, 5);
     check_clusters(problem, config);
     if (grouping == Grouping::none) sizes = {m};
     check_cover(problem, config, sizes);

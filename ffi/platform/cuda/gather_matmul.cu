@@ -7,15 +7,14 @@ namespace jax_ep {
 
 std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                          const GatherMatmulArgs& args) {
-  const int rows = args.m * comm.size, pairs = gemm::ceil_div(rows, gemm::kBlockM) / 2;
-  return launch_overlapped(config, stream, comm, args, {rows, args.gathered, args.result},
-                           from_rank(pairs, comm.rank, comm.size));
+  return launch_overlapped(config, stream, comm, args, {args.m * comm.size, args.gathered, args.result},
+                           own_rows_first(args.m, comm.rank, comm.size));
 }
 
 std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, const Comm& comm,
                                          const GatherMatmulArgs& args) {
-  const OverlapConfig config = choose_overlap(kind_of(args), args.m * comm.size, args.n, args.k,
-                                              size_of(args.operand_dtype), comm.size, processors);
+  const OverlapConfig config =
+      choose_gather(args.m * comm.size, args.n, args.k, size_of(args.operand_dtype), comm.size, processors);
   return launch_matmul(config, stream, comm, args);
 }
 

@@ -8,7 +8,7 @@ namespace jax_ep {
 
 std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                          const MatmulReduceArgs& args) {
-  const PairOrder order{0, args.scatter ? comm.size : 1};  // so that all owners have something to sum at any time
+  const PairOrder order{0, 0, args.scatter ? comm.size : 1};  // so that all owners have something to sum at any time
   return launch_overlapped(config, stream, comm, args, {args.m, args.a, args.partial}, order);
 }
 

@@ -1,5 +1,6 @@
 // One kernel for a product and its collective. Here that of a gather: the first blocks of the grid communicate, the
-// others multiply. Blocks start in order, so the few that peers wait for have a processor whatever else runs.
+// others multiply, and in the end all do. Blocks start in order, so the few that peers wait for have a processor
+// whatever else runs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,27 +22,30 @@ struct Work {
   Args args;
   int communicating;  // blocks
   int block_n;        // columns of a tile
+  CUtensorMap own;    // of a gather: this rank's rows where they are
 };
 
 constexpr int kTeamsPerBlock = gemm::kThreads / 32;
 // Two batches to write and seven to read, or a ring of three pieces of a row.
 constexpr int kTeamBytes = 128 + 9 * 2048;
-static_assert(kTeamsPerBlock * kTeamBytes <= sizeof(gemm::Shared<128>), "a block has the memory of a multiplying one");
-static_assert(kTeamsPerBlock * kTeamBytes <= sizeof(gemm::Shared<256>), "a block has the memory of a multiplying one");
+constexpr int kBlockBytes = kTeamsPerBlock * kTeamBytes;
+static_assert(kBlockBytes <= sizeof(gemm::Shared<128>), "a block has the memory of a multiplying one");
+static_assert(kBlockBytes <= sizeof(gemm::Shared<256>), "a block has the memory of a multiplying one");
 
-// Every warp of the communicating blocks pushes, and takes in what arrives.
-JAX_EP_FN Team communicating_team(char* memory, int blocks) {
-  const int block = blockIdx.x, warp = threadIdx.x / Team::lanes;
+// A warp of the communicating blocks: the first `pushers` of each push, and share the block's memory; the others fill.
+JAX_EP_FN Team communicating_team(char* memory, int blocks, int pushers = kTeamsPerBlock) {
+  const int block = blockIdx.x, warp = threadIdx.x / Team::lanes, bytes = kBlockBytes / pushers / 128 * 128;
+  const bool pushes = warp < pushers;
   const Place all{block * kTeamsPerBlock + warp, blocks * kTeamsPerBlock};
   return {all.index,
           all.count,
-          all,
-          all,
+          pusher_place(block, blocks, warp, pushers),
+          filler_place(block, blocks, warp, kTeamsPerBlock, pushers),
           {block, blocks},
           {warp, kTeamsPerBlock},
           static_cast<int>(threadIdx.x % Team::lanes),
-          memory + warp * kTeamBytes,
-          kTeamBytes};
+          pushes ? memory + warp * bytes : nullptr,
+          pushes ? bytes : 0};
 }
 
 // A warp of a multiplying block, which has only news for the others.
@@ -50,18 +54,23 @@ JAX_EP_FN Team multiplying_team() {
   return {-1, 1, kNone, kNone, {-1, 1}, {0, 1}, static_cast<int>(threadIdx.x % Team::lanes), nullptr, 0};
 }
 
-// Waits for the rows of a tile.
+constexpr int kPushersPerBlock = 6;  // the others copy this rank's rows to their place here
+
+// Waits for the rows of a tile, unless all of them are this rank's own.
 struct AwaitRows {
   static constexpr bool kAwaitStores = false;
   using Beside = gemm::Nothing;
   const Work<GatherMatmulArgs>& work;
 
-  JAX_EP_FN void before_tile(const gemm::Tile& tile) const {
+  JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
     const GatherMatmulArgs& args = work.args;
+    const int first = work.comm.rank * args.m, end = smaller(tile.row + gemm::kBlockM, args.m * work.comm.size);
+    if (first <= tile.row && end <= first + args.m && !work.comm.poison) return {work.own, tile.row - first};
     const Team team = multiplying_team();
     Op op(work.comm, team, kind_of(args));
-    wait_rows(op, args, {tile.row, smaller(tile.row + gemm::kBlockM, args.m * work.comm.size)});
+    wait_rows(op, args, {tile.row, end});
     bulk::proxy_fence();
+    return {gathered, tile.row};
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
 };
@@ -98,28 +107,27 @@ struct BesideOf {
   using Type = gemm::Nothing;
 };
 
-// The first blocks push rows, the others multiply.
+// The first blocks push rows before they multiply; they come last among those that do.
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<GatherMatmulArgs>& work) {
   const Buffer results[] = {result_of(work)};
-  const int block = static_cast<int>(blockIdx.x) - work.communicating, multiplying = gridDim.x - work.communicating;
-  const int teams = work.communicating * kTeamsPerBlock + multiplying;
+  const int blocks = gridDim.x;
+  int block = static_cast<int>(blockIdx.x) - work.communicating;
   if (block < 0) {
-    const Team team = communicating_team(memory, work.communicating);
+    const Team team = communicating_team(memory, work.communicating, kPushersPerBlock);
     Op op(work.comm, team, kind_of(work.args));
     op.poison(results);
     op.post(work.args.gathered);
     op.wait_posted();
     push_rows(op, work.args);
-    op.finish(results, teams);
-  } else {
-    const AwaitRows hooks{work};
-    gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                        operands.problem, hooks, block, multiplying);
-    if (threadIdx.x >= Team::lanes) return;
-    const Team team = multiplying_team();
-    Op(work.comm, team, kind_of(work.args)).finish(results, teams);
+    keep_rows(op, work.args);
+    block += blocks;
   }
+  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
+                                                      operands.problem, AwaitRows{work}, block, blocks);
+  if (threadIdx.x >= Team::lanes) return;
+  const Team team = multiplying_team();
+  Op(work.comm, team, kind_of(work.args)).finish(results, blocks);
 }
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>

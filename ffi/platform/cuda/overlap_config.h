@@ -12,7 +12,8 @@ struct OverlapConfig {
   int band;             // pairs of rows of tiles that are computed before the next ones
   int communicating;    // blocks, an even number
   int multiplying;      // blocks, an even number
-  bool apart;           // blocks that communicate do not multiply
+  bool apart;           // blocks that communicate do not multiply, or only late
+  int early_rounds;     // of a gather: tiles that others take before those that communicate multiply too
   double microseconds;  // expected
 
   int blocks() const;
@@ -21,11 +22,11 @@ struct OverlapConfig {
 };
 
 // For all_gather_matmul; m, n, k: of the product that a rank computes.
-OverlapConfig choose_overlap(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors);
+OverlapConfig choose_gather(int m, int n, int k, int value_bytes, int ranks, int processors);
 
 // The same with some of it given: block_n, and how many blocks communicate.
-OverlapConfig overlap_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
-                           int communicating);
+OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
+                          int communicating);
 
 // The same for the reductions.
 OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors);
@@ -34,9 +35,9 @@ OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int r
 
 // In which order pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {
-  int first = 0, parts = 1;
+  int first = 0, lead = 0, parts = 1;
 };
-// This rank's rows first, then the next rank's.
-PairOrder from_rank(int pairs, int rank, int ranks);
+// Those wholly of this rank's rows first, then the others' in turns, as they come. m: rows of one rank.
+PairOrder own_rows_first(int m, int rank, int ranks);
 
 }  // namespace jax_ep

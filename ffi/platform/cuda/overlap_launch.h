@@ -45,6 +45,18 @@ struct Product {
   char* out;
 };
 
+// What only a gather is told: who multiplies late, and where its own rows are.
+inline std::optional<std::string> prepare(const OverlapConfig&, gemm::Problem*, Work<MatmulReduceArgs>*) {
+  return std::nullopt;
+}
+inline std::optional<std::string> prepare(const OverlapConfig& config, gemm::Problem* problem,
+                                          Work<GatherMatmulArgs>* work) {
+  problem->late_blocks = config.communicating;
+  problem->early_rounds = config.early_rounds;
+  const GatherMatmulArgs& args = work->args;
+  return gemm::describe_boxes({args.a, gemm_dtype(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, &work->own);
+}
+
 template <class Args>
 std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                              const Args& args, const Product& product, const PairOrder& order) {
@@ -61,13 +73,15 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
     return error;
   gemm::Problem problem{gemm::Grouping::none, product.m, args.n, args.k, 1, nullptr, config.band};
   problem.pair_first = order.first;
+  problem.pair_lead = order.lead;
   problem.pair_parts = order.parts;
+  Work<Args> work{comm, args, config.communicating, config.block_n, {}};
+  if (const auto error = prepare(config, &problem, &work)) return error;
   const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
   const int bytes = overlapped_bytes<Args>(config.block_n);
   cudaError_t error =
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess) {
-    const Work<Args> work{comm, args, config.communicating, config.block_n};
     kernel<<<config.blocks(), gemm::kThreads, bytes, stream>>>(a, b, out_map, product.out, problem, work);
     error = cudaGetLastError();
   }

@@ -44,7 +44,7 @@ struct ReduceBeside {
   const gemm::Problem& problem;
   Reducers& beside;
 
-  JAX_EP_FN void before_tile(const gemm::Tile&) const {}
+  JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {
     if (threadIdx.x % Team::lanes != 0) return;
     bulk::proxy_fence();
