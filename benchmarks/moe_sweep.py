@@ -122,7 +122,7 @@ def measure(case: Case, group: jax_ep.Group, implementation: str, repeats: int) 
         loops = [candidate.loop for candidate in ours + others]
         programs = compile_loops(loops, group.mesh)
         times = median_microseconds(loops, programs, repeats)
-        kernels = [kernel_microseconds(program, KERNEL) for program, _ in zip(programs, ours, strict=False)]
+        kernels = [kernel_microseconds(program, KERNEL) for program in programs[: len(ours)]]
         for one in groups.values():
             one.check()
     return [
@@ -134,7 +134,7 @@ def measure(case: Case, group: jax_ep.Group, implementation: str, repeats: int) 
             competitors(one, others, times[len(ours) :]),
             needed.remote_rows * row_bytes(one.op, shape),
         )
-        for one, time, kernel in zip(ours, times, kernels, strict=False)
+        for one, time, kernel in zip(ours, times[: len(ours)], kernels, strict=True)
     ]
 
 

@@ -1,6 +1,7 @@
 """ragged_all_to_all beside `jax.lax`'s and the dense all_to_all of as many bytes: `python -m jax_ep bench ragged`."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -49,20 +50,23 @@ def main(arguments: list[str]) -> int:
     slices = tuple(jax.device_put(x, sharding) for x in plan)
     remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
 
-    def ours(operand: jax.Array, *rest: jax.Array) -> jax.Array:
-        return jax_ep.lax.ragged_all_to_all(operand, rest[-1], *rest[:-1], axis_name=AXIS)
-
-    def theirs(operand: jax.Array, *rest: jax.Array) -> jax.Array:
-        return jax.lax.ragged_all_to_all(operand, rest[-1], *rest[:-1], axis_name=AXIS)
+    def by(exchange: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda operand, *rest: exchange(operand, rest[-1], *rest[:-1], axis_name=AXIS)
 
     def dense(last: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
 
     with jax_ep.Group(mesh, AXIS) as group:
         print(header(jax.devices(), repr(group.resolve("bench", "auto")), ["ragged", *arguments]))
-        loops = {"jax_ep.lax.ragged_all_to_all": ChainedLoop(ours, (sent, *slices), empty, calls=50)}
+        loops = {
+            "jax_ep.lax.ragged_all_to_all": ChainedLoop(
+                by(jax_ep.lax.ragged_all_to_all), (sent, *slices), empty, calls=50
+            )
+        }
         if not on_cpu:  # jax.lax has none on the CPU
-            loops["jax.lax.ragged_all_to_all"] = ChainedLoop(theirs, (sent, *slices), empty, calls=2)
+            loops["jax.lax.ragged_all_to_all"] = ChainedLoop(
+                by(jax.lax.ragged_all_to_all), (sent, *slices), empty, calls=2
+            )
         loops["dense all_to_all"] = ChainedLoop(dense, (), sent, calls=50)
         names = list(loops)
         times = microseconds(list(loops.values()), mesh, options.repeats)

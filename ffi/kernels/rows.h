@@ -28,9 +28,6 @@ class RowSink {
 
   JAX_EP_FN char* row(int token, int k, int64_t bytes) const { return row(token, k, bytes, packed(token, k)); }
 
-  // The owner's buffer, if this is the token's first assignment there.
-  JAX_EP_FN char* first(int token, int k) const { return first(token, k, packed(token, k)); }
-
   // The same where the target was asked for before.
   JAX_EP_FN int packed(int token, int k) const { return k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1; }
   JAX_EP_FN char* row(int token, int k, int64_t bytes, int packed) const {
@@ -38,6 +35,7 @@ class RowSink {
     char* base = base_for(token, k, target.owner, target.owner == op_.comm.rank);
     return base ? base + target.row * bytes : nullptr;
   }
+  // The owner's buffer, if this is the token's first assignment there.
   JAX_EP_FN char* first(int token, int k, int packed) const {
     return base_for(token, k, unpack(packed).owner, /*further=*/false);
   }
