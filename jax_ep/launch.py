@@ -1,6 +1,8 @@
 """`python -m jax_ep.launch -n 4 script.py [arguments]`: one process per GPU of this host, joined by jax.distributed.
 
-Process i of n sees device i alone as its own. With JAX_PLATFORMS=cpu every process has CPU devices of its own.
+Process i of n sees device i alone as its own. With `--gpus` fewer, they share those in turn: kernels of processes on
+one GPU take time slices, so this is for tests of more ranks than there are GPUs. With JAX_PLATFORMS=cpu every process
+has CPU devices of its own.
 """
 
 import argparse
@@ -24,12 +26,15 @@ _POLL_SECONDS = 0.05
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep.launch", description="One process per GPU of this host.")
     parser.add_argument("-n", "--processes", type=int, required=True, help="how many, one per GPU")
+    parser.add_argument("-g", "--gpus", type=int, help="how many GPUs the processes share; default: one each")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="arguments")
     options = parser.parse_args(arguments)
     if options.processes < 1:
         parser.error(f"argument -n: must be at least 1, got {options.processes}")
+    if options.gpus is not None and not 1 <= options.gpus <= options.processes:
+        parser.error(f"argument -g: must be from 1 to the number of processes, {options.processes}, got {options.gpus}")
     if role := os.environ.pop(_ROLE, None):
         _run(role, options)
         return 0
@@ -43,7 +48,8 @@ def _run(role: str, options: argparse.Namespace) -> None:
     A script that fails ends at once: on the way out jax.distributed would wait for the others.
     """
     address, count, index = role.split()
-    jax.distributed.initialize(address, int(count), int(index), local_device_ids=[int(index)])
+    device = int(index) % (options.gpus or int(count))
+    jax.distributed.initialize(address, int(count), int(index), local_device_ids=[device])
     sys.argv = [options.script, *options.rest]
     try:
         if options.module:

@@ -3,8 +3,9 @@
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.02 compute-sanitizer --tool memcheck --target-processes all --report-api-errors no \
   --launch-skip 20 python -m jax_ep.launch -n 4 tests/memcheck.py
 
-One process per GPU: the checker lets a process run one kernel at a time, and ours wait for each other. It knows the
-memory that was mapped when a kernel started; the first launches are skipped, as peers map the pool while they run.
+With two GPUs: `-n 4 --gpus 2`. One process per rank: the checker lets a process run one kernel at a time, and ours
+wait for each other. It knows the memory that was mapped when a kernel started; the first launches are skipped, as peers
+map the pool while they run.
 """
 
 import sys

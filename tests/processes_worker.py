@@ -17,6 +17,7 @@ import numpy as np
 import oracle
 import pytest
 import sparse_cases
+import test_collective_matmul
 import test_lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -71,6 +72,11 @@ def sparse_of(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, sparse_cases.draw_values(rng, ids, 40, np.float16 if "sharded" in SPARSE[name] else np.float32)
 
 
+def product_of(size: int) -> test_collective_matmul.Operands:
+    rng = np.random.default_rng(helpers.SEED)
+    return test_collective_matmul.draw(rng, size, (136, 40, 200), np.dtype(ml_dtypes.bfloat16))
+
+
 def spread(group: Group, x: np.ndarray) -> jax.Array:
     """A rank's part on every device, each process putting its own."""
     return jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
@@ -91,6 +97,8 @@ def results(group: Group) -> dict[str, Any]:
     for name, options in SPARSE.items():
         program = sparse_cases.program(group, SPARSE_ROWS, method="bitmap", implementation="ffi", **options)
         found[name] = run(program, sparse_of(name, group.size))
+    for op in test_collective_matmul.OPS:
+        found[op] = run(test_collective_matmul.program(op, group, implementation="ffi"), product_of(group.size))
     operand, output, slices = slices_of(group.size)
     found["ragged"] = run(test_lax.exchange(group), (operand, output, *slices))
     group.check()

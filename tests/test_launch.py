@@ -69,3 +69,9 @@ def test_the_number_of_processes_is_checked(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         launch.main(["-n", "0", "script.py"])
     assert "-n: must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_the_number_of_gpus_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch.main(["-n", "2", "--gpus", "3", "script.py"])
+    assert "-g: must be from 1 to the number of processes, 2, got 3" in capsys.readouterr().err

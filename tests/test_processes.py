@@ -13,12 +13,15 @@ import oracle
 import processes_worker as worker
 import pytest
 import sparse_cases
+import test_collective_matmul
 from conftest import OpenGroup
+from jax.sharding import Mesh
 
 ON_CPU = jax.default_backend() == "cpu"
 # On the CPU two processes of two ranks each, so that a rank has peers in its own process and in another.
 PROCESSES, CPU_DEVICES = (2, 2) if ON_CPU else (helpers.largest_size(), 1)
 SIZE = PROCESSES * CPU_DEVICES
+MORE_RANKS = 4  # where there are fewer GPUs, they are shared
 
 # On GPUs: XLA's pool as one region, not as regions that grow as conftest asks for; memory that nobody else can map.
 PREALLOCATED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
@@ -28,14 +31,16 @@ pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
 on_gpus = pytest.mark.skipif(ON_CPU or PROCESSES < 2, reason="needs several GPUs")
 
 
-def launch(folder: Path, *arguments: str, **environment: str) -> None:
+def launch(
+    folder: Path, *arguments: str, processes: int = PROCESSES, environment: dict[str, str] | None = None
+) -> None:
     """Runs the worker in all processes; its output is shown where it fails."""
     tests = Path(worker.__file__).parent
     paths = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    given = os.environ | {"PYTHONPATH": paths} | ({"JAX_PLATFORMS": "cpu"} if ON_CPU else {}) | environment
-    command = [sys.executable, "-m", "jax_ep.launch", "-n", str(PROCESSES), worker.__file__, str(folder)]
+    given = os.environ | {"PYTHONPATH": paths} | ({"JAX_PLATFORMS": "cpu"} if ON_CPU else {}) | (environment or {})
+    command = [sys.executable, "-m", "jax_ep.launch", f"-n={processes}", f"--gpus={min(processes, PROCESSES)}"]
     result = subprocess.run(
-        [*command, f"--cpu-devices={CPU_DEVICES}", *arguments],
+        [*command, worker.__file__, str(folder), f"--cpu-devices={CPU_DEVICES}", *arguments],
         env=given,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,18 +49,18 @@ def launch(folder: Path, *arguments: str, **environment: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout
-    assert f"process 0 of {PROCESSES} is done" in result.stdout, result.stdout
+    assert f"process 0 of {processes} is done" in result.stdout, result.stdout
 
 
-def assemble(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
+def assemble(folder: Path, like: dict[str, Any], size: int = SIZE) -> dict[str, Any]:
     """The arrays of all ranks from what the processes saved."""
     shards: dict[str, np.ndarray] = {}
-    for index in range(PROCESSES):
-        with np.load(folder / f"{index}.npz") as saved:
+    for path in folder.glob("*.npz"):
+        with np.load(path) as saved:
             shards |= dict(saved)
     leaves, structure = jax.tree.flatten(like)
     found = [
-        np.concatenate([shards[f"{index} {rank}"] for rank in range(SIZE)]).view(leaf.dtype).reshape(leaf.shape)
+        np.concatenate([shards[f"{index} {rank}"] for rank in range(size)]).view(leaf.dtype).reshape(leaf.shape)
         for index, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, found)
@@ -70,19 +75,21 @@ ORACLE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_right(found: dict[str, Any]) -> None:
+def assert_right(found: dict[str, Any], size: int = SIZE) -> None:
     for name, options in ORACLE_OPTIONS.items():
-        helpers.assert_round_trip(found[name], worker.case_of(name, SIZE), num_experts=worker.EXPERTS, **options)
+        helpers.assert_round_trip(found[name], worker.case_of(name, size), num_experts=worker.EXPERTS, **options)
     for name, options in worker.SPARSE.items():
-        ids, values = worker.sparse_of(name, SIZE)
+        ids, values = worker.sparse_of(name, size)
         wanted = sparse_cases.expected(ids, values, num_rows=worker.SPARSE_ROWS, **options)
         sparse_cases.assert_reduced(found[name], wanted, values.dtype)
-    operand, output, slices = worker.slices_of(SIZE)
+    for op in test_collective_matmul.OPS:
+        test_collective_matmul.assert_right(op, found[op], worker.product_of(size))
+    operand, output, slices = worker.slices_of(size)
     np.testing.assert_array_equal(found["ragged"], oracle.ragged_all_to_all(operand, output, slices))
 
 
-def in_one_process(open_group: OpenGroup, *, staged: bool = False) -> dict[str, Any]:
-    with open_group(SIZE) as group:
+def in_one_process(open_group: OpenGroup, *, staged: bool = False, mesh: Mesh | None = None) -> dict[str, Any]:
+    with open_group(SIZE, mesh=mesh) as group:
         assert group._native is not None
         if staged:
             group._native.stage_all()
@@ -104,7 +111,7 @@ def test_as_one_process(
 ) -> None:
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
     expected = in_one_process(open_group)
-    launch(tmp_path, *arguments, **environment)
+    launch(tmp_path, *arguments, environment=environment)
     found = assemble(tmp_path, expected)
     assert_right(found)
     assert helpers.bits(found) == helpers.bits(expected)
@@ -114,6 +121,13 @@ def test_staging_within_a_process(open_group: OpenGroup) -> None:
     staged = in_one_process(open_group, staged=True)
     assert_right(staged)
     assert helpers.bits(staged) == helpers.bits(in_one_process(open_group))
+
+
+@pytest.mark.skipif(ON_CPU or PROCESSES >= MORE_RANKS, reason="for few GPUs")
+def test_more_ranks_than_gpus(open_group: OpenGroup, tmp_path: Path) -> None:
+    on_cpu = in_one_process(open_group, mesh=Mesh(np.array(jax.devices("cpu")[:MORE_RANKS]), ("ep",)))
+    launch(tmp_path, processes=MORE_RANKS)
+    assert_right(assemble(tmp_path, on_cpu, MORE_RANKS), MORE_RANKS)
 
 
 @pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
