@@ -252,7 +252,7 @@ void time_case(const Case& c, const Group& group, bool sweep) {
   print("chosen", chosen);
   if (sweep)
     for (const int block_n : {128, 256})
-      for (const int communicating : c.gathers() ? Counts{2, 4, 8, 12, 16, 24, 32} : Counts{16, 32, 48, 64, 96, 132})
+      for (const int communicating : c.gathers() ? Counts{32, 66, 96, 132} : Counts{16, 32, 48, 64, 96, 132})
         for (const int factor : {1, 2}) {
           OverlapConfig config = c.config(count, block_n, communicating);
           config.band *= factor;

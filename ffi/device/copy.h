@@ -40,6 +40,39 @@ JAX_EP_FN void copy_row(const Team& team, char* to, const char* from, int64_t by
   }
 }
 
+// Neighbouring words of all lanes, several a lane.
+struct Batch {
+  static constexpr int kWords = 8, kBytes = kWords * Team::lanes * int(sizeof(Word16));
+  Word16 word[kWords];
+
+  // Those of the `count` from the first on that there are.
+  JAX_EP_FN void load(const Team& team, const Word16* from, int64_t count) {
+    for (int i = 0; i < kWords; ++i)
+      if (i * Team::lanes + team.lane < count) word[i] = from[i * Team::lanes + team.lane];
+  }
+  JAX_EP_FN void store(const Team& team, Word16* to, int64_t count) const {
+    for (int i = 0; i < kWords; ++i)
+      if (i * Team::lanes + team.lane < count) to[i * Team::lanes + team.lane] = word[i];
+  }
+};
+
+// The same bytes to so many places, read once: all lanes ask for to(k) together.
+template <class To>
+JAX_EP_FN void copy_to_each(const Team& team, int places, To to, const char* from, int64_t bytes) {
+  if (Team::lanes == 1 || !in_words(to(0), from, bytes)) {
+    for (int k = 0; k < places; ++k) copy_row(team, to(k), from, bytes);
+    return;
+  }
+  constexpr int kStep = Batch::kWords * Team::lanes;
+  const auto* const source = reinterpret_cast<const Word16*>(from);
+  const int64_t count = bytes / 16;
+  for (int64_t first = 0; first < count; first += kStep) {
+    Batch batch;
+    batch.load(team, source + first, count - first);
+    for (int k = 0; k < places; ++k) batch.store(team, reinterpret_cast<Word16*>(to(k)) + first, count - first);
+  }
+}
+
 // A row of words of 4 bytes at least, by one lane.
 JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
   if (in_words(to, from, bytes)) {

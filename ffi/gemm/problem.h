@@ -31,8 +31,6 @@ struct Problem {
   // Without groups, pairs of rows of tiles come in another order where a collective wants some rows first: so many from
   // `pair_first` on, then those of so many equal parts of the others in turns.
   int pair_first = 0, pair_lead = 0, pair_parts = 1;
-  // The last so many blocks have other work first: meanwhile the others take so many rounds of tiles without them.
-  int late_blocks = 0, early_rounds = 0;
 };
 
 // A block's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.

@@ -16,9 +16,7 @@ class Schedule {
     const int cluster = block / kCluster;
     rank_ = block % kCluster;
     step_ = blocks / kCluster;
-    early_step_ = step_ - problem.late_blocks / kCluster;
-    rounds_alone_ = cluster < early_step_ ? problem.early_rounds : 0;
-    next_ = cluster + (cluster < early_step_ ? 0 : problem.early_rounds * early_step_);
+    next_ = cluster;
     open_group(0);
   }
 
@@ -31,7 +29,7 @@ class Schedule {
       open_group(tile_.group + 1);
     }
     place(next_ - first_, tile);
-    next_ += rounds_alone_-- > 0 ? early_step_ : step_;
+    next_ += step_;
     return true;
   }
 
@@ -91,8 +89,7 @@ class Schedule {
 
   const Problem& problem_;
   int block_n_;
-  int next_, step_, early_step_;  // in dominoes
-  int rounds_alone_;              // until late blocks take part
+  int next_, step_;               // in dominoes
   int rank_;                      // within the cluster
   int first_ = 0, dominoes_ = 0;  // of the open group
   int rows_ = 0, columns_ = 0;    // of its tiles

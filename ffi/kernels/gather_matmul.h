@@ -2,6 +2,7 @@
 // meanwhile, those of this rank's own rows first.
 #pragma once
 
+#include "device/copy.h"
 #include "device/rows.h"
 #include "kernels/announcer.h"
 #include "kernels/matmul_args.h"
@@ -12,44 +13,72 @@
 
 namespace jax_ep {
 
-// Every row is moved twice before it is announced: to all peers, and to its place here.
-constexpr int kMoves = 2;
+// What a team moves at a time: a piece of a block of this rank's rows, whose bytes lie one behind the other. Where the
+// rows do not end with a pair of blocks, some tiles reach over the end, and want the last block as early as the first:
+// it goes first.
+class RowPieces {
+ public:
+  const int chunks;  // blocks of rows
 
-// Moves the rows of this rank that next() counts to `gathered` of `fanout` ranks from `rank` on. Where they do not end
-// with a pair of blocks, some tiles reach over the end, and want the last block as early as the first: it goes first.
-template <class Mover, class Next>
-JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args, Mover& mover, int rank, int fanout, Next next) {
+  JAX_EP_FN RowPieces(int rows, int64_t row_bytes, int teams)
+      : chunks(RowBlocks(rows).chunks),
+        blocks_(rows),
+        row_bytes_(row_bytes),
+        piece_bytes_(piece_bytes(rows * row_bytes / teams)),
+        per_block_(pieces_of(blocks_.block_rows)),
+        count_(rows > 0 ? (chunks - 1) * per_block_ + pieces_of(rows - (chunks - 1) * blocks_.block_rows) : 0),
+        first_(rows > 0 && rows % (2 * kBlockRows) ? (chunks - 1) * per_block_ : 0) {}
+
+  JAX_EP_FN int count() const { return count_; }
+  // The piece that is the i-th to be moved.
+  JAX_EP_FN int at(int i) const { return i + first_ < count_ ? i + first_ : i + first_ - count_; }
+  JAX_EP_FN int chunk_of(int piece) const { return piece / per_block_; }
+  JAX_EP_FN Range chunk(int index) const { return {index * per_block_, smaller((index + 1) * per_block_, count_)}; }
+  JAX_EP_FN Range rows(int piece) const { return blocks_.chunk(chunk_of(piece)); }
+  // Its bytes among those of all rows.
+  JAX_EP_FN int64_t begin(int piece) const {
+    return rows(piece).begin * row_bytes_ + int64_t{piece % per_block_} * piece_bytes_;
+  }
+  JAX_EP_FN int64_t size(int piece) const {
+    const int64_t left = rows(piece).end * row_bytes_ - begin(piece);
+    return left < piece_bytes_ ? left : piece_bytes_;
+  }
+
+ private:
+  // Two batches, or one where there would not be enough for all teams.
+  JAX_EP_FN static int piece_bytes(int64_t bytes_per_team) {
+    if (Team::lanes == 1) return 1 << 16;
+    return bytes_per_team < 4 * Batch::kBytes ? Batch::kBytes : 2 * Batch::kBytes;
+  }
+  JAX_EP_FN int pieces_of(int rows) const {
+    return static_cast<int>((rows * row_bytes_ + piece_bytes_ - 1) / piece_bytes_);
+  }
+
+  const RowBlocks blocks_;
+  const int64_t row_bytes_;
+  const int piece_bytes_, per_block_, count_, first_;
+};
+
+// This rank's rows to their place in everybody's `gathered`, this rank's too, by whichever teams are free.
+JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
+  const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), place = op.comm.rank * args.m * row_bytes;
+  const RowPieces pieces(args.m, row_bytes, op.team.count);
+  PushItems items(op, pieces.count(), /*late=*/true);
+  op.wait_posted();
+  if (!op.ok()) return;
   op.enter(Phase::send);
-  const RowBlocks blocks(args.m);
-  const int first = args.m % (2 * kBlockRows) ? blocks.chunk(blocks.chunks - 1).begin : 0;
-  const int64_t bytes = int64_t{args.k} * size_of(args.operand_dtype), place = int64_t{op.comm.rank} * args.m;
-  Announcer announcer(op, blocks, kMoves);
   const PeerBuffer gathered(op, 0);
-  const auto row = [&](int i) { return i + first < args.m ? i + first : i + first - args.m; };
-  const auto source = [&](int i) -> const char* { return op.may_push() ? args.a + row(i) * bytes : nullptr; };
-  const auto sink = [&](int i, int k) -> char* {
-    char* const to = gathered.of(k < fanout ? (rank + k) % op.comm.size : -1);
-    return to ? to + (place + row(i)) * bytes : nullptr;
-  };
-  const auto after = [&](int i, auto& rows) { announcer.after(row(i), rows); };
-  mover.move(next, bytes, fanout, source, sink, after);
-  announcer.finish(mover);
-}
-
-// This rank's rows to their place in everybody else's `gathered`.
-JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
-  if (!op.ok() || op.team.pusher.index < 0) return;
-  PushItems items(op, args.m);
-  RowMover mover(op.team);
-  spread_rows(op, args, mover, op.comm.rank + 1, op.comm.size - 1, [&] { return items.next(); });
-}
-
-// The same here, through registers: what bulk copies a processor can have under way is for the wire.
-JAX_EP_FN void keep_rows(Op& op, const GatherMatmulArgs& args) {
-  if (!op.ok() || op.team.filler.index < 0) return;
-  Stride items{op.team.filler.index, args.m, op.team.filler.count};
+  Announcer announcer(op, pieces);
   PlainMover mover(op.team);
-  spread_rows(op, args, mover, op.comm.rank, 1, [&] { return items.next(); });
+  for (int i = items.next(); i >= 0 && op.may_push(); i = items.next()) {
+    const int piece = pieces.at(i);
+    const int64_t begin = pieces.begin(piece);
+    const auto to = [&](int k) { return gathered.of((op.comm.rank + 1 + k) % op.comm.size) + place + begin; };
+    copy_to_each(op.team, op.comm.size, to, args.a + begin, pieces.size(piece));
+    op.team.sync();
+    announcer.after(piece, mover);
+  }
+  announcer.finish(mover);
 }
 
 // Waits until the rows [begin, end) of all ranks' are here: each lane for a block of them.
@@ -70,9 +99,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const 
                             {args.gathered, total * row_bytes}};
   op.poison(results);
   op.post(args.gathered);
-  op.wait_posted();
-  push_rows(op, args);
-  keep_rows(op, args);
+  spread_rows(op, args);
   const RowBlocks blocks(args.m);
   for (int i = 0; i < comm.size * blocks.chunks && op.ok(); ++i) {
     const int source = (comm.rank + i / blocks.chunks) % comm.size;

@@ -98,8 +98,6 @@ int main() {
     problem.pair_first = order.first;
     problem.pair_lead = order.lead;
     problem.pair_parts = order.parts;
-    problem.late_blocks = draw(0, config.blocks / kCluster - 1) * kCluster;
-    problem.early_rounds = draw(0, 5);
     check_clusters(problem, config);
     if (grouping == Grouping::none) sizes = {m};
     check_cover(problem, config, sizes);

@@ -9,52 +9,36 @@ namespace {
 
 constexpr int kTileRows = 128, kPairRows = 2 * kTileRows;
 constexpr int kMostPairsPerBand = 8;
-// Fitted to times on 4 H200, over tiles and communicating blocks.
-constexpr double kFlopsPerMicrosecond = 6.1e6;               // of a processor with tiles of 256 columns
-constexpr double kNarrowPart = 0.95;                         // of that with 128 columns
-constexpr double kTileMicroseconds = 3;                      // to begin and to store a tile
-constexpr double kGreetMicroseconds = 10;                    // until the first rows can be here
-constexpr double kBytesPerBlock = 33e3, kMostBytes = 310e3;  // that leave in a microsecond
-
-constexpr double kUnevenPart = 0.05;  // of what moves, as neither links nor ranks are even
+// Fitted to times on 2 H200, over tiles, bands and communicating blocks.
+constexpr double kFlopsPerMicrosecond = 5.9e6;  // of a processor with tiles of 256 columns
+constexpr double kNarrowPart = 0.93;            // of that with 128 columns
+constexpr double kTileMicroseconds = 1;         // to begin and to store a tile
+constexpr double kGreetMicroseconds = 10;       // until the first rows can be here
+constexpr double kBytesPerBlock = 1.9e3;        // that leave in a microsecond
+constexpr double kOnceMicroseconds = 7;         // to start and to end the kernel
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What the rounds of tiles depend on. Times in microseconds.
+// Times in microseconds.
 struct Plan {
-  int tiles, own;  // of them of this rank's rows alone
-  int multiplying, communicating;
-  double round, moved;  // for a tile; until all rows are here
+  int pairs, own;            // of rows of tiles; of them of this rank's rows alone
+  int band_tiles, clusters;  // in pairs of tiles
+  int band;
+  double tile, moving;  // for a tile; until all rows are here, which come at an even rate
 
-  // When a round can begin that ends with so many tiles done, as rows come at an even rate.
-  double start(double free, int done) const {
-    return own < tiles ? std::max(free, moved * std::clamp(double(done - own) / (tiles - own), 0.0, 1.0)) : free;
+  // When the rows of the first so many pairs are here.
+  double here(int wanted) const {
+    return wanted > own ? kGreetMicroseconds + moving * (wanted - own) / (pairs - own) : 0;
   }
 
-  // Rounds that begin before those that communicate are free.
-  int rounds_before_all() const {
-    int rounds = 0, done = multiplying;
-    for (double time = 0; done < tiles + multiplying; ++rounds, done += multiplying) {
-      time = start(time, done);
-      if (time >= moved) break;
-      time += round;
+  // Until the last of so many is done.
+  double microseconds(int tiles) const {
+    double time = 0;
+    for (int done = 0; done < tiles; done += clusters) {
+      const int last = std::min(done + clusters, tiles) - 1;
+      time = std::max(time, here(std::min((last / band_tiles + 1) * band, pairs))) + tile;
     }
-    return rounds;
-  }
-
-  // Until the last tile is done, if those that communicate are to multiply after `early` rounds, or when they are free.
-  double microseconds(int early) const {
-    double time = 0, late = moved;
-    for (int done = 0, rounds = 0; done < tiles; ++rounds) {
-      done += multiplying;
-      time = start(time, done);
-      if (rounds >= early) {
-        done += communicating;
-        late = std::max(late, time) + round;
-      }
-      time += round;
-    }
-    return std::max(time, late) + kUnevenPart * moved;
+    return time + kOnceMicroseconds;
   }
 };
 
@@ -68,43 +52,31 @@ PairOrder own_rows_first(int m, int rank, int ranks) {
 
 OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                           int communicating) {
-  const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n);
+  const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), own = m / ranks / kPairRows;
   OverlapConfig config{};
   config.block_n = block_n;
   config.communicating = communicating;
-  config.apart = true;
-  config.multiplying = std::min(processors - communicating, rows * columns + 1) / 2 * 2;
-  // First this rank's rows, then as many others at a time.
-  config.band = std::clamp(m / ranks / kPairRows, 2, kMostPairsPerBand);
+  config.multiplying = std::min(processors, rows * columns + 1) / 2 * 2;
+  // Tiles of a band wait for all of its rows: rather than this rank's at once, a part of them at a time.
+  config.band = std::clamp(own / 4, std::clamp(own, 1, 2), kMostPairsPerBand);
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
   const double bytes = double(m) * k * value_bytes * (ranks - 1) / ranks;
-  const Plan plan{rows * columns,
-                  m / ranks / kPairRows * 2 * columns,
-                  config.multiplying,
-                  communicating,
+  const Plan plan{ceil_div(rows, 2),
+                  own,
+                  config.band * columns,
+                  config.multiplying / 2,
+                  config.band,
                   2.0 * kTileRows * block_n * k / rate + kTileMicroseconds,
-                  kGreetMicroseconds + bytes / std::min(kMostBytes, communicating * kBytesPerBlock)};
-  config.early_rounds = plan.rounds_before_all();
-  config.microseconds = plan.microseconds(config.early_rounds);
-  if (config.early_rounds == 0) return config;
-  const double sooner = plan.microseconds(config.early_rounds - 1);  // if they are a little late
-  if (sooner < config.microseconds) {
-    config.microseconds = sooner;
-    --config.early_rounds;
-  }
+                  bytes / (communicating * kBytesPerBlock)};
+  config.microseconds = plan.microseconds(rows / 2 * columns + rows % 2 * ceil_div(columns, 2));
   return config;
 }
 
 OverlapConfig choose_gather(int m, int n, int k, int value_bytes, int ranks, int processors) {
-  processors = std::max(processors, 4);
-  OverlapConfig best{};
-  for (const int block_n : {256, 128})
-    for (const int communicating : {2, 4, 8, 12, 16, 24, 32}) {
-      if (communicating + 2 > processors) break;
-      const OverlapConfig config = gather_with(m, n, k, value_bytes, ranks, processors, block_n, communicating);
-      if (best.block_n == 0 || config.microseconds < best.microseconds) best = config;
-    }
-  return best;
+  const int even = std::max(processors / 2 * 2, 2);  // all communicate
+  const OverlapConfig wide = gather_with(m, n, k, value_bytes, ranks, even, 256, even);
+  const OverlapConfig narrow = gather_with(m, n, k, value_bytes, ranks, even, 128, even);
+  return narrow.microseconds < wide.microseconds ? narrow : wide;
 }
 
 }  // namespace jax_ep

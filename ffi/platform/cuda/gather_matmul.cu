@@ -1,5 +1,6 @@
 // all_gather_matmul for every dtype and storage order. Compiled for sm_90a alone.
 #include "platform/cuda/matmul.h"
+#include "platform/cuda/overlap_gather.h"
 #include "platform/cuda/overlap_launch.h"
 #include "platform/gpu/kernel_launch.h"
 

@@ -1,6 +1,5 @@
-// One kernel for a product and its collective. Here that of a gather: the first blocks of the grid communicate, the
-// others multiply, and in the end all do. Blocks start in order, so the few that peers wait for have a processor
-// whatever else runs.
+// One kernel for a product and its collective: all blocks multiply, and the producer's warpgroup has three warps beside
+// that the product does not need. What those do is in overlap_gather.h and overlap_reduce.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,11 +8,11 @@
 #include "device/platform.h"
 #include "device/target/cuda_bulk.h"
 #include "gemm/kernel.h"
-#include "kernels/gather_matmul.h"
+#include "kernels/matmul_args.h"
+#include "kernels/op.h"
+#include "kernels/row_blocks.h"
 
 namespace jax_ep {
-
-static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
 // What the kernel is told of its op.
 template <class Args>
@@ -26,58 +25,27 @@ struct Work {
 };
 
 constexpr int kTeamsPerBlock = gemm::kThreads / 32;
-// Two batches to write and seven to read, or a ring of three pieces of a row.
-constexpr int kTeamBytes = 128 + 9 * 2048;
-constexpr int kBlockBytes = kTeamsPerBlock * kTeamBytes;
-static_assert(kBlockBytes <= sizeof(gemm::Shared<128>), "a block has the memory of a multiplying one");
-static_assert(kBlockBytes <= sizeof(gemm::Shared<256>), "a block has the memory of a multiplying one");
 
-// A warp of the communicating blocks: the first `pushers` of each push, and share the block's memory; the others fill.
-JAX_EP_FN Team communicating_team(char* memory, int blocks, int pushers = kTeamsPerBlock) {
-  const int block = blockIdx.x, warp = threadIdx.x / Team::lanes, bytes = kBlockBytes / pushers / 128 * 128;
-  const bool pushes = warp < pushers;
-  const Place all{block * kTeamsPerBlock + warp, blocks * kTeamsPerBlock};
-  return {all.index,
-          all.count,
-          pusher_place(block, blocks, warp, pushers),
-          filler_place(block, blocks, warp, kTeamsPerBlock, pushers),
-          {block, blocks},
-          {warp, kTeamsPerBlock},
-          static_cast<int>(threadIdx.x % Team::lanes),
-          pushes ? memory + warp * bytes : nullptr,
-          pushes ? bytes : 0};
+// A warp of those that share some work: so many a block, in the first blocks.
+JAX_EP_FN Team sharing_team(int warp, int warps, int blocks, char* memory = nullptr, int bytes = 0) {
+  const int block = blockIdx.x, lane = threadIdx.x % Team::lanes;
+  const Place all{warp * blocks + block, blocks * warps};
+  return {all.index, all.count, all, all, {block, blocks}, {warp, warps}, lane, memory, bytes};
+}
+
+// Debug: the blocks that communicate fill the result before any peer may write to it.
+template <class Args>
+JAX_EP_FN void poison_result(const Work<Args>& work, Buffer result) {
+  if (!work.comm.poison || static_cast<int>(blockIdx.x) >= work.communicating) return;
+  const Team team = sharing_team(threadIdx.x / Team::lanes, kTeamsPerBlock, work.communicating);
+  const Buffer results[] = {result};
+  Op(work.comm, team, kind_of(work.args)).poison(results);
 }
 
 // A warp of a multiplying block, which has only news for the others.
 JAX_EP_FN Team multiplying_team() {
   constexpr Place kNone{-1, 1};
   return {-1, 1, kNone, kNone, {-1, 1}, {0, 1}, static_cast<int>(threadIdx.x % Team::lanes), nullptr, 0};
-}
-
-constexpr int kPushersPerBlock = 6;  // the others copy this rank's rows to their place here
-
-// Waits for the rows of a tile, unless all of them are this rank's own.
-struct AwaitRows {
-  static constexpr bool kAwaitStores = false;
-  using Beside = gemm::Nothing;
-  const Work<GatherMatmulArgs>& work;
-
-  JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
-    const GatherMatmulArgs& args = work.args;
-    const int first = work.comm.rank * args.m, end = smaller(tile.row + gemm::kBlockM, args.m * work.comm.size);
-    if (first <= tile.row && end <= first + args.m && !work.comm.poison) return {work.own, tile.row - first};
-    const Team team = multiplying_team();
-    Op op(work.comm, team, kind_of(args));
-    wait_rows(op, args, {tile.row, end});
-    bulk::proxy_fence();
-    return {gathered, tile.row};
-  }
-  JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
-};
-
-JAX_EP_FN Buffer result_of(const Work<GatherMatmulArgs>& work) {
-  const GatherMatmulArgs& args = work.args;
-  return {args.result, int64_t{args.m} * work.comm.size * args.n * size_of(args.dtype)};
 }
 
 // The row format that goes by another name here.
@@ -107,28 +75,9 @@ struct BesideOf {
   using Type = gemm::Nothing;
 };
 
-// The first blocks push rows before they multiply; they come last among those that do.
-template <class In, class Out, int kBlockN, bool kMnB>
-JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<GatherMatmulArgs>& work) {
-  const Buffer results[] = {result_of(work)};
-  const int blocks = gridDim.x;
-  int block = static_cast<int>(blockIdx.x) - work.communicating;
-  if (block < 0) {
-    const Team team = communicating_team(memory, work.communicating, kPushersPerBlock);
-    Op op(work.comm, team, kind_of(work.args));
-    op.poison(results);
-    op.post(work.args.gathered);
-    op.wait_posted();
-    push_rows(op, work.args);
-    keep_rows(op, work.args);
-    block += blocks;
-  }
-  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, AwaitRows{work}, block, blocks);
-  if (threadIdx.x >= Team::lanes) return;
-  const Team team = multiplying_team();
-  Op(work.comm, team, kind_of(work.args)).finish(results, blocks);
-}
+// For the arguments of each op: see there.
+template <class In, class Out, int kBlockN, bool kMnB, class Args>
+JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<Args>& work);
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::kThreads, 1)

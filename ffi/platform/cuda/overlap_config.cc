@@ -4,7 +4,7 @@
 
 namespace jax_ep {
 
-int OverlapConfig::blocks() const { return apart ? communicating + multiplying : std::max(communicating, multiplying); }
+int OverlapConfig::blocks() const { return std::max(communicating, multiplying); }
 
 std::string OverlapConfig::describe() const {
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " +

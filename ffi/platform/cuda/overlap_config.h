@@ -11,9 +11,7 @@ struct OverlapConfig {
   int block_n;          // tiles are 128 x block_n
   int band;             // pairs of rows of tiles that are computed before the next ones
   int communicating;    // blocks, an even number
-  int multiplying;      // blocks, an even number
-  bool apart;           // blocks that communicate do not multiply, or only late
-  int early_rounds;     // of a gather: tiles that others take before those that communicate multiply too
+  int multiplying;      // blocks, an even number; those that communicate are among them, or the reverse
   double microseconds;  // expected
 
   int blocks() const;

@@ -45,14 +45,9 @@ struct Product {
   char* out;
 };
 
-// What only a gather is told: who multiplies late, and where its own rows are.
-inline std::optional<std::string> prepare(const OverlapConfig&, gemm::Problem*, Work<MatmulReduceArgs>*) {
-  return std::nullopt;
-}
-inline std::optional<std::string> prepare(const OverlapConfig& config, gemm::Problem* problem,
-                                          Work<GatherMatmulArgs>* work) {
-  problem->late_blocks = config.communicating;
-  problem->early_rounds = config.early_rounds;
+// What only a gather is told: where its own rows are.
+inline std::optional<std::string> prepare(Work<MatmulReduceArgs>*) { return std::nullopt; }
+inline std::optional<std::string> prepare(Work<GatherMatmulArgs>* work) {
   const GatherMatmulArgs& args = work->args;
   return gemm::describe_boxes({args.a, gemm_dtype(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, &work->own);
 }
@@ -76,7 +71,7 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
   problem.pair_lead = order.lead;
   problem.pair_parts = order.parts;
   Work<Args> work{comm, args, config.communicating, config.block_n, {}};
-  if (const auto error = prepare(config, &problem, &work)) return error;
+  if (const auto error = prepare(&work)) return error;
   const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
   const int bytes = overlapped_bytes<Args>(config.block_n);
   cudaError_t error =

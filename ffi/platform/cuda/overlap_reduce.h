@@ -22,20 +22,6 @@ struct BesideOf<MatmulReduceArgs> {
   using Type = Reducers;
 };
 
-JAX_EP_FN Team reducing_team(Reducers& beside, int warp, int blocks) {
-  const int block = blockIdx.x;
-  const Place all{warp * blocks + block, blocks * kReducersPerBlock};
-  return {all.index,
-          all.count,
-          all,
-          all,
-          {block, blocks},
-          {warp, kReducersPerBlock},
-          static_cast<int>(threadIdx.x % Team::lanes),
-          beside.memory[warp],
-          kReducerBytes};
-}
-
 template <class T>
 struct ReduceBeside {
   static constexpr bool kAwaitStores = true;
@@ -81,7 +67,7 @@ struct ReduceBeside {
   }
 
   JAX_EP_FN void reduce(int warp, int blocks) const {
-    const Team team = reducing_team(beside, warp, work.communicating);
+    const Team team = sharing_team(warp, kReducersPerBlock, work.communicating, beside.memory[warp], kReducerBytes);
     Op op(work.comm, team, kind_of(work.args));
     op.post(work.args.partial, work.args.result);
     op.wait_posted();
@@ -93,18 +79,10 @@ struct ReduceBeside {
   }
 };
 
-// Debug: the blocks that reduce fill the result before any peer may write to it.
-JAX_EP_FN void poison_result(const Work<MatmulReduceArgs>& work, char* memory) {
-  if (!work.comm.poison || static_cast<int>(blockIdx.x) >= work.communicating) return;
-  const Team team = communicating_team(memory, work.communicating);
-  const Buffer results[] = {{work.args.result, result_bytes(work.args, work.comm.size)}};
-  Op(work.comm, team, kind_of(work.args)).poison(results);
-}
-
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<MatmulReduceArgs>& work) {
   using Hooks = ReduceBeside<typename RowOf<Out>::Type>;
-  poison_result(work, memory);
+  poison_result(work, {work.args.result, result_bytes(work.args, work.comm.size)});
   Reducers& beside = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->beside;
   if (threadIdx.x == 0) beside.written = 0;  // before all warps meet
   const Hooks hooks{work, operands.problem, beside};
