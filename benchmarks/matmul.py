@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import Loop, microseconds
+from in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
 from jax.sharding import Mesh
 from provenance import header
 
@@ -18,7 +18,7 @@ from jax_ep.lax import ragged_dot
 
 SEED = 0
 OURS, LAX, DENSE, TORCH = "jax_ep", "jax.lax.ragged_dot", "dense XLA", "torch._grouped_mm"
-CALLS = {OURS: 20, LAX: 2, DENSE: 20}  # jax.lax's is slow
+CALLS = {OURS: 20, LAX: 2, DENSE: 20, TORCH: 20}  # jax.lax's is slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,34 +90,39 @@ def check_alike(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
         raise AssertionError(f"jax_ep's and jax.lax's ragged_dot differ by {worst} beyond the rounding of the result")
 
 
-def torch_microseconds(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, repeats: int) -> float:
-    """Median time of torch's grouped product of the same operands, by events around 20 calls."""
+def torch_program(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Callable[[], None]:
+    """As many calls of torch's grouped product of the same operands as an execution of ours has."""
     import torch  # pyright: ignore[reportMissingImports]
 
     a, b = (torch.from_dlpack(x) for x in (lhs, rhs))
     ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
-    times = []
-    for _ in range(repeats + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS[OURS]):
+
+    def run() -> None:
+        for _ in range(CALLS[TORCH]):
             torch._grouped_mm(a, b, offs=ends)
-        end.record()
         torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / CALLS[OURS])
-    return float(np.median(times[1:]))
+
+    return run
 
 
 def measure(case: Case, mesh: Mesh, repeats: int, with_torch: bool) -> dict[str, float]:
-    """Checks ours against jax.lax's, then microseconds by formulation; those of JAX take turns."""
+    """Checks ours against jax.lax's, then microseconds by formulation.
+
+    All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
+    """
     lhs, rhs, sizes = make_operands(case)
     check_alike(lhs, rhs, sizes)
-    ops = {OURS: partial(grouped, ragged_dot), LAX: partial(grouped, jax.lax.ragged_dot), DENSE: dense}
+    ops = {OURS: partial(grouped, ragged_dot), DENSE: dense}
     loops = [Loop(op, (rhs, sizes), lhs, CALLS[name]) for name, op in ops.items()]
-    times = dict(zip(ops, microseconds(loops, mesh, repeats), strict=True))
+    programs, names = compile_loops(loops, mesh), list(ops)
     if with_torch:
-        times[TORCH] = torch_microseconds(lhs, rhs, sizes, repeats)
-    return times
+        loops.append(dataclasses.replace(loops[0], calls=CALLS[TORCH]))
+        programs.append(torch_program(lhs, rhs, sizes))
+        names.append(TORCH)
+    times = dict(zip(names, median_microseconds(loops, programs, repeats), strict=True))
+    slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, CALLS[LAX])
+    times[LAX] = microseconds([slow], mesh, min(repeats, 2))[0]
+    return {name: times[name] for name in (OURS, LAX, DENSE, TORCH) if name in times}
 
 
 def line(case: Case, times: dict[str, float]) -> str:
@@ -143,7 +148,7 @@ def main(arguments: list[str]) -> int:
     core = "GEMM core" if not on_cpu and _ffi.has_gemm() else "no GEMM core here: ragged_dot is jax.lax's"
     print(header([device], core, ["matmul", *arguments], ["torch"] if with_torch else []))
     print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
-    print(f"- {DENSE}: one product of as many rows\n")
+    print(f"- {DENSE}: one product of as many rows; all but {LAX}, in which the GPU rests, take turns\n")
     names = [f"{name}, TFLOP/s" for name in (OURS, LAX, DENSE, *([TORCH] if with_torch else []))]
     print(f"| product | jax_ep, us | {' | '.join(names)} | of dense |\n|{'---|' * (len(names) + 3)}", flush=True)
     for case in CPU_CASES if on_cpu else CASES:
