@@ -16,7 +16,7 @@ JAX_EP_FN Status squad_barrier(BarrierWords* words, const Team& team, int squads
     const uint64_t round = load_relaxed(&words->released);
     if (fetch_add(&words->arrived, uint64_t{1}) == static_cast<uint64_t>(squads) - 1) {
       store_relaxed(&words->arrived, uint64_t{0});
-      store_release(&words->released, round + 1);
+      store_release_here(&words->released, round + 1);
     } else {
       status = static_cast<int>(spin_until(&words->released, round + 1, abort_word, deadline_ns));
     }

@@ -40,7 +40,11 @@ JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
 JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
-// Among the teams of one rank: device scope is enough, and causality carries what they wrote to peers along.
+// Among the teams of one rank: device scope is enough.
+JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+// And causality carries what they wrote to peers along.
 JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
   uint64_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");

@@ -34,6 +34,9 @@ JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
 JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
   __hip_atomic_store(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
 JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
 }

@@ -45,6 +45,10 @@ JAX_EP_FN void store_release(T* p, T value) {
 }
 // Among the teams of one rank.
 template <class T>
+JAX_EP_FN void store_release_here(T* p, T value) {
+  store_release(p, value);
+}
+template <class T>
 JAX_EP_FN T fetch_add(T* p, T value) {
   return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
 }
