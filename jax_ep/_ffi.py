@@ -83,7 +83,7 @@ def dispatch(
     compiled = library(group.platform)
     float8 = not config.dequantize
     wire_float8 = config.wire_dtype is not None
-    slot = compiled.landing_slot(num_tokens, hidden, tokens.dtype.itemsize, wire_float8, float8)
+    slot = compiled.landing_slot(num_tokens, top_k, hidden, tokens.dtype.itemsize, wire_float8, float8)
     scales_row = hidden // FP8_BLOCK if float8 else 0
     result = functools.partial(_checks.result_type, like=tokens)
     out, scales, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(

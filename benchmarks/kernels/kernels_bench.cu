@@ -98,7 +98,7 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
   d.scratch = device_array<int32_t>(route_scratch(s.experts));
   d.landing = device_array<char>(ranks * s.tokens * row);
-  d.few = s.tokens <= kFewTokens;
+  d.few = are_few(s.tokens, s.top_k);
   r.dispatch_float8 = d;
   r.dispatch_float8.wire_float8 = true;
   r.float8_rows = d;

@@ -39,7 +39,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.dropped = dropped->typed_data();
   args.invalid = invalid->typed_data();
   args.scratch = scratch->typed_data();
-  args.few = args.num_tokens <= kFewTokens;
+  args.few = are_few(args.num_tokens, args.top_k);
   args.landing = reinterpret_cast<char*>(landing->typed_data());
   args.landing_bytes = static_cast<int64_t>(landing->size_bytes());
   return launch(call, caller.group, caller.seat, args);

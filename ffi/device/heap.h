@@ -11,6 +11,7 @@ constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
 constexpr int kMaxFlags = 512;   // chunks of tokens are few; blocks of a matrix' rows are many
 constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
+constexpr int kFewAssignments = kMaxExperts;
 constexpr int kMailBuffers = 4;
 
 enum class OpKind : int32_t {
@@ -41,7 +42,8 @@ struct Report {
 // What a source rank posts at a peer when an op begins: where the peer may write, and what it will send.
 struct Mail {
   void* buffers[kMailBuffers];  // as the peer sees them
-  int32_t counts[kMaxExperts];
+  int32_t counts[kMaxExperts];  // or, of few tokens, the experts that they chose
+  float weights[kFewAssignments];
 };
 
 // A barrier among some squads. Those that meet at different barriers must not share its words.
@@ -57,8 +59,9 @@ struct alignas(128) Heap {
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here, or at least its addresses
-  alignas(128) uint64_t counted[kMaxRanks];               // by source: its counts are here, where they follow later
-  alignas(128) uint64_t placed[kMaxRanks];                // by source: its part of this rank's tables is here
+  alignas(128) uint64_t chosen[kMaxRanks];                // by source: what its tokens chose is here, if they are few
+  alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have of them
+  alignas(128) uint64_t placed;                           // the few tokens of all have their rows here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank

@@ -54,36 +54,43 @@ struct Segment {
 // segment behind the last expert. Returns the end of the last segment; `rows_of(expert)` counts its assignments.
 template <class RowsOf, class Visit>
 JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignment, RowsOf rows_of, Visit visit) {
+  constexpr int kAhead = Team::lanes == 1 ? 1 : 4;
   int start = 0;
-  for (int first = 0; first < local_experts; first += Team::lanes) {
-    const int expert = first + team.lane;
-    const bool valid = expert < local_experts;
-    const int rows = valid ? rows_of(expert) : 0;
-    const int padded = align_up(rows, alignment);
-    int total = 0;
-    const int before = team.exclusive_scan(padded, &total);
-    visit(expert, Segment{start + before, rows, padded});
-    start += total;
+  for (int first = 0; first < local_experts; first += kAhead * Team::lanes) {
+    int rows[kAhead];  // all on their way before the first is needed
+    for (int i = 0; i < kAhead; ++i) {
+      const int expert = first + i * Team::lanes + team.lane;
+      rows[i] = expert < local_experts ? rows_of(expert) : 0;
+    }
+    for (int i = 0; i < kAhead && first + i * Team::lanes < local_experts; ++i) {
+      const int padded = align_up(rows[i], alignment);
+      int total = 0;
+      const int before = team.exclusive_scan(padded, &total);
+      visit(first + i * Team::lanes + team.lane, Segment{start + before, rows[i], padded});
+      start += total;
+    }
   }
   return start;
 }
 
 // Scratch of routing, in int32: a histogram per team and per router squad, then per expert the first row of this
-// rank's share, then per rank the rows it needs. A histogram has a bin per expert, one for invalid ids, one for drops.
+// rank's share and the rows of all ranks, then per rank the rows it needs. A histogram has a bin per expert, and one
+// for invalid ids.
 constexpr int kMaxRouters = 16;
-JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 2; }
+JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
 JAX_EP_CONSTANT_FN int64_t squad_bins_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
 JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) {
   return squad_bins_offset(num_experts) + kMaxRouters * histogram_ints(num_experts);
 }
-JAX_EP_CONSTANT_FN int64_t needed_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
+JAX_EP_CONSTANT_FN int64_t totals_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
+JAX_EP_CONSTANT_FN int64_t needed_offset(int num_experts) { return totals_offset(num_experts) + num_experts; }
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int max_ranks) {
   return needed_offset(num_experts) + max_ranks;
 }
 
 // Squads that take part in routing.
-JAX_EP_FN int router_squads(int assignments, int squads) {
-  const int wanted = (assignments + kRouterAssignments - 1) / kRouterAssignments;
+JAX_EP_FN int router_squads(int assignments, int per_squad, int squads) {
+  const int wanted = (assignments + per_squad - 1) / per_squad;
   return larger(1, smaller(wanted, smaller(squads, kMaxRouters)));
 }
 

@@ -8,6 +8,11 @@
 
 namespace jax_ep {
 
+// Whether ranks tell each other all that their tokens chose.
+constexpr bool are_few(int num_tokens, int top_k) {
+  return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
+}
+
 // Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R.
 struct DispatchArgs {
   DType dtype;

@@ -1,35 +1,81 @@
-// dispatch: route, then every token straight into XLA's buffer at the ranks that own its experts. Few tokens do both at
-// once.
+// dispatch: route, and every token to where it lands at the ranks that own its experts: straight into XLA's buffer, or,
+// if it is encoded, into a slot. Few tokens do both at once: they always land in slots.
 #pragma once
 
-#include "kernels/dispatch_landed.h"
+#include "kernels/landing.h"
 #include "kernels/route.h"
+#include "kernels/route_few.h"
 #include "kernels/rows.h"
 #include "kernels/wire.h"
 
 namespace jax_ep {
 
-// Tokens as they are: pushed into their first row at every owner, expanded there.
-template <class T>
-JAX_EP_FN void dispatch_plain(Op& op, const DispatchArgs& args) {
-  const int64_t bytes = int64_t{args.hidden} * sizeof(T);
-  RowMover mover(op.team);
-  const RowSink rows(op, args.targets, args.top_k, args.capacity);
-  const auto source = [&](int token) { return args.tokens + token * bytes; };
-  const auto sink = [&](int token, int k) { return rows.row(token, k, bytes); };
-  push_chunks(op, mover, args.num_tokens, bytes, args.top_k, source, sink);
-  zero_padding(op, args.received, bytes, args.counts, args.num_experts / op.comm.size, args.capacity, args.alignment);
-  expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
+// The rows here of a source's tokens.
+JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
+  return args.rows + int64_t{source} * args.num_tokens * args.top_k;
 }
 
-// Tokens in float8: encoded into a landing slot at every owner, this rank's included, and decoded from there.
+// Tokens as they are. Where they land in slots, this rank's own do not travel.
+template <class T, class Landing>
+class PlainDispatch {
+ public:
+  JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        bytes_(int64_t{args.hidden} * sizeof(T)),
+        landing_(op, args, sizeof(T)),
+        mover_(op.team) {}
+
+  JAX_EP_FN void push() {
+    const auto source = [&](int token) { return args_.tokens + token * bytes_; };
+    const auto sink = [&](int token, int k) {
+      const int packed = landing_.packed(token, k);
+      if constexpr (Landing::kSlots)
+        return landing_.at_peer(token, k, packed);
+      else
+        return landing_.at_owner(token, k, packed);
+    };
+    push_chunks(op_, mover_, args_.num_tokens, bytes_, args_.top_k, source, sink, args_.few);
+  }
+
+  JAX_EP_FN void pad(const RowCounts& counts) {
+    zero_padding(op_, args_.received, bytes_, counts, args_.capacity, args_.alignment);
+  }
+
+  JAX_EP_FN void expand() {
+    if (const Place filler = op_.team.filler; Landing::kSlots && op_.ok() && filler.index >= 0) {
+      op_.enter(Phase::expand);
+      copy(op_.comm.rank, {filler.index, args_.num_tokens, filler.count},
+           [&](int token, int) { return args_.tokens + token * bytes_; });
+    }
+    for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
+      copy(source, {tokens.begin, tokens.end, 1},
+           [&](int token, int row) { return landing_.here(source, token, row); });
+    });
+    mover_.complete_to(mover_.mark());
+  }
+
+ private:
+  template <class From>
+  JAX_EP_FN void copy(int source, Stride tokens, From from) {
+    copy_to_rows(op_.team, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const int64_t bytes_;
+  const Landing landing_;
+  RowMover mover_;
+};
+
+// Tokens in float8, this rank's own too: encoded into their slots and decoded from there.
 template <class T>
 class EncodedDispatch {
  public:
   JAX_EP_FN EncodedDispatch(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        sink_(op, args.targets, args.top_k, args.capacity),
+        slots_(op, args, sizeof(T)),
         stream_(op.team, kWireStageBytes<T>, true, kWireStageBytes<T>),
         writer_(op.team, kWireStageBytes<T>, true) {}
 
@@ -37,11 +83,16 @@ class EncodedDispatch {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
     MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
-    push_items(op_, args_.num_tokens, args_.top_k, sink_, encoder, writer_, [&](int token, auto packed) {
+    const auto begin = [&](int token, auto packed) {
       const auto slots =
-          line_up<char>(op_.team, args_.top_k, [&](int k) { return slot_at_owner(token, k, packed(k)); });
+          line_up<char>(op_.team, args_.top_k, [&](int k) { return term(slots_.at_owner(token, k, packed(k))); });
       encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
-    });
+    };
+    push_items(op_, args_.num_tokens, args_.top_k, slots_, encoder, writer_, begin, args_.few);
+  }
+
+  JAX_EP_FN void pad(const RowCounts& counts) {
+    zero_padding(op_, args_.received, row_bytes(), counts, args_.capacity, args_.alignment);
   }
 
   JAX_EP_FN void expand() {
@@ -49,9 +100,11 @@ class EncodedDispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       stream_.acquire();
       for (int token = tokens.begin; token < tokens.end; ++token) {
-        const int32_t* table = args_.rows + (int64_t{source} * args_.num_tokens + token) * args_.top_k;
-        const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) { return row_of(table[k]); });
-        if (!rows.empty()) decoder.begin(args_.landing + slot(source, token), rows);
+        const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
+        const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) {
+          return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
+        });
+        if (!rows.empty()) decoder.begin(slots_.here(source, token), rows);
       }
     });
     decoder.finish();
@@ -59,42 +112,24 @@ class EncodedDispatch {
   }
 
  private:
-  JAX_EP_FN int64_t slot(int source, int token) const {
-    return (int64_t{source} * args_.num_tokens + token) * wire_bytes(args_.hidden);
-  }
-  JAX_EP_FN Term<char> slot_at_owner(int token, int k, int packed) const {
-    char* landing = sink_.first(token, k, packed);
-    return {landing ? landing + slot(op_.comm.rank, token) : nullptr, 1.0f};
-  }
-  JAX_EP_FN Term<char> row_of(int row) const {
-    return {row < 0 ? nullptr : args_.received + row * int64_t{args_.hidden} * static_cast<int>(sizeof(T)), 1.0f};
-  }
+  static JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
+  JAX_EP_FN int64_t row_bytes() const { return int64_t{args_.hidden} * static_cast<int>(sizeof(T)); }
 
   Op& op_;
   const DispatchArgs& args_;
-  const RowSink sink_;
+  const SlotLanding slots_;
   RowStream<char, Held<char>> stream_;
   RowWriter writer_;
 };
 
-template <class T>
-JAX_EP_FN void dispatch_encoded(Op& op, const DispatchArgs& args) {
-  EncodedDispatch<T> dispatch(op, args);
-  dispatch.push();
-  zero_padding(op, args.received, int64_t{args.hidden} * sizeof(T), args.counts, args.num_experts / op.comm.size,
-               args.capacity, args.alignment);
-  dispatch.expand();
-}
-
-// Tokens in float8 that stay so: encoded into their first row at every owner, values and scales, and expanded there.
-template <class T>
+// Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own in slots too.
+template <class T, class Landing>
 class Float8Dispatch {
  public:
   JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        values_(op, args.targets, args.top_k, args.capacity),
-        scales_(op, args.targets, args.top_k, args.capacity, 3),
+        landing_(op, args, 1),
         stage_bytes_(apart_stage_bytes<T>(op.team, args.hidden)),
         stream_(op.team, kWireStageBytes<T>, true, stage_bytes_),
         writer_(op.team, stage_bytes_, true) {}
@@ -102,51 +137,96 @@ class Float8Dispatch {
   JAX_EP_FN void push() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
-    MessageStream<T, EncodeApart<T>> encoder(
-        op_.team, args_.hidden, stream_,
-        {writer_, scale_bytes() % 16 == 0, apart_put_values(stage_bytes_, args_.hidden)});
-    push_items(op_, args_.num_tokens, args_.top_k, values_, encoder, writer_, [&](int token, auto packed) {
-      const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) {
-        return Term<char>{values_.row(token, k, args_.hidden, packed(k)), 1.0f};
-      });
-      const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) {
-        return Term<char>{scales_.row(token, k, scale_bytes(), packed(k)), 1.0f};
-      });
-      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
-    });
+    const int at_once = apart_put_values(stage_bytes_, args_.hidden);
+    MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_,
+                                             {writer_, scale_row_bytes(args_.hidden) % 16 == 0, at_once});
+    push_items(
+        op_, args_.num_tokens, args_.top_k, landing_, encoder, writer_,
+        [&](int token, auto packed) {
+          const auto values = line_up<char>(
+              op_.team, args_.top_k, [&](int k) { return Term<char>{landing_.at_owner(token, k, packed(k)), 1.0f}; });
+          const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) {
+            return Term<char>{landing_.scales_at_owner(token, k, packed(k)), 1.0f};
+          });
+          encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
+        },
+        args_.few);
+  }
+
+  JAX_EP_FN void pad(const RowCounts& counts) {
+    zero_padding(op_, args_.received, args_.hidden, counts, args_.capacity, args_.alignment);
+    zero_padding(op_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts, args_.capacity,
+                 args_.alignment);
   }
 
   JAX_EP_FN void expand() {
+    const int scale_bytes = scale_row_bytes(args_.hidden);
+    auto* scales = reinterpret_cast<char*>(args_.scales);
     RowMover mover(op_.team);
-    for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-      const int32_t* table = args_.rows + int64_t{source} * args_.num_tokens * args_.top_k;
-      auto* scales = reinterpret_cast<char*>(args_.scales);
-      expand_group(op_.team, mover, args_.received, args_.hidden, table, tokens, args_.top_k);
-      expand_short_rows(op_.team, scales, scale_bytes(), table, tokens, args_.top_k);
+    for_each_arrival(op_, args_.num_tokens, /*own=*/Landing::kSlots, [&](int source, Range tokens) {
+      const int32_t* table = rows_from(args_, source);
+      copy_to_rows(op_.team, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table, args_.top_k,
+                   [&](int token, int row) { return landing_.here(source, token, row); });
+      copy_to_short_rows(op_.team, scales, scale_bytes, table, tokens, args_.top_k,
+                         [&](int token, int row) { return landing_.scales_here(source, token, row); });
     });
     mover.complete_to(mover.mark());
   }
 
  private:
-  JAX_EP_FN int scale_bytes() const { return args_.hidden / kScaleBlock * 4; }
-
   Op& op_;
   const DispatchArgs& args_;
-  const RowSink values_, scales_;
+  const Landing landing_;
   const int stage_bytes_;
   RowStream<char, Apart<Held<char>, Held<char>>> stream_;
   RowWriter writer_;
 };
 
-template <class T>
-JAX_EP_FN void dispatch_float8(Op& op, const DispatchArgs& args) {
-  Float8Dispatch<T> dispatch(op, args);
+// Many tokens: routed, then sent.
+template <class Dispatch>
+JAX_EP_FN void send_routed(Op& op, const DispatchArgs& args, const Router& router) {
+  Dispatch dispatch(op, args);
   dispatch.push();
-  const int local = args.num_experts / op.comm.size;
-  zero_padding(op, args.received, args.hidden, args.counts, local, args.capacity, args.alignment);
-  zero_padding(op, reinterpret_cast<char*>(args.scales), args.hidden / kScaleBlock * 4, args.counts, local,
-               args.capacity, args.alignment);
+  dispatch.pad(router.counts());
   dispatch.expand();
+}
+
+template <class T>
+JAX_EP_FN void dispatch_many(Op& op, const DispatchArgs& args) {
+  Router router(op, args);
+  if (!router.route(args.wire_float8 && !args.rows_float8 ? args.landing : args.received)) return;
+  if (args.rows_float8)
+    send_routed<Float8Dispatch<T, RowLanding>>(op, args, router);
+  else if (args.wire_float8)
+    send_routed<EncodedDispatch<T>>(op, args, router);
+  else
+    send_routed<PlainDispatch<T, RowLanding>>(op, args, router);
+}
+
+// Few tokens, whose routing takes as long as their way: they set off at once.
+template <class Dispatch>
+JAX_EP_FN void send_unrouted(Op& op, const DispatchArgs& args, FewRouter& router) {
+  Dispatch dispatch(op, args);
+  dispatch.push();
+  if (op.team.filler.index >= 0) dispatch.pad(router.counts());
+  if (router.settled())
+    dispatch.expand();
+  else  // peers that learn of the lack of room later still push
+    for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
+}
+
+template <class T>
+JAX_EP_FN void dispatch_few(Op& op, const DispatchArgs& args) {
+  FewRouter router(op, args);
+  op.post_by(op.team.count - 1, args.landing);  // by a team that has no part in routing
+  router.route();
+  op.wait_posted();
+  if (args.rows_float8)
+    send_unrouted<Float8Dispatch<T, SlotLanding>>(op, args, router);
+  else if (args.wire_float8)
+    send_unrouted<EncodedDispatch<T>>(op, args, router);
+  else
+    send_unrouted<PlainDispatch<T, SlotLanding>>(op, args, router);
 }
 
 template <class T>
@@ -155,7 +235,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team
   const int64_t local = args.num_experts / comm.size;
   const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;
   const int64_t row = args.hidden * (args.rows_float8 ? 1 : static_cast<int64_t>(sizeof(T)));
-  const int64_t scale_row = args.rows_float8 ? args.hidden / kScaleBlock * 4 : 0;
+  const int64_t scale_row = args.rows_float8 ? scale_row_bytes(args.hidden) : 0;
   const Buffer results[] = {{args.received, args.capacity * row},
                             {args.scales, args.capacity * scale_row},
                             {args.group_sizes, local * 4, Undelivered::size},
@@ -166,17 +246,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team
                             {args.dropped, 4, Undelivered::size},
                             {args.invalid, 4, Undelivered::size}};
   op.poison(results);
-  Router router(op, args);
-  if (args.few) {
-    dispatch_landed<T>(op, args, router);
-  } else if (router.route(args.wire_float8 && !args.rows_float8 ? args.landing : args.received)) {
-    if (args.rows_float8)
-      dispatch_float8<T>(op, args);
-    else if (args.wire_float8)
-      dispatch_encoded<T>(op, args);
-    else
-      dispatch_plain<T>(op, args);
-  }
+  if (args.few)
+    dispatch_few<T>(op, args);
+  else
+    dispatch_many<T>(op, args);
   op.finish(results);
 }
 

@@ -80,7 +80,12 @@ class Op {
     meet(&heap->everyone, team.squad.count);
   }
   // Among the teams of the first squads only.
-  JAX_EP_FN void router_barrier(int squads) { meet(&heap->routers, squads); }
+  JAX_EP_FN void router_barrier(int squads) {
+    if (squads == 1)
+      team.squad_sync();  // nobody else stands at it
+    else
+      meet(&heap->routers, squads);
+  }
 
   // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
   // met.
@@ -110,6 +115,13 @@ class Op {
     enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
       store_release(&(comm.heaps[peer]->*flags)[comm.rank], epoch);
+  }
+  // The same within this rank, when its teams that are to be waited for have met.
+  JAX_EP_FN void note(uint64_t* flag) {
+    if (ok() && team.index == 0 && team.lane == 0) store_release_here(flag, epoch);
+  }
+  JAX_EP_FN void wait_noted(const uint64_t* flag) {
+    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; }, kBarrierGraceNs);
   }
   JAX_EP_FN void wait_told(Flags flags) {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
@@ -236,14 +248,14 @@ class Op {
 
   // Waits for `count` flags to reach this op's epoch, a lane each.
   template <class PeerOf, class FlagOf>
-  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
+  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of, uint64_t grace_ns = 0) {
     if (ok()) enter(Phase::wait);
     for (int first = 0; first < count && ok(); first += Team::lanes) {
       const int i = first + team.lane;
       Status status = Status::ok;
       if (i < count) {
         const uint64_t* flag = flag_of(i);
-        status = spin_until(flag, epoch, &heap->abort, deadline_);
+        status = spin_until(flag, epoch, &heap->abort, deadline_ + grace_ns);
         if (status == Status::timeout) settle(status, peer_of(i), epoch, load_relaxed(flag));
       }
       const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);

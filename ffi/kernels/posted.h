@@ -24,9 +24,10 @@ void for_each_posted(DispatchArgs& args, int ranks, Visit visit) {
   else
     visit(args.received, int64_t{args.capacity} * args.hidden * (args.rows_float8 ? 1 : size_of(args.dtype)),
           Use::result);
+  if (args.few) return;
   visit(args.rows, table, Use::result);
   visit(args.arrived, table, Use::result);
-  if (args.rows_float8 && !args.few) visit(args.scales, int64_t{args.capacity} * args.hidden / 128 * 4, Use::result);
+  if (args.rows_float8) visit(args.scales, int64_t{args.capacity} * args.hidden / 128 * 4, Use::result);
 }
 
 template <class Visit>

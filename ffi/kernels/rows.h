@@ -144,49 +144,54 @@ JAX_EP_FN TokenRows rows_of_token(const Team& team, const int32_t* rows, int top
   return found;
 }
 
-// Copies the first row of each token to its further ones; `table` has top_k rows for each.
-template <class Mover>
-JAX_EP_FN void expand_group(const Team& team, Mover& mover, char* received, int64_t bytes, const int32_t* table,
-                            Range tokens, int top_k) {
-  int first = -1;  // of the token whose source was asked for last
+// Copies each token from where it has landed, from(token, row), to its rows, of which `row` is the first: it may have
+// landed there. `table` has top_k rows for each.
+template <class Mover, class From>
+JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
+                            const int32_t* table, int top_k, From from) {
+  int filled = -1;  // the row in which the token has landed whose source was asked for last
   const auto source = [&](int token) -> const char* {
     const TokenRows found = rows_of_token(team, table + int64_t{token} * top_k, top_k);
-    first = found.first;
-    return found.count > 1 ? received + first * bytes : nullptr;
+    const char* landed = from(token, found.first);
+    filled = landed == received + found.first * bytes ? found.first : -1;
+    return found.count > (filled < 0 ? 0 : 1) ? landed : nullptr;
   };
   const auto sink = [&](int token, int k) -> char* {
     const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
-    return row >= 0 && row != first ? received + row * bytes : nullptr;
+    return row >= 0 && row != filled ? received + row * bytes : nullptr;
   };
-  Stride all{tokens.begin, tokens.end, 1};
-  mover.move([&] { return all.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
+  mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
 }
 
 // The same for rows so short that a lane copies one alone.
-JAX_EP_FN void expand_short_rows(const Team& team, char* received, int bytes, const int32_t* table, Range tokens,
-                                 int top_k) {
+template <class From>
+JAX_EP_FN void copy_to_short_rows(const Team& team, char* received, int bytes, const int32_t* table, Range tokens,
+                                  int top_k, From from) {
   for (int i = tokens.begin * top_k + team.lane; i < tokens.end * top_k; i += Team::lanes) {
     const int row = table[i];
     if (row < 0) continue;
     const int32_t* first = table + i / top_k * top_k;
     while (*first < 0) ++first;
-    if (*first != row) copy_alone(received + int64_t{row} * bytes, received + int64_t{*first} * bytes, bytes);
+    const char* landed = from(i / top_k, *first);
+    if (char* to = received + int64_t{row} * bytes; to != landed) copy_alone(to, landed, bytes);
   }
 }
 
-// Copies what peers wrote into a token's first row to its further rows.
-JAX_EP_FN void expand_rows(Op& op, RowMover& mover, char* received, int64_t bytes, const int32_t* rows, int num_tokens,
-                           int top_k) {
-  for_each_arrival(op, num_tokens, /*own=*/false, [&](int source, Range tokens) {
-    const int32_t* table = rows + int64_t{source} * num_tokens * top_k;
-    expand_group(op.team, mover, received, bytes, table, tokens, top_k);
-  });
-  mover.complete_to(mover.mark());
-}
+// How many rows each local expert has here.
+struct RowCounts {
+  const int32_t* counts;  // [sources, local_experts], of all ranks apart or together
+  int sources, local_experts;
+  int end;  // behind the last segment, or -1 if it is not known
+
+  JAX_EP_FN int operator()(int expert) const {
+    int rows = 0;
+    for (int source = 0; source < sources; ++source) rows += counts[source * local_experts + expert];
+    return rows;
+  }
+};
 
 // Zeroes what holds no token: the padding of every segment, and all behind the last.
-JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const int32_t* counts, int local_experts,
-                            int capacity, int alignment) {
+JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, RowCounts counts, int capacity, int alignment) {
   const Team& team = op.team;
   const Place filler = team.filler;
   if (!op.ok() || filler.index < 0) return;
@@ -195,11 +200,6 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const int32_t
     for (int row = begin + first; row < smaller(end, capacity); row += step)
       fill_row(team, received + row * bytes, 0, bytes);
   };
-  const auto rows_of = [&](int expert) {
-    int rows = 0;
-    for (int source = 0; source < op.comm.size; ++source) rows += counts[source * local_experts + expert];
-    return rows;
-  };
   const auto pad = [&](int expert, const Segment& segment) {
     const bool mine = expert % filler.count == filler.index && segment.rows < segment.padded;
     for (uint64_t left = team.ballot(mine); left; left &= left - 1) {
@@ -207,7 +207,8 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const int32_t
       zero(begin, begin + team.from_lane(segment.padded - segment.rows, lane), 0, 1);
     }
   };
-  const int end = for_each_segment(team, local_experts, alignment, rows_of, pad);
+  const bool walks = counts.end < 0 || (alignment > 1 && filler.index < counts.local_experts);
+  const int end = walks ? for_each_segment(team, counts.local_experts, alignment, counts, pad) : counts.end;
   zero(end, capacity, filler.index, filler.count);
 }
 

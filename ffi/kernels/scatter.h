@@ -19,8 +19,14 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   push_chunks(
       op, mover, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
       [&](int token, int k) { return sink.row(token, k, bytes); });
-  zero_padding(op, args.received, bytes, args.counts, args.local_experts, args.capacity, args.alignment);
-  expand_rows(op, mover, args.received, bytes, args.rows, args.num_tokens, args.top_k);
+  zero_padding(op, args.received, bytes, {args.counts, comm.size, args.local_experts, -1}, args.capacity,
+               args.alignment);
+  for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
+    const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
+    copy_to_rows(op.team, mover, {tokens.begin, tokens.end, 1}, args.received, bytes, table, args.top_k,
+                 [&](int, int row) { return args.received + row * bytes; });
+  });
+  mover.complete_to(mover.mark());
   op.finish(results);
 }
 

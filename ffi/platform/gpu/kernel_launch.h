@@ -38,7 +38,7 @@ gpu::Error load_kernels(int shared_bytes);
 // of the landing of sparse_reduce.
 int64_t route_scratch(int num_experts);
 int64_t bitmap_scratch(int num_rows);
-int64_t landing_slot(int num_tokens, int hidden, int value_bytes, bool wire_float8, bool rows_float8);
+int64_t landing_slot(int num_tokens, int top_k, int hidden, int value_bytes, bool wire_float8, bool rows_float8);
 int64_t sparse_landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes);
 
 }  // namespace jax_ep

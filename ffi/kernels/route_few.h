@@ -1,0 +1,136 @@
+// Routing of few tokens: every rank tells all which experts its tokens chose, and works out alone where everything
+// goes. So ranks talk once, before any row is on its way; the rows set off while it is worked out, to where they land
+// by source and token. The order of rows is that of route.h.
+#pragma once
+
+#include "kernels/args.h"
+#include "kernels/op.h"
+#include "kernels/rows.h"
+#include "kernels/segments.h"
+#include "kernels/tally.h"
+
+namespace jax_ep {
+
+class FewRouter {
+ public:
+  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        tally_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
+        segments_(op, args),
+        local_(args.num_experts / op.comm.size),
+        per_rank_(args.num_tokens * args.top_k),
+        by_rank_(per_rank_) {}
+
+  // Other teams do not wait for it before settled().
+  JAX_EP_FN void route() {
+    if (!tally_.takes_part()) return;
+    send_choices();
+    op_.wait_told(&Heap::chosen);
+    count();
+    op_.enter(Phase::layout);
+    segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
+    tally_.barrier();
+    op_.note(&op_.heap->laid_out);
+    if (op_.ok()) place();
+    tally_.barrier();
+    op_.note(&op_.heap->placed);
+  }
+
+  // The rows of the local experts here, as soon as they are counted.
+  JAX_EP_FN RowCounts counts() {
+    op_.wait_noted(&op_.heap->laid_out);
+    return {totals() + op_.comm.rank * local_, 1, local_, segments_.end()};
+  }
+
+  // Waits until all rows here have their places; returns whether there is room for them.
+  JAX_EP_FN bool settled() {
+    op_.wait_noted(&op_.heap->placed);
+    return op_.ok() && segments_.check_capacity();
+  }
+
+ private:
+  JAX_EP_FN int32_t* totals() const { return args_.scratch + totals_offset(args_.num_experts); }
+
+  JAX_EP_FN void send_choices() {
+    const Team& team = op_.team;
+    if (team.squad.index > 0) return;
+    op_.enter(Phase::count);
+    constexpr int kAhead = Tally::kAhead;
+    const int step = team.member.count * Team::lanes;
+    for (int first = team.member.index * Team::lanes + team.lane; op_.ok() && first < per_rank_;
+         first += kAhead * step) {
+      Choice choices[kAhead];
+      for (int i = 0; i < kAhead; ++i) {
+        const int item = smaller(first + i * step, per_rank_ - 1);
+        choices[i] = {args_.expert_ids[item], args_.weights[item]};
+      }
+      for (int peer = 0; peer < op_.comm.size; ++peer) {
+        Mail* box = op_.mail(peer, op_.comm.rank);
+        for (int i = 0; i < kAhead; ++i) {
+          const int item = first + i * step;
+          if (item >= per_rank_) continue;
+          box->counts[item] = choices[i].expert;
+          box->weights[item] = choices[i].weight;
+        }
+      }
+    }
+    team.squad_sync();
+    op_.tell(&Heap::chosen);
+  }
+
+  // An item of all ranks' assignments in order.
+  JAX_EP_FN Choice choice(int item) const {
+    const int source = by_rank_.quotient(item), at = item - source * per_rank_;
+    const Mail* box = op_.mail_from(source);
+    return {box->counts[at], box->weights[at]};
+  }
+
+  JAX_EP_FN void count() {
+    op_.enter(Phase::count);
+    const Team& team = op_.team;
+    for (int i = team.index * Team::lanes + team.lane; i < op_.comm.size * local_;
+         i += tally_.place().count * Team::lanes)
+      args_.counts[i] = 0;
+    if (team.index == 0 && team.lane == 0) *args_.dropped = *args_.invalid = 0;
+    tally_.count([&](int item) { return choice(item); },
+                 [&](int e, int total) {
+                   if (e < args_.num_experts) totals()[e] = total;
+                 });
+  }
+
+  // Writes which rows here hold what, and the targets of this rank's own assignments.
+  JAX_EP_FN void place() {
+    op_.enter(Phase::place);
+    const Divider by_local(local_);
+    int dropped = 0, invalid = 0;
+    const auto first_row = [&](int e) { return segments_.first_row(e); };
+    tally_.number([&](int item) { return choice(item); }, first_row,
+                  [&](int item, int bin, int row, float weight) {
+                    if (item < 0) return;
+                    const bool valid = bin >= 0 && bin < args_.num_experts, placed = valid && row < args_.capacity;
+                    const int owner = valid ? by_local.quotient(bin) : -1, source = by_rank_.quotient(item);
+                    const bool here = placed && owner == op_.comm.rank;
+                    args_.rows[item] = here ? row : -1;
+                    args_.arrived[item] = here ? weight : 0.0f;
+                    if (owner == op_.comm.rank) atomic_add(&args_.counts[source * local_ + bin - owner * local_], 1);
+                    if (source != op_.comm.rank) return;
+                    args_.targets[item - source * per_rank_] = placed ? pack_target({owner, row}, args_.capacity) : -1;
+                    dropped += valid && !placed;
+                    invalid += bin == args_.num_experts;
+                  });
+    dropped = op_.team.sum(dropped);
+    invalid = op_.team.sum(invalid);
+    if (op_.team.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+    if (op_.team.lane == 0 && invalid) atomic_add(args_.invalid, invalid);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  Tally tally_;
+  const Segments segments_;
+  const int local_, per_rank_;
+  const Divider by_rank_;
+};
+
+}  // namespace jax_ep
