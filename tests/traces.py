@@ -12,7 +12,8 @@ import numpy as np
 # The phases of an op in their order. On a GPU no thread need have all of them, but those of a rank together do.
 ORDER = {  # of dispatch two: tokens wait for their rows, or they land
     "dispatch": "(count )?(post )?(wait )?(layout )?(place )?barrier (send )?(pad )?(wait expand )*"
-    "|(post )?(count (post )?(wait )*layout (place )?(post )?)?wait (send )?wait (pad )?(expand )?(wait expand )*",
+    "|(post )?((count (post )?)?wait count layout (place )?)?"
+    "wait (send )?(wait (pad )+)?wait (expand )?(wait expand )*",
     "combine": "(post )?(send )?wait send (wait reduce )*",
     "combine's backward pass": "(post )?wait (send )?(pad )?(wait expand )*",
     "ragged_all_to_all": "(post )?wait (send )?wait ",
