@@ -109,7 +109,7 @@ class Buffers {
   Config config() const {
     int processors = 0;
     CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
-    return choose_config(case_.grouping, case_.m, case_.n, case_.groups(), processors);
+    return choose_config(case_.grouping, case_.m, case_.n, case_.k, case_.groups(), processors);
   }
   void run(const Config& config) {
     const Arguments arguments{

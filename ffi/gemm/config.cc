@@ -3,7 +3,8 @@
 namespace jax_ep::gemm {
 namespace {
 
-constexpr int kBand = 8;  // with 132 processors a wave covers 16 rows of tiles and about 8 columns
+constexpr int kLeastSplit = 1024;  // a contraction that is worth it
+constexpr int kBand = 8;           // with 132 processors a wave covers 16 rows of tiles and about 8 columns
 
 // Rows of tiles; with groups of rows, of which only the total is known here, half a tile is lost per group.
 int tile_rows(Grouping grouping, int m, int groups) {
@@ -22,8 +23,11 @@ int cost_of(Grouping grouping, int m, int n, int groups, int processors, int blo
 
 }  // namespace
 
-Config choose_config(Grouping grouping, int m, int n, int groups, int processors) {
-  Config config{256, kBand, 0};
+Config choose_config(Grouping grouping, int m, int n, int k, int groups, int processors) {
+  if (const int tiles = tiles_of(grouping, m, n, groups, 128);
+      grouping != Grouping::contraction && k >= kLeastSplit && tiles * kCluster <= processors)
+    return {128, kBand, tiles * kCluster, true};
+  Config config{256, kBand, 0, false};
   if (cost_of(grouping, m, n, groups, processors, 128) < cost_of(grouping, m, n, groups, processors, 256))
     config.block_n = 128;
   const int tiles = tiles_of(grouping, m, n, groups, config.block_n);
@@ -33,7 +37,7 @@ Config choose_config(Grouping grouping, int m, int n, int groups, int processors
 
 std::string Config::describe() const {
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(blocks) +
-         " blocks";
+         " blocks" + (split_k ? ", two a tile" : "");
 }
 
 }  // namespace jax_ep::gemm

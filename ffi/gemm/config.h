@@ -11,10 +11,11 @@ struct Config {
   int block_n;  // tiles are kBlockM x block_n
   int band;     // see Problem
   int blocks;   // an even number
+  bool split_k;
 
   std::string describe() const;
 };
 
-Config choose_config(Grouping grouping, int m, int n, int groups, int processors);
+Config choose_config(Grouping grouping, int m, int n, int k, int groups, int processors);
 
 }  // namespace jax_ep::gemm

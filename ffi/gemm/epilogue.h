@@ -50,6 +50,40 @@ __device__ __forceinline__ void store_lines(char* to, int64_t row_bytes, int row
           *reinterpret_cast<const uint4*>(from + swizzled(line, piece));
 }
 
+// A warp's sums fit into its buffers by halves.
+template <int kBlockN>
+constexpr bool kCanSplit = kBlockN == 128;
+
+// This block's half of the columns of a tile of which both blocks of the cluster have contracted a part: they swap what
+// the other is to store, and add, which gives the same bits in either order.
+template <int kCount, class Memory>
+__device__ __forceinline__ void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared,
+                                            uint32_t parity, int warp, int lane) {
+  static_assert(kCount * 32 * sizeof(float) <= 2 * kOutBytes);
+  const int rank = blockIdx.x % kCluster, peer = 1 - rank;
+  float4* const brought = reinterpret_cast<float4*>(shared.out[warp]) + lane;
+  if (lane == 0) {
+    wait_stores_read<0>();
+    arrive_with_data(&shared.vacant[warp], peer);
+  }
+  wait_for_data(&shared.vacant[warp], parity);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const auto at = [&](int j) { return rank == 0 ? d[kCount + i + j] : d[i + j]; };
+    store_at_peer(brought + i / 4 * 32, peer, make_float4(at(0), at(1), at(2), at(3)));
+  }
+  arrive_with_data(&shared.brought[warp], peer);
+  wait_for_data(&shared.brought[warp], parity);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float4 other = brought[i / 4 * 32];
+    const auto at = [&](int j) { return rank == 0 ? d[i + j] : d[kCount + i + j]; };
+    half[i] = at(0) + other.x, half[i + 1] = at(1) + other.y;
+    half[i + 2] = at(2) + other.z, half[i + 3] = at(3) + other.w;
+  }
+  __syncwarp();
+}
+
 // The accumulators of one of the eight consumer warps. The last stores still read `buffers` when it returns.
 template <class Out, int kBlockN>
 __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
@@ -62,7 +96,7 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, con
   char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
 #pragma unroll
   for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
-    const int col = tile.col + chunk * kColumns;
+    const int col = tile.out_col + chunk * kColumns;
     char* const buffer = buffers[chunk & 1];
     if (col < problem.n) {
       if (lane == 0) wait_stores_read<1>();  // the other buffer's may go on
@@ -77,6 +111,25 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, con
         store_box(map, {col, row, matrix}, buffer);
     }
     if (lane == 0) commit_stores();  // one group a chunk, even if empty: so the latest but one is this buffer's
+  }
+}
+
+// The same by plain stores: put(row, column, words) for each 16 bytes, by the lanes of a warp together.
+template <class Out, int kBlockN, class Put>
+__device__ __forceinline__ void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
+                                         char (*buffers)[kOutBytes], int warp, int lane, Put put) {
+  constexpr int kColumns = kLineBytes / sizeof(Out), kValues = 16 / sizeof(Out);
+  const int row = tile.row + warp * kOutRows;
+#pragma unroll
+  for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
+    const int column = tile.out_col + chunk * kColumns + (lane & 7) * kValues;
+    char* const buffer = buffers[chunk & 1];
+    stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
+    __syncwarp();
+#pragma unroll
+    for (int line = lane >> 3; line < kOutRows; line += 4)
+      if (row + line < tile.row_end && column < problem.n)
+        put(row + line, column, *reinterpret_cast<const uint4*>(buffer + swizzled(line, lane & 7)));
   }
 }
 

@@ -19,13 +19,15 @@ struct Rows {
 
 // What others add to a product. `before_tile` runs in the producer warp before the tile's first load and says where a's
 // rows are, `after_tile` in every consumer warp after its stores were issued, or after they were written where
-// kAwaitStores says so. Unless Beside is Nothing, `run_beside` runs in the other kWarpsBeside warps of the block, which
-// have it in shared memory.
+// kAwaitStores says so, `after_last` behind its last tile. Where kStores is set, `store` does what store_tile does.
+// Unless Beside is Nothing, `run_beside` runs in the other kWarpsBeside warps of the block, which have it in shared
+// memory.
 struct NoHooks {
-  static constexpr bool kAwaitStores = false;
+  static constexpr bool kStores = false, kAwaitStores = false;
   using Beside = Nothing;
   __device__ Rows before_tile(const Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
   __device__ void after_tile(const Tile&, int /*warp*/) const {}
+  __device__ void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
 };
 
 template <int kBlockN, class Hooks>
@@ -77,9 +79,9 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
       if (!elect_lane()) continue;
       arrive_expecting(full, Memory::kStageBytes);
-      load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, !tile.shares_b, rank, full);
-      load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, tile.shares_b, rank,
-                                          full);
+      load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, tile.common == Common::a, rank, full);
+      load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix,
+                                          tile.common == Common::b, rank, full);
     }
   }
 }
@@ -142,19 +144,39 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Memory& shar
   if (running >= 0) release(&shared.empty[running], lane);
 }
 
+// A warp's part of a tile, to where the hooks want it.
+template <class Out, int kBlockN, class Hooks>
+__device__ __forceinline__ void store(const CUtensorMap& map, Out* out, const Problem& problem, const Hooks& hooks,
+                                      const Tile& tile, const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes],
+                                      int warp, int lane) {
+  if constexpr (Hooks::kStores)
+    hooks.template store<kBlockN>(tile, d, buffers, warp, lane);
+  else
+    store_tile<Out, kBlockN>(map, out, problem, tile, d, buffers, warp, lane);
+}
+
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
                         const Hooks& hooks, int block, int blocks) {
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   Position<SharedFor<kBlockN, Hooks>::kStages> at;
   Schedule schedule(problem, kBlockN, block, blocks);
-  for (Tile tile; schedule.next(&tile);) {
+  Tile tile{};
+  int tiles = 0;
+  uint32_t swaps = 0;
+  for (; schedule.next(&tile); ++tiles) {
     const int half = warp / 4;
     const bool wanted = tile.row + half * kSlice < tile.row_end && tile.col < problem.n;
     if (wanted || problem.grouping == Grouping::contraction) {  // where both halves meet to zero lines
       float d[kBlockN / 2];
       accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, half, lane);
-      store_tile<Out, kBlockN>(map, out, problem, tile, d, shared.out[warp], warp, lane);
+      if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
+        store<Out, kBlockN>(map, out, problem, hooks, tile, d, shared.out[warp], warp, lane);
+      } else if constexpr (kCanSplit<kBlockN>) {
+        float half_d[kBlockN / 4];
+        swap_halves(half_d, d, shared, swaps++ & 1, warp, lane);
+        store<Out, kBlockN / 2>(map, out, problem, hooks, tile, half_d, shared.out[warp], warp, lane);
+      }
     } else {
       skip(shared, tile, at, lane);
     }
@@ -164,6 +186,7 @@ __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& ma
     }
     hooks.after_tile(tile, warp);
   }
+  hooks.after_last(tile, tiles, warp);
   if (lane == 0) wait_stores_written<0>();  // shared memory goes with the block; others look at the result
 }
 
@@ -173,6 +196,10 @@ __device__ __forceinline__ void open_pipeline(Memory& shared) {
     for (int stage = 0; stage < Memory::kStages; ++stage) {
       init_barrier(&shared.full[stage], 1);
       init_barrier(&shared.empty[stage], kConsumerWarps * kCluster);
+    }
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      init_barrier(&shared.vacant[warp], 1);
+      init_barrier(&shared.brought[warp], 32);
     }
     publish_barriers();
   }

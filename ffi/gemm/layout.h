@@ -37,6 +37,7 @@ struct Shared {
   alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
   alignas(1024) char out[kConsumerWarps][2][kOutBytes];
   uint64_t full[kStages], empty[kStages];
+  uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // of a split contraction: the peer's `out`, this block's
   Beside beside;
 };
 

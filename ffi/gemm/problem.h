@@ -31,7 +31,11 @@ struct Problem {
   // Without groups, pairs of rows of tiles come in another order where a collective wants some rows first: so many from
   // `pair_first` on, then those of so many equal parts of the others in turns.
   int pair_first = 0, pair_lead = 0, pair_parts = 1;
+  bool split_k = false;  // both blocks of a cluster take the same tile, half of the contraction each
 };
+
+// What the tiles of a cluster's two blocks have in common.
+enum class Common { a, b, tile };
 
 // A block's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.
 struct Tile {
@@ -39,7 +43,9 @@ struct Tile {
   int row, col;
   int row_end;  // rows from here on belong to others
   int k_begin, k_end;
-  bool shares_b;  // the cluster's other tile is above or below; else beside, and they share a
+  Common common;         // b: the cluster's other tile is above or below; a: beside
+  int out_col, out_end;  // the columns that this block stores
+  bool last;             // of its block, if there are no groups
 };
 
 JAX_EP_GEMM_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -30,6 +30,7 @@ class Schedule {
     }
     place(next_ - first_, tile);
     next_ += step_;
+    tile->last = next_ >= dominoes_;
     return true;
   }
 
@@ -46,7 +47,7 @@ class Schedule {
   }
 
   JAX_EP_GEMM_FN void open_group(int group) {
-    tile_ = {group, 0, 0, problem_.m, 0, problem_.k, true};
+    tile_ = {group, 0, 0, problem_.m, 0, problem_.k, Common::b, 0, 0, false};
     if (problem_.grouping == Grouping::rows) {
       tile_.row = start_;
       start_ += size_of(group, problem_.m - start_);
@@ -59,20 +60,36 @@ class Schedule {
     }
     rows_ = ceil_div(tile_.row_end - tile_.row, kBlockM);
     columns_ = ceil_div(problem_.n, block_n_);
-    dominoes_ = rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
+    dominoes_ = problem_.split_k ? rows_ * columns_ : rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
   }
 
   // Down the rows of a band in two columns, which are as many dominoes as there are rows, then to the next two.
   JAX_EP_GEMM_FN void place(int domino, Tile* tile) const {
+    if (problem_.split_k) return place_split(domino, tile);
     const int band = domino / (problem_.band * columns_), inside = domino - band * problem_.band * columns_;
     const int first_row = band * problem_.band * 2, rows = smaller(problem_.band * 2, rows_ - first_row);
     const int first_column = inside / rows * 2, upright = inside % rows - rows % 2, pairs = larger(rows / 2, 1);
     *tile = tile_;
-    tile->shares_b = upright >= 0;
-    const int row = tile->shares_b ? pair_at(first_row / 2 + upright % pairs) * 2 + rank_ : first_row + rows - 1;
-    const int column = first_column + (tile->shares_b ? upright / pairs : rank_);
+    const bool stands = upright >= 0;
+    tile->common = stands ? Common::b : Common::a;
+    const int row = stands ? pair_at(first_row / 2 + upright % pairs) * 2 + rank_ : first_row + rows - 1;
+    const int column = first_column + (stands ? upright / pairs : rank_);
     tile->row += row * kBlockM;
-    tile->col = column * block_n_;
+    tile->out_col = tile->col = column * block_n_;
+    tile->out_end = tile->col + block_n_;
+  }
+
+  // As many steps of the contraction for both blocks, though the last may lie behind its end; then half of the columns.
+  JAX_EP_GEMM_FN void place_split(int domino, Tile* tile) const {
+    *tile = tile_;
+    tile->common = Common::tile;
+    tile->row += domino % rows_ * kBlockM;
+    tile->col = domino / rows_ * block_n_;
+    const int half = ceil_div(ceil_div(tile_.k_end - tile_.k_begin, kBlockK), 2) * kBlockK;
+    tile->k_begin += rank_ * half;
+    tile->k_end = tile->k_begin + half;
+    tile->out_col = tile->col + rank_ * block_n_ / 2;
+    tile->out_end = tile->out_col + block_n_ / 2;
   }
 
   JAX_EP_GEMM_FN int pair_at(int i) const {

@@ -48,10 +48,12 @@ void check_clusters(const Problem& problem, const Config& config) {
       Tile a{}, b{};
       more = one.next(&a);
       require(other.next(&b) == more, "blocks of a cluster have as many tiles");
-      require(std::tie(a.group, a.k_begin, a.k_end) == std::tie(b.group, b.k_begin, b.k_end), "clusters agree");
       if (!more) break;
-      const int down = a.shares_b ? kBlockM : 0, right = a.shares_b ? 0 : config.block_n;
-      require(a.shares_b == b.shares_b && b.row == a.row + down && b.col == a.col + right, "they share an operand");
+      require(a.group == b.group && a.common == b.common, "clusters agree");
+      require(a.k_end - a.k_begin == b.k_end - b.k_begin, "they contract as much");
+      require((b.k_begin == a.k_begin) == (a.common != Common::tile || a.k_begin == a.k_end), "they agree on ranges");
+      const int down = a.common == Common::b ? kBlockM : 0, right = a.common == Common::a ? config.block_n : 0;
+      require(b.row == a.row + down && b.col == a.col + right, "they share an operand");
       require(a.row < a.row_end && b.row < b.row_end, "no row of tiles is wasted");
     }
   }
@@ -66,11 +68,14 @@ void check_cover(const Problem& problem, const Config& config, const std::vector
     for (Tile tile; schedule.next(&tile);) {
       const Range range = ranges[problem.grouping == Grouping::none ? 0 : tile.group];
       const Range wanted = contraction ? range : Range{0, rows && tile.group == problem.groups ? 0 : problem.k};
-      require(tile.k_begin == wanted.begin && tile.k_end == wanted.end, "a tile has its contraction");
+      const int steps = (wanted.end - wanted.begin + kBlockK - 1) / kBlockK;
+      const int half = problem.split_k ? (steps + 1) / 2 * kBlockK : 0, begin = wanted.begin + block % kCluster * half;
+      require(tile.k_begin == begin && tile.k_end == (problem.split_k ? begin + half : wanted.end),
+              "a tile has its contraction");
       if (rows) require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
       const size_t matrix = contraction ? tile.group : 0;
       for (int row = tile.row; row < std::min(tile.row + kBlockM, tile.row_end); ++row)
-        for (int col = tile.col; col < std::min(tile.col + config.block_n, problem.n); ++col)
+        for (int col = tile.out_col; col < std::min(tile.out_end, problem.n); ++col)
           ++seen[(matrix * problem.m + row) * problem.n + col];
     }
   }
@@ -84,14 +89,15 @@ int main() {
   const auto draw = [&](int from, int to) { return std::uniform_int_distribution(from, to)(random); };
   for (int i = 0; i < 300; ++i) {
     const auto grouping = static_cast<Grouping>(i % 3);
-    const int m = draw(1, 900), n = draw(1, 900), k = draw(1, 900), processors = draw(2, 12);
+    const int m = draw(1, 900), n = draw(1, 900), k = draw(1, 2000), processors = draw(2, 40);
     std::vector<int> sizes(grouping == Grouping::none ? 1 : draw(1, 9));
     for (int& size : sizes) size = draw(-20, 300);
     const int groups = static_cast<int>(sizes.size());
-    Config config = choose_config(grouping, m, n, groups, processors);
+    Config config = choose_config(grouping, m, n, k, groups, processors);
     config.band = draw(1, 3);
     require(config.blocks % kCluster == 0 && config.blocks <= processors, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
+    problem.split_k = config.split_k;
     const int ranks = draw(1, 4);
     const jax_ep::PairOrder order =
         draw(0, 1) ? jax_ep::PairOrder{0, 0, ranks} : jax_ep::own_rows_first(m / ranks, draw(0, ranks - 1), ranks);

@@ -56,4 +56,31 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity,
 #endif
 }
 
+// The two for data that one block of the cluster leaves in the memory of another.
+__device__ __forceinline__ void arrive_with_data(uint64_t* barrier, int peer) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+      "r"(peer)
+      : "memory");
+}
+__device__ __forceinline__ void wait_for_data(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+
+// To the place of block `peer` of the cluster that is `to` here.
+__device__ __forceinline__ void store_at_peer(float4* to, int peer, float4 value) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5}; }" ::"r"(shared_address(to)),
+      "r"(peer), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
+}
+
 }  // namespace jax_ep::gemm

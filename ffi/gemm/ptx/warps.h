@@ -50,6 +50,13 @@ __device__ __forceinline__ void wait_count(const uint32_t* counter, uint32_t val
   }
 }
 
+// The same of all multiplying warps, a counter each, by the lanes of a warp.
+template <int kWarps>
+__device__ __forceinline__ void wait_counts(const uint32_t (&counters)[kWarps], uint32_t value) {
+  if (threadIdx.x % 32 < kWarps) wait_count(&counters[threadIdx.x % 32], value);
+  __syncwarp();
+}
+
 // Four 8 x 8 matrices of 16-bit values; lane l names row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(a),

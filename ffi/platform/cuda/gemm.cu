@@ -83,7 +83,8 @@ std::optional<std::string> launch(const Arguments& x, const Config& config, cuda
   if (const auto error = check(x)) return error;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
+  Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
+  problem.split_k = config.split_k;
   const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
   const cudaError_t error = start(choice, config, problem, maps, x.out_data, stream);
   if (error == cudaSuccess) return std::nullopt;
@@ -96,7 +97,7 @@ std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  return launch(x, choose_config(x.grouping, x.m, x.n, x.groups, processors), stream);
+  return launch(x, choose_config(x.grouping, x.m, x.n, x.k, x.groups, processors), stream);
 }
 
 cudaError_t load() {

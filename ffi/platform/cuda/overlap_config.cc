@@ -8,7 +8,8 @@ int OverlapConfig::blocks() const { return std::max(communicating, multiplying);
 
 std::string OverlapConfig::describe() const {
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " +
-         std::to_string(communicating) + " + " + std::to_string(multiplying) + " blocks, expected " +
+         std::to_string(communicating) + " + " + std::to_string(multiplying) +
+         (split_k ? " blocks, two a tile, expected " : " blocks, expected ") +
          std::to_string(static_cast<int>(microseconds)) + " us";
 }
 

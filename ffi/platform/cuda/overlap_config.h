@@ -10,7 +10,8 @@ namespace jax_ep {
 struct OverlapConfig {
   int block_n;          // tiles are 128 x block_n
   int band;             // pairs of rows of tiles that are computed before the next ones
-  int communicating;    // blocks, an even number
+  bool split_k;         // two blocks a tile, half of the contraction each
+  int communicating;    // blocks, an even number; of a reduction none where all push their tiles
   int multiplying;      // blocks, an even number; those that communicate are among them, or the reverse
   double microseconds;  // expected
 
@@ -26,7 +27,7 @@ OverlapConfig choose_gather(int m, int n, int k, int value_bytes, int ranks, int
 OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                           int communicating);
 
-// The same for the reductions.
+// The same for the reductions. Two ranks may have no blocks that communicate: then all exchange their tiles.
 OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors);
 OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                           int communicating);

@@ -28,7 +28,7 @@ JAX_EP_FN Buffer result_of(const Work<GatherMatmulArgs>& work) {
 
 // A tile's rows are read from where they are: this rank's own from its operand, the others from what is gathered.
 struct GatherBeside {
-  static constexpr bool kAwaitStores = false;
+  static constexpr bool kStores = false, kAwaitStores = false;
   using Beside = Lookout;
   const Work<GatherMatmulArgs>& work;
   const gemm::Problem& problem;
@@ -41,6 +41,7 @@ struct GatherBeside {
     return {gathered, tile.row};
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
+  JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
   JAX_EP_FN void run_beside(int warp, int block, int blocks) const {
     if (warp == 0)
       look_out(block, blocks);

@@ -46,7 +46,10 @@ struct Product {
 };
 
 // What only a gather is told: where its own rows are.
-inline std::optional<std::string> prepare(Work<MatmulReduceArgs>*) { return std::nullopt; }
+template <class Args>
+std::optional<std::string> prepare(Work<Args>*) {
+  return std::nullopt;
+}
 inline std::optional<std::string> prepare(Work<GatherMatmulArgs>* work) {
   const GatherMatmulArgs& args = work->args;
   return gemm::describe_boxes({args.a, gemm_dtype(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, &work->own);
@@ -67,6 +70,7 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
           gemm::describe_boxes(gemm::Matrices{product.out, out, args.n, product.m, 1}, gemm::kOutRows, &out_map))
     return error;
   gemm::Problem problem{gemm::Grouping::none, product.m, args.n, args.k, 1, nullptr, config.band};
+  problem.split_k = config.split_k;
   problem.pair_first = order.first;
   problem.pair_lead = order.lead;
   problem.pair_parts = order.parts;

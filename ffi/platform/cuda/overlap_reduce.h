@@ -14,7 +14,7 @@ constexpr int kReducerBytes = 128 + 8 * 2048;  // two batches to write, six to r
 // Of the warps beside the product, in shared memory.
 struct Reducers {
   alignas(128) char memory[kReducersPerBlock][kReducerBytes];
-  uint32_t written;  // parts of tiles, one of each multiplying warp
+  uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp: one may be ahead of another
 };
 
 template <>
@@ -24,18 +24,19 @@ struct BesideOf<MatmulReduceArgs> {
 
 template <class T>
 struct ReduceBeside {
-  static constexpr bool kAwaitStores = true;
+  static constexpr bool kStores = false, kAwaitStores = true;
   using Beside = Reducers;
   const Work<MatmulReduceArgs>& work;
   const gemm::Problem& problem;
   Reducers& beside;
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
-  JAX_EP_FN void after_tile(const gemm::Tile&, int) const {
+  JAX_EP_FN void after_tile(const gemm::Tile&, int warp) const {
     if (threadIdx.x % Team::lanes != 0) return;
     bulk::proxy_fence();
-    gemm::count_one(&beside.written);
+    gemm::count_one(&beside.written[warp]);
   }
+  JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
   JAX_EP_FN void run_beside(int warp, int block, int blocks) const {
     if (warp == 0)
       announce(block, blocks);
@@ -54,12 +55,13 @@ struct ReduceBeside {
     Op op(work.comm, team, kind_of(args));
     const RowBlocks row_blocks(args.m);
     gemm::Schedule schedule(problem, work.block_n, block, blocks);
-    uint32_t written = 0;
+    uint32_t tiles_written = 0;
     for (gemm::Tile tile; schedule.next(&tile);) {
-      gemm::wait_count(&beside.written, written += gemm::kConsumerWarps);
+      gemm::wait_counts(beside.written, ++tiles_written);
       if (tile.row >= args.m || tile.col >= args.n) continue;
       const Range rows = row_blocks.chunk(row_blocks.chunk_of(tile.row));
-      const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n);
+      const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n) *
+                        (problem.split_k ? gemm::kCluster : 1);
       op.deliver(row_blocks.chunk_of(tile.row), 1, tiles);
     }
     const Buffer results[] = {result()};
@@ -84,7 +86,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
   using Hooks = ReduceBeside<typename RowOf<Out>::Type>;
   poison_result(work, {work.args.result, result_bytes(work.args, work.comm.size)});
   Reducers& beside = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->beside;
-  if (threadIdx.x == 0) beside.written = 0;  // before all warps meet
+  if (threadIdx.x < gemm::kConsumerWarps) beside.written[threadIdx.x] = 0;  // before all warps meet
   const Hooks hooks{work, operands.problem, beside};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
                                                       operands.problem, hooks, blockIdx.x, gridDim.x);

@@ -6,6 +6,7 @@ namespace jax_ep {
 namespace {
 
 constexpr int kTileRows = 128;
+constexpr int kLeastSplit = 1024;  // a contraction that is worth it
 constexpr int kMostPairsPerBand = 16;
 // Fitted to times on 2 and 4 H200.
 constexpr double kFlopsPerMicrosecond = 6.2e6;  // of a processor with tiles of 256 columns
@@ -25,16 +26,19 @@ OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int r
   OverlapConfig config{};
   config.block_n = block_n;
   config.communicating = communicating;
-  config.multiplying = std::min(processors, tiles + 1) / 2 * 2;
+  // Few tiles: two processors take one, half of the contraction each.
+  config.split_k = block_n == 128 && k >= kLeastSplit && 2 * tiles <= processors;
+  const int parts = config.split_k ? 2 : 1;
+  config.multiplying = std::min(processors, parts * tiles + 1) / 2 * 2;
   // Whole rows of tiles are announced: a wave should finish some.
   config.band = std::clamp(config.multiplying / columns / 2, 1, kMostPairsPerBand);
-  const int waves = ceil_div(tiles, config.multiplying);
+  const int waves = ceil_div(parts * tiles, config.multiplying);
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
-  const double wave = 2.0 * kTileRows * block_n * k / rate + kTileMicroseconds;
+  const double wave = 2.0 * kTileRows * block_n * k / rate / parts + kTileMicroseconds;
   // Each rank fetches what it sums, and sends the sums. What the last wave makes can move only after it.
   const int times = op == OpKind::matmul_all_reduce ? 2 : 1;
   const double moving = 1.0 * m * n * value_bytes * times * (ranks - 1) / ranks;
-  const double last = moving * (1 - 1.0 * (waves - 1) * config.multiplying / tiles);
+  const double last = moving * (1 - 1.0 * (waves - 1) * config.multiplying / (parts * tiles));
   config.microseconds =
       std::max(waves * wave + last / kLastPerMicrosecond, wave + moving / kBytesPerMicrosecond) + kRoundMicroseconds;
   return config;
