@@ -4,21 +4,22 @@
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
 //     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
-//     ffi/platform/cuda/{matmul_reduce,gather_matmul,gemm}.cu ffi/platform/cuda/{overlap,gather,reduce}_config.cc
-//     ffi/platform/gpu/kernels.cu ffi/gemm/{config,tensor_map}.cc
+//     ffi/platform/cuda/{matmul_{reduce,exchange},gather_matmul,gemm}.cu
+//     ffi/platform/cuda/{overlap,gather,reduce}_config.cc ffi/platform/gpu/kernels.cu ffi/gemm/{config,tensor_map}.cc
 //     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench
 //   ./overlap_bench check 2 && ./overlap_bench stress 2 && ./overlap_bench time 2
 #include <functional>
 #include <numeric>
 #include <string>
 
+#include "graph_times.h"
 #include "overlap_bench.h"
 #include "overlap_stress.h"
 
 namespace {
 
-constexpr int kOpsPerGraph = 20;
 constexpr int kProcessors = 132;
+using Counts = std::vector<int>;  // of blocks that communicate
 bool failed = false;
 
 struct Case {
@@ -58,13 +59,6 @@ void launch(const Case& c, const Group& group, const std::vector<Rank>& ranks, i
   if (!error) return;
   std::printf("ERROR %s\n", error->c_str());
   std::exit(1);
-}
-
-void synchronize(const std::vector<Rank>& ranks) {
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    CHECK(cudaSetDevice(i));
-    CHECK(cudaStreamSynchronize(ranks[i].stream));
-  }
 }
 
 // What every rank's result should be, and the size of what was added up.
@@ -152,6 +146,7 @@ void check_all(const Group& group) {
                               {256 * ranks, 128, 512},
                               {66 * ranks, 72, 136},
                               {333 * ranks, 200, 264},
+                              {64 * ranks, 1096, 328},
                               {1354 * ranks, 512, 1408}})
       for (const bool transpose_b : {false, true})
         for (const DType dtype : {DType::bfloat16, DType::float32}) {
@@ -160,48 +155,10 @@ void check_all(const Group& group) {
           std::vector<Rank> all = make_ranks(c, ranks);
           const std::vector<Exact> exact = exact_results(c, all);
           for (const int block_n : {128, 256})
-            for (const int communicating : {2, c.gathers() ? 16 : 98})
+            for (const int communicating : c.gathers() ? Counts{2, 16} : ranks == 2 ? Counts{0, 2, 98} : Counts{2, 98})
               check_case(c, group, all, exact, c.config(ranks, block_n, communicating));
           release(all);
         }
-}
-
-// Microseconds: the median over graphs of the slowest rank's time.
-double time_graphs(const std::vector<Rank>& ranks, const std::function<void(int)>& enqueue) {
-  const size_t n = ranks.size();
-  std::vector<cudaGraphExec_t> graphs(n);
-  std::vector<cudaEvent_t> begin(n), end(n);
-  for (size_t i = 0; i < n; ++i) {
-    CHECK(cudaSetDevice(i));
-    CHECK(cudaEventCreate(&begin[i]));
-    CHECK(cudaEventCreate(&end[i]));
-    cudaGraph_t graph;
-    CHECK(cudaStreamBeginCapture(ranks[i].stream, cudaStreamCaptureModeThreadLocal));
-    for (int op = 0; op < kOpsPerGraph; ++op) enqueue(i);
-    CHECK(cudaStreamEndCapture(ranks[i].stream, &graph));
-    CHECK(cudaGraphInstantiate(&graphs[i], graph, 0));
-    CHECK(cudaGraphDestroy(graph));
-  }
-  std::vector<double> times;
-  for (int repeat = 0; repeat < 8; ++repeat) {
-    float slowest = 0;
-    for (size_t i = 0; i < n; ++i) {
-      CHECK(cudaSetDevice(i));
-      CHECK(cudaEventRecord(begin[i], ranks[i].stream));
-      CHECK(cudaGraphLaunch(graphs[i], ranks[i].stream));
-      CHECK(cudaEventRecord(end[i], ranks[i].stream));
-    }
-    synchronize(ranks);
-    for (size_t i = 0; i < n; ++i) {
-      float ms = 0;
-      CHECK(cudaEventElapsedTime(&ms, begin[i], end[i]));
-      slowest = std::max(slowest, ms);
-    }
-    if (repeat > 1) times.push_back(slowest * 1e3 / kOpsPerGraph);
-  }
-  for (size_t i = 0; i < n; ++i) CHECK(cudaGraphExecDestroy(graphs[i]));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
 }
 
 // The product alone, by the core of its own.
@@ -225,8 +182,6 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
   }
   return us;
 }
-
-using Counts = std::vector<int>;
 
 void time_case(const Case& c, const Group& group, bool sweep) {
   const int count = group.size();
@@ -262,11 +217,11 @@ void time_case(const Case& c, const Group& group, bool sweep) {
 }
 
 // A small shape, a few us an op. Operands take turns: what a rank keeps by mistake from the op before is wrong.
-void stress_op(OpKind op, const Group& group, int iterations) {
+void stress_op(OpKind op, const Group& group, int communicating, int iterations) {
   constexpr int kMostDelayNs = 10'000;
   const int count = group.size();
   const Case c{op, {64 * count, 192, 264}, false, DType::bfloat16};
-  const OverlapConfig config = c.config(count, 128, 4);
+  const OverlapConfig config = c.config(count, 128, communicating);
   std::vector<Rank> sets[2] = {make_ranks(c, count), {}};
   for (int r = 0; r < count; ++r) sets[1].push_back(sets[0][r].with_rows(r + count));
   const int64_t words = int64_t{c.rows_of_result(count)} * c.shape.n / 2;
@@ -293,6 +248,7 @@ void stress_op(OpKind op, const Group& group, int iterations) {
 int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "check";
   const int ranks = count > 2 ? std::atoi(arguments[2]) : 2;
+  const int iterations = count > 3 ? std::atoi(arguments[3]) : 100'000;
   std::vector<int> devices(ranks);
   std::iota(devices.begin(), devices.end(), 0);
   Group group({devices}, 5.0, /*poison=*/false);
@@ -309,7 +265,9 @@ int main(int count, char** arguments) {
   if (what == "check") {
     check_all(group);
   } else if (what == "stress") {
-    for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter}) stress_op(op, group, 100'000);
+    for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter})
+      for (const int communicating : ranks == 2 ? Counts{0, 4} : Counts{4})
+        stress_op(op, group, communicating, iterations);
   } else if (what == "sweep") {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, true);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, true);

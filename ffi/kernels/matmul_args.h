@@ -39,4 +39,8 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_
 
 JAX_EP_CONSTANT_FN int size_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
+JAX_EP_CONSTANT_FN int64_t result_bytes(const MatmulReduceArgs& args, int ranks) {
+  return int64_t{args.scatter ? args.m / ranks : args.m} * args.n * size_of(args.dtype);
+}
+
 }  // namespace jax_ep

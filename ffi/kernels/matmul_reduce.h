@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/matmul_args.h"
+#include "kernels/matmul_exchange.h"
 #include "kernels/op.h"
 #include "kernels/peer_buffer.h"
 #include "kernels/product.h"
@@ -105,31 +106,35 @@ class MatmulReduce {
   int piece_values_;
 };
 
-JAX_EP_FN int64_t result_bytes(const MatmulReduceArgs& args, int ranks) {
-  return int64_t{args.scatter ? args.m / ranks : args.m} * args.n * size_of(args.dtype);
+// Where a rank's product is computed by the very teams that reduce.
+template <class T>
+JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
+  op.post(args.partial, args.result);
+  const RowBlocks blocks(args.m);
+  for (int block = 0; block < blocks.chunks && op.may_push(); ++block) {
+    const Range rows = blocks.chunk(block), mine = share(rows.end - rows.begin, op.team.index, op.team.count);
+    const int64_t first = rows.begin + mine.begin;
+    multiply_rows(args.operand_dtype, args.a + first * args.k * size_of(args.operand_dtype),
+                  Factor{args.b, args.k, args.n, args.transpose_b}, reinterpret_cast<T*>(args.partial) + first * args.n,
+                  mine.end - mine.begin);
+    op.deliver(block, 1, op.team.count);
+  }
+  op.wait_posted();
+  MatmulReduce<T> sums(op, args);
+  sums.reduce();
+  sums.conclude();
 }
 
-// Where a rank's product is computed by the very teams that reduce.
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const MatmulReduceArgs& args, const Team& team) {
   Op op(comm, team, kind_of(args));
   const Buffer results[] = {{args.result, result_bytes(args, comm.size)},
                             {args.partial, int64_t{args.m} * args.n * size_of(args.dtype)}};
   op.poison(results);
-  op.post(args.partial, args.result);
-  const RowBlocks blocks(args.m);
-  for (int block = 0; block < blocks.chunks && op.may_push(); ++block) {
-    const Range rows = blocks.chunk(block), mine = share(rows.end - rows.begin, team.index, team.count);
-    const int64_t first = rows.begin + mine.begin;
-    multiply_rows(args.operand_dtype, args.a + first * args.k * size_of(args.operand_dtype),
-                  Factor{args.b, args.k, args.n, args.transpose_b}, reinterpret_cast<T*>(args.partial) + first * args.n,
-                  mine.end - mine.begin);
-    op.deliver(block, 1, team.count);
-  }
-  op.wait_posted();
-  MatmulReduce<T> sums(op, args);
-  sums.reduce();
-  sums.conclude();
+  if (comm.size == kExchangingRanks)
+    exchange_products<T>(op, args);
+  else
+    reduce_products<T>(op, args);
   op.finish(results);
 }
 

@@ -15,17 +15,19 @@ struct MatmulShape {
 // One rank's operands and results for all three ops, each with a factor of its own.
 struct MatmulRank {
   MatmulShape shape;
+  int ranks;
   std::vector<float> a, b, reduced, partial, scattered, gathered, product;
 
-  explicit MatmulRank(MatmulShape s)
+  MatmulRank(MatmulShape s, int ranks)
       : shape(s),
+        ranks(ranks),
         a(s.m * s.k),
         b(s.k * s.n),
         reduced(s.m * s.n),
         partial(s.m * s.n),
-        scattered(s.m / kRanks * s.n),
-        gathered(kRanks * s.m * s.k),
-        product(kRanks * s.m * s.n) {}
+        scattered(s.m / ranks * s.n),
+        gathered(ranks * s.m * s.k),
+        product(ranks * s.m * s.n) {}
 
   MatmulReduceArgs reduce_args(bool scatter) {
     MatmulReduceArgs args{};
@@ -61,21 +63,21 @@ inline void check_matmuls(const std::vector<MatmulRank>& ranks) {
       for (const MatmulRank& rank : ranks) sum += exact_value(rank, rank, row, column);
       for (const MatmulRank& rank : ranks)
         expect(near(rank.reduced[row * s.n + column], sum), "matmul_all_reduce sums the products of all ranks");
-      const int owner = row / (s.m / kRanks), own_row = row % (s.m / kRanks);
+      const int share = s.m / ranks[0].ranks, owner = row / share, own_row = row % share;
       expect(near(ranks[owner].scattered[own_row * s.n + column], sum), "matmul_reduce_scatter gives each its rows");
-      for (int source = 0; source < kRanks; ++source)
+      for (int source = 0; source < ranks[0].ranks; ++source)
         for (const MatmulRank& rank : ranks)
           expect(near(rank.product[(source * s.m + row) * s.n + column], exact_value(ranks[source], rank, row, column)),
                  "all_gather_matmul multiplies the rows of all ranks");
     }
 }
 
-inline void matmuls(int times) {
-  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
+inline void matmuls(const std::vector<int>& devices, int times) {
+  Group group({devices}, 20.0, /*poison=*/true);
   std::mt19937 random(3);
   for (int i = 0; i < times; ++i) {
     const MatmulShape shapes[] = {{100, 17, 24}, {4, 5, 3}, {64, 32, 8}, {20, 300, 16}};
-    std::vector<MatmulRank> ranks(kRanks, MatmulRank(shapes[i % 4]));
+    std::vector<MatmulRank> ranks(devices.size(), MatmulRank(shapes[i % 4], group.size()));
     for (MatmulRank& rank : ranks) {
       for (float& x : rank.a) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
       for (float& x : rank.b) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
@@ -96,7 +98,7 @@ inline void matmuls(int times) {
 inline void lost_matmul_rank() {
   for (const bool gather : {false, true}) {
     Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-    std::vector<MatmulRank> ranks(kRanks, MatmulRank({64, 16, 8}));
+    std::vector<MatmulRank> ranks(kRanks, MatmulRank({64, 16, 8}, kRanks));
     on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
       if (rank == 2) return;
       if (gather)

@@ -301,7 +301,8 @@ int main() {
         40, static_cast<jax_ep::Way>(i % jax_ep::kWays));  // some teams wait for the peer, the others for them
   jax_ep::sparse_reductions(20);
   for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
-  jax_ep::matmuls(12);
+  jax_ep::matmuls({0, 1, 2, 3}, 12);
+  jax_ep::matmuls({0, 1}, 12);
   for (int i = 0; i < 3; ++i) jax_ep::lost_matmul_rank();
   std::puts("protocol: all checks passed");
   return 0;

@@ -23,7 +23,7 @@ inline void expect(bool condition, const char* what) {
 template <class Body>
 void on_all_ranks(const Group& group, Body body) {
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank)
+  for (int rank = 0; rank < group.size(); ++rank)
     for (int team = 0; team < kTeams; ++team)
       threads.emplace_back([&, rank, team] {
         const Team roles({team, kTeams}, pusher_place(0, 1, team, kPushers),

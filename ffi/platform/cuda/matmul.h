@@ -16,8 +16,13 @@ std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream
 std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                          const GatherMatmulArgs& args);
 
+// The same for two ranks.
+std::optional<std::string> launch_exchange(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
+                                           const MatmulReduceArgs& args);
+
 // Loads every kernel on the current device, if it is a Hopper.
 cudaError_t load_matmul_reduce();
+cudaError_t load_matmul_exchange();
 cudaError_t load_gather_matmul();
 
 }  // namespace jax_ep

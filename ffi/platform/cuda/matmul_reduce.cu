@@ -8,6 +8,7 @@ namespace jax_ep {
 
 std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                          const MatmulReduceArgs& args) {
+  if (config.communicating == 0) return launch_exchange(config, stream, comm, args);
   const PairOrder order{0, 0, args.scatter ? comm.size : 1};  // so that all owners have something to sum at any time
   return launch_overlapped(config, stream, comm, args, {args.m, args.a, args.partial}, order);
 }
@@ -19,6 +20,9 @@ std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, co
   return launch_matmul(config, stream, comm, args);
 }
 
-cudaError_t load_matmul_reduce() { return load_overlapped<MatmulReduceArgs>(); }
+cudaError_t load_matmul_reduce() {
+  const cudaError_t error = load_matmul_exchange();
+  return error == cudaSuccess ? load_overlapped<MatmulReduceArgs>() : error;
+}
 
 }  // namespace jax_ep

@@ -16,12 +16,41 @@ constexpr double kRoundMicroseconds = 15;       // from the last tile to the las
 constexpr double kBytesPerMicrosecond = 300e3;  // that come in, or go out
 constexpr double kLastPerMicrosecond = 230e3;   // the same when all wait for them
 
+// Of an exchange, fitted to times on 2 H200.
+constexpr int kSpareProcessors = 2;              // where other kernels get on while all blocks wait for a peer
+constexpr double kMostExchanged = 17e6;          // bytes: to push more holds up the product longer than fetching takes
+constexpr double kExchangeMicroseconds = 8;      // to begin, and from the last tile to the last sum
+constexpr double kPushedPerMicrosecond = 380e3;  // bytes
+constexpr double kExposed = 1, kNarrowExposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
+
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+double pushed_bytes(OpKind op, int m, int n, int value_bytes) {
+  return 1.0 * m * n * value_bytes * (op == OpKind::matmul_all_reduce ? 1 : 0.5);
+}
+
+// Of two ranks. All blocks multiply, and push what they have.
+OverlapConfig exchange_with(OpKind op, int m, int n, int k, int value_bytes, int processors, int block_n) {
+  const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), most = processors - kSpareProcessors;
+  OverlapConfig config{};
+  config.block_n = block_n;
+  config.split_k = block_n == 128 && k >= kLeastSplit && 2 * rows * columns <= most;
+  const int shares = rows * columns * (config.split_k ? 2 : 1);
+  config.multiplying = std::min(most, shares + 1) / 2 * 2;
+  config.band = block_n == 128 ? std::clamp(config.multiplying / columns / 2, 1, kMostPairsPerBand) : ceil_div(rows, 2);
+  const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1) * (config.split_k ? 2 : 1);
+  const double wave = 2.0 * kTileRows * block_n * k / rate + kTileMicroseconds;
+  config.microseconds =
+      ceil_div(shares, config.multiplying) * wave + kExchangeMicroseconds +
+      pushed_bytes(op, m, n, value_bytes) / kPushedPerMicrosecond * (block_n == 128 ? kNarrowExposed : kExposed);
+  return config;
+}
 
 }  // namespace
 
 OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                           int communicating) {
+  if (communicating == 0) return exchange_with(op, m, n, k, value_bytes, processors, block_n);
   const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), tiles = rows * columns;
   OverlapConfig config{};
   config.block_n = block_n;
@@ -45,8 +74,10 @@ OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int r
 }
 
 OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors) {
-  processors = std::max(processors, 2);
-  const int communicating = std::max(2, processors * 3 / 4 / 2 * 2);  // the others are free after the product
+  processors = std::max(processors, 4);
+  const bool exchange = ranks == 2 && pushed_bytes(op, m, n, value_bytes) <= kMostExchanged;
+  // Those that fetch; the others are free after the product.
+  const int communicating = exchange ? 0 : std::max(2, processors * 3 / 4 / 2 * 2);
   const auto config = [&](int block_n) {
     return reduce_with(op, m, n, k, value_bytes, ranks, processors, block_n, communicating);
   };
