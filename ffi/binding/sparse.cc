@@ -42,6 +42,7 @@ LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32
   args.hidden = dim(values, 1);
   args.capacity = dim(*result, 0);
   args.slots_kept = dim(*runs, 1);
+  args.landing_room = sparse_landing_room(args.entries, caller.group->size(), sharded);
   args.sharded = sharded;
   args.drop = drop;
   args.by_count = by_count;

@@ -123,8 +123,8 @@ JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
 JAX_EP_CONSTANT_FN int64_t landing_places_bytes(int ranks, int slots) {
   return (int64_t{ranks} * slots * 4 + 127) / 128 * 128;
 }
-JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes) {
-  return landing_places_bytes(ranks, slots) + int64_t{landing_room(entries, ranks, sharded)} * (ranks - 1) * row_bytes;
+JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t row_bytes) {
+  return landing_places_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
 }
 
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.

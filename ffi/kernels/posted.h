@@ -57,7 +57,7 @@ void for_each_posted(SparseReduceArgs& args, int ranks, Visit visit) {
   visit(args.values, args.entries * row, Use::operand);
   visit(args.result, args.capacity * row, Use::result);
   visit(args.partials, int64_t{args.entries} * args.hidden * 4, Use::landing);
-  visit(args.landing, landing_bytes(ranks, args.slots_kept, args.entries, args.sharded, row), Use::landing);
+  visit(args.landing, landing_bytes(ranks, args.slots_kept, args.landing_room, row), Use::landing);
 }
 
 template <class Visit>

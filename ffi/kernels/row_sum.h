@@ -4,6 +4,7 @@
 #include "device/copy.h"
 #include "device/lineup.h"
 #include "device/rows.h"
+#include "kernels/lone_sum.h"
 #include "kernels/piece.h"
 #include "kernels/row_stream.h"
 
@@ -79,7 +80,8 @@ class RowSum {
 
   template <class Terms, class Places>
   JAX_EP_FN void sum_directly(const Terms& terms, const Places& places, int width) {
-    if (Team::lanes > 1 && !words_) return sum_by_value(terms, places, width);
+    if constexpr (Team::lanes == 1) return sum_alone(terms, places, width);
+    if (!words_) return sum_by_value(terms, places, width);
     for (int first = 0; first < width; first += kSumValues<T, kPieces>) {
       Total total = {};
       auto walk = terms.walk();
@@ -89,9 +91,20 @@ class RowSum {
     }
   }
 
+  // By a team of one lane.
+  template <class Terms, class Places>
+  JAX_EP_FN void sum_alone(const Terms& terms, const Places& places, int width) const {
+    const FewRows<const T> rows(terms);
+    const FewRows<char> targets(places);
+    if (rows.all() && targets.all())
+      sum_few_rows<T, T>(rows, targets, width);
+    else
+      sum_by_value(terms, places, width);
+  }
+
   // Rows of odd sizes: a value per lane at a time.
   template <class Terms, class Places>
-  JAX_EP_FN void sum_by_value(const Terms& terms, const Places& places, int width) {
+  JAX_EP_FN void sum_by_value(const Terms& terms, const Places& places, int width) const {
     for (int first = 0; first < width; first += Team::lanes) {
       const int at = smaller(first + team_.lane, width - 1);
       float total = 0;

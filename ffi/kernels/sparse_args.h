@@ -34,7 +34,8 @@ constexpr int32_t kNoEntry = INT32_MAX;
 struct SparseReduceArgs {
   DType dtype;
   int entries, hidden, capacity;
-  int slots_kept;  // most slots that a result can use: the length of the table of runs
+  int slots_kept;    // most slots that a result can use: the length of the table of runs
+  int landing_room;  // rows that each peer may leave in the landing; 0: owners fetch all
   bool sharded, drop;
   bool by_count;          // rows are divided by their number of entries ...
   float scale;            // ... or else multiplied by this

@@ -10,7 +10,7 @@ namespace jax_ep {
 class SparseLanding {
  public:
   JAX_EP_FN SparseLanding(const Op& op, const SparseReduceArgs& args, int64_t row_bytes)
-      : op_(op), args_(args), row_bytes_(row_bytes), room_(landing_room(args.entries, op.comm.size, args.sharded)) {}
+      : op_(op), args_(args), row_bytes_(row_bytes), room_(args.landing_room) {}
 
   JAX_EP_FN bool has_room() const { return room_ > 0; }
 
@@ -18,7 +18,8 @@ class SparseLanding {
   JAX_EP_FN void clear() const {
     if (!op_.ok()) return;
     auto* places = reinterpret_cast<int32_t*>(args_.landing);
-    const int64_t all = int64_t{op_.comm.size} * args_.slots_kept, step = op_.team.count * Team::lanes;
+    const int64_t all = !has_room() ? 0 : int64_t{op_.comm.size} * args_.slots_kept,
+                  step = op_.team.count * Team::lanes;
     for (int64_t i = op_.team.index * Team::lanes + op_.team.lane; i < all; i += step) places[i] = -1;
     if (op_.team.index == 0)
       for (int rank = op_.team.lane; rank < op_.comm.size; rank += Team::lanes) args_.sent[rank] = 0;
@@ -37,6 +38,7 @@ class SparseLanding {
 
   // The part of another holder, if it is here, when all have delivered theirs.
   JAX_EP_FN const char* find(int holder, int slot) const {
+    if (!has_room()) return nullptr;
     const int place = *place_of(args_.landing, holder, slot);
     return place < 0 ? nullptr : row(args_.landing, op_.comm.rank, holder, place);
   }

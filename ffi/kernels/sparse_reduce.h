@@ -169,7 +169,7 @@ class SparseReduce {
     });
     const float scale = args_.by_count ? 1.0f / static_cast<float>(row.held.entries) : args_.scale;
     if (kFloats || !row.held.crowded)
-      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return term_of(rank, row.slot, scale); }), places,
+      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return term_of(rank, row, scale); }), places,
                 args_.hidden);
     else
       DirectSum<float, T>(team, words_)
@@ -177,10 +177,10 @@ class SparseReduce {
   }
 
   // What a rank adds to a row, wherever it is.
-  JAX_EP_FN Term<const T> term_of(int rank, int slot, float weight) const {
-    if (runs_.entries(rank, slot) == 0) return {nullptr, 0.0f};
-    const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, slot);
-    return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, slot), weight};
+  JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
+    if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
+    const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.slot);
+    return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.slot), weight};
   }
   // At its holder, that is its only entry, or the sum of several.
   JAX_EP_FN const T* held_by(int rank, int slot) const {

@@ -24,7 +24,8 @@ struct SparseRank {
   std::vector<Run> runs = std::vector<Run>(kRanks * kSlots);
   std::vector<int32_t> heads = std::vector<int32_t>(kSlots), next = ids, members = ids, listed = {0}, cut = {0},
                        sent = std::vector<int32_t>(kRanks);
-  std::vector<char> landing = std::vector<char>(landing_bytes(kRanks, kSlots, kEntries, false, kWidth * 4));
+  std::vector<char> landing =
+      std::vector<char>(landing_bytes(kRanks, kSlots, landing_room(kEntries, kRanks, false), kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
 
   // Some ids are often drawn, so that their runs are long.
@@ -42,24 +43,25 @@ struct SparseRank {
     return a;
   }
 
-  SparseReduceArgs reduce_args(bool sharded) {
+  SparseReduceArgs reduce_args(bool sharded, bool landing_used = true) {
     SparseReduceArgs a{};
     a.entries = kEntries, a.hidden = kWidth, a.capacity = kSlots, a.slots_kept = kSlots, a.sharded = sharded;
     a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.slots = slots.data();
     a.bounds = bounds.data(), a.result = reinterpret_cast<char*>(result.data()), a.runs = runs.data();
     a.heads = heads.data(), a.next = next.data(), a.members = members.data(), a.listed = listed.data();
+    a.landing_room = landing_used ? landing_room(kEntries, kRanks, sharded) : 0;
     a.cut = cut.data(), a.sent = sent.data(), a.landing = landing.data();
     a.partials = partials.data();
     return a;
   }
 };
 
-inline void reduce_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded) {
+inline void reduce_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded, bool landing_used) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
     run_kernel<float>(comm, ranks[rank].union_args(sharded), team);
   });
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].reduce_args(sharded), team);
+    run_kernel<float>(comm, ranks[rank].reduce_args(sharded, landing_used), team);
   });
 }
 
@@ -90,7 +92,7 @@ inline void sparse_reductions(int times) {
   std::mt19937 random(3);
   for (int i = 0; i < times; ++i) {
     for (SparseRank& rank : ranks) rank.draw(random);
-    reduce_on_all_ranks(group, ranks, /*sharded=*/i % 2);
+    reduce_on_all_ranks(group, ranks, /*sharded=*/i % 2, /*landing_used=*/i % 4 == 0);
     check_sparse(ranks, i % 2);
   }
   expect(!group.take_error(), "no error is reported");

@@ -4,6 +4,11 @@
 #include <chrono>
 #include <cstdint>
 #include <thread>
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)  // which does not see such stores
+#define JAX_EP_STREAMING_STORES 1
+#else
+#define JAX_EP_STREAMING_STORES 0
+#endif
 
 #define JAX_EP_FN inline
 #define JAX_EP_COLD_FN inline
@@ -41,6 +46,9 @@ JAX_EP_FN T load_acquire(const T* p) {
 }
 template <class T>
 JAX_EP_FN void store_release(T* p, T value) {
+#if JAX_EP_STREAMING_STORES
+  asm volatile("sfence" ::: "memory");  // after stream_out
+#endif
   __atomic_store_n(p, value, __ATOMIC_RELEASE);
 }
 // Among the teams of one rank.
@@ -55,6 +63,25 @@ JAX_EP_FN T fetch_add(T* p, T value) {
 template <class T>
 JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
   return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+// Copies past the caches, to where this rank will not look again: they would first fetch what is overwritten.
+template <class T, int kCount>
+JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
+#if JAX_EP_STREAMING_STORES
+  if constexpr (kCount * sizeof(T) % 16 == 0) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      using Word [[gnu::vector_size(16), gnu::may_alias]] = long long;
+      for (size_t i = 0; i < kCount; i += 16 / sizeof(T)) {
+        Word word;
+        __builtin_memcpy(&word, from + i, 16);
+        asm volatile("movntdq %1, %0" : "=m"(*reinterpret_cast<Word*>(to + i)) : "x"(word));
+      }
+      return;
+    }
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = from[i];
 }
 
 // The next number, without order.
@@ -80,7 +107,13 @@ JAX_EP_FN void pause(unsigned tries) {
   if (tries > 16) std::this_thread::yield();
 }
 
-JAX_EP_FN int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
+// Without a call, where the processor's own instruction is not assumed.
+JAX_EP_FN int count_bits(uint64_t bits) {
+  bits -= bits >> 1 & 0x5555555555555555;
+  bits = (bits & 0x3333333333333333) + (bits >> 2 & 0x3333333333333333);
+  bits = (bits + (bits >> 4)) & 0x0f0f0f0f0f0f0f0f;
+  return static_cast<int>(bits * 0x0101010101010101 >> 56);
+}
 JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
 
 struct Match {
