@@ -18,7 +18,8 @@ constexpr double kLastPerMicrosecond = 230e3;   // the same when all wait for th
 
 // Of an exchange, fitted to times on 2 H200.
 constexpr int kSpareProcessors = 2;              // where other kernels get on while all blocks wait for a peer
-constexpr double kMostExchanged = 17e6;          // bytes: to push more holds up the product longer than fetching takes
+constexpr double kMostReduced = 13e6;            // bytes: to push more holds up the product longer than fetching takes
+constexpr double kMostScattered = 17e6;          // the same for matmul_reduce_scatter
 constexpr double kExchangeMicroseconds = 8;      // to begin, and from the last tile to the last sum
 constexpr double kPushedPerMicrosecond = 380e3;  // bytes
 constexpr double kExposed = 1, kNarrowExposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
@@ -75,7 +76,8 @@ OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int r
 
 OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors) {
   processors = std::max(processors, 4);
-  const bool exchange = ranks == 2 && pushed_bytes(op, m, n, value_bytes) <= kMostExchanged;
+  const double most = op == OpKind::matmul_all_reduce ? kMostReduced : kMostScattered;
+  const bool exchange = ranks == 2 && pushed_bytes(op, m, n, value_bytes) <= most;
   // Those that fetch; the others are free after the product.
   const int communicating = exchange ? 0 : std::max(2, processors * 3 / 4 / 2 * 2);
   const auto config = [&](int block_n) {
