@@ -23,9 +23,13 @@ int cost_of(Grouping grouping, int m, int n, int groups, int processors, int blo
 
 }  // namespace
 
+bool should_split(int block_n, int k, int tiles, int processors) {
+  return block_n == 128 && k >= kLeastSplit && tiles * kCluster <= processors;
+}
+
 Config choose_config(Grouping grouping, int m, int n, int k, int groups, int processors) {
   if (const int tiles = tiles_of(grouping, m, n, groups, 128);
-      grouping != Grouping::contraction && k >= kLeastSplit && tiles * kCluster <= processors)
+      grouping != Grouping::contraction && should_split(128, k, tiles, processors))
     return {128, kBand, tiles * kCluster, true};
   Config config{256, kBand, 0, false};
   if (cost_of(grouping, m, n, groups, processors, 128) < cost_of(grouping, m, n, groups, processors, 256))

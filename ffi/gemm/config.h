@@ -16,6 +16,9 @@ struct Config {
   std::string describe() const;
 };
 
+// Whether both blocks of a cluster should take one tile, half of the contraction each: where tiles are few.
+bool should_split(int block_n, int k, int tiles, int processors);
+
 Config choose_config(Grouping grouping, int m, int n, int k, int groups, int processors);
 
 }  // namespace jax_ep::gemm

@@ -1,12 +1,12 @@
 #include <algorithm>
 
+#include "gemm/config.h"
 #include "platform/cuda/overlap_config.h"
 
 namespace jax_ep {
 namespace {
 
 constexpr int kTileRows = 128;
-constexpr int kLeastSplit = 1024;  // a contraction that is worth it
 constexpr int kMostPairsPerBand = 16;
 // Fitted to times on 2 and 4 H200.
 constexpr double kFlopsPerMicrosecond = 6.2e6;  // of a processor with tiles of 256 columns
@@ -35,7 +35,7 @@ OverlapConfig exchange_with(OpKind op, int m, int n, int k, int value_bytes, int
   const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), most = processors - kSpareProcessors;
   OverlapConfig config{};
   config.block_n = block_n;
-  config.split_k = block_n == 128 && k >= kLeastSplit && 2 * rows * columns <= most;
+  config.split_k = gemm::should_split(block_n, k, rows * columns, most);
   const int shares = rows * columns * (config.split_k ? 2 : 1);
   config.multiplying = std::min(most, shares + 1) / 2 * 2;
   config.band = block_n == 128 ? std::clamp(config.multiplying / columns / 2, 1, kMostPairsPerBand) : ceil_div(rows, 2);
@@ -57,7 +57,7 @@ OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int r
   config.block_n = block_n;
   config.communicating = communicating;
   // Few tiles: two processors take one, half of the contraction each.
-  config.split_k = block_n == 128 && k >= kLeastSplit && 2 * tiles <= processors;
+  config.split_k = gemm::should_split(block_n, k, tiles, processors);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(processors, parts * tiles + 1) / 2 * 2;
   // Whole rows of tiles are announced: a wave should finish some.
