@@ -84,13 +84,13 @@ __device__ __forceinline__ void swap_halves(float (&half)[kCount], const float (
   __syncwarp();
 }
 
-// The accumulators of one of the eight consumer warps. The last stores still read `buffers` when it returns.
+// A warp's accumulators of 16 rows of a tile, the slot-th. The last stores still read `buffers` when it returns.
 template <class Out, int kBlockN>
 __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
-                                           const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int warp,
+                                           const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int slot,
                                            int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
-  const int row = tile.row + warp * kOutRows, matrix = problem.grouping == Grouping::contraction ? tile.group : 0;
+  const int row = tile.row + slot * kOutRows, matrix = problem.grouping == Grouping::contraction ? tile.group : 0;
   const bool whole = row + kOutRows <= tile.row_end;
   if (row >= tile.row_end) return;
   char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
@@ -117,9 +117,9 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, con
 // The same by plain stores: put(row, column, words) for each 16 bytes, by the lanes of a warp together.
 template <class Out, int kBlockN, class Put>
 __device__ __forceinline__ void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
-                                         char (*buffers)[kOutBytes], int warp, int lane, Put put) {
+                                         char (*buffers)[kOutBytes], int slot, int lane, Put put) {
   constexpr int kColumns = kLineBytes / sizeof(Out), kValues = 16 / sizeof(Out);
-  const int row = tile.row + warp * kOutRows;
+  const int row = tile.row + slot * kOutRows;
 #pragma unroll
   for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
     const int column = tile.out_col + chunk * kColumns + (lane & 7) * kValues;

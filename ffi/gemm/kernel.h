@@ -1,5 +1,6 @@
 // The Hopper kernel: one producer warp loads tiles by TMA, two consumer warpgroups multiply and store them, and the
-// blocks stay for all their tiles. So loads of the next tile run during the stores of the last.
+// blocks stay for all their tiles. So loads of the next tile run during the stores of the last; where the warpgroups
+// take tiles in turns, its multiplies do too.
 #pragma once
 
 #include "gemm/epilogue.h"
@@ -43,6 +44,11 @@ struct Position {
     if (++stage < kStages) return;
     stage = 0;
     parity ^= 1;
+  }
+  __device__ __forceinline__ void advance(int stages) {
+    stage += stages;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
   }
 };
 
@@ -90,10 +96,11 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
 template <int kBlockN>
 __device__ __forceinline__ void zero_lines(char* stage, int valid) {
   const int pieces = (kSlice - valid) * (kLineBytes / 16);
-  for (int i = threadIdx.x; i < Shared<kBlockN>::kSlices * pieces; i += kConsumers)
+  constexpr int kThreads = kConsumers / kParts<kBlockN>;
+  for (int i = threadIdx.x % kThreads; i < Shared<kBlockN>::kSlices * pieces; i += kThreads)
     *reinterpret_cast<uint4*>(stage + i / pieces * kSliceBytes + valid * kLineBytes + i % pieces * 16) = uint4{};
   shared_proxy_fence();
-  sync_some(1, kConsumers);
+  sync_some(1 + threadIdx.x / kThreads, kThreads);
 }
 
 // Tells both producers of the cluster that this warp is done with a stage.
@@ -101,7 +108,17 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
-// Nothing of a warpgroup's half of a tile is wanted: its loads pass by.
+// Where warpgroups take turns: waits for this one's, of so many, and lets the other go on with the stages that follow.
+template <int kBlockN, class Memory>
+__device__ __forceinline__ void await_turn(Memory& shared, int turn, int warpgroup) {
+  if constexpr (in_turns(kBlockN)) wait_barrier(&shared.turn[warpgroup], (turn + 1 + warpgroup) & 1, "a turn");
+}
+template <int kBlockN, class Memory>
+__device__ __forceinline__ void pass_turn(Memory& shared, int warpgroup, int lane) {
+  if (in_turns(kBlockN) && lane == 0) arrive(&shared.turn[1 - warpgroup]);
+}
+
+// Nothing of what a warpgroup would multiply is wanted: its loads pass by.
 template <class Memory>
 __device__ __forceinline__ void skip(Memory& shared, const Tile& tile, Position<Memory::kStages>& at, int lane) {
   for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
@@ -110,37 +127,46 @@ __device__ __forceinline__ void skip(Memory& shared, const Tile& tile, Position<
   }
 }
 
-// One warpgroup's half of a tile: d = a x b.
+// What a warpgroup multiplies of a tile: d = a x b.
 template <class In, int kBlockN, bool kMnA, bool kMnB, class Memory>
-__device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Memory& shared, const Problem& problem,
-                                           const Tile& tile, Position<Memory::kStages>& at, int half, int lane) {
+__device__ __forceinline__ void accumulate(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared,
+                                           const Problem& problem, const Tile& tile, Position<Memory::kStages>& at,
+                                           int warpgroup, int lane) {
+  const int first_slice = in_turns(kBlockN) ? 0 : warpgroup;
   int running = -1;  // the stage that wgmma may still read
   if (tile.k_begin >= tile.k_end) {
 #pragma unroll
-    for (float& value : d) value = 0;
-    return;
+    for (auto& part : d)
+#pragma unroll
+      for (float& value : part) value = 0;
+    return pass_turn<kBlockN>(shared, warpgroup, lane);
   }
-  leave_undefined(d);
+#pragma unroll
+  for (auto& part : d) leave_undefined(part);
   for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
     char* const stage = shared.stages[at.stage];
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
     if constexpr (kMnA && kMnB)
       if (problem.grouping == Grouping::contraction && tile.k_end - k < kBlockK)
         zero_lines<kBlockN>(stage, tile.k_end - k);
-    const uint64_t a = describe<kMnA>(stage + half * kSliceBytes);
+    const uint64_t a = describe<kMnA>(stage + first_slice * kSliceBytes);
     const uint64_t b = describe<kMnB>(stage + kSlicesA * kSliceBytes);
     begin_multiplies();
 #pragma unroll
     for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-      multiply<In, kMnA, kMnB>(d, a + step * kDescriptorStep<kMnA>, b + step * kDescriptorStep<kMnB>,
-                               k > tile.k_begin || step > 0);
+#pragma unroll
+      for (int part = 0; part < kParts<kBlockN>; ++part)
+        multiply<In, kMnA, kMnB>(d[part], a + part * (kSliceBytes >> 4) + step * kDescriptorStep<kMnA>,
+                                 b + step * kDescriptorStep<kMnB>, k > tile.k_begin || step > 0);
     commit_multiplies();
     wait_multiplies<1>();
     if (running >= 0) release(&shared.empty[running], lane);
     running = at.stage;
   }
+  pass_turn<kBlockN>(shared, warpgroup, lane);
   wait_multiplies<0>();
-  settle(d);
+#pragma unroll
+  for (auto& part : d) settle(part);
   if (running >= 0) release(&shared.empty[running], lane);
 }
 
@@ -148,37 +174,47 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlockN / 2], Memory& shar
 template <class Out, int kBlockN, class Hooks>
 __device__ __forceinline__ void store(const CUtensorMap& map, Out* out, const Problem& problem, const Hooks& hooks,
                                       const Tile& tile, const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes],
-                                      int warp, int lane) {
+                                      int slot, int lane) {
   if constexpr (Hooks::kStores)
-    hooks.template store<kBlockN>(tile, d, buffers, warp, lane);
+    hooks.template store<kBlockN>(tile, d, buffers, slot, lane);
   else
-    store_tile<Out, kBlockN>(map, out, problem, tile, d, buffers, warp, lane);
+    store_tile<Out, kBlockN>(map, out, problem, tile, d, buffers, slot, lane);
 }
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
                         const Hooks& hooks, int block, int blocks) {
-  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<SharedFor<kBlockN, Hooks>::kStages> at;
   Schedule schedule(problem, kBlockN, block, blocks);
   Tile tile{};
   int tiles = 0;
   uint32_t swaps = 0;
   for (; schedule.next(&tile); ++tiles) {
-    const int half = warp / 4;
-    const bool wanted = tile.row + half * kSlice < tile.row_end && tile.col < problem.n;
+    if (in_turns(kBlockN) && tiles % 2 != warpgroup) {
+      at.advance(ceil_div(larger(tile.k_end - tile.k_begin, 0), kBlockK));
+      continue;
+    }
+    await_turn<kBlockN>(shared, tiles / 2, warpgroup);
+    const int first_row = tile.row + (in_turns(kBlockN) ? 0 : warpgroup * kSlice);
+    const bool wanted = first_row < tile.row_end && tile.col < problem.n;
     if (wanted || problem.grouping == Grouping::contraction) {  // where both halves meet to zero lines
-      float d[kBlockN / 2];
-      accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, half, lane);
-      if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
-        store<Out, kBlockN>(map, out, problem, hooks, tile, d, shared.out[warp], warp, lane);
-      } else if constexpr (kCanSplit<kBlockN>) {
-        float half_d[kBlockN / 4];
-        swap_halves(half_d, d, shared, swaps++ & 1, warp, lane);
-        store<Out, kBlockN / 2>(map, out, problem, hooks, tile, half_d, shared.out[warp], warp, lane);
+      float d[kParts<kBlockN>][kBlockN / 2];
+      accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, warpgroup, lane);
+#pragma unroll
+      for (int part = 0; part < kParts<kBlockN>; ++part) {
+        const int slot = slot_of<kBlockN>(part, warp);
+        if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
+          store<Out, kBlockN>(map, out, problem, hooks, tile, d[part], shared.out[warp], slot, lane);
+        } else if constexpr (kCanSplit<kBlockN>) {
+          float half_d[kBlockN / 4];
+          swap_halves(half_d, d[part], shared, swaps++ & 1, warp, lane);
+          store<Out, kBlockN / 2>(map, out, problem, hooks, tile, half_d, shared.out[warp], slot, lane);
+        }
       }
     } else {
       skip(shared, tile, at, lane);
+      pass_turn<kBlockN>(shared, warpgroup, lane);
     }
     if constexpr (Hooks::kAwaitStores) {
       if (lane == 0) wait_stores_written<0>();
@@ -190,13 +226,14 @@ __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& ma
   if (lane == 0) wait_stores_written<0>();  // shared memory goes with the block; others look at the result
 }
 
-template <class Memory>
+template <int kBlockN, class Memory>
 __device__ __forceinline__ void open_pipeline(Memory& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Memory::kStages; ++stage) {
       init_barrier(&shared.full[stage], 1);
-      init_barrier(&shared.empty[stage], kConsumerWarps * kCluster);
+      init_barrier(&shared.empty[stage], kConsumerWarps / kParts<kBlockN> * kCluster);
     }
+    for (uint64_t& turn : shared.turn) init_barrier(&turn, kWarpgroup);
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
       init_barrier(&shared.vacant[warp], 1);
       init_barrier(&shared.brought[warp], 32);
@@ -224,7 +261,7 @@ __device__ __forceinline__ void multiply_tiles(char* memory, const CUtensorMap& 
                                                const Hooks& hooks, int block, int blocks) {
   using Beside = typename Hooks::Beside;
   auto& shared = *reinterpret_cast<SharedFor<kBlockN, Hooks>*>(memory);
-  open_pipeline(shared);
+  open_pipeline<kBlockN>(shared);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
     take_registers<Registers<Beside>::kConsumer>();

@@ -18,11 +18,34 @@ constexpr int kSlicesA = kBlockM / kSlice;
 constexpr int kMultiplyK = 16;  // what one wgmma contracts
 
 constexpr int kConsumerWarps = 8;
+constexpr int kWarpgroup = 4;  // warps
 constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kWarpsBeside = 3;  // the producer is one of four
 constexpr int kOutRows = 16;     // of a warp, stored at once: lines of 128 bytes again
 constexpr int kOutBytes = kOutRows * kLineBytes;
+
+// Two warpgroups share a wide tile, 64 rows each; narrow ones they take in turns, so that one stores while the other
+// multiplies.
+constexpr JAX_EP_GEMM_FN bool in_turns(int block_n) { return block_n == 128; }
+template <int kBlockN>
+constexpr int kParts = in_turns(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
+
+// Which 16 rows of a tile a warp holds in a part.
+template <int kBlockN>
+JAX_EP_GEMM_FN int slot_of(int part, int warp) {
+  return in_turns(kBlockN) ? part * kWarpgroup + warp % kWarpgroup : warp;
+}
+
+// The warps that store a block's tile of this number, and how many tiles each of them has stored by then.
+struct Storing {
+  int first, warps;
+  uint32_t tiles;
+};
+JAX_EP_GEMM_FN Storing storing(int block_n, int tile) {
+  if (!in_turns(block_n)) return {0, kConsumerWarps, static_cast<uint32_t>(tile) + 1};
+  return {tile % 2 * kWarpgroup, kWarpgroup, static_cast<uint32_t>(tile) / 2 + 1};
+}
 
 struct Nothing {};
 
@@ -37,6 +60,7 @@ struct Shared {
   alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
   alignas(1024) char out[kConsumerWarps][2][kOutBytes];
   uint64_t full[kStages], empty[kStages];
+  uint64_t turn[2];                                          // of the warpgroups, to multiply
   uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // of a split contraction: the peer's `out`, this block's
   Beside beside;
 };

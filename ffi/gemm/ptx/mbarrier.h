@@ -22,6 +22,9 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t byt
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // Arrives at the barrier that lies at this place in block `peer` of the cluster.
 __device__ __forceinline__ void arrive_at_peer(uint64_t* barrier, int peer) {
   asm volatile(

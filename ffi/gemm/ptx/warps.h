@@ -50,10 +50,9 @@ __device__ __forceinline__ void wait_count(const uint32_t* counter, uint32_t val
   }
 }
 
-// The same of all multiplying warps, a counter each, by the lanes of a warp.
-template <int kWarps>
-__device__ __forceinline__ void wait_counts(const uint32_t (&counters)[kWarps], uint32_t value) {
-  if (threadIdx.x % 32 < kWarps) wait_count(&counters[threadIdx.x % 32], value);
+// The same of several warps, a counter each, by the lanes of a warp.
+__device__ __forceinline__ void wait_counts(const uint32_t* counters, int warps, uint32_t value) {
+  if (threadIdx.x % 32 < warps) wait_count(&counters[threadIdx.x % 32], value);
   __syncwarp();
 }
 

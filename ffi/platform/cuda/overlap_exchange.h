@@ -1,7 +1,7 @@
 // One kernel for a product and its reduction among two ranks. Both take the same tiles in the same order, so every
 // block exchanges its own with the same block at the peer. Multiplying warps store their part of a tile here and there;
-// of the warps beside them one announces it, the others add what has landed. The last tile is added by those who made
-// it.
+// of the warps beside them one announces it, the others add what has landed. The last tile is added by those who
+// multiply.
 #pragma once
 
 #include "kernels/matmul_exchange.h"
@@ -54,11 +54,11 @@ struct ExchangeBeside {
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
 
   template <int kWidth>
-  JAX_EP_FN void store(const gemm::Tile& tile, const float (&d)[kWidth / 2], char (*buffers)[gemm::kOutBytes], int warp,
+  JAX_EP_FN void store(const gemm::Tile& tile, const float (&d)[kWidth / 2], char (*buffers)[gemm::kOutBytes], int slot,
                        int lane) const {
     gemm::wait_count(&beside.posted, 1);
     T* const landing = reinterpret_cast<T*>(beside.landing);
-    gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, warp, lane, [&](int row, int column, const uint4& words) {
+    gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, slot, lane, [&](int row, int column, const uint4& words) {
       if (exchange.keeps(row)) *reinterpret_cast<uint4*>(exchange.kept(row, column)) = words;
       if (landing && exchange.sends(row)) *reinterpret_cast<uint4*>(exchange.sent(landing, row, column)) = words;
     });
@@ -67,7 +67,10 @@ struct ExchangeBeside {
   JAX_EP_FN void after_last(const gemm::Tile& tile, int tiles, int warp) const {
     const int row = tile.row + warp * gemm::kOutRows;
     gemm::wait_count(&beside.landed, 1);
-    if (tiles > 0) exchange.add(multiplying_team(), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
+    if (tiles > 0) {
+      wait_written(tiles - 1);
+      exchange.add(multiplying_team(), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
+    }
     count(&beside.added[warp]);
   }
   JAX_EP_FN void run_beside(int warp, int, int) const {
@@ -89,6 +92,12 @@ struct ExchangeBeside {
     if (threadIdx.x % Team::lanes == 0) gemm::count_one(counter);
   }
 
+  // A tile of this block, by its number.
+  JAX_EP_FN void wait_written(int tile) const {
+    const gemm::Storing by = gemm::storing(kBlockN, tile);
+    gemm::wait_counts(beside.written + by.first, by.warps, by.tiles);
+  }
+
   JAX_EP_FN void announce_tiles(Op& op) const {
     if (block == 0) op.post_by(op.team.index, work.args.partial);
     op.wait_posted();
@@ -97,10 +106,12 @@ struct ExchangeBeside {
     gemm::Schedule schedule(problem, kBlockN, block, blocks);
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
-      gemm::wait_counts(beside.written, tiles + 1);
+      wait_written(tiles);
       if (tile.last || flags.ends(tiles)) op.deliver(flags.flag(tiles), 1, 1);
     }
-    gemm::wait_counts(beside.added, 1);
+    if (tiles > 0) op.wait_delivered(exchange.peer, flags.flag(tiles - 1));
+    count(&beside.landed);
+    gemm::wait_counts(beside.added, gemm::kConsumerWarps, 1);
   }
 
   // A part of the rows of all tiles but the last, as they come.
@@ -109,12 +120,11 @@ struct ExchangeBeside {
     gemm::Schedule schedule(problem, kBlockN, block, blocks);
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
-      op.wait_delivered(exchange.peer, flags.flag(tiles));
       if (tile.last) break;
-      gemm::wait_counts(beside.written, tiles + 1);
+      op.wait_delivered(exchange.peer, flags.flag(tiles));
+      wait_written(tiles);
       if (op.ok()) exchange.add(op.team, {tile.row + part.begin, tile.row + part.end}, {tile.out_col, tile.out_end});
     }
-    if (adder == 0) count(&beside.landed);
   }
 };
 

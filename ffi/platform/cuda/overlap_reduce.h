@@ -55,9 +55,10 @@ struct ReduceBeside {
     Op op(work.comm, team, kind_of(args));
     const RowBlocks row_blocks(args.m);
     gemm::Schedule schedule(problem, work.block_n, block, blocks);
-    uint32_t tiles_written = 0;
-    for (gemm::Tile tile; schedule.next(&tile);) {
-      gemm::wait_counts(beside.written, ++tiles_written);
+    int tiles_seen = 0;
+    for (gemm::Tile tile; schedule.next(&tile); ++tiles_seen) {
+      const gemm::Storing by = gemm::storing(work.block_n, tiles_seen);
+      gemm::wait_counts(beside.written + by.first, by.warps, by.tiles);
       if (tile.row >= args.m || tile.col >= args.n) continue;
       const Range rows = row_blocks.chunk(row_blocks.chunk_of(tile.row));
       const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n) *

@@ -10,7 +10,7 @@ constexpr int kTileRows = 128;
 constexpr int kMostPairsPerBand = 16;
 // Fitted to times on 2 and 4 H200.
 constexpr double kFlopsPerMicrosecond = 6.2e6;  // of a processor with tiles of 256 columns
-constexpr double kNarrowPart = 0.9;             // of that with 128 columns
+constexpr double kNarrowPart = 0.94;            // of that with 128 columns
 constexpr double kTileMicroseconds = 2.5;       // to begin and to store a tile
 constexpr double kRoundMicroseconds = 15;       // from the last tile to the last flag, and to begin
 constexpr double kBytesPerMicrosecond = 300e3;  // that come in, or go out
@@ -18,11 +18,12 @@ constexpr double kLastPerMicrosecond = 230e3;   // the same when all wait for th
 
 // Of an exchange, fitted to times on 2 H200.
 constexpr int kSpareProcessors = 2;              // where other kernels get on while all blocks wait for a peer
-constexpr double kMostReduced = 13e6;            // bytes: to push more holds up the product longer than fetching takes
+constexpr double kMostReduced = 28e6;            // bytes: to push more holds up the product longer than fetching takes
 constexpr double kMostScattered = 17e6;          // the same for matmul_reduce_scatter
-constexpr double kExchangeMicroseconds = 8;      // to begin, and from the last tile to the last sum
+constexpr double kExchangeMicroseconds = 5;      // to begin, and from the last tile to the last sum
+constexpr double kTurnMicroseconds = 1.5;        // to begin a tile of 128 columns: others are stored meanwhile
 constexpr double kPushedPerMicrosecond = 380e3;  // bytes
-constexpr double kExposed = 1, kNarrowExposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
+constexpr double kExposed = 0.75, kNarrowExposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -40,7 +41,7 @@ OverlapConfig exchange_with(OpKind op, int m, int n, int k, int value_bytes, int
   config.multiplying = std::min(most, shares + 1) / 2 * 2;
   config.band = block_n == 128 ? std::clamp(config.multiplying / columns / 2, 1, kMostPairsPerBand) : ceil_div(rows, 2);
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1) * (config.split_k ? 2 : 1);
-  const double wave = 2.0 * kTileRows * block_n * k / rate + kTileMicroseconds;
+  const double wave = 2.0 * kTileRows * block_n * k / rate + (block_n == 128 ? kTurnMicroseconds : kTileMicroseconds);
   config.microseconds =
       ceil_div(shares, config.multiplying) * wave + kExchangeMicroseconds +
       pushed_bytes(op, m, n, value_bytes) / kPushedPerMicrosecond * (block_n == 128 ? kNarrowExposed : kExposed);
