@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import Loop, microseconds
+from in_jit_loop import Loop, add_pause, calls_between, describe_pause, microseconds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from provenance import header
 
@@ -17,6 +17,7 @@ import jax_ep
 from jax_ep.lax import ragged_dot
 
 AXIS, SEED = "tp", 0
+CALLS, CPU_CALLS = 40, 4
 OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
 
 Op = Callable[..., jax.Array]
@@ -38,6 +39,10 @@ class Shape:
 
     def __str__(self) -> str:
         return f"[{self.rows}, {self.contracted}] x [{self.contracted}, {self.columns}]"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.contracted * self.columns
 
 
 SEED_SHAPE = Shape(5416, 6144, 1408, quick=True)
@@ -96,9 +101,10 @@ def check_alike(ours: Op, other: Op, operands: tuple[jax.Array, jax.Array], mesh
         raise AssertionError(f"jax_ep's and XLA's results differ by {error} of their size")
 
 
-def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, calls: int) -> dict[str, float]:
+def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: float) -> dict[str, float]:
     """Microseconds by formulation, which take turns."""
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
+    calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, shape.flops)
     gathers = name == "all_gather_matmul"
     rows = draw(SEED, group.mesh, (shape.rows, shape.contracted), dtype)  # of the product on one rank
     b = draw(SEED + 1, group.mesh, (shape.contracted, shape.columns), dtype)
@@ -114,7 +120,7 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, calls: i
         MOVING: (partial(collective, name), moved),
     }
     loops = [Loop(op, (b,), operand, calls) for op, operand in ops.values()]
-    return dict(zip(ops, microseconds(loops, group.mesh, repeats), strict=True))
+    return dict(zip(ops, microseconds(loops, group.mesh, repeats, pause), strict=True))
 
 
 def line(name: str, shape: Shape, times: dict[str, float]) -> str:
@@ -130,6 +136,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
     parser.add_argument("--devices", type=int, help="how many [all]")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    add_pause(parser)
     options = parser.parse_args(arguments)
 
     mesh = Mesh(np.array(jax.devices()[: options.devices]), (AXIS,))
@@ -137,16 +144,15 @@ def main(arguments: list[str]) -> int:
         on_cpu = group.platform == "cpu"
         note = "float32, plain loops" if on_cpu else "bfloat16"
         print(header(list(mesh.devices.flat), note, ["collective_matmul", *arguments]))
-        print(
-            f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product\n"
-        )
+        print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
+        print(f"- {describe_pause(options.pause)}\n")
         names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
         print(f"| op | product | {' | '.join(names)} | times XLA's speed | of the product | hidden |\n|{'---|' * 10}")
         for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:
                 shape = gather if name == "all_gather_matmul" else reduction
                 if shape.quick or not options.quick:
-                    times = measure(name, shape, group, options.repeats, calls=4 if on_cpu else 40)
+                    times = measure(name, shape, group, options.repeats, options.pause)
                     print(line(name, shape, times), flush=True)
         group.check()
     return 0

@@ -1,5 +1,6 @@
 """Microseconds per call of an op inside one jitted loop, so that the host's part of a call does not count."""
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 MORE_EXECUTIONS = 2
+SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +92,42 @@ def compile_loops(loops: Sequence[Loop], mesh: Mesh) -> list[Callable[[], Any]]:
     return [partial(program, *loop.arguments) for loop, program in zip(loops, programs, strict=True)]
 
 
-def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int) -> list[float]:
-    """Median per call over `repeats` turns of the loops, after one to warm up."""
-    return median_microseconds(loops, compile_loops(loops, mesh), repeats)
+def add_pause(parser: argparse.ArgumentParser) -> None:
+    """For products: a GPU that multiplies without rest runs at its power limit, below its highest clocks."""
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0,
+        metavar="MS",
+        help="rest before each timed loop, which is short then [%(default)g]",
+    )
 
 
-def median_microseconds(loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+def describe_pause(pause: float) -> str:
+    if pause:
+        return f"cool: short loops, {pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
+    return "hot: loops follow each other without rest, so that a GPU may run at its power limit"
+
+
+def calls_between(pause: float, most: int, flops: float) -> int:
+    """Calls of `flops` operations in a loop: after a pause no more than the device can do before it is hot."""
+    return max(1, min(most, int(SHORT_FLOPS / flops))) if pause else most
+
+
+def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0) -> list[float]:
+    """Median per call over `repeats` turns of the loops, after one to warm up; `pause`: ms of rest before each."""
+    return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause)
+
+
+def median_microseconds(
+    loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0
+) -> list[float]:
     """What an execution adds when several follow each other: the first takes a millisecond or more to start."""
     once: list[list[float]] = [[] for _ in loops]
     more: list[list[float]] = [[] for _ in loops]
     for turn in range(repeats + 1):
         for index, program in enumerate(programs):
-            seconds = [_seconds(program, executions) for executions in (1, 1 + MORE_EXECUTIONS)]
+            seconds = [_seconds(program, executions, pause) for executions in (1, 1 + MORE_EXECUTIONS)]
             if turn:
                 once[index].append(seconds[0])
                 more[index].append(seconds[1])
@@ -109,7 +135,8 @@ def median_microseconds(loops: Sequence[Loop], programs: Sequence[Callable[[], A
     return [1e6 * each / (MORE_EXECUTIONS * loop.calls) for each, loop in zip(added, loops, strict=True)]
 
 
-def _seconds(program: Callable[[], Any], executions: int) -> float:
+def _seconds(program: Callable[[], Any], executions: int, pause: float) -> float:
+    time.sleep(1e-3 * pause)
     start = time.perf_counter()
     jax.block_until_ready([program() for _ in range(executions)])
     return time.perf_counter() - start

@@ -9,7 +9,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
+from in_jit_loop import (
+    Loop,
+    add_pause,
+    calls_between,
+    compile_loops,
+    describe_pause,
+    median_microseconds,
+    microseconds,
+)
 from jax.sharding import Mesh
 from provenance import header
 
@@ -18,7 +26,7 @@ from jax_ep.lax import ragged_dot
 
 SEED = 0
 OURS, LAX, DENSE, TORCH = "jax_ep", "jax.lax.ragged_dot", "dense XLA", "torch._grouped_mm"
-CALLS = {OURS: 20, LAX: 2, DENSE: 20, TORCH: 20}  # jax.lax's is slow
+CALLS, LAX_CALLS = 20, 2  # jax.lax's is slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +43,10 @@ class Case:
     def __str__(self) -> str:
         shape = f"[{self.rows}, {self.contracted}] x [{self.groups}, {self.contracted}, {self.columns}]"
         return f"{shape}, {self.sizes}" if self.groups > 1 else shape
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.contracted * self.columns
 
 
 CASES = [
@@ -90,22 +102,22 @@ def check_alike(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
         raise AssertionError(f"jax_ep's and jax.lax's ragged_dot differ by {worst} beyond the rounding of the result")
 
 
-def torch_program(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Callable[[], None]:
-    """As many calls of torch's grouped product of the same operands as an execution of ours has."""
+def torch_program(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, calls: int) -> Callable[[], None]:
+    """So many calls of torch's grouped product of the same operands."""
     import torch  # pyright: ignore[reportMissingImports]
 
     a, b = (torch.from_dlpack(x) for x in (lhs, rhs))
     ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
 
     def run() -> None:
-        for _ in range(CALLS[TORCH]):
+        for _ in range(calls):
             torch._grouped_mm(a, b, offs=ends)
         torch.cuda.synchronize()
 
     return run
 
 
-def measure(case: Case, mesh: Mesh, repeats: int, with_torch: bool) -> dict[str, float]:
+def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool) -> dict[str, float]:
     """Checks ours against jax.lax's, then microseconds by formulation.
 
     All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
@@ -113,21 +125,22 @@ def measure(case: Case, mesh: Mesh, repeats: int, with_torch: bool) -> dict[str,
     lhs, rhs, sizes = make_operands(case)
     check_alike(lhs, rhs, sizes)
     ops = {OURS: partial(grouped, ragged_dot), DENSE: dense}
-    loops = [Loop(op, (rhs, sizes), lhs, CALLS[name]) for name, op in ops.items()]
+    calls, lax_calls = (calls_between(pause, most, case.flops) for most in (CALLS, LAX_CALLS))
+    loops = [Loop(op, (rhs, sizes), lhs, calls) for op in ops.values()]
     programs, names = compile_loops(loops, mesh), list(ops)
     if with_torch:
-        loops.append(dataclasses.replace(loops[0], calls=CALLS[TORCH]))
-        programs.append(torch_program(lhs, rhs, sizes))
+        loops.append(loops[0])
+        programs.append(torch_program(lhs, rhs, sizes, calls))
         names.append(TORCH)
-    times = dict(zip(names, median_microseconds(loops, programs, repeats), strict=True))
-    slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, CALLS[LAX])
-    times[LAX] = microseconds([slow], mesh, min(repeats, 2))[0]
+    times = dict(zip(names, median_microseconds(loops, programs, repeats, pause), strict=True))
+    slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)
+    times[LAX] = microseconds([slow], mesh, min(repeats, 2), pause)[0]
     return {name: times[name] for name in (OURS, LAX, DENSE, TORCH) if name in times}
 
 
 def line(case: Case, times: dict[str, float]) -> str:
     """TFLOP/s of each, and ours as a part of the dense product's."""
-    rates = {name: 2e-6 * case.rows * case.contracted * case.columns / time for name, time in times.items()}
+    rates = {name: 1e-6 * case.flops / time for name, time in times.items()}
     cells = [
         str(case),
         f"{times[OURS]:,.1f}",
@@ -140,6 +153,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench matmul", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    add_pause(parser)
     options = parser.parse_args(arguments)
 
     device = jax.devices()[0]
@@ -148,11 +162,12 @@ def main(arguments: list[str]) -> int:
     core = "GEMM core" if not on_cpu and _ffi.has_gemm() else "no GEMM core here: ragged_dot is jax.lax's"
     print(header([device], core, ["matmul", *arguments], ["torch"] if with_torch else []))
     print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
+    print(f"- {describe_pause(options.pause)}")
     print(f"- {DENSE}: one product of as many rows; all but {LAX}, in which the GPU rests, take turns\n")
     names = [f"{name}, TFLOP/s" for name in (OURS, LAX, DENSE, *([TORCH] if with_torch else []))]
     print(f"| product | jax_ep, us | {' | '.join(names)} | of dense |\n|{'---|' * (len(names) + 3)}", flush=True)
     for case in CPU_CASES if on_cpu else CASES:
         if case.quick or not options.quick:
-            times = measure(case, Mesh(np.array([device]), ("one",)), options.repeats, with_torch)
+            times = measure(case, Mesh(np.array([device]), ("one",)), options.repeats, options.pause, with_torch)
             print(line(case, times), flush=True)
     return 0
