@@ -17,16 +17,10 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "gemm/gemm.h"
 
 using namespace jax_ep::gemm;
-
-inline void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-#define CHECK(call) check((call), #call)
 
 inline int& wrong_cases() {
   static int count = 0;

@@ -18,21 +18,13 @@
 #include <string>
 #include <vector>
 
+#include "graph_times.h"
 #include "heap/group.h"
 #include "platform/gpu/kernel_launch.h"
 
 using namespace jax_ep;
 
 namespace {
-
-constexpr int kOpsPerGraph = 20;
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-#define CHECK(call) check((call), #call)
 
 int gpu_count() {
   int count = 0;
@@ -68,12 +60,14 @@ struct Rank {
   DispatchArgs dispatch{}, dispatch_float8{}, float8_rows{};  // the last leaves rows in float8
   ScatterArgs scatter{};
   CombineArgs combine{};
+  int device{};
   cudaStream_t stream{};
 };
 
 Rank make_rank(const Shape& s, int rank, int ranks) {
-  CHECK(cudaSetDevice(gpu_of(rank)));
   Rank r;
+  r.device = gpu_of(rank);
+  CHECK(cudaSetDevice(r.device));
   std::mt19937 random(rank + 1);
   r.tokens.resize(size_t{1} * s.tokens * s.hidden);
   for (auto& x : r.tokens) x = __float2bfloat16(static_cast<int>(random() % 2001) / 1000.0f - 1);
@@ -130,57 +124,18 @@ void release(Rank& r) {
   CHECK(cudaStreamDestroy(r.stream));
 }
 
-void synchronize(const std::vector<Rank>& ranks) {
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    CHECK(cudaSetDevice(gpu_of(i)));
-    CHECK(cudaStreamSynchronize(ranks[i].stream));
-  }
-}
-
-// Microseconds per op: the median over graphs of the slowest rank's time. Negative if the group failed.
+// Microseconds per op. After a failure of the group they mean nothing.
 template <class ArgsOf>
-double time_op(const Group& group, std::vector<Rank>& ranks, const LaunchConfig& config, ArgsOf args_of) {
-  const size_t n = ranks.size();
-  std::vector<cudaGraphExec_t> graphs(n);
-  std::vector<cudaEvent_t> begin(n), end(n);
-  for (size_t i = 0; i < n; ++i) {
-    CHECK(cudaSetDevice(gpu_of(i)));
-    CHECK(cudaEventCreate(&begin[i]));
-    CHECK(cudaEventCreate(&end[i]));
-    cudaGraph_t graph;
-    CHECK(cudaStreamBeginCapture(ranks[i].stream, cudaStreamCaptureModeThreadLocal));
-    for (int op = 0; op < kOpsPerGraph; ++op)
-      CHECK(launch_kernel(config, ranks[i].stream, group.comm({0, static_cast<int>(i)}), args_of(ranks[i])));
-    CHECK(cudaStreamEndCapture(ranks[i].stream, &graph));
-    CHECK(cudaGraphInstantiate(&graphs[i], graph, 0));
-    CHECK(cudaGraphDestroy(graph));
-  }
-  std::vector<double> times;
-  for (int repeat = 0; repeat < 6; ++repeat) {
-    for (size_t i = 0; i < n; ++i) {
-      CHECK(cudaSetDevice(gpu_of(i)));
-      CHECK(cudaEventRecord(begin[i], ranks[i].stream));
-      CHECK(cudaGraphLaunch(graphs[i], ranks[i].stream));
-      CHECK(cudaEventRecord(end[i], ranks[i].stream));
-    }
-    synchronize(ranks);
-    float slowest = 0;
-    for (size_t i = 0; i < n; ++i) {
-      float ms = 0;
-      CHECK(cudaEventElapsedTime(&ms, begin[i], end[i]));
-      slowest = std::max(slowest, ms);
-    }
-    if (repeat > 0) times.push_back(slowest * 1e3 / kOpsPerGraph);
-  }
-  for (size_t i = 0; i < n; ++i) CHECK(cudaGraphExecDestroy(graphs[i]));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
+double time_op(const Group& group, const std::vector<Rank>& ranks, const LaunchConfig& config, ArgsOf args_of) {
+  return time_graphs(ranks, [&](int rank) {
+    CHECK(launch_kernel(config, ranks[rank].stream, group.comm({0, rank}), args_of(ranks[rank])));
+  });
 }
 
 double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   double worst = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    CHECK(cudaSetDevice(gpu_of(i)));
+    CHECK(cudaSetDevice(ranks[i].device));
     std::vector<__nv_bfloat16> out(size_t{1} * s.tokens * s.hidden);
     CHECK(cudaMemcpy(out.data(), ranks[i].combine.combined, out.size() * 2, cudaMemcpyDeviceToHost));
     for (int t = 0; t < s.tokens; t += 7) {

@@ -8,7 +8,6 @@
 //     ffi/platform/cuda/{overlap,gather,reduce}_config.cc ffi/platform/gpu/kernels.cu ffi/gemm/{config,tensor_map}.cc
 //     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench
 //   ./overlap_bench check 2 && ./overlap_bench stress 2 && ./overlap_bench time 2
-#include <functional>
 #include <numeric>
 #include <string>
 

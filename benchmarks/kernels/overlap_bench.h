@@ -11,18 +11,12 @@
 #include <cstring>
 #include <vector>
 
+#include "check.h"
 #include "gemm/gemm.h"
 #include "heap/group.h"
 #include "platform/cuda/matmul.h"
 
 using namespace jax_ep;
-
-inline void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-#define CHECK(call) check((call), #call)
 
 // Rows, contraction and columns of the product that one rank computes.
 struct Shape {
@@ -68,6 +62,7 @@ T* device_array(int64_t count) {
 // One GPU: operands of all three ops, with room for float32 results.
 struct Rank {
   Shape shape;
+  int device;
   int ranks;
   bool transpose_b;
   __nv_bfloat16 *a, *b, *gathered;
@@ -75,7 +70,8 @@ struct Rank {
   cudaStream_t stream{};
 
   // The rows of one rank; those of all must be as many as the product has, for a gather.
-  Rank(Shape s, int rank, int ranks, bool transpose_b) : shape(s), ranks(ranks), transpose_b(transpose_b) {
+  Rank(Shape s, int rank, int ranks, bool transpose_b)
+      : shape(s), device(rank), ranks(ranks), transpose_b(transpose_b) {
     CHECK(cudaSetDevice(rank));
     a = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
     b = device_array<__nv_bfloat16>(int64_t{s.k} * s.n);
@@ -90,9 +86,7 @@ struct Rank {
   // The same with other rows in `a`.
   Rank with_rows(uint32_t seed) const {
     Rank other = *this;
-    cudaPointerAttributes where{};
-    CHECK(cudaPointerGetAttributes(&where, a));
-    CHECK(cudaSetDevice(where.device));
+    CHECK(cudaSetDevice(device));
     other.a = device_array<__nv_bfloat16>(int64_t{shape.m} * shape.k);
     fill_random<<<blocks_of(int64_t{shape.m} * shape.k), 256>>>(other.a, int64_t{shape.m} * shape.k, 2 * seed + 1);
     CHECK(cudaDeviceSynchronize());

@@ -1,0 +1,14 @@
+// Ends a benchmark at the first error of CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+#define CHECK(call) check((call), #call)
