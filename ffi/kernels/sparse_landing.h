@@ -16,10 +16,9 @@ class SparseLanding {
 
   // Before the peers may write; with a barrier behind it.
   JAX_EP_FN void clear() const {
-    if (!op_.ok()) return;
+    if (!op_.ok() || !has_room()) return;
     auto* places = reinterpret_cast<int32_t*>(args_.landing);
-    const int64_t all = !has_room() ? 0 : int64_t{op_.comm.size} * args_.slots_kept,
-                  step = op_.team.count * Team::lanes;
+    const int64_t all = int64_t{op_.comm.size} * args_.slots_kept, step = op_.team.count * Team::lanes;
     for (int64_t i = op_.team.index * Team::lanes + op_.team.lane; i < all; i += step) places[i] = -1;
     if (op_.team.index == 0)
       for (int rank = op_.team.lane; rank < op_.comm.size; rank += Team::lanes) args_.sent[rank] = 0;
