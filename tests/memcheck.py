@@ -5,7 +5,8 @@ XLA_PYTHON_CLIENT_MEM_FRACTION=0.02 compute-sanitizer --tool memcheck --target-p
 
 With two GPUs: `-n 4 --gpus 2`. One process per rank: the checker lets a process run one kernel at a time, and ours
 wait for each other. It knows the memory that was mapped when a kernel started; the first launches are skipped, as peers
-map the pool while they run.
+map the pool while they run. Under it (2025.3) barrier.cluster.arrive holds up a warp until the whole cluster has
+arrived, as barrier.cluster.wait would: no kernel may arrive before it has done what others of the cluster wait for.
 """
 
 import sys
@@ -64,8 +65,14 @@ def products(group: jax_ep.Group, rng: np.random.Generator) -> None:
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
+    def multiply(op: Any, rows: int, columns: int, contracted: int = 136) -> None:
+        a, b = draw(group.size * rows, contracted), draw(group.size * contracted, columns)
+        run(group, partial(op, group=group), a, b)
+
     for op in (jax_ep.matmul_all_reduce, jax_ep.matmul_reduce_scatter, jax_ep.all_gather_matmul):
-        run(group, partial(op, group=group), draw(group.size * group.size * 72, 136), draw(group.size * 136, 200))
+        multiply(op, group.size * 72, 200)
+    multiply(jax_ep.matmul_all_reduce, 1656, 4104)  # more than two ranks exchange: owners fetch
+    multiply(jax_ep.matmul_all_reduce, group.size * 72, 200, contracted=1096)  # two blocks a tile
     run(
         group,
         jax_ep.lax.ragged_dot,

@@ -90,6 +90,9 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
                                           tile.common == Common::b, rank, full);
     }
   }
+  // Until the peer's consumers have released every stage: then nobody writes into this block's shared memory.
+  for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())
+    wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both blocks' consumers");
 }
 
 // The contraction ends inside this stage: the lines from `valid` on belong to the next group, whatever they hold.
@@ -271,13 +274,9 @@ __device__ __forceinline__ void multiply_tiles(char* memory, const CUtensorMap& 
     if (warp == kConsumerWarps) {
       produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, block, blocks);
     } else if constexpr (!std::is_empty_v<Beside>) {
-      arrive_at_cluster();  // the others do not wait for these
       hooks.run_beside(warp - kConsumerWarps - 1, block, blocks);
-      return wait_for_cluster();
     }
   }
-  __syncwarp();
-  sync_cluster();  // a peer may still write into this block's shared memory
 }
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>

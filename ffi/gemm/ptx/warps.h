@@ -25,12 +25,9 @@ __device__ __forceinline__ bool elect_lane() {
 }
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// All threads of all blocks of the cluster meet.
 __device__ __forceinline__ void sync_cluster() {
-  arrive_at_cluster();
-  wait_for_cluster();
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // `threads` of the block meet; barrier 0 is __syncthreads'.

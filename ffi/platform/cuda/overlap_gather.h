@@ -95,6 +95,8 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
   const GatherBeside hooks{work, operands.problem, beside};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
                                                       operands.problem, hooks, blockIdx.x, gridDim.x);
+  if (threadIdx.x >= gemm::kConsumers) return;
+  gemm::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
   if (threadIdx.x >= Team::lanes) return;
   const Team team = multiplying_team();
   Op op(work.comm, team, kind_of(work.args));
