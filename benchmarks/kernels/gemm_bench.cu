@@ -37,6 +37,7 @@ void check_all() {
                                                                {8, 8, 8},
                                                                {136, 264, 72},
                                                                {1000, 776, 200},
+                                                               {40, 776, 1096},
                                                                {328, 776, 200},
                                                                {2048, 2304, 512}})
     check_orders(Grouping::none, m, n, k, {});
@@ -110,7 +111,7 @@ void time_all() {
 void sweep(const char* name, const Case& each, Cublas& cublas) {
   for (const auto& [block_n, band] :
        std::vector<std::array<int, 2>>{{128, 8}, {256, 2}, {256, 4}, {256, 8}, {256, 16}}) {
-    const Config config{block_n, band, 132};
+    const Config config{block_n, band, 132, false};
     time_case(name, each, cublas, &config);
   }
 }

@@ -242,7 +242,7 @@ inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Conf
   return trespassed ? 1e9 : worst;
 }
 
-// Every tile width, with narrow and wide bands, with a tile a block and with several; one line.
+// Every tile width, with narrow and wide bands, with a tile a block and with several, and split; one line.
 inline void compare(const Case& each) {
   Buffers buffers(each, true);
   const Wanted wanted = wanted_of(buffers);
@@ -250,7 +250,9 @@ inline void compare(const Case& each) {
   for (const int block_n : {128, 256})
     for (const int band : {1, 8})
       for (const int blocks : {132, 4})
-        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, blocks}));
+        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, blocks, false}));
+  if (each.grouping != Grouping::contraction)
+    worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}));
   const char* groupings[] = {"dense", "rows", "contraction"};
   std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",
               groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a ? "M" : "K",

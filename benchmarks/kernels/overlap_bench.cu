@@ -146,6 +146,7 @@ void check_all(const Group& group) {
                               {66 * ranks, 72, 136},
                               {333 * ranks, 200, 264},
                               {64 * ranks, 1096, 328},
+                              {16 * ranks, 1096, 328},
                               {1354 * ranks, 512, 1408}})
       for (const bool transpose_b : {false, true})
         for (const DType dtype : {DType::bfloat16, DType::float32}) {

@@ -52,18 +52,21 @@ struct Position {
   }
 };
 
-// This block's slices of an operand: all, or half of them for both blocks of the cluster.
+// This block's slices of an operand, of which the first `wanted` are: all, or half of them for both blocks of the
+// cluster. What lies wholly outside is not even filled with zeros, for which TMA takes its time.
 template <bool kMn, int kSlices>
-__device__ __forceinline__ void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, bool shared,
-                                            int rank, uint64_t* barrier) {
+__device__ __forceinline__ void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted,
+                                            bool once, bool shared, int rank, uint64_t* barrier) {
   const int begin = shared ? rank * kSlices / 2 : 0, end = shared ? begin + kSlices / 2 : kSlices;
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
-    if (slice < begin || slice >= end) continue;
+    if (slice < begin || slice >= end || slice >= wanted) continue;
     const int first = row + slice * kSlice;
     const Corner at = kMn ? Corner{first, k, matrix} : Corner{k, first, matrix};
     if (shared)
       load_box_to(0b11, to + slice * kSliceBytes, map, at, barrier);
+    else if (once)
+      load_box_once(to + slice * kSliceBytes, map, at, barrier);
     else
       load_box(to + slice * kSliceBytes, map, at, barrier);
   }
@@ -73,21 +76,24 @@ template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a, const CUtensorMap& b,
                         const Problem& problem, const Hooks& hooks, int block, int blocks) {
   using Memory = SharedFor<kBlockN, Hooks>;
+  constexpr int kSlicesB = kBlockN / kSlice;
   const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
   Schedule schedule(problem, kBlockN, block, blocks);
   for (Tile tile; schedule.next(&tile);) {
     const Rows rows = hooks.before_tile(tile, a);
     const int matrix = problem.grouping == Grouping::rows ? tile.group : 0;
+    const int slices_a = larger(0, smaller(ceil_div(tile.row_end - tile.row, kSlice), kSlicesA));  // with rows in them
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
       char* const stage = shared.stages[at.stage];
       uint64_t* const full = &shared.full[at.stage];
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
       if (!elect_lane()) continue;
-      arrive_expecting(full, Memory::kStageBytes);
-      load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, tile.common == Common::a, rank, full);
-      load_slices<kMnB, kBlockN / kSlice>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix,
-                                          tile.common == Common::b, rank, full);
+      arrive_expecting(full, (slices_a + kSlicesB) * kSliceBytes);
+      load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, slices_a, /*once=*/false, tile.common == Common::a,
+                                  rank, full);
+      load_slices<kMnB, kSlicesB>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, kSlicesB,
+                                  /*once=*/problem.m <= kBlockM, tile.common == Common::b, rank, full);
     }
   }
   // Until the peer's consumers have released every stage: then nobody writes into this block's shared memory.

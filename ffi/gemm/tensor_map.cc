@@ -41,7 +41,7 @@ std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, C
   const cuuint32_t steps[] = {1, 1, 1};
   const CUresult result = encode(map, map_type(matrices.dtype), 3, const_cast<void*>(matrices.data), sizes, strides,
                                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return std::nullopt;
   return "TMA cannot describe [" + std::to_string(matrices.count) + ", " + std::to_string(matrices.outer) + ", " +
          std::to_string(matrices.inner) + "] values of " + std::to_string(bytes) +

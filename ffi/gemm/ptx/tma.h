@@ -23,6 +23,14 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, const
       "l"(&map), "r"(shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
       : "memory");
 }
+// What is read only once: the L2 cache lets go of it first. The word is what createpolicy makes of L2::evict_first.
+__device__ __forceinline__ void load_box_once(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix), "l"(0x12f0000000000000)
+      : "memory");
+}
 // To the same place in every block of the cluster named by the bits of `peers`; each one's barrier counts the bytes.
 __device__ __forceinline__ void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, const Corner& at,
                                             uint64_t* barrier) {
