@@ -82,6 +82,29 @@ JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
   }
 }
 
+// Each of the lanes in `holders` has a short row of words of 4 bytes at least: all copy them together, several at once,
+// so that memory is waited for once.
+JAX_EP_FN void copy_short(const Team& team, uint64_t holders, char* to, const char* from, int bytes) {
+  constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);
+  if (Team::lanes == 1 || bytes > Team::lanes * kWordBytes || team.ballot(!in_words(to, from, bytes))) {
+    if (holders >> team.lane & 1) copy_alone(to, from, bytes);
+    return;
+  }
+  while (holders) {
+    Word16 word[kAtOnce], *target[kAtOnce];
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int lane = holders ? lowest_bit(holders) : 0;
+      const auto* source = reinterpret_cast<const Word16*>(team.from_lane(from, lane)) + team.lane;
+      target[j] = reinterpret_cast<Word16*>(team.from_lane(to, lane)) + team.lane;
+      if (!holders || team.lane * kWordBytes >= bytes) target[j] = nullptr;
+      if (target[j]) word[j] = *source;
+      holders &= holders - 1;
+    }
+    for (int j = 0; j < kAtOnce; ++j)
+      if (target[j]) *target[j] = word[j];
+  }
+}
+
 JAX_EP_FN void fill_row(const Team& team, char* to, uint8_t byte, int64_t bytes) {
   if constexpr (Team::lanes == 1) {
     memset(to, byte, bytes);

@@ -1,6 +1,8 @@
-// A few rows taken in order by a whole team. Where there are lanes enough, lane i holds the i-th of those present, so
-// that asking for it costs no memory access.
+// A few rows taken in order by a whole team. Where there are lanes enough, each holds one, so that asking for it costs
+// no memory access.
 #pragma once
+
+#include <type_traits>
 
 #include "device/platform.h"
 
@@ -13,32 +15,38 @@ struct Term {
   float weight;
 };
 
-// Terms held by the lanes of a team: lane i has the i-th of those present.
+// Terms held by the lanes of a team, in the order of lanes; some lanes have none.
 template <class Row>
 class Held {
  public:
-  JAX_EP_FN Held(const Team& team, Term<Row> mine, int present) : team_(&team), mine_(mine), present_(present) {}
-  JAX_EP_FN Held() : team_(nullptr), mine_{nullptr, 0}, present_(0) {}
+  using Lanes = std::conditional_t<(Team::lanes > 32), uint64_t, uint32_t>;  // a bit each
+
+  JAX_EP_FN Held(const Team& team, Term<Row> mine, Lanes holders) : team_(&team), mine_(mine), holders_(holders) {}
+  JAX_EP_FN Held() : team_(nullptr), mine_{nullptr, 0}, holders_(0) {}
 
   JAX_EP_FN bool cached() const { return true; }
   JAX_EP_FN const Held& held() const { return *this; }
-  JAX_EP_FN int present() const { return present_; }
+  JAX_EP_FN int present() const { return count_bits(holders_); }
+  JAX_EP_FN Lanes holders() const { return holders_; }
+  // Of this lane, or null, and how many there are in the lanes before it.
   JAX_EP_FN Row* mine() const { return mine_.row; }
-  JAX_EP_FN float weight(int i) const { return team_->from_lane(mine_.weight, i); }
+  JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << team_->lane) - 1)); }
+  JAX_EP_FN float weight_in(int lane) const { return team_->from_lane(mine_.weight, lane); }
 
   // Walks through the terms; all lanes see the same ones, and null behind the last.
   class Walk {
    public:
-    JAX_EP_FN explicit Walk(const Held& held) : held_(&held) {}
+    JAX_EP_FN explicit Walk(const Held& held) : held_(&held), left_(held.holders_) {}
     JAX_EP_FN Term<Row> next() {
-      if (index_ >= held_->present_) return {nullptr, 0};
-      const int i = index_++;
-      return {held_->team_->from_lane(held_->mine_.row, i), held_->weight(i)};
+      if (!left_) return {nullptr, 0};
+      const int lane = lowest_bit(left_);
+      left_ &= left_ - 1;
+      return {held_->team_->from_lane(held_->mine_.row, lane), held_->weight_in(lane)};
     }
 
    private:
     const Held* held_;
-    int index_ = 0;
+    Lanes left_;
   };
 
   JAX_EP_FN Walk walk() const { return Walk(*this); }
@@ -46,7 +54,7 @@ class Held {
  private:
   const Team* team_;
   Term<Row> mine_;
-  int present_;
+  Lanes holders_;
 };
 
 // The terms among term_of(0) .. term_of(count - 1) that have a row.
@@ -57,7 +65,8 @@ class Lineup {
     if (!cached()) return;
     Term<Row> mine{nullptr, 0};
     if (count > 0) mine = term_of(team.lane < count ? team.lane : count - 1);  // all lanes ask together
-    held_ = close_ranks(mine, team.ballot(team.lane < count && mine.row));
+    if (team.lane >= count) mine.row = nullptr;
+    held_ = {team, mine, static_cast<typename Held<Row>::Lanes>(team.ballot(mine.row))};
   }
 
   // Whether the lanes hold the terms.
@@ -86,16 +95,6 @@ class Lineup {
   JAX_EP_FN Walk walk() const { return Walk(*this); }
 
  private:
-  // Moves the terms of the lanes in `holders` to the first lanes.
-  JAX_EP_FN Held<Row> close_ranks(Term<Row> mine, uint64_t holders) const {
-    int source = team_.lane, present = 0;
-    for (; holders; holders &= holders - 1, ++present)
-      if (team_.lane == present) source = lowest_bit(holders);
-    mine = {team_.from_lane(mine.row, source), team_.from_lane(mine.weight, source)};
-    if (team_.lane >= present) mine.row = nullptr;
-    return {team_, mine, present};
-  }
-
   const Team& team_;
   const TermOf term_of_;
   const int count_;

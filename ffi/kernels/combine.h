@@ -18,8 +18,10 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
-        rows_(op.team, in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
-                           in_words(args.combined, args.combined, 0)) {}
+        rows_(op.team,
+              in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
+                  in_words(args.combined, args.combined, 0),
+              args.num_tokens > kFewTokens ? args.hidden : kSumValues<T>) {}
 
   // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
@@ -63,6 +65,7 @@ class Combine {
     wait_posted();  // whoever has pushed nothing
     const Schedule schedule(args_.num_tokens, 1, op_.team.count);
     const int parts = parts_of_a_row(args_.num_tokens, op_.team.count), per_chunk = schedule.groups() * parts;
+    int here = -1;  // the chunk that was waited for last
     for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
       const int ticket = op_.take_ticket(asked);
       if (ticket >= schedule.chunks * per_chunk) return;
@@ -70,10 +73,13 @@ class Combine {
       const Range tokens = schedule.group(ticket / per_chunk, ticket % per_chunk / parts);
       const Range part = columns(ticket % parts, parts);
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the rows are waited for
-      op_.wait_delivered(ticket / per_chunk);
-      if (!op_.ok()) return;
-      op_.enter(Phase::reduce);
-      rows_.acquire();
+      if (const int chunk = ticket / per_chunk; chunk != here) {
+        op_.wait_delivered(chunk);
+        if (!op_.ok()) return;
+        op_.enter(Phase::reduce);
+        rows_.acquire();
+        here = chunk;
+      }
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const Known now = next;
         if (token + 1 < tokens.end) next = known(token + 1);  // before it is waited for
@@ -218,7 +224,7 @@ class Combine {
   const T* outputs_;
   const Divider by_capacity_;
   bool posted_ = false;
-  RowSum<T> rows_;
+  RowSum<T, kRowPieces> rows_;
 };
 
 template <class T>

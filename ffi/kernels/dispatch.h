@@ -15,6 +15,9 @@ JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
   return args.rows + int64_t{source} * args.num_tokens * args.top_k;
 }
 
+// A place, as a term.
+JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
+
 // Tokens as they are. Where they land in slots, this rank's own do not travel.
 template <class T, class Landing>
 class PlainDispatch {
@@ -76,8 +79,8 @@ class EncodedDispatch {
       : op_(op),
         args_(args),
         slots_(op, args, sizeof(T)),
-        stream_(op.team, kWireStageBytes<T>, true, kWireStageBytes<T>),
-        writer_(op.team, kWireStageBytes<T>, true) {}
+        stream_(op.team, kWireStageBytes<T>, true, 2 * kWireStageBytes<T>),
+        writer_(op.team, kWireStageBytes<T>, true, 2) {}
 
   JAX_EP_FN void push() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
@@ -112,7 +115,6 @@ class EncodedDispatch {
   }
 
  private:
-  static JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
   JAX_EP_FN int64_t row_bytes() const { return int64_t{args_.hidden} * static_cast<int>(sizeof(T)); }
 
   Op& op_;
@@ -130,24 +132,29 @@ class Float8Dispatch {
       : op_(op),
         args_(args),
         landing_(op, args, 1),
-        stage_bytes_(apart_stage_bytes<T>(op.team, args.hidden)),
-        stream_(op.team, kWireStageBytes<T>, true, stage_bytes_),
-        writer_(op.team, stage_bytes_, true) {}
+        message_values_(apart_message_values(args.hidden)),
+        put_values_(apart_put_values<T>(op.team, args.hidden)),
+        stream_(op.team, message_values_ * static_cast<int>(sizeof(T)), true, stage_bytes()),
+        writer_(op.team, stage_bytes(), true, 1) {}
 
   JAX_EP_FN void push() {
     if (!op_.ok() || op_.team.pusher.index < 0) return;
     op_.enter(Phase::send);
-    const int at_once = apart_put_values(stage_bytes_, args_.hidden);
-    MessageStream<T, EncodeApart<T>> encoder(op_.team, args_.hidden, stream_,
-                                             {writer_, scale_row_bytes(args_.hidden) % 16 == 0, at_once});
+    MessageStream<T, EncodeApart<T>> encoder(
+        op_.team, args_.hidden, stream_,
+        {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
     push_items(
         op_, args_.num_tokens, args_.top_k, landing_, encoder, writer_,
         [&](int token, auto packed) {
-          const auto values = line_up<char>(
-              op_.team, args_.top_k, [&](int k) { return Term<char>{landing_.at_owner(token, k, packed(k)), 1.0f}; });
-          const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) {
-            return Term<char>{landing_.scales_at_owner(token, k, packed(k)), 1.0f};
-          });
+          Spot spot{};
+          int found = -1;  // for which assignment: values and scales are asked for in turn
+          const auto at = [&](int k) {
+            if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
+            found = k;
+            return spot;
+          };
+          const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).values); });
+          const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).scales); });
           encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
         },
         args_.few);
@@ -174,10 +181,12 @@ class Float8Dispatch {
   }
 
  private:
+  JAX_EP_FN int stage_bytes() const { return align_up(wire_message_bytes(put_values_), 128); }
+
   Op& op_;
   const DispatchArgs& args_;
   const Landing landing_;
-  const int stage_bytes_;
+  const int message_values_, put_values_;
   RowStream<char, Apart<Held<char>, Held<char>>> stream_;
   RowWriter writer_;
 };

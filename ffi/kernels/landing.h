@@ -17,6 +17,11 @@ JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(bool few, int hidden, int value_by
   return rows_float8 ? (int64_t{hidden} + scale_row_bytes(hidden) + 15) / 16 * 16 : int64_t{hidden} * value_bytes;
 }
 
+// Where a token in float8 lands, and its scales.
+struct Spot {
+  char *values, *scales;
+};
+
 // In their first row at every owner, and those of this rank in all of their rows. Their places must be known.
 class RowLanding {
  public:
@@ -30,10 +35,11 @@ class RowLanding {
 
   // What push_items asks for early of a token's k-th assignment.
   JAX_EP_FN int packed(int token, int k) const { return rows_.packed(token, k); }
-  // Where that lands, and its scales. All lanes ask together, each for its own k.
+  // Where that lands, alone or with its scales. All lanes ask together, each for its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const { return rows_.row(token, k, row_bytes_, packed); }
-  JAX_EP_FN char* scales_at_owner(int token, int k, int packed) const {
-    return scales_.row(token, k, scale_row_bytes(args_.hidden), packed);
+  JAX_EP_FN Spot spot_at_owner(int token, int k, int packed) const {
+    const Target target = rows_.target(token, k, packed);
+    return {rows_.row_at(target, row_bytes_), scales_.row_at(target, scale_row_bytes(args_.hidden))};
   }
 
   // Where a token has landed here, and its scales, if `row` is the first of its rows.
@@ -73,9 +79,9 @@ class SlotLanding {
     char* base = bases_.of(owner);
     return first && base ? base + offset(op_.comm.rank, token) : nullptr;
   }
-  JAX_EP_FN char* scales_at_owner(int token, int k, int packed) const {
+  JAX_EP_FN Spot spot_at_owner(int token, int k, int packed) const {
     char* slot = at_owner(token, k, packed);
-    return slot ? slot + args_.hidden : nullptr;
+    return {slot, slot ? slot + args_.hidden : nullptr};
   }
   // The same for tokens of this rank that do not travel to itself.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {

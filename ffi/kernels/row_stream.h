@@ -16,7 +16,7 @@ struct Cut {
 template <class Row, class Places>
 class RowStream {
  public:
-  // `writer_bytes`: of the batches of a writer beside it.
+  // `writer_bytes`: of a writer beside it.
   JAX_EP_FN RowStream(const Team& team, int stage_bytes, bool bulk, int writer_bytes)
       : reader_(team, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
 
@@ -27,7 +27,7 @@ class RowStream {
   // way.
   template <class PlacesOf, class Work>
   JAX_EP_FN void begin_for(const Held<const Row>& rows, PlacesOf places_of, Cut cut, Work work) {
-    then_ = {reinterpret_cast<const char*>(rows.mine()), rows.present(), 0, 0, cut};
+    then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
     ask();
     finish(work);
     rows_ = rows;
@@ -50,7 +50,7 @@ class RowStream {
   // Forgets the last job.
   JAX_EP_FN void drop() {
     now_ = then_ = {};
-    while (!spent()) take();
+    while (free_ + taken_ < reader_.depth()) take();
     if (begun_bytes_) release();
     begun_bytes_ = 0;
   }
@@ -60,8 +60,8 @@ class RowStream {
     ++taken_;
     return reader_.take();
   }
-  // Whether nothing more comes before a release.
-  JAX_EP_FN bool spent() const { return free_ + taken_ == reader_.depth(); }
+  // Whether nothing more comes before a release, or soon nothing does.
+  JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
 
   // All that was taken has been looked at.
   JAX_EP_FN void release() {
@@ -72,10 +72,11 @@ class RowStream {
   }
 
  private:
-  // Of a job: its rows, one in each of the first lanes, and the batch that is asked for next.
+  // Of a job: its rows, of which this lane has one or none, that of number `place`, and the batch that is asked for
+  // next.
   struct Asked {
     const char* mine = nullptr;
-    int rows = 0, row = 0, offset = 0;
+    int place = 0, rows = 0, row = 0, offset = 0;
     Cut cut{0, 0};
   };
 
@@ -90,7 +91,8 @@ class RowStream {
       if (free_ == 0 || done(now_)) return;
       const int count = smaller(free_, now_.rows - now_.row);
       const int bytes = smaller(now_.cut.batch_bytes, now_.cut.row_bytes - now_.offset);
-      reader_.ask(now_.row, count, now_.mine + now_.offset, bytes);
+      const int mine = now_.mine ? now_.place - now_.row : -1;
+      reader_.ask(mine, count, now_.mine + now_.offset, bytes);
       free_ -= count;
       now_.row += count;
       if (now_.row < now_.rows) continue;

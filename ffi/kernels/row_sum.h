@@ -14,13 +14,17 @@ namespace jax_ep {
 template <class T, int kPieces = kLanePieces>
 constexpr int kSumValues = kPieces * Team::lanes * kPieceValues<T>;
 
-// `kPieces`: of a batch, that each lane has.
+// `kPieces`: of a batch, that each lane has at most.
 template <class T, int kPieces = kLanePieces>
 class RowSum {
  public:
-  // `words`: all rows are made of 16-byte words.
-  JAX_EP_FN RowSum(const Team& team, bool words)
-      : team_(team), words_(words), stream_(team, kBatchBytes, words, kBatchBytes), writer_(team, kBatchBytes, words) {}
+  // `words`: all rows are made of 16-byte words. `width`: of most rows.
+  JAX_EP_FN RowSum(const Team& team, bool words, int width = kSumValues<T, kPieces>)
+      : team_(team),
+        words_(words),
+        batch_(even_batch(width)),
+        stream_(team, stage_bytes(), words, put_stages() * stage_bytes()),
+        writer_(team, stage_bytes(), words, put_stages()) {}
 
   // Puts the sum of weight * row over the terms, rows of `width` values, in their order, at every place. Where rows
   // come in bulk, they do so while the sum before is made: the last one needs finish().
@@ -52,11 +56,36 @@ class RowSum {
   JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
 
  private:
-  using Total = float[kPieces][kPieceValues<T>];
-  static constexpr int kBatchBytes = kSumValues<T, kPieces> * sizeof(T);
-  static constexpr int kHalf = kPieces / 2;  // pieces are skipped by halves: a test for each would cost more
+  static constexpr int kDirectPieces = kPieces < kLanePieces ? kPieces : kLanePieces;
+  using Total = float[kDirectPieces][kPieceValues<T>];
+  static constexpr int kDirect = kSumValues<T, kDirectPieces>;
+  // Long batches leave room for one: reading ahead needs the rest.
+  JAX_EP_FN int put_stages() const { return batch_ > kDirect ? 1 : 2; }
 
-  static JAX_EP_FN Cut cut(int width) { return {width * static_cast<int>(sizeof(T)), kBatchBytes}; }
+  // The values of a batch: rows are cut into as few as there can be, all of about the same size, but not into long ones
+  // of which a quarter would be idle.
+  static JAX_EP_FN int even_batch(int width) {
+    constexpr int kStep = kSumValues<T, 1>;
+    const int steps = larger(1, (width + kStep - 1) / kStep), batches = (steps + kPieces - 1) / kPieces;
+    const int even = (steps + batches - 1) / batches;
+    return (even > kDirectPieces && 4 * even < 3 * kPieces ? kDirectPieces : even) * kStep;
+  }
+  // There is code for batches of so many pieces, half of them, ...: tests inside would cost more.
+  template <int kUsed>
+  static constexpr int kFewer = kUsed > kLanePieces         ? kLanePieces
+                                : kUsed > kDirectPieces / 2 ? (kUsed + 1) / 2
+                                                            : kUsed;
+  // A stage has room for what that code looks at: what lies behind the end of a row is added too, and never sent.
+  template <int kUsed>
+  static JAX_EP_FN int staged(int values) {
+    if constexpr (kFewer<kUsed> < kUsed)
+      if (values <= kSumValues<T, kFewer<kUsed>>) return staged<kFewer<kUsed>>(values);
+    return kSumValues<T, kUsed>;
+  }
+  JAX_EP_FN int stage_bytes() const { return staged<kPieces>(batch_) * static_cast<int>(sizeof(T)); }
+  JAX_EP_FN Cut cut(int width) const {
+    return {width * static_cast<int>(sizeof(T)), batch_ * static_cast<int>(sizeof(T))};
+  }
 
   struct SumStaged {
     RowSum* sum;
@@ -66,15 +95,32 @@ class RowSum {
   };
 
   JAX_EP_FN void sum_staged(const Held<const T>& terms, const Held<char>& places, int width) {
-    for (int first = 0; first < width; first += kSumValues<T, kPieces>) {
-      Total total = {};
-      const int values = smaller(kSumValues<T, kPieces>, width - first);
-      const bool half = values <= kSumValues<T, kPieces> / 2;
-      for (int i = 0; i < terms.present(); ++i) {
-        add_staged(reinterpret_cast<const T*>(stream_.take()), half, terms.weight(i), total);
-        if (i == terms.present() - 1 || stream_.spent()) stream_.release();
-      }
-      put_staged(places, first, values, half, total);
+    for (int first = 0; first < width; first += batch_)
+      sum_batch<kPieces>(terms, places, first, smaller(batch_, width - first));
+  }
+
+  template <int kUsed>
+  JAX_EP_FN void sum_batch(const Held<const T>& terms, const Held<char>& places, int first, int values) {
+    if constexpr (kFewer<kUsed> < kUsed)
+      if (values <= kSumValues<T, kFewer<kUsed>>) return sum_batch<kFewer<kUsed>>(terms, places, first, values);
+    float total[kUsed][kPieceValues<T>] = {};
+    for (auto left = terms.holders(); left;) {
+      add_batch(reinterpret_cast<const T*>(stream_.take()), terms.weight_in(lowest_bit(left)), total);
+      left &= left - 1;
+      if (!left || stream_.spent()) stream_.release();
+    }
+    writer_.put(places, int64_t{first} * sizeof(T), values * static_cast<int>(sizeof(T)), [&](char* to) {
+      for (int i = 0; i < kUsed; ++i) rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i));
+    });
+  }
+
+  template <int kUsed>
+  JAX_EP_FN void add_batch(const T* batch, float weight, float (&total)[kUsed][kPieceValues<T>]) const {
+    constexpr int kAtOnce = kUsed > kLanePieces ? (kUsed + 1) / 2 : kUsed;
+    for (int first = 0; first < kUsed; first += kAtOnce) {
+      Piece<T> piece[kAtOnce];
+      for (int i = 0; i < kAtOnce && first + i < kUsed; ++i) piece[i].load(batch + at(first + i));
+      for (int i = 0; i < kAtOnce && first + i < kUsed; ++i) add(piece[i], weight, total[first + i]);
     }
   }
 
@@ -82,7 +128,7 @@ class RowSum {
   JAX_EP_FN void sum_directly(const Terms& terms, const Places& places, int width) {
     if constexpr (Team::lanes == 1) return sum_alone(terms, places, width);
     if (!words_) return sum_by_value(terms, places, width);
-    for (int first = 0; first < width; first += kSumValues<T, kPieces>) {
+    for (int first = 0; first < width; first += kDirect) {
       Total total = {};
       auto walk = terms.walk();
       for (auto term = walk.next(); term.row; term = walk.next())
@@ -124,42 +170,21 @@ class RowSum {
     for (int j = 0; j < kPieceValues<T>; ++j) total[j] += weight * values[j];
   }
 
-  // A stage is always whole: what lies behind the end of the row is added too, and never sent.
-  JAX_EP_FN void add_staged(const T* batch, bool half, float weight, Total& total) const {
-    add_pieces<0>(batch, weight, total);
-    if (!half) add_pieces<kHalf>(batch, weight, total);
-  }
-  template <int kFirst>
-  JAX_EP_FN void add_pieces(const T* batch, float weight, Total& total) const {
-    Piece<T> piece[kHalf];
-    for (int i = 0; i < kHalf; ++i) piece[i].load(batch + at(kFirst + i));
-    for (int i = 0; i < kHalf; ++i) add(piece[i], weight, total[kFirst + i]);
-  }
   // At most `values` of the row are left.
   JAX_EP_FN void add(const T* batch, int values, float weight, Total& total) const {
-    Piece<T> piece[kPieces];
-    for (int i = 0; i < kPieces; ++i) piece[i].load(batch + at(i), values - at(i));
-    for (int i = 0; i < kPieces; ++i) add(piece[i], weight, total[i]);
+    Piece<T> piece[kDirectPieces];
+    for (int i = 0; i < kDirectPieces; ++i) piece[i].load(batch + at(i), values - at(i));
+    for (int i = 0; i < kDirectPieces; ++i) add(piece[i], weight, total[i]);
   }
 
-  JAX_EP_FN void put_staged(const Held<char>& places, int first, int values, bool half, const Total& total) {
-    writer_.put(places, int64_t{first} * sizeof(T),
-                smaller(values, kSumValues<T, kPieces>) * static_cast<int>(sizeof(T)), [&](char* to) {
-                  store_pieces<0>(total, reinterpret_cast<T*>(to));
-                  if (!half) store_pieces<kHalf>(total, reinterpret_cast<T*>(to));
-                });
-  }
-  template <int kFirst>
-  JAX_EP_FN void store_pieces(const Total& total, T* to) const {
-    for (int i = 0; i < kHalf; ++i) rounded(total[kFirst + i]).store(to + at(kFirst + i));
-  }
   template <class Places>
   JAX_EP_FN void put(const Places& places, int first, int values, const Total& total) {
-    Piece<T> piece[kPieces];  // rounded once for all places
-    for (int i = 0; i < kPieces; ++i) piece[i] = rounded(total[i]);
-    writer_.put(places, int64_t{first} * sizeof(T),
-                smaller(values, kSumValues<T, kPieces>) * static_cast<int>(sizeof(T)), [&](char* to) {
-                  for (int i = 0; i < kPieces; ++i) piece[i].store(reinterpret_cast<T*>(to) + at(i), values - at(i));
+    Piece<T> piece[kDirectPieces];  // rounded once for all places
+    for (int i = 0; i < kDirectPieces; ++i) piece[i] = rounded(total[i]);
+    writer_.put(places, int64_t{first} * sizeof(T), smaller(values, kDirect) * static_cast<int>(sizeof(T)),
+                [&](char* to) {
+                  for (int i = 0; i < kDirectPieces; ++i)
+                    piece[i].store(reinterpret_cast<T*>(to) + at(i), values - at(i));
                 });
   }
   JAX_EP_FN Piece<T> rounded(const float (&total)[kPieceValues<T>]) const {
@@ -170,6 +195,7 @@ class RowSum {
 
   const Team& team_;
   const bool words_;
+  const int batch_;
   RowStream<T, Held<char>> stream_;
   RowWriter writer_;
 };

@@ -31,26 +31,23 @@ class RowSink {
   // The same where the target was asked for before.
   JAX_EP_FN int packed(int token, int k) const { return k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1; }
   JAX_EP_FN char* row(int token, int k, int64_t bytes, int packed) const {
-    const Target target = unpack(packed);
-    char* base = base_for(token, k, target.owner, target.owner == op_.comm.rank);
-    return base ? base + target.row * bytes : nullptr;
+    return row_at(target(token, k, packed), bytes);
   }
-  // The owner's buffer, if this is the token's first assignment there.
-  JAX_EP_FN char* first(int token, int k, int packed) const {
-    return base_for(token, k, unpack(packed).owner, /*further=*/false);
+  // The same in two steps, of which the first serves for other buffers too.
+  JAX_EP_FN Target target(int token, int k, int packed) const {
+    const Target target = unpack(packed);
+    const bool first =
+        first_at_owner(op_.team, top_k_, k, target.owner, [&](int j) { return unpack(this->packed(token, j)).owner; });
+    return first || target.owner == op_.comm.rank ? target : Target{-1, -1};
+  }
+  JAX_EP_FN char* row_at(Target target, int64_t bytes) const {
+    char* base = bases_.of(target.owner);
+    return base ? base + target.row * bytes : nullptr;
   }
 
  private:
   JAX_EP_FN Target unpack(int packed) const {
     return packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
-  }
-
-  // All lanes ask, whatever their owner. Null if the assignment is not the first there and further ones do not count.
-  JAX_EP_FN char* base_for(int token, int k, int owner, bool further) const {
-    const bool first =
-        first_at_owner(op_.team, top_k_, k, owner, [&](int j) { return unpack(packed(token, j)).owner; });
-    char* base = bases_.of(owner);
-    return first || further ? base : nullptr;
   }
 
   const Op& op_;
@@ -116,15 +113,22 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
   const Schedule schedule(num_tokens, sources, op.team.count);
   const int per_chunk = sources * schedule.groups();
+  int latest = -1;    // chunk
+  uint64_t here = 0;  // a bit per source of which it is here
   for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
     const int ticket = op.take_ticket(asked);
     if (ticket >= schedule.chunks * per_chunk) return;
     asked = op.ask_for_ticket();
     const int chunk = ticket / per_chunk, group = ticket % per_chunk / sources;
     const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
-    op.wait_delivered(source, chunk);
-    if (!op.ok()) return;
-    op.enter(Phase::expand);
+    if (chunk != latest) here = 0;
+    latest = chunk;
+    if (!(here >> source & 1)) {  // waited for once
+      op.wait_delivered(source, chunk);
+      if (!op.ok()) return;
+      op.enter(Phase::expand);
+      here |= uint64_t{1} << source;
+    }
     visit(source, schedule.group(chunk, group));
   }
 }
@@ -163,17 +167,22 @@ JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char*
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
 }
 
-// The same for rows so short that a lane copies one alone.
+// The same for rows so short that lanes copy several at once.
 template <class From>
 JAX_EP_FN void copy_to_short_rows(const Team& team, char* received, int bytes, const int32_t* table, Range tokens,
                                   int top_k, From from) {
-  for (int i = tokens.begin * top_k + team.lane; i < tokens.end * top_k; i += Team::lanes) {
-    const int row = table[i];
-    if (row < 0) continue;
-    const int32_t* first = table + i / top_k * top_k;
-    while (*first < 0) ++first;
-    const char* landed = from(i / top_k, *first);
-    if (char* to = received + int64_t{row} * bytes; to != landed) copy_alone(to, landed, bytes);
+  for (int begin = tokens.begin * top_k; begin < tokens.end * top_k; begin += Team::lanes) {
+    const int i = begin + team.lane;
+    const int row = i < tokens.end * top_k ? table[i] : -1;
+    char* to = nullptr;
+    const char* landed = nullptr;
+    if (row >= 0) {
+      const int32_t* first = table + i / top_k * top_k;
+      while (*first < 0) ++first;
+      landed = from(i / top_k, *first);
+      to = received + int64_t{row} * bytes;
+    }
+    copy_short(team, team.ballot(to != landed), to, landed, bytes);
   }
 }
 

@@ -11,6 +11,8 @@
 namespace jax_ep {
 
 constexpr float kFloat8Max = 448.0f;
+// Of a message, at most, where values and scales are apart: half a row of 7168.
+constexpr int kApartValues = 3584;
 
 // The factor of a block of tiny values must not be infinite: zero times it would be NaN.
 JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }
@@ -19,29 +21,30 @@ JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; 
 JAX_EP_FN float factor_for(float largest) { return largest == 0 ? 1.0f : finite(kFloat8Max / largest); }
 JAX_EP_FN float scale_for(float largest) { return largest == 0 ? 1.0f : largest / kFloat8Max; }
 
-// What encoder and decoder share: a message is a team's work of kPieces pieces, and a block of values that of
+// What encoder and decoder share: a message is a team's work of up to kPieces pieces, and a block of values that of
 // neighbouring lanes, of one where a team has no more.
-template <class T>
+template <class T, int kMost = kWireValues>
 struct Message {
   static constexpr int kBlockLanes = Team::lanes == 1 ? 1 : 8;
   static constexpr int kBlockValues = kScaleBlock / kBlockLanes;
-  static constexpr int kPieces = kWireValues / (Team::lanes * kBlockValues);
+  static constexpr int kPieces = kMost / (Team::lanes * kBlockValues);
   using Values = Piece<T, kBlockValues>;
   using Encoded = Piece<Float8E4M3, kBlockValues>;
 
   const Team& team;
   const int hidden, first;  // the value with which it begins
+  const int most;           // values, of all but the last of a row
   const bool staged;        // in shared memory, where it is always whole: what lies behind its end is never sent
 
-  JAX_EP_FN int values() const { return smaller(kWireValues, hidden - first); }
+  JAX_EP_FN int values() const { return smaller(most, hidden - first); }
   JAX_EP_FN int at(int piece) const { return (piece * Team::lanes + team.lane) * kBlockValues; }
   JAX_EP_FN bool has(int piece) const { return staged || at(piece) < values(); }
   // Calls visit(piece) for all of its pieces; they are skipped by halves, as a test for each would cost more.
   template <class Visit>
   JAX_EP_FN void for_each_piece(Visit visit) const {
-    constexpr int kHalf = kPieces / 2;
+    constexpr int kHalf = (kPieces + 1) / 2;
     for (int i = 0; i < kHalf; ++i) visit(i);
-    if (values() > kWireValues / 2)
+    if (values() > kHalf * Team::lanes * kBlockValues)
       for (int i = kHalf; i < kPieces; ++i) visit(i);
   }
 
@@ -58,11 +61,11 @@ struct Message {
 
 // The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share those of its pieces:
 // first all factors, then all scales.
-template <class T>
+template <class Message>
 class Scaling {
  public:
   // `largest`: magnitudes of this lane's pieces. All lanes call together.
-  JAX_EP_FN Scaling(const Message<T>& message, uint32_t (&largest)[Message<T>::kPieces])
+  JAX_EP_FN Scaling(const Message& message, uint32_t (&largest)[Message::kPieces])
       : message_(message), place_(message.team.lane % kLanes) {
     for (uint32_t& each : largest) each = message.team.max(each, kLanes);
     for (int i = 0; i < kShare; ++i) {
@@ -85,59 +88,66 @@ class Scaling {
   }
 
  private:
-  static constexpr int kPieces = Message<T>::kPieces, kLanes = Message<T>::kBlockLanes;
+  static constexpr int kPieces = Message::kPieces, kLanes = Message::kBlockLanes;
   static constexpr int kShare = (2 * kPieces + kLanes - 1) / kLanes;
 
-  const Message<T>& message_;
+  const Message& message_;
   const int place_;
   float quotients_[kShare];
 };
 
-// A message in the registers of a team.
-template <class T>
+// A message that is encoded when it is stored: short ones from registers, long ones are looked at a second time.
+template <class T, class Message>
 class EncodedMessage {
  public:
-  JAX_EP_FN EncodedMessage(const Message<T>& message, const char* batch)
-      : EncodedMessage(message, Read(message, batch)) {}
+  static constexpr bool kKept = Message::kPieces <= kWireValues / (Team::lanes * Message::kBlockValues);
+
+  JAX_EP_FN EncodedMessage(const Message& message, const char* batch)
+      : EncodedMessage(message, reinterpret_cast<const T*>(batch), Read(message, batch)) {}
 
   JAX_EP_FN void store_values(char* to) const {
     message_.for_each_piece([&](int i) {
-      if (message_.at(i) < message_.values()) values_[i].store(reinterpret_cast<Float8E4M3*>(to) + message_.at(i));
+      const float factor = scaling_.factor(i);
+      if (message_.at(i) >= message_.values()) return;
+      typename Message::Values again;
+      if constexpr (!kKept) again.load(batch_ + message_.at(i));
+      float scaled[kValues];
+      to_floats(kKept ? pieces_[kKept ? i : 0].values : again.values, scaled);
+      for (int j = 0; j < kValues; ++j) scaled[j] *= factor;
+      typename Message::Encoded encoded;
+      from_floats(scaled, encoded.values);
+      encoded.store(reinterpret_cast<Float8E4M3*>(to) + message_.at(i));
     });
   }
   JAX_EP_FN void store_scales(char* to) const { scaling_.store_scales(reinterpret_cast<float*>(to)); }
 
  private:
-  static constexpr int kPieces = Message<T>::kPieces, kValues = Message<T>::kBlockValues;
+  static constexpr int kPieces = Message::kPieces, kValues = Message::kBlockValues;
 
   // What is to be encoded.
   struct Read {
-    typename Message<T>::Values pieces[kPieces];
+    typename Message::Values pieces[kKept ? kPieces : 1];
     uint32_t largest[kPieces] = {};
 
-    JAX_EP_FN Read(const Message<T>& message, const char* batch) {
+    JAX_EP_FN Read(const Message& message, const char* batch) {
       message.for_each_piece([&](int i) {
         if (!message.has(i)) return;
-        pieces[i].load(reinterpret_cast<const T*>(batch) + message.at(i));
-        largest[i] = largest_magnitude<kValues>(pieces[i].values);
+        auto& piece = pieces[kKept ? i : 0];
+        piece.load(reinterpret_cast<const T*>(batch) + message.at(i));
+        largest[i] = largest_magnitude<kValues>(piece.values);
       });
     }
   };
 
-  JAX_EP_FN EncodedMessage(const Message<T>& message, Read read) : message_(message), scaling_(message, read.largest) {
-    message.for_each_piece([&](int i) {
-      const float factor = scaling_.factor(i);
-      if (!message.has(i)) return;
-      float scaled[kValues];
-      to_floats(read.pieces[i].values, scaled);
-      for (int j = 0; j < kValues; ++j) scaled[j] *= factor;
-      from_floats(scaled, values_[i].values);
-    });
+  JAX_EP_FN EncodedMessage(const Message& message, const T* batch, Read read)
+      : message_(message), batch_(batch), scaling_(message, read.largest) {
+    for (int i = 0; kKept && i < kPieces; ++i) pieces_[i] = read.pieces[i];
   }
 
-  const Message<T>& message_;
-  const Scaling<T> scaling_;
-  typename Message<T>::Encoded values_[kPieces];
+  const Message& message_;
+  const T* const batch_;
+  const Scaling<Message> scaling_;
+  typename Message::Values pieces_[kKept ? kPieces : 1];
 };
 
 // Does work(batch, message, places, release) for every message of a row, where `release` says that the batch has been
@@ -154,13 +164,14 @@ class MessageStream {
   JAX_EP_FN void begin(const char* row, const Places& places) {
     if (stream_.in_bulk() && places.cached()) {
       const auto rows = line_up<const char>(team_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
-      stream_.begin(rows.held(), places.held(), {Work::row_bytes(hidden_), Work::kBatchBytes}, All{this});
+      stream_.begin(rows.held(), places.held(), {Work::row_bytes(hidden_), work_.batch_bytes()}, All{this});
       return;
     }
     finish();
-    for (int first = 0; first < hidden_; first += kWireValues)
-      work_(row + int64_t{first / kWireValues} * Work::kBatchBytes, Message<T>{team_, hidden_, first, false}, places,
-            [] {});
+    const int most = work_.message_values();
+    for (int first = 0; first < hidden_; first += most)
+      work_(row + int64_t{first / most} * work_.batch_bytes(), typename Work::Unit{team_, hidden_, first, most, false},
+            places, [] {});
   }
   JAX_EP_FN void finish() { stream_.finish(All{this}); }
   // Forgets a row that was begun.
@@ -170,8 +181,9 @@ class MessageStream {
   struct All {
     MessageStream* self;
     JAX_EP_FN void operator()(const Held<const char>&, const typename Work::Places& places, int) const {
-      for (int first = 0; first < self->hidden_; first += kWireValues)
-        self->work_(self->stream_.take(), Message<T>{self->team_, self->hidden_, first, true}, places,
+      const int most = self->work_.message_values();
+      for (int first = 0; first < self->hidden_; first += most)
+        self->work_(self->stream_.take(), typename Work::Unit{self->team_, self->hidden_, first, most, true}, places,
                     [&] { self->stream_.release(); });
     }
   };
@@ -189,14 +201,16 @@ constexpr int kWireStageBytes = kWireValues * sizeof(T);
 template <class T>
 struct Encode {
   using Places = Held<char>;
-  static constexpr int kBatchBytes = kWireStageBytes<T>;
+  using Unit = Message<T>;
+  static JAX_EP_FN int message_values() { return kWireValues; }
+  static JAX_EP_FN int batch_bytes() { return kWireStageBytes<T>; }
   static JAX_EP_FN int row_bytes(int hidden) { return hidden * static_cast<int>(sizeof(T)); }
 
   RowWriter& writer;
 
   template <class To, class Release>
   JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& places, Release release) const {
-    const EncodedMessage<T> encoded(message, batch);
+    const EncodedMessage<T, Message<T>> encoded(message, batch);
     release();
     writer.put(places, wire_offset(message.first), wire_message_bytes(message.values()), [&](char* to) {
       encoded.store_values(to);
@@ -224,33 +238,38 @@ JAX_EP_FN Apart<Values, Scales> apart(const Values& values, const Scales& scales
 template <class T>
 struct EncodeApart {
   using Places = Apart<Held<char>, Held<char>>;
-  static constexpr int kBatchBytes = kWireStageBytes<T>;
+  using Unit = Message<T, kApartValues>;
+  JAX_EP_FN int message_values() const { return most; }
+  JAX_EP_FN int batch_bytes() const { return most * static_cast<int>(sizeof(T)); }
   static JAX_EP_FN int row_bytes(int hidden) { return hidden * static_cast<int>(sizeof(T)); }
 
   RowWriter& writer;
   const bool words;      // rows of scales are made of 16-byte words
+  const int most;        // values of a message
   const int put_values;  // that leave together: of as many messages as a stage holds, or of a row
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& places, Release release) const {
-    const EncodedMessage<T> encoded(message, batch);
-    release();
+  JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& places, Release release) const {
+    const EncodedMessage<T, Unit> encoded(message, batch);
     const int blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
     const auto fill_values = [&](char* to) { encoded.store_values(to); };
     const auto fill_scales = [&](char* to) { encoded.store_scales(to); };
-    if (message.staged && words) return gather(message, encoded, places);
+    if (message.staged && words) return gather(message, encoded, places, release);
     writer.put(places.values, message.first, message.values(), fill_values);
     writer.put_directly(places.scales, first * 4, blocks * 4, fill_scales);
+    release();
   }
 
   // Sends the values and scales of several messages when the last of them is encoded.
-  template <class To>
-  JAX_EP_FN void gather(const Message<T>& message, const EncodedMessage<T>& encoded, const To& places) const {
+  template <class To, class Release>
+  JAX_EP_FN void gather(const Unit& message, const EncodedMessage<T, Unit>& encoded, const To& places,
+                        Release release) const {
     const int begin = message.first / put_values * put_values, at = message.first - begin;
     const int values = smaller(put_values, message.hidden - begin);
     char *const stage = writer.stage(/*fresh=*/at == 0), *const scales = stage + values;
     encoded.store_values(stage + at);
     encoded.store_scales(scales + at / kScaleBlock * 4);
+    release();
     if (at + message.values() < values) return;
     writer.seal();
     writer.send(places.values, begin, values, stage);
@@ -259,25 +278,27 @@ struct EncodeApart {
   }
 };
 
-// The bytes of a writer's stage for EncodeApart: a row and its scales, or as many messages as leave room to read ahead.
-template <class T>
-JAX_EP_FN int apart_stage_bytes(const Team& team, int hidden) {
-  constexpr int kMessage = wire_message_bytes(kWireValues);
-  const int room = (team.shared_bytes - 2 * kWireStageBytes<T>) / 2 - 128;
-  return align_up(smaller(wire_message_bytes(hidden), larger(1, room / kMessage) * kMessage), 128);
+// The values of EncodeApart's messages: rows are cut into as few as there can be. There is code for two sizes, and a
+// stage must have room for what it looks at.
+JAX_EP_FN int apart_message_values(int hidden) {
+  const int messages = larger(1, (hidden + kApartValues - 1) / kApartValues);
+  return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 
-// What leaves as one batch: a whole row, or as many messages as a stage holds.
-JAX_EP_FN int apart_put_values(int stage_bytes, int hidden) {
-  return stage_bytes >= wire_message_bytes(hidden) ? hidden
-                                                   : stage_bytes / wire_message_bytes(kWireValues) * kWireValues;
+// What leaves as one batch: a whole row, or as many messages as leave room for two to read.
+template <class T>
+JAX_EP_FN int apart_put_values(const Team& team, int hidden) {
+  const int message = apart_message_values(hidden), room = team.shared_bytes - 128 - 2 * message * int(sizeof(T));
+  return smaller(hidden, larger(1, room / (wire_message_bytes(message) + 16)) * message);
 }
 
 // From messages to rows.
 template <class T>
 struct Decode {
   using Places = Held<char>;
-  static constexpr int kBatchBytes = wire_message_bytes(kWireValues);
+  using Unit = Message<T>;
+  static JAX_EP_FN int message_values() { return kWireValues; }
+  static JAX_EP_FN int batch_bytes() { return wire_message_bytes(kWireValues); }
   static JAX_EP_FN int row_bytes(int hidden) { return static_cast<int>(wire_bytes(hidden)); }
 
   RowWriter& writer;

@@ -22,7 +22,7 @@ constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kGroupTokens = 8;
-constexpr int kLanePieces = 8;
+constexpr int kLanePieces = 8, kRowPieces = 14;  // half a row of 7168 values of 16 bits
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   uint64_t value;
@@ -81,6 +81,8 @@ JAX_EP_FN void pause(unsigned) { __nanosleep(20); }
 
 JAX_EP_FN int count_bits(uint64_t bits) { return __popcll(bits); }
 JAX_EP_FN int lowest_bit(uint64_t bits) { return __ffsll(static_cast<long long>(bits)) - 1; }
+JAX_EP_FN int count_bits(uint32_t bits) { return __popc(bits); }
+JAX_EP_FN int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 
 struct Match {
   int below;

@@ -10,17 +10,15 @@
 
 namespace jax_ep {
 
-constexpr int kWriterStages = 2;
-
 class RowReader {
  public:
-  // `bulk` if every batch is made of 16-byte words; `writer_bytes`: of the writer's batches.
+  // `bulk` if every batch is made of 16-byte words; `writer_bytes`: of all stages of the writer.
   JAX_EP_FN RowReader(const Team& team, int batch_bytes, bool bulk, int writer_bytes)
       : team_(team),
         barriers_(reinterpret_cast<uint64_t*>(team.shared)),
-        stages_(team.shared + bulk::kBarrierBytes + kWriterStages * writer_bytes),
+        stages_(team.shared + bulk::kBarrierBytes + writer_bytes),
         batch_bytes_(batch_bytes),
-        stage_count_((team.shared_bytes - bulk::kBarrierBytes - kWriterStages * writer_bytes) / batch_bytes),
+        stage_count_((team.shared_bytes - bulk::kBarrierBytes - writer_bytes) / batch_bytes),
         bulk_(bulk && bulk::kAvailable && stage_count_ > 0) {
     if (stage_count_ > bulk::kReaderBarriers) stage_count_ = bulk::kReaderBarriers;
     if (bulk_ && team.lane < stage_count_) bulk::init_barrier(&barriers_[team.lane]);
@@ -36,9 +34,9 @@ class RowReader {
     team_.sync();
   }
 
-  // Each of `count` lanes asks for a batch; they are taken in the order of lanes.
-  JAX_EP_FN void ask(int first, int count, const char* from, int bytes) {
-    const int mine = team_.lane - first, stage = wrap(ask_ + mine);
+  // Lanes ask for `count` batches, which are taken in the order of their numbers `mine`, from 0 on.
+  JAX_EP_FN void ask(int mine, int count, const char* from, int bytes) {
+    const int stage = wrap(ask_ + mine);
     if (mine >= 0 && mine < count) bulk::load(stages_ + stage * batch_bytes_, from, bytes, &barriers_[stage]);
     ask_ = wrap(ask_ + count);
   }
@@ -67,11 +65,13 @@ class RowReader {
 
 class RowWriter {
  public:
-  JAX_EP_FN RowWriter(const Team& team, int batch_bytes, bool bulk)
+  // Of one stage or two.
+  JAX_EP_FN RowWriter(const Team& team, int batch_bytes, bool bulk, int stages)
       : team_(team),
-        plain_(team, batch_bytes, bulk),
+        plain_(team, batch_bytes, bulk, stages),
         batch_bytes_(batch_bytes),
-        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= bulk::kBarrierBytes + kWriterStages * batch_bytes) {}
+        stages_(stages),
+        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= bulk::kBarrierBytes + stages * batch_bytes) {}
 
   template <class Places, class Fill>
   JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
@@ -90,10 +90,13 @@ class RowWriter {
   JAX_EP_FN char* stage(bool fresh) {
     if (fresh) {
       ++put_;
-      bulk::wait_read<kWriterStages - 1>();
+      if (stages_ > 1)
+        bulk::wait_read<1>();
+      else
+        bulk::wait_read<0>();
       team_.sync();
     }
-    return team_.shared + bulk::kBarrierBytes + put_ % kWriterStages * batch_bytes_;
+    return team_.shared + bulk::kBarrierBytes + (stages_ > 1 ? put_ % 2 : 0) * batch_bytes_;
   }
   JAX_EP_FN void seal() const {
     bulk::shared_proxy_fence();
@@ -123,7 +126,7 @@ class RowWriter {
  private:
   const Team& team_;
   PlainWriter plain_;
-  const int batch_bytes_;
+  const int batch_bytes_, stages_;
   const bool bulk_;
   uint32_t put_ = 0;
 };

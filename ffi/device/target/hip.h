@@ -20,7 +20,7 @@ constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 constexpr int kGroupTokens = 8;
-constexpr int kLanePieces = 4;
+constexpr int kLanePieces = 4, kRowPieces = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);

@@ -29,7 +29,7 @@ constexpr uint64_t kGraceNs = 800'000'000;
 // Tokens that a team takes at a time when it expands or reduces.
 constexpr int kGroupTokens = 64;
 // Pieces of a row that one lane has in flight.
-constexpr int kLanePieces = 1;
+constexpr int kLanePieces = 1, kRowPieces = 1;
 
 template <class T>
 JAX_EP_FN T load_relaxed(const T* p) {

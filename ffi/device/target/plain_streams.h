@@ -19,7 +19,7 @@ class PlainReader {
 
 class PlainWriter {
  public:
-  JAX_EP_FN PlainWriter(const Team& team, int, bool) : team_(team) {}
+  JAX_EP_FN PlainWriter(const Team& team, int, bool, int = 0) : team_(team) {}
 
   template <class Places, class Fill>
   JAX_EP_FN void put(const Places& places, int64_t offset, int, Fill fill) {
