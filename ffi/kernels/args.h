@@ -60,6 +60,9 @@ struct CombineArgs {
   char* landing;           // [R, T, H] partial sums
 };
 
+// The same for a kernel of its own, which sums long batches.
+struct LongCombineArgs : CombineArgs {};
+
 struct RaggedArgs {
   DType dtype;  // not looked at: rows are bytes
   int slices;   // per peer

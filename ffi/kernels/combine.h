@@ -10,7 +10,15 @@
 
 namespace jax_ep {
 
-template <class T>
+// Long batches save instructions, but are slow to begin with, and idle where they do not fit the rows.
+JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
+  const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Team::lanes * 16;
+  const int even = even_pieces((row + lanes - 1) / lanes, kRowPieces);
+  return args.num_tokens > kFewTokens && even > kLanePieces && 4 * even >= 3 * kRowPieces;
+}
+
+// `kPieces`: of a batch, that each lane has at most.
+template <class T, int kPieces>
 class Combine {
  public:
   JAX_EP_FN Combine(Op& op, const CombineArgs& args)
@@ -21,7 +29,7 @@ class Combine {
         rows_(op.team,
               in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
-              args.num_tokens > kFewTokens ? args.hidden : kSumValues<T>) {}
+              args.hidden) {}
 
   // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
@@ -224,10 +232,10 @@ class Combine {
   const T* outputs_;
   const Divider by_capacity_;
   bool posted_ = false;
-  RowSum<T, kRowPieces> rows_;
+  RowSum<T, kPieces> rows_;
 };
 
-template <class T>
+template <class T, int kPieces = kLanePieces>
 JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team& team) {
   Op op(comm, team, OpKind::combine);
   const int64_t row = int64_t{args.hidden} * sizeof(T);
@@ -235,11 +243,16 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team&
                             {args.returned, args.returned ? int64_t{args.num_tokens} * args.top_k * 4 : 0}};
   op.poison(results);
   op.post(args.landing, args.returned);
-  Combine<T> combine(op, args);
+  Combine<T, kPieces> combine(op, args);
   combine.push();
   combine.reduce();
   combine.complete();
   op.finish(results);
+}
+
+template <class T>
+JAX_EP_FN void run_kernel(const Comm& comm, const LongCombineArgs& args, const Team& team) {
+  run_kernel<T, kRowPieces>(comm, static_cast<const CombineArgs&>(args), team);
 }
 
 }  // namespace jax_ep

@@ -14,6 +14,12 @@ namespace jax_ep {
 template <class T, int kPieces = kLanePieces>
 constexpr int kSumValues = kPieces * Team::lanes * kPieceValues<T>;
 
+// Of a batch, where rows of so many pieces a lane are cut into as few as there can be, all of about the same size.
+JAX_EP_CONSTANT_FN int even_pieces(int pieces, int most) {
+  const int batches = (pieces + most - 1) / most;
+  return batches ? (pieces + batches - 1) / batches : 1;
+}
+
 // `kPieces`: of a batch, that each lane has at most.
 template <class T, int kPieces = kLanePieces>
 class RowSum {
@@ -22,7 +28,7 @@ class RowSum {
   JAX_EP_FN RowSum(const Team& team, bool words, int width = kSumValues<T, kPieces>)
       : team_(team),
         words_(words),
-        batch_(even_batch(width)),
+        batch_(even_pieces((width + kSumValues<T, 1> - 1) / kSumValues<T, 1>, kPieces) * kSumValues<T, 1>),
         stream_(team, stage_bytes(), words, put_stages() * stage_bytes()),
         writer_(team, stage_bytes(), words, put_stages()) {}
 
@@ -62,14 +68,6 @@ class RowSum {
   // Long batches leave room for one: reading ahead needs the rest.
   JAX_EP_FN int put_stages() const { return batch_ > kDirect ? 1 : 2; }
 
-  // The values of a batch: rows are cut into as few as there can be, all of about the same size, but not into long ones
-  // of which a quarter would be idle.
-  static JAX_EP_FN int even_batch(int width) {
-    constexpr int kStep = kSumValues<T, 1>;
-    const int steps = larger(1, (width + kStep - 1) / kStep), batches = (steps + kPieces - 1) / kPieces;
-    const int even = (steps + batches - 1) / batches;
-    return (even > kDirectPieces && 4 * even < 3 * kPieces ? kDirectPieces : even) * kStep;
-  }
   // There is code for batches of so many pieces, half of them, ...: tests inside would cost more.
   template <int kUsed>
   static constexpr int kFewer = kUsed > kLanePieces         ? kLanePieces
@@ -116,7 +114,7 @@ class RowSum {
 
   template <int kUsed>
   JAX_EP_FN void add_batch(const T* batch, float weight, float (&total)[kUsed][kPieceValues<T>]) const {
-    constexpr int kAtOnce = kUsed > kLanePieces ? (kUsed + 1) / 2 : kUsed;
+    constexpr int kAtOnce = (kUsed + 1) / 2;  // they must fit into registers
     for (int first = 0; first < kUsed; first += kAtOnce) {
       Piece<T> piece[kAtOnce];
       for (int i = 0; i < kAtOnce && first + i < kUsed; ++i) piece[i].load(batch + at(first + i));
@@ -195,7 +193,7 @@ class RowSum {
 
   const Team& team_;
   const bool words_;
-  const int batch_;
+  const int batch_;  // values
   RowStream<T, Held<char>> stream_;
   RowWriter writer_;
 };

@@ -52,8 +52,8 @@ gpu::Error load(int shared_bytes) {
 
 template <class T>
 gpu::Error load_for_dtype(int shared_bytes) {
-  for (const auto each :
-       {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>, &load<T, SparseReduceArgs>})
+  for (const auto each : {&load<T, DispatchArgs>, &load<T, ScatterArgs>, &load<T, CombineArgs>,
+                          &load<T, LongCombineArgs>, &load<T, SparseReduceArgs>})
     if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
@@ -67,6 +67,7 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
   return start_any(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args) {
+  if (sums_long_batches(args)) return start_any(config, stream, comm, LongCombineArgs{args});
   return start_any(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
