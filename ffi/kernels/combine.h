@@ -29,7 +29,7 @@ class Combine {
         rows_(op.team,
               in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
-              args.hidden) {}
+              kPieces > kLanePieces ? args.hidden : kSumValues<T>) {}  // short: as parts of a row are cut
 
   // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
