@@ -48,6 +48,12 @@ JAX_EP_FN Team multiplying_team() {
   return {-1, 1, kNone, kNone, {-1, 1}, {0, 1}, static_cast<int>(threadIdx.x % Team::lanes), nullptr, 0};
 }
 
+// Until a tile of this block, by its number, is written; a counter for each multiplying warp.
+JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int block_n, int tile) {
+  const gemm::Storing by = gemm::storing(block_n, tile);
+  gemm::wait_counts(written + by.first, by.warps, by.tiles);
+}
+
 // The row format that goes by another name here.
 template <class T>
 struct RowOf {

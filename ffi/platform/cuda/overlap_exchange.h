@@ -68,7 +68,7 @@ struct ExchangeBeside {
     const int row = tile.row + warp * gemm::kOutRows;
     gemm::wait_count(&beside.landed, 1);
     if (tiles > 0) {
-      wait_written(tiles - 1);
+      wait_written(beside.written, kBlockN, tiles - 1);
       exchange.add(multiplying_team(), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
     }
     count(&beside.added[warp]);
@@ -92,12 +92,6 @@ struct ExchangeBeside {
     if (threadIdx.x % Team::lanes == 0) gemm::count_one(counter);
   }
 
-  // A tile of this block, by its number.
-  JAX_EP_FN void wait_written(int tile) const {
-    const gemm::Storing by = gemm::storing(kBlockN, tile);
-    gemm::wait_counts(beside.written + by.first, by.warps, by.tiles);
-  }
-
   JAX_EP_FN void announce_tiles(Op& op) const {
     if (block == 0) op.post_by(op.team.index, work.args.partial);
     op.wait_posted();
@@ -106,7 +100,7 @@ struct ExchangeBeside {
     gemm::Schedule schedule(problem, kBlockN, block, blocks);
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
-      wait_written(tiles);
+      wait_written(beside.written, kBlockN, tiles);
       if (tile.last || flags.ends(tiles)) op.deliver(flags.flag(tiles), 1, 1);
     }
     if (tiles > 0) op.wait_delivered(exchange.peer, flags.flag(tiles - 1));
@@ -122,7 +116,7 @@ struct ExchangeBeside {
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
       if (tile.last) break;
       op.wait_delivered(exchange.peer, flags.flag(tiles));
-      wait_written(tiles);
+      wait_written(beside.written, kBlockN, tiles);
       if (op.ok()) exchange.add(op.team, {tile.row + part.begin, tile.row + part.end}, {tile.out_col, tile.out_end});
     }
   }

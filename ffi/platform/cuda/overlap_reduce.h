@@ -57,8 +57,7 @@ struct ReduceBeside {
     gemm::Schedule schedule(problem, work.block_n, block, blocks);
     int tiles_seen = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles_seen) {
-      const gemm::Storing by = gemm::storing(work.block_n, tiles_seen);
-      gemm::wait_counts(beside.written + by.first, by.warps, by.tiles);
+      wait_written(beside.written, work.block_n, tiles_seen);
       if (tile.row >= args.m || tile.col >= args.n) continue;
       const Range rows = row_blocks.chunk(row_blocks.chunk_of(tile.row));
       const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n) *
