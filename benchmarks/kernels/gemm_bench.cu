@@ -98,6 +98,11 @@ void time_all() {
       time_case("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192, mn_a, mn_b), cublas);
   time_case("dense 4096 x 7168 x 2048", dense(4096, 7168, 2048, false, true), cublas);
   time_case("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144, false, true), cublas);
+  time_case("dense 64 x 7168 x 18432", dense(64, 7168, 18432, false, true), cublas);
+  time_case("dense 128 x 7168 x 2048", dense(128, 7168, 2048, false, true), cublas);
+  time_case("dense 512 x 12288 x 4096", dense(512, 12288, 4096, false, true), cublas);
+  time_case("dense 512 x 4096 x 12288", dense(512, 4096, 12288, false, true), cublas);
+  time_case("dense 2048 x 2880 x 2880", dense(2048, 2880, 2880, false, true), cublas);
   time_case("dense 5416 x 6144 x 1408", dense(5416, 6144, 1408, false, true), cublas);
   const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8);
   time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), cublas);
