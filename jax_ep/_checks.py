@@ -41,17 +41,29 @@ def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
-def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
-    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume."""
-    here: AbstractMesh = jax.sharding.get_abstract_mesh()
-    expected = dict(mesh.shape)
+def check_manual_axis(op: str, axis_name: str) -> None:
+    here = jax.sharding.get_abstract_mesh()
     if axis_name not in here.manual_axes:
         raise ValueError(
-            f"{op}: must be called inside jax.shard_map over axis {axis_name!r} of the group's mesh {expected}; "
+            f"{op}: must be called inside jax.shard_map over axis {axis_name!r}; "
             f"the manual axes here are {tuple(here.manual_axes)}"
         )
-    if dict(here.shape) != expected:
-        raise ValueError(f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, the group's is {expected}")
+
+
+def is_mesh_here(mesh: Mesh) -> bool:
+    """Whether jax.shard_map runs over such a mesh: the same axes in the same order. Of its devices nothing is known."""
+    return tuple(jax.sharding.get_abstract_mesh().shape.items()) == tuple(mesh.shape.items())
+
+
+def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
+    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume."""
+    check_manual_axis(op, axis_name)
+    here: AbstractMesh = jax.sharding.get_abstract_mesh()
+    if not is_mesh_here(mesh):
+        raise ValueError(
+            f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, "
+            f"the group's is {dict(mesh.shape)}, with its axes in this order"
+        )
     automatic = [name for name in here.axis_names if here.shape[name] > 1 and name not in here.manual_axes]
     if automatic:
         raise ValueError(f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not")

@@ -16,7 +16,7 @@ from jax._src import distributed  # the key-value store of jax.distributed has n
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_ep import _bootstrap, _ffi, _native, profiling
+from jax_ep import _bootstrap, _checks, _ffi, _native, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
@@ -35,7 +35,8 @@ class Group:
     Use it as a context manager, or call `close()`. Await results before closing.
 
     Args:
-      mesh: the mesh that `jax.shard_map` runs over.
+      mesh: the very mesh that `jax.shard_map` runs over: the same axes and devices, in the same order. Other axes raise
+        when an op is traced; devices in another order cannot be seen there, and give wrong results.
       axis_name: the axis whose devices exchange tokens.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
@@ -228,14 +229,14 @@ def find_open_group(op: str, axis_name: str) -> Group:
     """The open group over `axis_name` of the mesh that is manual here.
 
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: no such axis is manual here, there is no such group, or more than one.
     """
-    here = jax.sharding.get_abstract_mesh()
-    shape = dict(here.shape)
-    found = [group for group in _open_groups if group.axis_name == axis_name and dict(group.mesh.shape) == shape]
+    _checks.check_manual_axis(op, axis_name)
+    found = [group for group in _open_groups if group.axis_name == axis_name and _checks.is_mesh_here(group.mesh)]
     if len(found) == 1:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
     raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one")
 
 

@@ -176,7 +176,7 @@ def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -
     group.close()
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: no open jax_ep\.Group over axis 'ep'"):
         trace(group, exchanged)
-    with pytest.raises(ValueError, match="no open"):
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: must be called inside jax\.shard_map over axis 'tp'"):
         trace(other_mesh, lambda: ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="tp"))
 
 
@@ -189,14 +189,8 @@ OPS: dict[str, Callable[[Group], Any]] = {
 @pytest.mark.parametrize("op", OPS)
 def test_outside_shard_map(op: str, open_group: OpenGroup) -> None:
     group = open_group(SIZE)
-    with pytest.raises(ValueError, match=f"^{op}: "):
+    with pytest.raises(ValueError, match=rf"^{op}: must be called inside jax\.shard_map over axis 'ep'"):
         OPS[op](group)
-
-
-def test_dispatch_outside_shard_map_says_what_to_do(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map over axis 'ep'"):
-        dispatched(group)
 
 
 @pytest.mark.parametrize("op", OPS)
