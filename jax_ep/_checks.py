@@ -36,6 +36,13 @@ def check_positive(op: str, name: str, value: int) -> None:
         raise ValueError(f"{op}: {name} must be at least 1, got {value}")
 
 
+def check_seconds(op: str, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{op}: {name} must be a number of seconds, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{op}: {name} must be a positive number of seconds, got {value}")
+
+
 def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")

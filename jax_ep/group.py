@@ -20,6 +20,7 @@ from jax_ep import _bootstrap, _checks, _ffi, _native, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
+LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 _opened: collections.Counter[str] = collections.Counter()  # groups over several processes, by what they are over
 
@@ -41,13 +42,15 @@ class Group:
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
         deadlock with a collective that runs beside it, until the timeout.
-      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`.
+      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. More than 24 days,
+        and `inf`, count as 24 days.
 
     The devices may be of several processes of one host (`jax.distributed`): then all of them create the group, in the
     same order as any other groups over these devices.
 
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout or max_sms is not positive.
+      TypeError: max_sms is no int, or the timeout no number.
       PlatformError: a line has GPUs of several hosts.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
@@ -55,16 +58,15 @@ class Group:
     def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0, max_sms: int | None = None):
         if axis_name not in mesh.axis_names:
             raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
-        if max_sms is not None and not max_sms > 0:
-            raise ValueError(f"Group: max_sms must be a positive number of SMs or None, got {max_sms}")
-        if not timeout > 0:
-            raise ValueError(f"Group: timeout must be a positive number of seconds, got {timeout}")
+        if max_sms is not None:
+            _checks.check_positive("Group", "max_sms", max_sms)
+        _checks.check_seconds("Group", "timeout", timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
             raise ValueError(f"Group: the devices of a mesh must be of one platform, got {sorted(platforms)}")
         self.mesh = mesh
         self.axis_name = axis_name
-        self.timeout = float(timeout)
+        self.timeout = min(float(timeout), LONGEST_TIMEOUT)
         self.platform = _ffi.library_name(mesh.devices.flat[0])
         self._closed = False
         self._overflow: CapacityError | None = None

@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Dispatched, Group, GroupClosedError, PlatformError, Routing, combine, dispatch
+from jax_ep import Dispatched, Group, PlatformError, Routing, combine, dispatch
 from jax_ep.lax import ragged_all_to_all
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 4, 2, 8, 16
@@ -244,36 +244,6 @@ def test_vmap_of_ragged_all_to_all(open_group: OpenGroup) -> None:
             open_group(SIZE),
             lambda: jax.vmap(lambda x: ragged_all_to_all(x, ROWS, *[INDICES] * 4, axis_name="ep"))(batch),
         )
-
-
-def test_group_axis() -> None:
-    with pytest.raises(ValueError, match=r"^Group: axis_name 'tp' is not an axis of the mesh"):
-        Group(helpers.mesh_of(ep=1), "tp")
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_group_timeout(timeout: float) -> None:
-    with pytest.raises(ValueError, match=r"^Group: timeout must be a positive number"):
-        Group(helpers.mesh_of(ep=1), "ep", timeout=timeout)
-
-
-def test_closed_group(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    with group:
-        assert not group.closed
-    group.close()  # twice is fine
-    assert group.closed
-    with pytest.raises(GroupClosedError, match="closed"):
-        group.check()
-    with pytest.raises(GroupClosedError, match="closed"):
-        trace(group, lambda: dispatched(group))
-
-
-def test_group_describes_itself(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    assert group.size == SIZE
-    assert "'ep'" in repr(group)
-    assert f"size={SIZE}" in repr(group)
 
 
 def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
