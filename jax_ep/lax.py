@@ -42,8 +42,10 @@ def ragged_all_to_all(
 
     Raises:
       ValueError, TypeError: an argument is wrong, or no single open group has this axis; when the op is traced.
-      InvalidRoutingError: from `group.check()` or the next op, when a slice lies outside its buffer or the sizes of
-        two ranks disagree (`jax.errors.JaxRuntimeError` where the result is awaited).
+      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN, or -1 in integers; `group.check()` and the
+        next op raise the typed error: `InvalidRoutingError`, when a slice lies outside its buffer or the sizes of two
+        ranks disagree.
     """
     op = "ragged_all_to_all"
     group = find_open_group(op, axis_name)

@@ -60,8 +60,9 @@ def dispatch(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
-      JaxEpError: an earlier op of this group failed. A failure of this op raises `jax.errors.JaxRuntimeError` where
-        its result is awaited, and the typed error from `group.check()` and from the next op.
+      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN; `group.check()` and the next op raise the
+        typed error.
     """
     op = "dispatch"
     group.check()
