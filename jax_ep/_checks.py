@@ -9,21 +9,36 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
 
+def describe(x: Any) -> str:
+    """float32[4,2] for an array, the name of the type for everything else."""
+    return str(jax.typeof(x)) if isinstance(x, ARRAYS) else type(x).__name__
+
+
+def check_array(op: str, name: str, x: Any) -> None:
+    if not isinstance(x, ARRAYS):
+        raise TypeError(f"{op}: {name} must be an array, got {describe(x)}")
+
+
 def check_rank(op: str, name: str, x: jax.Array, ndim: int, layout: str) -> None:
+    check_array(op, name, x)
     if x.ndim != ndim:
         raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
 
 
 def check_shape(op: str, name: str, x: jax.Array, shape: tuple[int, ...], layout: str) -> None:
+    check_array(op, name, x)
     if x.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got {x.shape}")
 
 
 def check_dtype(op: str, name: str, x: jax.Array, allowed: Sequence[np.dtype]) -> None:
+    check_array(op, name, x)
     if np.dtype(x.dtype) not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
@@ -41,6 +56,18 @@ def check_seconds(op: str, name: str, value: float) -> None:
         raise TypeError(f"{op}: {name} must be a number of seconds, got {type(value).__name__}")
     if not value > 0:
         raise ValueError(f"{op}: {name} must be a positive number of seconds, got {value}")
+
+
+def check_bool(op: str, name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def canonical_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype | None:
+    try:
+        return None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be a dtype or None, got {dtype!r}") from None
 
 
 def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep.sparse_rows import INDEX_DTYPES, SparseRows, coalesce
+from jax_ep.sparse_rows import INDEX_DTYPES, SparseRows, check_sparse_rows, coalesce
 
 Tree: TypeAlias = Any  # a pytree
 Scalar: TypeAlias = float | jax.Array
@@ -30,9 +30,12 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of `table` [V, D] for `ids` [...] int32 or int64: [..., D]. An id outside [0, V) reads zeros.
 
     Raises:
-      ValueError, TypeError: the table is not [V, D], or the ids are no int32 or int64.
+      ValueError, TypeError: the table is not [V, D], or the ids are no array of int32 or int64.
     """
-    op = "lookup"
+    return _lookup("lookup", table, ids)
+
+
+def _lookup(op: str, table: jax.Array, ids: jax.Array) -> jax.Array:
     _checks.check_rank(op, "table", table, 2, "[V, D]")
     _checks.check_dtype(op, "ids", ids, INDEX_DTYPES)
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -49,25 +52,27 @@ def sparse_value_and_grad(
 
     Args:
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
-      argnums: positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
+      argnums: position or positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
       has_aux: as in `jax.value_and_grad`.
 
     Returns:
-      A function of (table, ids, *args) that gives (value, gradient). `table` is [V, D]; `ids` is int32 or int64 of any
-      shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an entry for every id, in the
-      order of `ids`: N = ids.size. With `argnums` it is a tuple: `SparseRows`, then a dense gradient per position.
+      A function of (table, ids, *args) and of the loss' keywords that gives (value, gradient). `table` is [V, D]; `ids`
+      is int32 or int64 of any shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an
+      entry for every id, in the order of `ids`: N = ids.size. With `argnums` it is a tuple: `SparseRows`, then a dense
+      gradient per position.
       `table` may be a pytree of tables, and for every table `ids` may be a pytree: `rows` has the structure of `ids`,
       the gradient that of `table`, and a table's entries come one array of ids after the other.
 
     Raises:
       ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
     """
+    op = "sparse_value_and_grad"
     if any(n < 1 for n in argnums):
-        raise ValueError(f"sparse_value_and_grad: argnums must be at least 1, after the rows; got {tuple(argnums)}")
+        raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {tuple(argnums)}")
     differentiated = jax.value_and_grad(loss, argnums=(0, *argnums), has_aux=has_aux)
 
     def value_and_grad(table: Tree, ids: Tree, *args: Any) -> tuple[Any, Any]:
-        rows = jax.tree.map(lambda one, its_ids: jax.tree.map(partial(lookup, one), its_ids), table, ids)
+        rows = jax.tree.map(lambda one, its_ids: jax.tree.map(partial(_lookup, op, one), its_ids), table, ids)
         value, (by_row, *others) = differentiated(rows, *args)
         gradient = jax.tree.map(_sparse_gradient, table, ids, by_row)
         return value, (gradient, *others) if argnums else gradient
@@ -98,10 +103,13 @@ def apply_updates(table: Tree, updates: Tree) -> Tree:
 
     Raises:
       ValueError: the table has not the shape that the updates were made for.
+      TypeError: updates are no SparseRows.
     """
+    op = "apply_updates"
 
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
-        _check_height("apply_updates", "table", table, rows)
+        check_sparse_rows(op, "updates", rows)
+        _check_height(op, "table", table, rows)
         return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
 
     return jax.tree.map(apply, table, updates)
@@ -189,6 +197,8 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
 def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *states: Tree) -> tuple[Any, ...]:
     """`step(rows, *states)` of every table: a tree of each of its results."""
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda x: isinstance(x, SparseRows))
+    for rows in leaves:
+        check_sparse_rows("update", "gradient", rows)
     results = [step(*one) for one in zip(leaves, *map(structure.flatten_up_to, states), strict=True)]
     return tuple(structure.unflatten(one) for one in zip(*results, strict=True))
 

@@ -53,6 +53,8 @@ def ragged_all_to_all(
     _checks.check_inside_shard_map(op, group.mesh, axis_name)
     if axis_index_groups is not None:
         raise ValueError(f"{op}: axis_index_groups must be None, got {axis_index_groups}")
+    _checks.check_array(op, "operand", operand)
+    _checks.check_array(op, "output", output)
     if operand.ndim < 1 or output.shape[1:] != operand.shape[1:] or output.ndim != operand.ndim:
         raise ValueError(
             f"{op}: output must have the row shape of operand, got operand {operand.shape} and output {output.shape}"

@@ -256,6 +256,17 @@ def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
     expect(ValueError, r"a must have shape \[M, K\]", jnp.zeros((2, 8)), b)
     expect(TypeError, "b must be of dtype float32", a, b.astype(jnp.bfloat16))
     expect(TypeError, "out_dtype must be float32", a, b, out_dtype=jnp.bfloat16)
+    for m, k, n in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
+        for name in OPS:
+            for implementation in ("auto", "ffi", "xla"):
+                expect(
+                    ValueError,
+                    rf"^{name}: a and b must not be empty, got \({m}, {k}\) and \({k}, {n}\)",
+                    jnp.zeros((2, m, k)),
+                    jnp.zeros((2, k, n)),
+                    name=name,
+                    implementation=implementation,
+                )
     expect(ValueError, "bias must have shape", a, b, bias=jnp.zeros(4))
     expect(ValueError, "implementation must be one of", a, b, implementation="nccl")
     expect(ValueError, "multiple of the group's size", a[:, :7], b, name="matmul_reduce_scatter")
