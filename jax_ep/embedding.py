@@ -42,7 +42,7 @@ def _lookup(op: str, table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def sparse_value_and_grad(
-    loss: Callable[..., Any], argnums: Sequence[int] = (), *, has_aux: bool = False
+    loss: Callable[..., Any], argnums: int | Sequence[int] = (), *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss of embedding rows: the gradient of a table is `SparseRows`, never a table.
 
@@ -67,15 +67,16 @@ def sparse_value_and_grad(
       ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
     """
     op = "sparse_value_and_grad"
-    if any(n < 1 for n in argnums):
-        raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {tuple(argnums)}")
-    differentiated = jax.value_and_grad(loss, argnums=(0, *argnums), has_aux=has_aux)
+    further = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(n < 1 for n in further):
+        raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {further}")
+    differentiated = jax.value_and_grad(loss, argnums=(0, *further), has_aux=has_aux)
 
-    def value_and_grad(table: Tree, ids: Tree, *args: Any) -> tuple[Any, Any]:
+    def value_and_grad(table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Any, Any]:
         rows = jax.tree.map(lambda one, its_ids: jax.tree.map(partial(_lookup, op, one), its_ids), table, ids)
-        value, (by_row, *others) = differentiated(rows, *args)
+        value, (by_row, *others) = differentiated(rows, *args, **keywords)
         gradient = jax.tree.map(_sparse_gradient, table, ids, by_row)
-        return value, (gradient, *others) if argnums else gradient
+        return value, (gradient, *others) if further else gradient
 
     return value_and_grad
 

@@ -60,6 +60,20 @@ def test_further_arguments_and_auxiliary_results(rng: np.random.Generator) -> No
         np.testing.assert_allclose(actual, dense, rtol=1e-5, atol=1e-6)
 
 
+def test_one_further_argument_and_keywords(rng: np.random.Generator) -> None:
+    """As `jax.value_and_grad` takes them."""
+    table, ids, weights = draw(rng, 30)
+
+    def scaled(rows: jax.Array, weights: jax.Array, *, scale: float) -> jax.Array:
+        return scale * loss(rows, weights)
+
+    value, (sparse, by_weights) = sparse_value_and_grad(scaled, 1)(table, ids, weights, scale=3)
+    expected, dense = jax.value_and_grad(lambda t, w: 3 * dense_loss(t, ids, w), (0, 1))(table, weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(sparse.todense(), dense[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(by_weights, dense[1], rtol=1e-5, atol=1e-6)
+
+
 def test_several_tables_and_several_lookups_in_one(rng: np.random.Generator) -> None:
     table, ids, _ = draw(rng, 12)
     small = jnp.asarray(rng.standard_normal((4, D), np.float32))
@@ -260,6 +274,8 @@ def test_wrong_arguments_are_named() -> None:
         gradient(table, jnp.zeros(3))
     with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0, 1\)"):
         sparse_value_and_grad(jnp.sum, (0, 1))
+    with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0,\)"):
+        sparse_value_and_grad(jnp.sum, 0)
     rows = gradient(table, ids)[1]
     with pytest.raises(ValueError, match=r"table must have the rows of a table of 50 x 6, got \(49, 6\)"):
         embedding.apply_updates(table[1:], rows)
