@@ -147,7 +147,9 @@ ad.deflinear2(_not_batched_p, lambda ct, x, *, op: [ct])
 
 
 def _refuse_batching(args: Any, dims: Any, *, op: str) -> Any:
-    raise NotImplementedError(f"{op} does not support jax.vmap: call it once on all tokens, or use jax.lax.map")
+    raise NotImplementedError(
+        f"{op} does not support jax.vmap, nor jax.jacrev, which is one: call it once on all tokens, or use jax.lax.map"
+    )
 
 
 batching.primitive_batchers[_not_batched_p] = _refuse_batching

@@ -81,10 +81,8 @@ def ragged_all_to_all(
         raise ValueError(
             f"{op}: at most {_ffi.MAX_EXPERTS} slices per rank, got {input_offsets.shape[0] // group.size}"
         )
-    operand, output, *indices = _checks.vary_alike(
-        axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values())
-    )
-    operand, output = _checks.not_batched(op, operand), _checks.not_batched(op, output)
+    operands = _checks.vary_alike(axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values()))
+    operand, output, *indices = (_checks.not_batched(op, x) for x in operands)
     if group.resolve(op, "auto") == "xla":
         return reference.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
     return _ragged_all_to_all(group, operand, output, *indices)

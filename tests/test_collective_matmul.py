@@ -272,5 +272,3 @@ def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
     expect(ValueError, "multiple of the group's size", a[:, :7], b, name="matmul_reduce_scatter")
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
         jax_ep.matmul_all_reduce(a[0], b[0], group=group)
-    with pytest.raises(NotImplementedError, match=r"jax\.vmap"):
-        helpers.per_rank(jax.vmap(partial(jax_ep.matmul_all_reduce, group=group)), group.mesh)(a[:, None], b[:, None])

@@ -214,38 +214,6 @@ def test_group_of_another_mesh(open_group: OpenGroup) -> None:
         trace(larger, lambda: dispatched(group))
 
 
-def test_vmap(implementation: str, open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    tokens = jnp.zeros((3, TOKENS, HIDDEN))
-    ids = jnp.zeros((3, TOKENS, TOP_K), jnp.int32)
-    weights = jnp.ones((3, TOKENS, TOP_K))
-
-    def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        rows: jax.Array = out.tokens if outputs is None else outputs
-        return combine(rows, out.routing, group=group, implementation=implementation)
-
-    for op, batched in {
-        "dispatch": lambda: jax.vmap(lambda t: one(t, ids[0], weights[0]))(tokens),
-        "dispatch: ids": lambda: jax.vmap(lambda i: one(tokens[0], i, weights[0]))(ids),
-        "dispatch: weights": lambda: jax.vmap(lambda w: one(tokens[0], ids[0], w))(weights),
-        "combine": lambda: jax.vmap(lambda o: one(tokens[0], ids[0], weights[0], o))(
-            jnp.zeros((3, SIZE * TOKENS * TOP_K, HIDDEN))
-        ),
-    }.items():
-        with pytest.raises(NotImplementedError, match=rf"^{op.split(':')[0]} does not support jax\.vmap"):
-            trace(group, batched)
-
-
-def test_vmap_of_ragged_all_to_all(open_group: OpenGroup) -> None:
-    batch = jnp.zeros((3, *ROWS.shape))
-    with pytest.raises(NotImplementedError, match=r"^ragged_all_to_all does not support jax\.vmap"):
-        trace(
-            open_group(SIZE),
-            lambda: jax.vmap(lambda x: ragged_all_to_all(x, ROWS, *[INDICES] * 4, axis_name="ep"))(batch),
-        )
-
-
 def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_ep._ffi.is_built", lambda platform: False)
     group = open_group(SIZE)
