@@ -179,7 +179,8 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
 
     def update(gradient: Tree, state: LazyAdamState) -> tuple[Tree, LazyAdamState]:
         updates = state.updates + 1
-        first_weight, second_weight = 1 - b1**updates, 1 - b2**updates  # of all gradients so far
+        count = updates.astype(jnp.float32)
+        first_weight, second_weight = 1 - b1**count, 1 - b2**count  # of all gradients so far
 
         def step(rows: SparseRows, first: jax.Array, second: jax.Array) -> tuple[SparseRows, jax.Array, jax.Array]:
             rows = _with_different_ids(rows)
@@ -222,7 +223,8 @@ def _with_different_ids(rows: SparseRows) -> SparseRows:
 
 
 def _with_values(rows: SparseRows, values: jax.Array) -> SparseRows:
-    return dataclasses.replace(rows, values=values)
+    """In float32, whatever a learning rate of float64 made of them."""
+    return dataclasses.replace(rows, values=values.astype(jnp.float32))
 
 
 def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
@@ -231,7 +233,7 @@ def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
 
 
 def _write(state: jax.Array, rows: SparseRows, values: jax.Array) -> jax.Array:
-    return state.at[rows.indices].set(values, mode="drop", indices_are_sorted=True)
+    return state.at[rows.indices].set(values.astype(state.dtype), mode="drop", indices_are_sorted=True)
 
 
 def _check_height(op: str, name: str, array: jax.Array, rows: SparseRows) -> None:

@@ -1,5 +1,6 @@
 """Sparse gradients and the row-wise optimizers, against jax.grad of dense tables and dense updates in numpy."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,12 +100,12 @@ def test_an_id_outside_the_table_reads_zeros(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(embedding.lookup(table, ids), [[zero, table[2]], [zero, table[-1]]])
 
 
-OPTIMIZERS: dict[str, Callable[[], embedding.RowOptimizer]] = {
-    "sgd": lambda: embedding.sgd(0.1),
-    "adagrad": lambda: embedding.adagrad(0.1),
-    "adagrad from zero": lambda: embedding.adagrad(0.1, initial_accumulator=0.0),
-    "rowwise_adagrad": lambda: embedding.rowwise_adagrad(0.1),
-    "lazy_adam": lambda: embedding.lazy_adam(0.1, b1=0.8, b2=0.9),
+OPTIMIZERS: dict[str, Callable[..., embedding.RowOptimizer]] = {
+    "sgd": lambda rate=0.1: embedding.sgd(rate),
+    "adagrad": lambda rate=0.1: embedding.adagrad(rate),
+    "adagrad from zero": lambda rate=0.1: embedding.adagrad(rate, initial_accumulator=0.0),
+    "rowwise_adagrad": lambda rate=0.1: embedding.rowwise_adagrad(rate),
+    "lazy_adam": lambda rate=0.1: embedding.lazy_adam(rate, b1=0.8, b2=0.9),
 }
 
 
@@ -223,6 +224,34 @@ def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
     oracle.update(np.where(np.arange(V)[:, None] == 3, 257.0, np.zeros((V, D))), np.arange(V) == 3)
     for actual, expected in zip(jax.tree.leaves(state), state_of(oracle), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_64_bits(rng: np.random.Generator, name: str) -> None:
+    """With int64 ids and a float64 learning rate, all else remains in 32 bits, and what it is with those."""
+    table = jnp.asarray(rng.standard_normal((V, D), np.float32))
+    gradients = draw_gradients(rng, 3, 30)
+
+    def train(table: jax.Array, gradients: SparseRows, rate: Any) -> Any:
+        optimizer = OPTIMIZERS[name](rate)
+
+        def step(carry: tuple[Any, Any], gradient: SparseRows) -> tuple[tuple[Any, Any], SparseRows]:
+            updates, state = optimizer.update(gradient, carry[1])
+            return (embedding.apply_updates(carry[0], updates), state), updates
+
+        return jax.lax.scan(step, (table, optimizer.init(table)), gradients)
+
+    expected = jax.jit(train)(table, gradients, np.float32(0.1))
+    with jax.enable_x64(True):
+        ids = np.asarray(gradients.indices, np.int64)
+        ids[ids == V + 7] = 2**32 + 1  # would be row 1 in 32 bits
+        carry, updates = jax.jit(train)(
+            table, dataclasses.replace(gradients, indices=jnp.asarray(ids)), np.float64(0.1)
+        )
+    assert (updates.indices.dtype, updates.values.dtype) == (np.int64, np.float32)
+    for actual, wanted in zip(jax.tree.leaves(carry), jax.tree.leaves(expected[0]), strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
