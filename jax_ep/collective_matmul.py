@@ -30,7 +30,8 @@ def matmul_all_reduce(
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to `out_dtype`, and summed
     in float32 in rank order by one rank per row: all ranks get the same bits, on every run. With `check_vma` the result
-    does not vary over the axis, like that of `jax.lax.psum`; the gradient is its too.
+    does not vary over the axis, like that of `jax.lax.psum`; the gradient is its too, of
+    cotangents rounded to the dtype of the operands.
 
     Args:
       a: [M, K] bfloat16, float16 or float32, not empty: this rank's columns of the left factor.
@@ -196,11 +197,10 @@ def _reduce_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
 
 def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
     a, b = residuals
-    cotangent = cotangent.astype(a.dtype)
     if config.scatter:
-        d_a, cotangent = _gather_both(_backwards(config, a), cotangent, b)
+        d_a, cotangent = _gather_both(_backwards(config, a), cotangent.astype(a.dtype), b)
     else:
-        cotangent = _of_every_rank(config, cotangent)
+        cotangent = _of_every_rank(config, cotangent).astype(a.dtype)
         d_a = _dot(cotangent, b, (1, 0 if config.transpose_b else 1), a.dtype)
     return d_a, _matrix_gradient(config, a, cotangent, b.dtype)
 
@@ -208,10 +208,10 @@ def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
 def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
     """Of a sum that all ranks have: it is theirs together where types say that it does not vary, else each has its own.
 
-    As in the transpose of `jax.lax.psum`.
+    As in the transpose of `jax.lax.psum`, and in its dtype: in float32 a sum of 16-bit values would send twice as much.
     """
     axis = config.group.axis_name
-    if jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying:
+    if _checks.tracks_varying(axis):
         return jax.lax.pcast(cotangent, axis, to="varying")
     return jax.lax.psum(cotangent, axis)
 

@@ -124,3 +124,18 @@ def test_the_result_of_an_all_reduce_is_everybodys(
     np.testing.assert_allclose(helpers.wide(out), a @ b, rtol=0.01, atol=0.05)
     np.testing.assert_allclose(helpers.wide(d_a), ones @ b.T, rtol=0.01, atol=0.05)
     np.testing.assert_allclose(helpers.wide(d_b), a.T @ ones, rtol=0.01, atol=0.05)
+
+
+def test_cotangents_are_summed_before_they_are_rounded(implementation: str, open_group: OpenGroup) -> None:
+    """Of a float32 result: what two ranks add to it would be lost in bfloat16. Without `check_vma` the op sums."""
+    group, size = open_group(2), 8
+    above = np.stack([np.full((size, size), x, np.float32) for x in (1 + 2**-9, -1)])
+
+    def body(above: jax.Array) -> jax.Array:
+        a, b = jnp.ones((size, size), BFLOAT16), jnp.eye(size, dtype=BFLOAT16)
+        reduce = partial(jax_ep.matmul_all_reduce, group=group, out_dtype=FLOAT32, implementation=implementation)
+        return jax.vjp(lambda a: reduce(a, b), a)[1](above[0])[0][None]
+
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    actual = helpers.fetch(jax.jit(mapped)(above))
+    np.testing.assert_array_equal(helpers.wide(actual), np.full((2, size, size), 2**-9, np.float32))
