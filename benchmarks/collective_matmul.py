@@ -4,13 +4,15 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import Loop, add_pause, calls_between, describe_pause, microseconds
+from in_jit_loop import Loop, add_pause, calls_between, describe_pause, in_digits, microseconds, teraflops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from plots import Panel, add_plot, grouped_bars, write_plot
 from provenance import header
 
 import jax_ep
@@ -19,6 +21,8 @@ from jax_ep.lax import ragged_dot
 AXIS, SEED = "tp", 0
 CALLS, CPU_CALLS = 40, 4
 OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
+
+DERIVED = ("times XLA's speed", "of the product", "hidden", "exposed, us", "jax_ep, TFLOP/s")
 
 Op = Callable[..., jax.Array]
 OPS: dict[str, Op] = {
@@ -124,11 +128,35 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: f
 
 
 def line(name: str, shape: Shape, times: dict[str, float]) -> str:
-    """Ours against XLA's, against the product alone, and the hidden part of what could be hidden."""
+    """Ours against XLA's and the product alone; the hidden part of what could be hidden, the rest, and our speed."""
     hidden = times[PRODUCT] + times[MOVING] - times[OURS]
-    cells = [name, str(shape), *(f"{time:,.1f}" for time in times.values())]
-    ratios = f"{times[XLA] / times[OURS]:.2f} | {times[OURS] / times[PRODUCT]:.2f}"
-    return f"| {' | '.join(cells)} | {ratios} | {100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} % |"
+    cells = [
+        name,
+        str(shape),
+        *(f"{time:,.1f}" for time in times.values()),
+        f"{times[XLA] / times[OURS]:.2f}",
+        f"{times[OURS] / times[PRODUCT]:.2f}",
+        f"{100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} %",
+        f"{times[OURS] - times[PRODUCT]:,.1f}",
+        in_digits(teraflops(shape.flops, times[OURS])),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+Results = dict[str, dict[Shape, dict[str, float]]]  # by op and shape
+
+
+def plot(results: Results, path: Path) -> None:
+    """TFLOP/s, one panel an op: the product alone is what hiding everything would give."""
+
+    def rates(measured: dict[Shape, dict[str, float]]) -> dict[str, list[float]]:
+        return {
+            name: [teraflops(shape.flops, times[name]) for shape, times in measured.items()]
+            for name in (OURS, XLA, PRODUCT)
+        }
+
+    panels = [Panel(op, list(map(str, measured)), rates(measured)) for op, measured in results.items()]
+    grouped_bars(panels, "TFLOP/s", path)
 
 
 def main(arguments: list[str]) -> int:
@@ -137,6 +165,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--devices", type=int, help="how many [all]")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     add_pause(parser)
+    add_plot(parser, "collective_matmul")
     options = parser.parse_args(arguments)
 
     mesh = Mesh(np.array(jax.devices()[: options.devices]), (AXIS,))
@@ -147,12 +176,15 @@ def main(arguments: list[str]) -> int:
         print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
         print(f"- {describe_pause(options.pause)}\n")
         names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
-        print(f"| op | product | {' | '.join(names)} | times XLA's speed | of the product | hidden |\n|{'---|' * 10}")
+        print(f"| op | product | {' | '.join(names)} | {' | '.join(DERIVED)} |\n|{'---|' * (7 + len(DERIVED))}")
+        results: Results = {name: {} for name in OPS}
         for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:
                 shape = gather if name == "all_gather_matmul" else reduction
                 if shape.quick or not options.quick:
                     times = measure(name, shape, group, options.repeats, options.pause)
+                    results[name][shape] = times
                     print(line(name, shape, times), flush=True)
         group.check()
+    write_plot(options.plot, partial(plot, results))
     return 0

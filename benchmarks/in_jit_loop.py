@@ -114,6 +114,14 @@ def calls_between(pause: float, most: int, flops: float) -> int:
     return max(1, min(most, int(SHORT_FLOPS / flops))) if pause else most
 
 
+def teraflops(flops: float, microseconds: float) -> float:
+    return 1e-6 * flops / microseconds
+
+
+def in_digits(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
+
+
 def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0) -> list[float]:
     """Median per call over `repeats` turns of the loops, after one to warm up; `pause`: ms of rest before each."""
     return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause)

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ from in_jit_loop import (
     calls_between,
     compile_loops,
     describe_pause,
+    in_digits,
     median_microseconds,
     microseconds,
+    teraflops,
 )
 from jax.sharding import Mesh
+from plots import Panel, add_plot, grouped_bars, write_plot
 from provenance import header
 
 from jax_ep import _ffi
@@ -140,13 +144,15 @@ def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool
 
 def line(case: Case, times: dict[str, float]) -> str:
     """TFLOP/s of each, and ours as a part of the dense product's."""
-    rates = {name: 1e-6 * case.flops / time for name, time in times.items()}
-    cells = [
-        str(case),
-        f"{times[OURS]:,.1f}",
-        *(f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}" for rate in rates.values()),
-    ]
+    rates = [teraflops(case.flops, time) for time in times.values()]
+    cells = [str(case), f"{times[OURS]:,.1f}", *map(in_digits, rates)]
     return f"| {' | '.join(cells)} | {times[DENSE] / times[OURS]:.2f} |"
+
+
+def plot(results: dict[Case, dict[str, float]], path: Path) -> None:
+    names = list(next(iter(results.values())))
+    rates = {name: [teraflops(case.flops, times[name]) for case, times in results.items()] for name in names}
+    grouped_bars([Panel("matrix products", list(map(str, results)), rates)], "TFLOP/s", path)
 
 
 def main(arguments: list[str]) -> int:
@@ -154,6 +160,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     add_pause(parser)
+    add_plot(parser, "matmul")
     options = parser.parse_args(arguments)
 
     device = jax.devices()[0]
@@ -166,8 +173,11 @@ def main(arguments: list[str]) -> int:
     print(f"- {DENSE}: one product of as many rows; all but {LAX}, in which the GPU rests, take turns\n")
     names = [f"{name}, TFLOP/s" for name in (OURS, LAX, DENSE, *([TORCH] if with_torch else []))]
     print(f"| product | jax_ep, us | {' | '.join(names)} | of dense |\n|{'---|' * (len(names) + 3)}", flush=True)
+    results: dict[Case, dict[str, float]] = {}
     for case in CPU_CASES if on_cpu else CASES:
         if case.quick or not options.quick:
-            times = measure(case, Mesh(np.array([device]), ("one",)), options.repeats, options.pause, with_torch)
-            print(line(case, times), flush=True)
+            mesh = Mesh(np.array([device]), ("one",))
+            results[case] = measure(case, mesh, options.repeats, options.pause, with_torch)
+            print(line(case, results[case]), flush=True)
+    write_plot(options.plot, partial(plot, results))
     return 0

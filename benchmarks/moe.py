@@ -19,6 +19,7 @@ import padded_all_to_all as padded
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from moe_cases import SEED, Shape
 from moe_formulations import AXIS, Formulation
+from plots import Panel, add_plot, grouped_bars, write_plot
 from provenance import header
 
 import jax_ep
@@ -112,18 +113,20 @@ def table(result: Result) -> str:
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Writes grouped bars, one panel a shape, as a PNG."""
-    from matplotlib.figure import Figure
+    """One panel a shape."""
 
-    figure = Figure(figsize=(6 * len(results), 4), layout="constrained")
-    for axes, result in zip(np.atleast_1d(figure.subplots(1, len(results))), results, strict=True):
-        for i, name in enumerate(result.dispatch):
-            dispatch, combine = result.dispatch[name] / 1e3, result.combine[name] / 1e3
-            axes.bar(np.arange(3) + 0.4 * i - 0.2, [dispatch, combine, dispatch + combine], width=0.4, label=name)
-        axes.set(title=str(result.shape), ylabel="ms per call")
-        axes.set_xticks(np.arange(3), ["dispatch", "combine", "sum"])
-        axes.legend()
-    figure.savefig(path, dpi=120)
+    def bars(dispatch: float, combine: float) -> list[float]:
+        return [dispatch / 1e3, combine / 1e3, (dispatch + combine) / 1e3]
+
+    panels = [
+        Panel(
+            str(result.shape),
+            ["dispatch", "combine", "sum"],
+            {name: bars(result.dispatch[name], result.combine[name]) for name in result.dispatch},
+        )
+        for result in results
+    ]
+    grouped_bars(panels, "ms per call", path)
 
 
 def main(arguments: list[str]) -> int:
@@ -133,9 +136,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="GPU: only T=128 and T=4096, uniform routing")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="GPU: only shapes whose name has TEXT")
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)  # the GPU's way of timing on the CPU
-    parser.add_argument(
-        "--plot", type=Path, nargs="?", const=Path("jax_ep_bench_moe.png"), help="also write a PNG [%(const)s]"
-    )
+    add_plot(parser, "moe")
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
@@ -150,7 +151,5 @@ def main(arguments: list[str]) -> int:
                 results.append(measure(shape, group, options.implementation, options.repeats or 30))
                 print(f"\n{table(results[-1])}", flush=True)
             draw = partial(plot, results)
-    if options.plot:
-        draw(options.plot)
-        print(f"\nwrote {options.plot}")
+    write_plot(options.plot, draw)
     return 0

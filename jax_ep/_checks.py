@@ -9,21 +9,36 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
 
+def describe(x: Any) -> str:
+    """float32[4,2] for an array, the name of the type for everything else."""
+    return str(jax.typeof(x)) if isinstance(x, ARRAYS) else type(x).__name__
+
+
+def check_array(op: str, name: str, x: Any) -> None:
+    if not isinstance(x, ARRAYS):
+        raise TypeError(f"{op}: {name} must be an array, got {describe(x)}")
+
+
 def check_rank(op: str, name: str, x: jax.Array, ndim: int, layout: str) -> None:
+    check_array(op, name, x)
     if x.ndim != ndim:
         raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
 
 
 def check_shape(op: str, name: str, x: jax.Array, shape: tuple[int, ...], layout: str) -> None:
+    check_array(op, name, x)
     if x.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got {x.shape}")
 
 
 def check_dtype(op: str, name: str, x: jax.Array, allowed: Sequence[np.dtype]) -> None:
+    check_array(op, name, x)
     if np.dtype(x.dtype) not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
@@ -36,22 +51,53 @@ def check_positive(op: str, name: str, value: int) -> None:
         raise ValueError(f"{op}: {name} must be at least 1, got {value}")
 
 
+def check_seconds(op: str, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{op}: {name} must be a number of seconds, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{op}: {name} must be a positive number of seconds, got {value}")
+
+
+def check_bool(op: str, name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def canonical_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype | None:
+    try:
+        return None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be a dtype or None, got {dtype!r}") from None
+
+
 def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
-def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
-    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume."""
-    here: AbstractMesh = jax.sharding.get_abstract_mesh()
-    expected = dict(mesh.shape)
+def check_manual_axis(op: str, axis_name: str) -> None:
+    here = jax.sharding.get_abstract_mesh()
     if axis_name not in here.manual_axes:
         raise ValueError(
-            f"{op}: must be called inside jax.shard_map over axis {axis_name!r} of the group's mesh {expected}; "
+            f"{op}: must be called inside jax.shard_map over axis {axis_name!r}; "
             f"the manual axes here are {tuple(here.manual_axes)}"
         )
-    if dict(here.shape) != expected:
-        raise ValueError(f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, the group's is {expected}")
+
+
+def is_mesh_here(mesh: Mesh) -> bool:
+    """Whether jax.shard_map runs over such a mesh: the same axes in the same order. Of its devices nothing is known."""
+    return tuple(jax.sharding.get_abstract_mesh().shape.items()) == tuple(mesh.shape.items())
+
+
+def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
+    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume."""
+    check_manual_axis(op, axis_name)
+    here: AbstractMesh = jax.sharding.get_abstract_mesh()
+    if not is_mesh_here(mesh):
+        raise ValueError(
+            f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, "
+            f"the group's is {dict(mesh.shape)}, with its axes in this order"
+        )
     automatic = [name for name in here.axis_names if here.shape[name] > 1 and name not in here.manual_axes]
     if automatic:
         raise ValueError(f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not")
@@ -101,7 +147,9 @@ ad.deflinear2(_not_batched_p, lambda ct, x, *, op: [ct])
 
 
 def _refuse_batching(args: Any, dims: Any, *, op: str) -> Any:
-    raise NotImplementedError(f"{op} does not support jax.vmap: call it once on all tokens, or use jax.lax.map")
+    raise NotImplementedError(
+        f"{op} does not support jax.vmap, nor jax.jacrev, which is one: call it once on all tokens, or use jax.lax.map"
+    )
 
 
 batching.primitive_batchers[_not_batched_p] = _refuse_batching

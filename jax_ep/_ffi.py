@@ -67,10 +67,14 @@ def _call(
     name: str,
     results: Any,
     *operands: jax.Array,
+    op: str = "",
     aliases: dict[int, int] | None = None,
     vmap_method: str | None = None,
     **attributes: Any,
 ):
+    """`op`: what the user knows it as, if not by this name."""
+    if vmap_method is None:  # also where nothing but a gradient is batched, as by jax.jacrev
+        operands = tuple(_checks.not_batched(op or name, x) for x in operands)
     call = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
     return call(*operands, **attributes)
 
@@ -123,6 +127,7 @@ def scatter(group: "Group", tokens: jax.Array, routing: Routing) -> jax.Array:
         routing.targets,
         routing.rows,
         routing.counts,
+        op="the gradient of combine",
         group=np.int64(group.native_id),
         alignment=np.int32(config.alignment),
     )
@@ -130,16 +135,17 @@ def scatter(group: "Group", tokens: jax.Array, routing: Routing) -> jax.Array:
 
 def combine(group: "Group", expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     none = jnp.zeros((0,), jnp.float32)
-    return _combine(group, expert_outputs, weights, none, (0,), routing)[0]
+    return _combine("combine", group, expert_outputs, weights, none, (0,), routing)[0]
 
 
 def return_rows(group: "Group", rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and [R, T, K] scalars returned to the [T, K] they belong to."""
     none = jnp.zeros((0,), jnp.float32)
-    return _combine(group, rows, none, weights, routing.targets.shape, routing)
+    return _combine("the gradient of dispatch", group, rows, none, weights, routing.targets.shape, routing)
 
 
 def _combine(
+    op: str,
     group: "Group",
     rows: jax.Array,
     weights: jax.Array,
@@ -161,6 +167,7 @@ def _combine(
         scalars,
         routing.targets,
         routing.rows,
+        op=op,
         group=np.int64(group.native_id),
     )
     return out, back
@@ -192,6 +199,7 @@ def matmul_reduce(config: "Config", a: jax.Array, b: jax.Array) -> jax.Array:
         (result, partial),
         a,
         b,
+        op="matmul_reduce_scatter" if config.scatter else "matmul_all_reduce",
         group=np.int64(group.native_id),
         transpose_b=config.transpose_b,
         scatter=config.scatter,
@@ -208,6 +216,7 @@ def gather_matmul(config: "Config", a: jax.Array, b: jax.Array) -> tuple[jax.Arr
         (result, gathered),
         a,
         b,
+        op="all_gather_matmul",
         group=np.int64(config.group.native_id),
         transpose_b=config.transpose_b,
     )
@@ -261,6 +270,7 @@ def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, missing: 
             ),
             ids,
             missing,
+            op="sparse_all_reduce",
             group=np.int64(group.native_id),
             num_rows=np.int32(config.num_rows),
             sharded=config.sharded,
@@ -291,6 +301,7 @@ def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union
         values,
         union.slots,
         union.bounds,
+        op="sparse_all_reduce",
         group=np.int64(group.native_id),
         scale=np.float32(config.scale),
         by_count=config.by_count,

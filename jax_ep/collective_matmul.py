@@ -15,7 +15,6 @@ from jax_ep import _checks, _ffi, reference_matmul
 from jax_ep.group import Group
 from jax_ep.matmul import CORE_DTYPES, CORE_MULTIPLE
 from jax_ep.moe import IMPLEMENTATIONS
-from jax_ep.routing import canonical_dtype
 
 
 def matmul_all_reduce(
@@ -31,13 +30,14 @@ def matmul_all_reduce(
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to `out_dtype`, and summed
     in float32 in rank order by one rank per row: all ranks get the same bits, on every run. With `check_vma` the result
-    does not vary over the axis, like that of `jax.lax.psum`; the gradient is its too.
+    does not vary over the axis, like that of `jax.lax.psum`; the gradient is its too, of
+    cotangents rounded to the dtype of the operands.
 
     Args:
-      a: [M, K] bfloat16, float16 or float32: this rank's columns of the left factor.
-      b: [K, N] of the same dtype: this rank's rows of the right one.
+      a: [M, K] bfloat16, float16 or float32, not empty: this rank's columns of the left factor.
+      b: [K, N] of the same dtype, not empty: this rank's rows of the right one.
       group: the open group of the ranks.
-      bias: [N], added once to every row of the sum, or None; the same on all ranks.
+      bias: [N] bfloat16, float16 or float32, added once to every row of the sum, or None; the same on all ranks.
       out_dtype: the dtype of `a`, which is the default, or float32.
       implementation: "ffi" (kernels; on CUDA they need Hopper GPUs, 16-bit operands, and K and N multiples of 8), "xla"
         (jax.lax alone), or "auto": "ffi" where it can.
@@ -110,8 +110,9 @@ def _call(
 ) -> jax.Array:
     group.check()
     _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
-    dtype = canonical_dtype(out_dtype) or np.dtype(a.dtype)
-    _check_operands(op, a, b, bias, group, dtype)
+    _check_factors(op, a, b)
+    dtype = _checks.canonical_dtype(op, "out_dtype", out_dtype) or np.dtype(a.dtype)
+    _check_result(op, a, b, bias, group, dtype)
     _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
     a, b = _checks.vary_alike(group.axis_name, a, b)
     a, b = _checks.not_batched(op, a), _checks.not_batched(op, b)
@@ -125,23 +126,29 @@ def _call(
     return out if bias is None else out + bias.astype(dtype)
 
 
-def _check_operands(op: str, a: jax.Array, b: jax.Array, bias: jax.Array | None, group: Group, dtype: np.dtype) -> None:
+def _check_factors(op: str, a: jax.Array, b: jax.Array) -> None:
     _checks.check_rank(op, "a", a, 2, "[M, K]")
     _checks.check_dtype(op, "a", a, _checks.TOKEN_DTYPES)
     _checks.check_rank(op, "b", b, 2, "[K, N]")
     _checks.check_dtype(op, "b", b, (np.dtype(a.dtype),))
     _checks.check_shape(op, "b", b, (a.shape[1], b.shape[1]), "[K, N]")
+    if 0 in (*a.shape, *b.shape):
+        raise ValueError(f"{op}: a and b must not be empty, got {a.shape} and {b.shape}")
+
+
+def _check_result(op: str, a: jax.Array, b: jax.Array, bias: jax.Array | None, group: Group, dtype: np.dtype) -> None:
     if bias is not None:
         _checks.check_shape(op, "bias", bias, (b.shape[1],), "[N]")
-    if dtype not in (np.dtype(a.dtype), np.dtype(np.float32)):
-        raise TypeError(f"{op}: out_dtype must be {a.dtype}, that of a, or float32; got {dtype}")
+        _checks.check_dtype(op, "bias", bias, _checks.TOKEN_DTYPES)
+    allowed = dict.fromkeys((np.dtype(a.dtype), np.dtype(np.float32)))
+    if dtype not in allowed:
+        raise TypeError(f"{op}: out_dtype must be {' or '.join(map(str, allowed))}, got {dtype}")
     if op == "matmul_reduce_scatter" and a.shape[0] % group.size:
         raise ValueError(f"{op}: a must have a multiple of the group's size {group.size} rows, got {a.shape}")
 
 
 def _resolve(op: str, group: Group, implementation: str, a: jax.Array, b: jax.Array) -> str:
-    chosen = group.resolve(op, implementation)
-    if chosen == "xla" or 0 in (*a.shape, *b.shape):
+    if group.resolve(op, implementation) == "xla":
         return "xla"
     served = group.platform == "cpu" or (
         group.platform == "cuda"
@@ -190,11 +197,10 @@ def _reduce_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
 
 def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
     a, b = residuals
-    cotangent = cotangent.astype(a.dtype)
     if config.scatter:
-        d_a, cotangent = _gather_both(_backwards(config, a), cotangent, b)
+        d_a, cotangent = _gather_both(_backwards(config, a), cotangent.astype(a.dtype), b)
     else:
-        cotangent = _of_every_rank(config, cotangent)
+        cotangent = _of_every_rank(config, cotangent).astype(a.dtype)
         d_a = _dot(cotangent, b, (1, 0 if config.transpose_b else 1), a.dtype)
     return d_a, _matrix_gradient(config, a, cotangent, b.dtype)
 
@@ -202,10 +208,10 @@ def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
 def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
     """Of a sum that all ranks have: it is theirs together where types say that it does not vary, else each has its own.
 
-    As in the transpose of `jax.lax.psum`.
+    As in the transpose of `jax.lax.psum`, and in its dtype: in float32 a sum of 16-bit values would send twice as much.
     """
     axis = config.group.axis_name
-    if jax.typeof(jax.lax.axis_index(axis)).manual_axis_type.varying:
+    if _checks.tracks_varying(axis):
         return jax.lax.pcast(cotangent, axis, to="varying")
     return jax.lax.psum(cotangent, axis)
 

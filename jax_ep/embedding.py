@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep.sparse_rows import INDEX_DTYPES, SparseRows, coalesce
+from jax_ep.sparse_rows import INDEX_DTYPES, SparseRows, check_sparse_rows, coalesce
 
 Tree: TypeAlias = Any  # a pytree
 Scalar: TypeAlias = float | jax.Array
@@ -30,16 +30,19 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of `table` [V, D] for `ids` [...] int32 or int64: [..., D]. An id outside [0, V) reads zeros.
 
     Raises:
-      ValueError, TypeError: the table is not [V, D], or the ids are no int32 or int64.
+      ValueError, TypeError: the table is not [V, D], or the ids are no array of int32 or int64.
     """
-    op = "lookup"
+    return _lookup("lookup", table, ids)
+
+
+def _lookup(op: str, table: jax.Array, ids: jax.Array) -> jax.Array:
     _checks.check_rank(op, "table", table, 2, "[V, D]")
     _checks.check_dtype(op, "ids", ids, INDEX_DTYPES)
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def sparse_value_and_grad(
-    loss: Callable[..., Any], argnums: Sequence[int] = (), *, has_aux: bool = False
+    loss: Callable[..., Any], argnums: int | Sequence[int] = (), *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss of embedding rows: the gradient of a table is `SparseRows`, never a table.
 
@@ -49,28 +52,31 @@ def sparse_value_and_grad(
 
     Args:
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
-      argnums: positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
+      argnums: position or positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
       has_aux: as in `jax.value_and_grad`.
 
     Returns:
-      A function of (table, ids, *args) that gives (value, gradient). `table` is [V, D]; `ids` is int32 or int64 of any
-      shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an entry for every id, in the
-      order of `ids`: N = ids.size. With `argnums` it is a tuple: `SparseRows`, then a dense gradient per position.
+      A function of (table, ids, *args) and of the loss' keywords that gives (value, gradient). `table` is [V, D]; `ids`
+      is int32 or int64 of any shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an
+      entry for every id, in the order of `ids`: N = ids.size. With `argnums` it is a tuple: `SparseRows`, then a dense
+      gradient per position.
       `table` may be a pytree of tables, and for every table `ids` may be a pytree: `rows` has the structure of `ids`,
       the gradient that of `table`, and a table's entries come one array of ids after the other.
 
     Raises:
       ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
     """
-    if any(n < 1 for n in argnums):
-        raise ValueError(f"sparse_value_and_grad: argnums must be at least 1, after the rows; got {tuple(argnums)}")
-    differentiated = jax.value_and_grad(loss, argnums=(0, *argnums), has_aux=has_aux)
+    op = "sparse_value_and_grad"
+    further = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(n < 1 for n in further):
+        raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {further}")
+    differentiated = jax.value_and_grad(loss, argnums=(0, *further), has_aux=has_aux)
 
-    def value_and_grad(table: Tree, ids: Tree, *args: Any) -> tuple[Any, Any]:
-        rows = jax.tree.map(lambda one, its_ids: jax.tree.map(partial(lookup, one), its_ids), table, ids)
-        value, (by_row, *others) = differentiated(rows, *args)
+    def value_and_grad(table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Any, Any]:
+        rows = jax.tree.map(lambda one, its_ids: jax.tree.map(partial(_lookup, op, one), its_ids), table, ids)
+        value, (by_row, *others) = differentiated(rows, *args, **keywords)
         gradient = jax.tree.map(_sparse_gradient, table, ids, by_row)
-        return value, (gradient, *others) if argnums else gradient
+        return value, (gradient, *others) if further else gradient
 
     return value_and_grad
 
@@ -98,10 +104,13 @@ def apply_updates(table: Tree, updates: Tree) -> Tree:
 
     Raises:
       ValueError: the table has not the shape that the updates were made for.
+      TypeError: updates are no SparseRows.
     """
+    op = "apply_updates"
 
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
-        _check_height("apply_updates", "table", table, rows)
+        check_sparse_rows(op, "updates", rows)
+        _check_height(op, "table", table, rows)
         return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
 
     return jax.tree.map(apply, table, updates)
@@ -170,7 +179,8 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
 
     def update(gradient: Tree, state: LazyAdamState) -> tuple[Tree, LazyAdamState]:
         updates = state.updates + 1
-        first_weight, second_weight = 1 - b1**updates, 1 - b2**updates  # of all gradients so far
+        count = updates.astype(jnp.float32)
+        first_weight, second_weight = 1 - b1**count, 1 - b2**count  # of all gradients so far
 
         def step(rows: SparseRows, first: jax.Array, second: jax.Array) -> tuple[SparseRows, jax.Array, jax.Array]:
             rows = _with_different_ids(rows)
@@ -189,6 +199,8 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
 def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *states: Tree) -> tuple[Any, ...]:
     """`step(rows, *states)` of every table: a tree of each of its results."""
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda x: isinstance(x, SparseRows))
+    for rows in leaves:
+        check_sparse_rows("update", "gradient", rows)
     results = [step(*one) for one in zip(leaves, *map(structure.flatten_up_to, states), strict=True)]
     return tuple(structure.unflatten(one) for one in zip(*results, strict=True))
 
@@ -211,7 +223,8 @@ def _with_different_ids(rows: SparseRows) -> SparseRows:
 
 
 def _with_values(rows: SparseRows, values: jax.Array) -> SparseRows:
-    return dataclasses.replace(rows, values=values)
+    """In float32, whatever a learning rate of float64 made of them."""
+    return dataclasses.replace(rows, values=values.astype(jnp.float32))
 
 
 def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
@@ -220,7 +233,7 @@ def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
 
 
 def _write(state: jax.Array, rows: SparseRows, values: jax.Array) -> jax.Array:
-    return state.at[rows.indices].set(values, mode="drop", indices_are_sorted=True)
+    return state.at[rows.indices].set(values.astype(state.dtype), mode="drop", indices_are_sorted=True)
 
 
 def _check_height(op: str, name: str, array: jax.Array, rows: SparseRows) -> None:

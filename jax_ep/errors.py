@@ -26,4 +26,5 @@ class GroupClosedError(JaxEpError):
 
 
 class PlatformError(JaxEpError):
-    """No library was built for the platform of the group's devices."""
+    """It cannot run on these devices: no library, or one of another version, is built for their platform, they are of
+    several hosts or processes where they may not be, or there are no kernels to ask about."""

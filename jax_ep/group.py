@@ -16,10 +16,11 @@ from jax._src import distributed  # the key-value store of jax.distributed has n
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_ep import _bootstrap, _ffi, _native, profiling
+from jax_ep import _bootstrap, _checks, _ffi, _native, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
+LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 _opened: collections.Counter[str] = collections.Counter()  # groups over several processes, by what they are over
 
@@ -35,18 +36,21 @@ class Group:
     Use it as a context manager, or call `close()`. Await results before closing.
 
     Args:
-      mesh: the mesh that `jax.shard_map` runs over.
+      mesh: the very mesh that `jax.shard_map` runs over: the same axes and devices, in the same order. Other axes raise
+        when an op is traced; devices in another order cannot be seen there, and give wrong results.
       axis_name: the axis whose devices exchange tokens.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
         deadlock with a collective that runs beside it, until the timeout.
-      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`.
+      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. More than 24 days,
+        and `inf`, count as 24 days.
 
     The devices may be of several processes of one host (`jax.distributed`): then all of them create the group, in the
     same order as any other groups over these devices.
 
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout or max_sms is not positive.
+      TypeError: max_sms is no int, or the timeout no number.
       PlatformError: a line has GPUs of several hosts.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
@@ -54,16 +58,15 @@ class Group:
     def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0, max_sms: int | None = None):
         if axis_name not in mesh.axis_names:
             raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
-        if max_sms is not None and not max_sms > 0:
-            raise ValueError(f"Group: max_sms must be a positive number of SMs or None, got {max_sms}")
-        if not timeout > 0:
-            raise ValueError(f"Group: timeout must be a positive number of seconds, got {timeout}")
+        if max_sms is not None:
+            _checks.check_positive("Group", "max_sms", max_sms)
+        _checks.check_seconds("Group", "timeout", timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
             raise ValueError(f"Group: the devices of a mesh must be of one platform, got {sorted(platforms)}")
         self.mesh = mesh
         self.axis_name = axis_name
-        self.timeout = float(timeout)
+        self.timeout = min(float(timeout), LONGEST_TIMEOUT)
         self.platform = _ffi.library_name(mesh.devices.flat[0])
         self._closed = False
         self._overflow: CapacityError | None = None
@@ -228,14 +231,14 @@ def find_open_group(op: str, axis_name: str) -> Group:
     """The open group over `axis_name` of the mesh that is manual here.
 
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: no such axis is manual here, there is no such group, or more than one.
     """
-    here = jax.sharding.get_abstract_mesh()
-    shape = dict(here.shape)
-    found = [group for group in _open_groups if group.axis_name == axis_name and dict(group.mesh.shape) == shape]
+    _checks.check_manual_axis(op, axis_name)
+    found = [group for group in _open_groups if group.axis_name == axis_name and _checks.is_mesh_here(group.mesh)]
     if len(found) == 1:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
     raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one")
 
 

@@ -42,8 +42,10 @@ def ragged_all_to_all(
 
     Raises:
       ValueError, TypeError: an argument is wrong, or no single open group has this axis; when the op is traced.
-      InvalidRoutingError: from `group.check()` or the next op, when a slice lies outside its buffer or the sizes of
-        two ranks disagree (`jax.errors.JaxRuntimeError` where the result is awaited).
+      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN, or -1 in integers; `group.check()` and the
+        next op raise the typed error: `InvalidRoutingError`, when a slice lies outside its buffer or the sizes of two
+        ranks disagree.
     """
     op = "ragged_all_to_all"
     group = find_open_group(op, axis_name)
@@ -51,6 +53,8 @@ def ragged_all_to_all(
     _checks.check_inside_shard_map(op, group.mesh, axis_name)
     if axis_index_groups is not None:
         raise ValueError(f"{op}: axis_index_groups must be None, got {axis_index_groups}")
+    _checks.check_array(op, "operand", operand)
+    _checks.check_array(op, "output", output)
     if operand.ndim < 1 or output.shape[1:] != operand.shape[1:] or output.ndim != operand.ndim:
         raise ValueError(
             f"{op}: output must have the row shape of operand, got operand {operand.shape} and output {output.shape}"
@@ -77,10 +81,8 @@ def ragged_all_to_all(
         raise ValueError(
             f"{op}: at most {_ffi.MAX_EXPERTS} slices per rank, got {input_offsets.shape[0] // group.size}"
         )
-    operand, output, *indices = _checks.vary_alike(
-        axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values())
-    )
-    operand, output = _checks.not_batched(op, operand), _checks.not_batched(op, output)
+    operands = _checks.vary_alike(axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values()))
+    operand, output, *indices = (_checks.not_batched(op, x) for x in operands)
     if group.resolve(op, "auto") == "xla":
         return reference.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
     return _ragged_all_to_all(group, operand, output, *indices)

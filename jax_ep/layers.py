@@ -74,6 +74,8 @@ def _check_experts(tokens: jax.Array, gate: jax.Array, up: jax.Array, down: jax.
     _checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     _checks.check_dtype(op, "tokens", tokens, _checks.TOKEN_DTYPES)
     _checks.check_rank(op, "gate", gate, 3, "[E / R, H, F]")
+    if gate.shape[0] == 0:
+        raise ValueError(f"{op}: gate must have at least one expert on every rank, got {gate.shape}")
     experts, hidden, width = gate.shape[0], tokens.shape[1], gate.shape[2]
     for name, matrix, shape, layout in (
         ("gate", gate, (experts, hidden, width), "[E / R, H, F]"),

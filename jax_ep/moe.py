@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import _checks, _ffi, reference
 from jax_ep.group import Group
-from jax_ep.routing import FP8_BLOCK, DispatchConfig, Dispatched, Routing, canonical_dtype, worst_case_capacity
+from jax_ep.routing import FP8_BLOCK, DispatchConfig, Dispatched, Routing, worst_case_capacity
 
 IMPLEMENTATIONS = ("auto", "ffi", "xla")
 
@@ -60,8 +60,9 @@ def dispatch(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
-      JaxEpError: an earlier op of this group failed. A failure of this op raises `jax.errors.JaxRuntimeError` where
-        its result is awaited, and the typed error from `group.check()` and from the next op.
+      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN; `group.check()` and the next op raise the
+        typed error.
     """
     op = "dispatch"
     group.check()
@@ -103,6 +104,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
     group.check()
     _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
     _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
+    if not isinstance(routing, Routing):
+        raise TypeError(f"combine: routing must be the Routing of a dispatch, got {_checks.describe(routing)}")
     config = routing.config
     if config.size != group.size:
         raise ValueError(f"combine: routing is of a group of {config.size} ranks, group has {group.size}")
@@ -160,7 +163,8 @@ def _dispatch_config(
             raise ValueError(f"dispatch: capacity must be a multiple of alignment {alignment}, got {capacity}")
     if group.size * capacity >= 2**31:
         raise ValueError(f"dispatch: capacity must be below 2**31 / {group.size} rows, got {capacity}")
-    wire = canonical_dtype(wire_dtype)
+    wire = _checks.canonical_dtype(op, "wire_dtype", wire_dtype)
+    _checks.check_bool(op, "dequantize", dequantize)
     if wire is not None and wire != np.dtype(jnp.float8_e4m3fn):
         raise ValueError(f"dispatch: wire_dtype must be None or float8_e4m3fn, got {wire}")
     if wire is None and not dequantize:

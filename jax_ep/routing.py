@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 FP8_BLOCK = 128  # values of a float8 row that share a scale
 
@@ -86,7 +85,3 @@ def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: i
     rows = size * num_tokens * min(top_k, local_experts)
     padded = rows + min(local_experts, rows) * (alignment - 1)
     return padded // alignment * alignment
-
-
-def canonical_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    return None if dtype is None else np.dtype(dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_ep import _checks, _ffi, reference_sparse
 from jax_ep.group import Group
 from jax_ep.moe import IMPLEMENTATIONS
-from jax_ep.sparse_rows import SparseRows
+from jax_ep.sparse_rows import SparseRows, check_sparse_rows
 from jax_ep.sparse_union import SparseConfig, Union, choose_method, match, search
 from pallas_kernels import index_match
 
@@ -63,8 +63,9 @@ def sparse_all_reduce(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
-      JaxEpError: an earlier op of this group failed. A failure of this op raises `jax.errors.JaxRuntimeError` where
-        its result is awaited, and the typed error from `group.check()` and from the next op.
+      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN; `group.check()` and the next op raise the
+        typed error.
     """
     name = "sparse_all_reduce"
     group.check()
@@ -107,15 +108,12 @@ def sparse_all_reduce(
 
 def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: bool, on_overflow: str) -> SparseConfig:
     name = "sparse_all_reduce"
-    if not isinstance(rows, SparseRows):
-        raise TypeError(f"{name}: rows must be SparseRows, got {type(rows).__name__}")
-    rows.check(name)
+    check_sparse_rows(name, "rows", rows)
     if rows.values.shape[1] == 0:
         raise ValueError(f"{name}: values must have at least one column, got {rows.values.shape}")
     _checks.check_positive(name, "capacity", capacity)
     _checks.check_one_of(name, "op", op, OPS)
-    if not isinstance(sharded, bool):
-        raise TypeError(f"{name}: sharded must be True or False, got {sharded!r}")
+    _checks.check_bool(name, "sharded", sharded)
     _checks.check_one_of(name, "on_overflow", on_overflow, ("raise", "drop"))
     if capacity >= 2**31 or group.size * rows.indices.shape[0] >= 2**31:
         raise ValueError(

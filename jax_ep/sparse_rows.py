@@ -48,7 +48,7 @@ class SparseRows:
         Raises:
           ValueError, TypeError: shapes are not [N] and [N, D], ids are not int32 or int64, num_rows is not positive.
         """
-        rows = cls(indices, values, jnp.full((), indices.shape[0], jnp.int32), num_rows)
+        rows = cls(indices, values, jnp.full((), np.size(indices), jnp.int32), num_rows)
         rows.check("SparseRows")
         return rows
 
@@ -57,8 +57,10 @@ class SparseRows:
         """The rows of a BCOO matrix of shape [num_rows, D] whose entries are whole rows (n_sparse = n_dense = 1).
 
         Raises:
-          ValueError: the matrix is batched, or its entries are not rows.
+          ValueError, TypeError: the matrix is batched or no BCOO, or its entries are not rows.
         """
+        if not isinstance(matrix, BCOO):
+            raise TypeError(f"SparseRows.from_bcoo: matrix must be BCOO, got {_checks.describe(matrix)}")
         if (matrix.n_batch, matrix.n_sparse, matrix.n_dense) != (0, 1, 1):
             raise ValueError(
                 "SparseRows.from_bcoo: matrix must have n_batch, n_sparse, n_dense = 0, 1, 1; "
@@ -111,6 +113,12 @@ class SparseRows:
         return jnp.arange(self.indices.shape[0], dtype=jnp.int32) < self.count
 
 
+def check_sparse_rows(op: str, name: str, rows: SparseRows) -> None:
+    if not isinstance(rows, SparseRows):
+        raise TypeError(f"{op}: {name} must be SparseRows, got {_checks.describe(rows)}")
+    rows.check(op)
+
+
 def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     """Adds up the entries of each row: sorted different ids, padded with id `num_rows` and zero values.
 
@@ -127,7 +135,7 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
       ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
     op = "coalesce"
-    rows.check(op)
+    check_sparse_rows(op, "rows", rows)
     capacity = rows.indices.shape[0] if capacity is None else capacity
     if capacity != 0 or rows.indices.shape[0]:
         _checks.check_positive(op, "capacity", capacity)

@@ -12,12 +12,12 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import matmul_cases
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 import sparse_cases
-import test_collective_matmul
 import test_lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -72,9 +72,9 @@ def sparse_of(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, sparse_cases.draw_values(rng, ids, 40, np.float16 if "sharded" in SPARSE[name] else np.float32)
 
 
-def product_of(size: int) -> test_collective_matmul.Operands:
+def product_of(size: int) -> matmul_cases.Operands:
     rng = np.random.default_rng(helpers.SEED)
-    return test_collective_matmul.draw(rng, size, (136, 40, 200), np.dtype(ml_dtypes.bfloat16))
+    return matmul_cases.draw(rng, size, (136, 40, 200), np.dtype(ml_dtypes.bfloat16))
 
 
 def spread(group: Group, x: np.ndarray) -> jax.Array:
@@ -97,8 +97,8 @@ def results(group: Group) -> dict[str, Any]:
     for name, options in SPARSE.items():
         program = sparse_cases.program(group, SPARSE_ROWS, method="bitmap", implementation="ffi", **options)
         found[name] = run(program, sparse_of(name, group.size))
-    for op in test_collective_matmul.OPS:
-        found[op] = run(test_collective_matmul.program(op, group, implementation="ffi"), product_of(group.size))
+    for op in matmul_cases.OPS:
+        found[op] = run(matmul_cases.program(op, group, implementation="ffi"), product_of(group.size))
     operand, output, slices = slices_of(group.size)
     found["ragged"] = run(test_lax.exchange(group), (operand, output, *slices))
     group.check()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 from jax.sharding import NamedSharding, PartitionSpec as P
-from test_collective_matmul import OPS, Operands, exact
+from matmul_cases import OPS, Operands, exact
 
 from jax_ep import _ffi
 

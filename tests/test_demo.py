@@ -50,3 +50,8 @@ def test_the_tensor_parallel_mlp_trains(
     example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert example("tensor_parallel_mlp").main(["--steps", "10"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("native")
+def test_word_vectors_train(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("sparse_embedding").main(["--steps", "100"]) == 0, capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Sparse gradients and the row-wise optimizers, against jax.grad of dense tables and dense updates in numpy."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -60,6 +61,20 @@ def test_further_arguments_and_auxiliary_results(rng: np.random.Generator) -> No
         np.testing.assert_allclose(actual, dense, rtol=1e-5, atol=1e-6)
 
 
+def test_one_further_argument_and_keywords(rng: np.random.Generator) -> None:
+    """As `jax.value_and_grad` takes them."""
+    table, ids, weights = draw(rng, 30)
+
+    def scaled(rows: jax.Array, weights: jax.Array, *, scale: float) -> jax.Array:
+        return scale * loss(rows, weights)
+
+    value, (sparse, by_weights) = sparse_value_and_grad(scaled, 1)(table, ids, weights, scale=3)
+    expected, dense = jax.value_and_grad(lambda t, w: 3 * dense_loss(t, ids, w), (0, 1))(table, weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(sparse.todense(), dense[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(by_weights, dense[1], rtol=1e-5, atol=1e-6)
+
+
 def test_several_tables_and_several_lookups_in_one(rng: np.random.Generator) -> None:
     table, ids, _ = draw(rng, 12)
     small = jnp.asarray(rng.standard_normal((4, D), np.float32))
@@ -85,12 +100,12 @@ def test_an_id_outside_the_table_reads_zeros(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(embedding.lookup(table, ids), [[zero, table[2]], [zero, table[-1]]])
 
 
-OPTIMIZERS: dict[str, Callable[[], embedding.RowOptimizer]] = {
-    "sgd": lambda: embedding.sgd(0.1),
-    "adagrad": lambda: embedding.adagrad(0.1),
-    "adagrad from zero": lambda: embedding.adagrad(0.1, initial_accumulator=0.0),
-    "rowwise_adagrad": lambda: embedding.rowwise_adagrad(0.1),
-    "lazy_adam": lambda: embedding.lazy_adam(0.1, b1=0.8, b2=0.9),
+OPTIMIZERS: dict[str, Callable[..., embedding.RowOptimizer]] = {
+    "sgd": lambda rate=0.1: embedding.sgd(rate),
+    "adagrad": lambda rate=0.1: embedding.adagrad(rate),
+    "adagrad from zero": lambda rate=0.1: embedding.adagrad(rate, initial_accumulator=0.0),
+    "rowwise_adagrad": lambda rate=0.1: embedding.rowwise_adagrad(rate),
+    "lazy_adam": lambda rate=0.1: embedding.lazy_adam(rate, b1=0.8, b2=0.9),
 }
 
 
@@ -211,6 +226,34 @@ def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_64_bits(rng: np.random.Generator, name: str) -> None:
+    """With int64 ids and a float64 learning rate, all else remains in 32 bits, and what it is with those."""
+    table = jnp.asarray(rng.standard_normal((V, D), np.float32))
+    gradients = draw_gradients(rng, 3, 30)
+
+    def train(table: jax.Array, gradients: SparseRows, rate: Any) -> Any:
+        optimizer = OPTIMIZERS[name](rate)
+
+        def step(carry: tuple[Any, Any], gradient: SparseRows) -> tuple[tuple[Any, Any], SparseRows]:
+            updates, state = optimizer.update(gradient, carry[1])
+            return (embedding.apply_updates(carry[0], updates), state), updates
+
+        return jax.lax.scan(step, (table, optimizer.init(table)), gradients)
+
+    expected = jax.jit(train)(table, gradients, np.float32(0.1))
+    with jax.enable_x64(True):
+        ids = np.asarray(gradients.indices, np.int64)
+        ids[ids == V + 7] = 2**32 + 1  # would be row 1 in 32 bits
+        carry, updates = jax.jit(train)(
+            table, dataclasses.replace(gradients, indices=jnp.asarray(ids)), np.float64(0.1)
+        )
+    assert (updates.indices.dtype, updates.values.dtype) == (np.int64, np.float32)
+    for actual, wanted in zip(jax.tree.leaves(carry), jax.tree.leaves(expected[0]), strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_parallel_training(
@@ -260,6 +303,8 @@ def test_wrong_arguments_are_named() -> None:
         gradient(table, jnp.zeros(3))
     with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0, 1\)"):
         sparse_value_and_grad(jnp.sum, (0, 1))
+    with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0,\)"):
+        sparse_value_and_grad(jnp.sum, 0)
     rows = gradient(table, ids)[1]
     with pytest.raises(ValueError, match=r"table must have the rows of a table of 50 x 6, got \(49, 6\)"):
         embedding.apply_updates(table[1:], rows)

@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Dispatched, Group, GroupClosedError, PlatformError, Routing, combine, dispatch
+from jax_ep import Dispatched, Group, PlatformError, Routing, combine, dispatch
 from jax_ep.lax import ragged_all_to_all
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 4, 2, 8, 16
@@ -176,7 +176,7 @@ def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -
     group.close()
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: no open jax_ep\.Group over axis 'ep'"):
         trace(group, exchanged)
-    with pytest.raises(ValueError, match="no open"):
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: must be called inside jax\.shard_map over axis 'tp'"):
         trace(other_mesh, lambda: ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="tp"))
 
 
@@ -189,14 +189,8 @@ OPS: dict[str, Callable[[Group], Any]] = {
 @pytest.mark.parametrize("op", OPS)
 def test_outside_shard_map(op: str, open_group: OpenGroup) -> None:
     group = open_group(SIZE)
-    with pytest.raises(ValueError, match=f"^{op}: "):
+    with pytest.raises(ValueError, match=rf"^{op}: must be called inside jax\.shard_map over axis 'ep'"):
         OPS[op](group)
-
-
-def test_dispatch_outside_shard_map_says_what_to_do(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map over axis 'ep'"):
-        dispatched(group)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -218,68 +212,6 @@ def test_group_of_another_mesh(open_group: OpenGroup) -> None:
     group, larger = open_group(SIZE), open_group(2 * SIZE)
     with pytest.raises(ValueError, match=r"^dispatch: the mesh of this jax\.shard_map is {'ep': 4}, .* {'ep': 2}"):
         trace(larger, lambda: dispatched(group))
-
-
-def test_vmap(implementation: str, open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    tokens = jnp.zeros((3, TOKENS, HIDDEN))
-    ids = jnp.zeros((3, TOKENS, TOP_K), jnp.int32)
-    weights = jnp.ones((3, TOKENS, TOP_K))
-
-    def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        rows: jax.Array = out.tokens if outputs is None else outputs
-        return combine(rows, out.routing, group=group, implementation=implementation)
-
-    for op, batched in {
-        "dispatch": lambda: jax.vmap(lambda t: one(t, ids[0], weights[0]))(tokens),
-        "dispatch: ids": lambda: jax.vmap(lambda i: one(tokens[0], i, weights[0]))(ids),
-        "dispatch: weights": lambda: jax.vmap(lambda w: one(tokens[0], ids[0], w))(weights),
-        "combine": lambda: jax.vmap(lambda o: one(tokens[0], ids[0], weights[0], o))(
-            jnp.zeros((3, SIZE * TOKENS * TOP_K, HIDDEN))
-        ),
-    }.items():
-        with pytest.raises(NotImplementedError, match=rf"^{op.split(':')[0]} does not support jax\.vmap"):
-            trace(group, batched)
-
-
-def test_vmap_of_ragged_all_to_all(open_group: OpenGroup) -> None:
-    batch = jnp.zeros((3, *ROWS.shape))
-    with pytest.raises(NotImplementedError, match=r"^ragged_all_to_all does not support jax\.vmap"):
-        trace(
-            open_group(SIZE),
-            lambda: jax.vmap(lambda x: ragged_all_to_all(x, ROWS, *[INDICES] * 4, axis_name="ep"))(batch),
-        )
-
-
-def test_group_axis() -> None:
-    with pytest.raises(ValueError, match=r"^Group: axis_name 'tp' is not an axis of the mesh"):
-        Group(helpers.mesh_of(ep=1), "tp")
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_group_timeout(timeout: float) -> None:
-    with pytest.raises(ValueError, match=r"^Group: timeout must be a positive number"):
-        Group(helpers.mesh_of(ep=1), "ep", timeout=timeout)
-
-
-def test_closed_group(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    with group:
-        assert not group.closed
-    group.close()  # twice is fine
-    assert group.closed
-    with pytest.raises(GroupClosedError, match="closed"):
-        group.check()
-    with pytest.raises(GroupClosedError, match="closed"):
-        trace(group, lambda: dispatched(group))
-
-
-def test_group_describes_itself(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    assert group.size == SIZE
-    assert "'ep'" in repr(group)
-    assert f"size={SIZE}" in repr(group)
 
 
 def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The rules of the house (DESIGN section 3), by reading includes, imports and a few keywords.
+"""The rules of the house (docs/design.md), by reading includes, imports and a few keywords.
 
 Every rule is a function from a root folder to the places that break it, and is shown to fail on a tree that does.
 """

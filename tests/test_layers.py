@@ -89,6 +89,7 @@ def test_gradients(implementation: str, open_group: OpenGroup, rng: np.random.Ge
     ("name", "wrong", "match"),
     [
         ("gate", np.zeros((8, HIDDEN + 1, WIDTH), np.float32), r"gate must have shape \[E / R, H, F\]"),
+        ("gate", np.zeros((0, HIDDEN, WIDTH), np.float32), "gate must have at least one expert on every rank"),
         ("up", np.zeros((8, HIDDEN, WIDTH + 8), np.float32), r"up must have shape \[E / R, H, F\]"),
         ("down", np.zeros((8, HIDDEN, WIDTH), np.float32), r"down must have shape \[E / R, F, H\]"),
         ("up", np.zeros((8, HIDDEN, WIDTH), np.float16), "up must be of dtype float32, got float16"),

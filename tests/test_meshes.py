@@ -1,5 +1,6 @@
 """Meshes with further axes, and operands that do not vary over every axis."""
 
+from functools import partial
 from typing import Any
 
 import helpers
@@ -11,6 +12,7 @@ from conftest import OpenGroup
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_ep import combine, dispatch
+from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 5, 2, 16
 MESHES: list[dict[str, int]] = [{"dp": 2, "ep": 4}, {"ep": 2, "dp": 2}, {"ep": 4, "dp": 2}, {"dp": 2, "ep": 2, "tp": 2}]
@@ -92,3 +94,16 @@ def test_operands_equal_on_all_ranks(
     for name, actual, wanted in (("tokens", d_tokens, exact_d_tokens), ("weights", d_weights, exact_d_weights)):
         summed = wanted.sum(axis=0) if name in shared else np.concatenate(wanted)
         np.testing.assert_allclose(actual, summed, rtol=1e-5, atol=1e-5)
+
+
+def test_axes_in_another_order_are_refused(open_group: OpenGroup) -> None:
+    """The same axes of the same sizes: ranks would be other devices than the group takes them for."""
+    group, other = open_group(mesh=helpers.mesh_of(dp=2, ep=4)), helpers.mesh_of(ep=4, dp=2)
+    tokens, ids = np.zeros((4, 2, TOKENS, HIDDEN), np.float32), np.zeros((4, 2, TOKENS, TOP_K), np.int32)
+    route = partial(dispatch, group=group, num_experts=EXPERTS)
+    with pytest.raises(ValueError, match=r"^dispatch: the mesh .* is {'ep': 4, 'dp': 2}, .* is {'dp': 2, 'ep': 4}"):
+        jax.eval_shape(helpers.per_rank(route, other), tokens, ids)
+    rows, indices = np.zeros((4, 2, 6, 3), np.float32), np.zeros((4, 2, 4), np.int32)
+    exchange = partial(ragged_all_to_all, axis_name="ep")
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: no open .* of a mesh {'ep': 4, 'dp': 2}"):
+        jax.eval_shape(helpers.per_rank(exchange, other), rows, rows, *[indices] * 4)

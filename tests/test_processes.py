@@ -8,12 +8,12 @@ from typing import Any
 
 import helpers
 import jax
+import matmul_cases
 import numpy as np
 import oracle
 import processes_worker as worker
 import pytest
 import sparse_cases
-import test_collective_matmul
 from conftest import OpenGroup
 from jax.sharding import Mesh
 
@@ -82,8 +82,8 @@ def assert_right(found: dict[str, Any], size: int = SIZE) -> None:
         ids, values = worker.sparse_of(name, size)
         wanted = sparse_cases.expected(ids, values, num_rows=worker.SPARSE_ROWS, **options)
         sparse_cases.assert_reduced(found[name], wanted, values.dtype)
-    for op in test_collective_matmul.OPS:
-        test_collective_matmul.assert_right(op, found[op], worker.product_of(size))
+    for op in matmul_cases.OPS:
+        matmul_cases.assert_right(op, found[op], worker.product_of(size))
     operand, output, slices = worker.slices_of(size)
     np.testing.assert_array_equal(found["ragged"], oracle.ragged_all_to_all(operand, output, slices))
 

@@ -1,5 +1,6 @@
 """`jax_ep.lax.ragged_dot` against numpy in float64, and that its programs for CUDA run on the GEMM core."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,13 @@ CASES = [
     Case(33, 13, 9, (20, 3)),  # no multiples of 8
     Case(1000, 512, 384, (1, 2, 3, 4, 5, 6, 7, 8, 500, 100)),
 ]
+
+
+def test_signature_is_that_of_jax() -> None:
+    def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
+        return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
+
+    assert parameters(ragged_dot) == parameters(jax.lax.ragged_dot)
 
 
 def draw(rng: np.random.Generator, case: Case, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

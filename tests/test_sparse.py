@@ -106,6 +106,26 @@ def test_overflow(sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng
     group.check()
 
 
+def test_an_overflow_is_reported_once(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Whoever awaits one device hears of it before the others have reported it: for them it is the same error."""
+    size = helpers.largest_size()
+    group, ids = open_group(size), cases.uniform(rng, size, 20, ROWS)
+    run = cases.reduced(group, ROWS, capacity=3)
+    program = jax.jit(jax.shard_map(run, mesh=group.mesh, in_specs=P("ep"), out_specs=P()))
+    why = r"sparse_all_reduce: rank 0 needs \d+ rows but capacity is 3"
+    for _ in range(20):
+        out = program(ids.reshape(-1), cases.draw_values(rng, ids, 6).reshape(-1, 6))
+        shards = [shard.data for shard in out.values.addressable_shards]
+        with helpers.awaiting_failure(group, why):
+            helpers.fetch(shards[0])
+        with pytest.raises(CapacityError, match=why):
+            group.check()
+        for shard in shards[1:]:
+            with helpers.awaiting_failure(group, why):
+                helpers.fetch(shard)
+        group.check()
+
+
 def test_result_does_not_vary(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     """`out_specs=P()` is accepted with `check_vma=True`, for the whole pytree."""
     group, ids = open_group(4), cases.zipf(rng, 4, 20, ROWS)

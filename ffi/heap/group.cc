@@ -39,7 +39,7 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
     sharing_ = std::make_unique<Sharing>(std::move(neighbours.sockets), local_devices(), timeout_seconds,
                                          [this](int process) { lose(process); });
   for (int line = 0; line < line_count(); ++line) open_line(line, poison);
-  epochs_taken_.resize(comms_.size());
+  epochs_taken_.resize(line_count());
   open_ = true;
   if (const std::optional<GroupError> failed = failure()) throw GroupException(*failed);
 }
@@ -159,18 +159,22 @@ std::optional<GroupError> Group::failure() const {
 
 std::optional<GroupError> Group::take_error() {
   std::optional<GroupError> recoverable;
-  for (size_t i = 0; i < comms_.size(); ++i) {
-    if (!comms_[i].report) continue;  // of another process
-    const Report& report = *comms_[i].report;
-    const uint64_t epoch = __atomic_load_n(&report.epoch, __ATOMIC_ACQUIRE);
-    if (epoch <= epochs_taken_[i]) continue;
-    GroupError error = describe(report);
-    if (error.fatal) {
-      fail(std::move(error));
-    } else {
-      epochs_taken_[i] = epoch;
-      recoverable = std::move(error);
+  for (int line = 0; line < line_count(); ++line) {
+    uint64_t latest = epochs_taken_[line];
+    for (int rank = 0; rank < size(); ++rank) {
+      const Report* report = comm({line, rank}).report;
+      if (!report) continue;  // of another process
+      const uint64_t epoch = __atomic_load_n(&report->epoch, __ATOMIC_ACQUIRE);
+      if (epoch == 0) continue;
+      GroupError error = describe(*report);
+      if (error.fatal) {
+        fail(std::move(error));
+      } else if (epoch > epochs_taken_[line]) {
+        latest = std::max(latest, epoch);
+        if (!recoverable) recoverable = std::move(error);
+      }
     }
+    epochs_taken_[line] = latest;
   }
   const std::optional<GroupError> failed = failure();
   return failed ? failed : recoverable;

@@ -97,7 +97,7 @@ class Group {
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::optional<GroupError> failure_;
-  std::vector<uint64_t> epochs_taken_;
+  std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
   std::mutex staging_mutex_;

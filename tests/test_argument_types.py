@@ -1,0 +1,151 @@
+"""Lists, scalars and strings where an op wants an array, SparseRows, a dtype or a bool: refused by name."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+
+import jax_ep
+from jax_ep import Group, SparseRows, embedding
+from jax_ep.lax import ragged_all_to_all
+
+EXPERTS, HIDDEN, V, D = 4, 16, 12, 3
+
+TOKENS, IDS = jnp.zeros((6, HIDDEN)), jnp.zeros((6, 2), jnp.int32)
+SQUARE, INDICES = jnp.zeros((8, 8)), jnp.zeros(2, jnp.int32)
+TABLE = jnp.zeros((V, D))
+ROWS = SparseRows.from_entries(jnp.zeros(5, jnp.int32), jnp.zeros((5, D)), num_rows=V)
+EIGHT = jax_ep.Float8Rows(jnp.zeros((48, 128), jnp.float8_e4m3fn), jnp.zeros((48, 1)))
+
+Call = Callable[[Group], Any]
+
+
+def dispatch(group: Group, tokens: Any = TOKENS, ids: Any = IDS, weights: Any = None, **options: Any) -> Any:
+    return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+
+
+def combine(group: Group, outputs: Any, routing: Any = None) -> Any:
+    return jax_ep.combine(outputs, routing or dispatch(group).routing, group=group)
+
+
+def moe_mlp(group: Group, **changes: Any) -> Any:
+    matrices = {name: jnp.zeros((EXPERTS // group.size, HIDDEN, HIDDEN)) for name in ("gate", "up", "down")}
+    arguments: dict[str, Any] = {"tokens": TOKENS, "expert_ids": IDS, "weights": None} | matrices | changes
+    return jax_ep.moe_mlp(**arguments, group=group)
+
+
+def exchange(operand: Any = SQUARE, output: Any = SQUARE, offsets: Any = INDICES) -> Any:
+    return ragged_all_to_all(operand, output, offsets, *[INDICES] * 3, axis_name="ep")
+
+
+def product(group: Group, a: Any = SQUARE, b: Any = SQUARE, **options: Any) -> Any:
+    return jax_ep.matmul_all_reduce(a, b, group=group, **options)
+
+
+# What is called on every rank of a group, and what it says.
+ON_RANKS: list[tuple[Call, str]] = [
+    (lambda g: dispatch(g, [[1.0]]), "dispatch: tokens must be an array, got list"),
+    (lambda g: dispatch(g, ids=[[1]]), "dispatch: expert_ids must be an array, got list"),
+    (lambda g: dispatch(g, weights=1.0), "dispatch: weights must be an array, got float"),
+    (lambda g: dispatch(g, wire_dtype="foo"), "dispatch: wire_dtype must be a dtype or None, got 'foo'"),
+    (lambda g: dispatch(g, dequantize="no"), "dispatch: dequantize must be True or False, got 'no'"),
+    (lambda g: combine(g, EIGHT), "combine: expert_outputs must be an array, got Float8Rows"),
+    (lambda g: combine(g, TOKENS, [0]), "combine: routing must be the Routing of a dispatch, got list"),
+    (lambda g: combine(g, TOKENS, dispatch(g)), "combine: routing must be the Routing of a dispatch, got Dispatched"),
+    (lambda g: moe_mlp(g, tokens=[1.0]), "moe_mlp: tokens must be an array, got list"),
+    (lambda g: moe_mlp(g, gate=None), "moe_mlp: gate must be an array, got NoneType"),
+    (lambda g: moe_mlp(g, down=1), "moe_mlp: down must be an array, got int"),
+    (lambda g: exchange([1.0]), "ragged_all_to_all: operand must be an array, got list"),
+    (lambda g: exchange(output=1), "ragged_all_to_all: output must be an array, got int"),
+    (lambda g: exchange(offsets=(0, 0)), "ragged_all_to_all: input_offsets must be an array, got tuple"),
+    (lambda g: product(g, [[1.0]]), "matmul_all_reduce: a must be an array, got list"),
+    (lambda g: product(g, b="b"), "matmul_all_reduce: b must be an array, got str"),
+    (lambda g: product(g, bias=[0.0] * 8), "matmul_all_reduce: bias must be an array, got list"),
+    (
+        lambda g: product(g, bias=jnp.zeros(8, jnp.complex64)),
+        "matmul_all_reduce: bias must be of dtype bfloat16, float16, float32, got complex64",
+    ),
+    (lambda g: product(g, out_dtype="foo"), "matmul_all_reduce: out_dtype must be a dtype or None, got 'foo'"),
+    (
+        lambda g: product(g, out_dtype=jnp.float16),
+        "matmul_all_reduce: out_dtype must be float32, got float16",
+    ),
+    (
+        lambda g: product(g, SQUARE.astype(jnp.bfloat16), SQUARE.astype(jnp.bfloat16), out_dtype=jnp.float16),
+        "matmul_all_reduce: out_dtype must be bfloat16 or float32, got float16",
+    ),
+    (
+        lambda g: jax_ep.sparse_all_reduce(SQUARE, group=g, capacity=8),  # pyright: ignore[reportArgumentType]
+        "sparse_all_reduce: rows must be SparseRows, got float32[8,8]",
+    ),
+]
+
+# What needs no group. The arguments are wrong on purpose.
+ANYWHERE: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: SparseRows.from_entries([1], TABLE[:1], num_rows=V),  # pyright: ignore[reportArgumentType]
+        "SparseRows: indices must be an array, got list",
+    ),
+    (
+        lambda: SparseRows.from_entries(INDICES, 1.0, num_rows=V),  # pyright: ignore[reportArgumentType]
+        "SparseRows: values must be an array, got float",
+    ),
+    (
+        lambda: SparseRows.from_bcoo(TABLE),  # pyright: ignore[reportArgumentType]
+        "SparseRows.from_bcoo: matrix must be BCOO, got float32[12,3]",
+    ),
+    (
+        lambda: jax_ep.coalesce((INDICES, TABLE)),  # pyright: ignore[reportArgumentType]
+        "coalesce: rows must be SparseRows, got tuple",
+    ),
+    (
+        lambda: embedding.lookup(TABLE, [1]),  # pyright: ignore[reportArgumentType]
+        "lookup: ids must be an array, got list",
+    ),
+    (
+        lambda: jax_ep.sparse_value_and_grad(jnp.sum)(TABLE, [1, 2]),
+        "sparse_value_and_grad: ids must be an array, got int",
+    ),
+    (
+        lambda: jax_ep.sparse_value_and_grad(jnp.sum)(1.0, INDICES),
+        "sparse_value_and_grad: table must be an array, got float",
+    ),
+    (lambda: embedding.sgd(0.1).update(TABLE, ()), "update: gradient must be SparseRows, got float32[12,3]"),
+    (lambda: embedding.adagrad(0.1).update(TABLE, TABLE), "update: gradient must be SparseRows, got float32[12,3]"),
+    (
+        lambda: embedding.adagrad(0.1).update({"a": ROWS, "b": TABLE}, {"a": TABLE, "b": TABLE}),
+        "update: gradient must be SparseRows, got float32[12,3]",
+    ),
+    (lambda: embedding.apply_updates(TABLE, TABLE), "apply_updates: updates must be SparseRows, got float32[12,3]"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ON_RANKS, ids=[message for _, message in ON_RANKS])
+def test_on_ranks(call: Call, message: str, open_group: OpenGroup) -> None:
+    group = open_group(2)
+
+    def body(x: jax.Array) -> jax.Array:
+        call(group)
+        return x
+
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(helpers.per_rank(body, group.mesh), np.zeros(group.size))
+
+
+@pytest.mark.parametrize(("call", "message"), ANYWHERE, ids=[message for _, message in ANYWHERE])
+def test_anywhere(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+def test_arrays_of_numpy_are_arrays() -> None:
+    ids = np.array([1, 1, 4], np.int32)
+    rows = SparseRows.from_entries(ids, np.ones((3, D), np.float32), num_rows=V)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(jax_ep.coalesce(rows).values[:2, 0], [2, 1])
+    assert embedding.lookup(TABLE, np.int32(3)).shape == (D,)  # pyright: ignore[reportArgumentType]
