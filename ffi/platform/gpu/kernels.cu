@@ -6,6 +6,7 @@ namespace jax_ep {
 namespace {
 
 constexpr int kMaxThreads = 256;
+static_assert(Team::lanes == gpu::kTeamLanes, "the host reckons with the same teams");
 
 template <class T, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)

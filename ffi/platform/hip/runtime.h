@@ -12,6 +12,7 @@ using Error = hipError_t;
 
 constexpr Error kSuccess = hipSuccess;
 constexpr Error kPeerAlreadyEnabled = hipErrorPeerAccessAlreadyEnabled;
+constexpr int kTeamLanes = 64;  // threads of a team
 
 inline const char* describe(Error error) { return hipGetErrorString(error); }
 inline Error take_last_error() { return hipGetLastError(); }
