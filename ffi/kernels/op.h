@@ -186,6 +186,7 @@ class Op {
  private:
   template <int N>
   JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
+    team.sync();  // what lane 0 has seen of the other teams, all lanes see
     const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
