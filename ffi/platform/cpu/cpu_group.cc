@@ -58,7 +58,12 @@ void CpuGroup::run(Seat seat, const Task& task, const Completion& done) {
   while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&here.heaps[seat.rank]->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   std::optional<GroupError> error = perform(task);
-  if (!error) error = reported(seat);
+  if (error)
+    give_up(seat, *error);
+  else
+    error = reported(seat);
+  if (!error && load_acquire(&here.heaps[seat.rank]->abort))
+    error = failure();  // an op that began after it has no report
   if (error && error->fatal) {
     fail(*error);
     changed_.notify_one();

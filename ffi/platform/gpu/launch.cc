@@ -26,7 +26,7 @@ void PlatformGroup::close() {
   Group::close();
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
-      if (is_local({line, rank})) raise_abort({line, rank}, /*culprit=*/0);
+      if (is_local({line, rank})) raise_abort({line, rank}, rank, /*culprit=*/0);
 }
 
 }  // namespace jax_ep

@@ -97,6 +97,12 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
   return gpu::kSuccess;
 }
 
+// This rank cannot run its op.
+inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& error) {
+  group.give_up(seat, error);
+  return to_ffi(error);
+}
+
 // `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
 template <class Args, class Start>
 ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const Args& args, Start start) try {
@@ -107,12 +113,11 @@ ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const 
   if (!error) error = start(reached);
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + *error};
+  return give_up(group, seat, {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
 } catch (const GroupException& failure) {
-  group.fail(failure.error);
-  return to_ffi(failure.error);
+  return give_up(group, seat, failure.error);
 } catch (const std::exception& error) {
-  return {ffi::ErrorCode::kInternal, std::string(name_of(kind_of(args))) + ": " + error.what()};
+  return give_up(group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
 template <class Args>
