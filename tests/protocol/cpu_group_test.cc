@@ -1,4 +1,4 @@
-// A group on the CPU, without XLA: ranks that fail alone.
+// A group on the CPU, without XLA: ranks that fail alone, and ranks that are parked when they do.
 #include "platform/cpu/cpu_group.h"
 
 #include <cstdio>
@@ -65,11 +65,36 @@ void lone_failure() {
   expect(group->take_error()->message == "no memory", "the group knows the reason");
 }
 
+// A rank is parked when another op fails, whose last arrivals keep the watching thread busy.
+void parked_when_an_op_fails() {
+  const auto group = make_group();
+  const Site parking, site;
+  Outcome parked, outcomes[kRanks];
+  arrive(*group, parking, 0, [] {}, parked);
+  for (int rank = 0; rank < kRanks; ++rank)
+    arrive(*group, site, rank, [] { throw std::runtime_error("no memory"); }, outcomes[rank]);
+  expect(outcome_of(parked)->message == "no memory", "who is parked learns of a failure");
+  for (Outcome& outcome : outcomes) outcome_of(outcome);
+}
+
+// A rank is parked when the group fails elsewhere, as it does when a process is lost; then others arrive.
+void parked_when_the_group_fails() {
+  const auto group = make_group();
+  const Site site;
+  Outcome parked, late;
+  arrive(*group, site, 0, [] {}, parked);
+  group->fail({"PeerLostError", "gone", true});
+  arrive(*group, site, 1, [] {}, late);
+  expect(outcome_of(late)->message == "gone" && outcome_of(parked)->message == "gone", "all learn of a failure");
+}
+
 }  // namespace
 }  // namespace jax_ep
 
 int main() {
   jax_ep::lone_failure();
+  for (int i = 0; i < 100; ++i) jax_ep::parked_when_an_op_fails();
+  jax_ep::parked_when_the_group_fails();
   std::puts("groups on the CPU: all checks passed");
   return 0;
 }
