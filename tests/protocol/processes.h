@@ -4,6 +4,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <future>
+
 #include "heap/reach.h"
 #include "moe.h"
 
@@ -43,6 +46,35 @@ inline void two_processes() {
   });
   groups[0]->close();
   groups[1].reset();  // after the other's goodbye
+}
+
+// A process that reads nothing any more: what this one tells it holds up only who tells it.
+inline void deaf_process() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const Note note{};
+  while (send(sockets[0], &note, sizeof(note), MSG_DONTWAIT) > 0) {
+  }
+  Sharing sharing({-1, sockets[0]}, {0}, 0.2, [](int) {});
+  std::thread telling([&] {
+    try {
+      sharing.share(allocate_region(0, 4096, {0}));
+    } catch (const GroupException&) {
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  auto asking = std::async(std::launch::async, [&] {
+    try {
+      sharing.await_heap(1, 0);
+    } catch (const GroupException& failure) {
+      return failure.error.kind == "PeerTimeoutError";
+    }
+    return false;
+  });
+  expect(asking.wait_for(std::chrono::seconds(10)) == std::future_status::ready && asking.get(),
+         "a silent process is a PeerTimeoutError");
+  close(sockets[1]);
+  telling.join();
 }
 
 // A process that ends: the other group fails at once, and says why.
