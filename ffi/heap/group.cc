@@ -31,13 +31,13 @@ const char* name_of(OpKind op) {
 
 Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
     : lines_(std::move(lines)), timeout_seconds_(timeout_seconds), processes_(std::move(neighbours.processes)) {
+  if (!processes_.empty())
+    sharing_ = std::make_unique<Sharing>(std::move(neighbours.sockets), local_devices(), timeout_seconds,
+                                         [this](int process) { lose(process); });
   if (lines_.empty() || lines_.front().empty()) throw std::invalid_argument("a group needs at least one device");
   if (size() > kMaxRanks)
     throw std::invalid_argument("a group has at most " + std::to_string(kMaxRanks) + " ranks, got " +
                                 std::to_string(size()));
-  if (!processes_.empty())
-    sharing_ = std::make_unique<Sharing>(std::move(neighbours.sockets), local_devices(), timeout_seconds,
-                                         [this](int process) { lose(process); });
   for (int line = 0; line < line_count(); ++line) open_line(line, poison);
   epochs_taken_.resize(line_count());
   open_ = true;

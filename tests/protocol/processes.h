@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <future>
 
@@ -75,6 +76,24 @@ inline void deaf_process() {
          "a silent process is a PeerTimeoutError");
   close(sockets[1]);
   telling.join();
+}
+
+// What a group does not accept it has taken over all the same.
+inline void refused_group() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  bool refused = false;
+  try {
+    Group group({std::vector<int>(kMaxRanks + 1)}, 20.0, /*poison=*/false,
+                Neighbours{{std::vector<int>(kMaxRanks + 1)}, {-1, sockets[0]}});
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  expect(refused, "a group has so many ranks");
+  while (send(sockets[1], "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+  }
+  expect(errno == EPIPE, "its sockets are closed");
+  close(sockets[1]);
 }
 
 // A process that ends: the other group fails at once, and says why.

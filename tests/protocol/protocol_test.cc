@@ -42,6 +42,7 @@ int main() {
   jax_ep::round_trips(40, 60);  // routed by one team of each rank
   jax_ep::two_processes();
   jax_ep::deaf_process();
+  jax_ep::refused_group();
   jax_ep::lost_process();
   jax_ep::recordings_of_running_ops();
   jax_ep::recording_cut_short();
