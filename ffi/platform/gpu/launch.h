@@ -71,9 +71,11 @@ inline XLA_FFI_TypeId* call_site_type() { return nullptr; }
 
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
+// What an op has to do: its tokens or entries, or the rows that it zeroes at least.
 inline int tokens_of(const RaggedArgs&) { return 0; }
+inline int tokens_of(const ScatterArgs& args) { return std::max(args.num_tokens, args.capacity); }
 inline int tokens_of(const SparseUnionArgs& args) { return args.entries; }
-inline int tokens_of(const SparseReduceArgs& args) { return args.entries; }
+inline int tokens_of(const SparseReduceArgs& args) { return std::max(args.entries, args.capacity); }
 template <class Args>
 int tokens_of(const Args& args) {
   return args.num_tokens;
