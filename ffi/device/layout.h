@@ -73,12 +73,17 @@ JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignmen
   return start;
 }
 
-// Scratch of routing, in int32: a histogram per team and per router squad, then per expert the first row of this
-// rank's share and the rows of all ranks, then per rank the rows it needs. A histogram has a bin per expert, and one
-// for invalid ids.
+// The most teams of a rank, and of a squad, on any target: scratch is sized the same everywhere.
+constexpr int kMaxTeams = 1024, kMaxSquadTeams = 8;
+
+// Scratch of routing, in int32: a histogram per team of the router squads and per router squad, then per expert the
+// first row of this rank's share and the rows of all ranks, then per rank the rows it needs. A histogram has a bin per
+// expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
-JAX_EP_CONSTANT_FN int64_t squad_bins_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
+JAX_EP_CONSTANT_FN int64_t squad_bins_offset(int num_experts) {
+  return kMaxRouters * kMaxSquadTeams * histogram_ints(num_experts);
+}
 JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) {
   return squad_bins_offset(num_experts) + kMaxRouters * histogram_ints(num_experts);
 }

@@ -7,6 +7,7 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 static_assert(Team::lanes == gpu::kTeamLanes, "the host reckons with the same teams");
+static_assert(kMaxThreads / Team::lanes <= kMaxSquadTeams, "the scratch of routing has room for no more");
 
 template <class T, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "device/layout.h"
 #include "runtime.h"  // of the GPU platform this library is built for
 
 namespace jax_ep {
@@ -12,7 +13,8 @@ constexpr int kThreads = 256, kTeams = kThreads / gpu::kTeamLanes;
 // read, or four such halves, or seven batches of 4 KiB, or a ring of three pieces of a row.
 constexpr int kTeamBytes = 128 + 7424 + 3 * 7168;
 constexpr int kEntriesPerBlock = 256;
-constexpr int kUnionBlocks = 96;  // the scratch of sparse_union has room for kMaxTeams teams
+constexpr int kUnionBlocks = 96;
+static_assert(kUnionBlocks * kTeams <= kMaxTeams, "the scratch of sparse_union has room for no more");
 
 // Of the teams of a block, if it has so many; measured on 2 and 4 H200 by benchmarks/kernels.
 int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
