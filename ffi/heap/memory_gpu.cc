@@ -58,7 +58,7 @@ std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
   return {memory, [](void*) {}};
 }
 
-void copy_words(void* to, const void* from, std::size_t words) {
+void copy_whole_words(void* to, const void* from, std::size_t words) {
   gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
   gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
 }
