@@ -96,14 +96,4 @@ gpu::Error load_kernels(int shared_bytes) {
   return gpu::kSuccess;
 }
 
-int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
-int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
-int64_t landing_slot(int num_tokens, int top_k, int hidden, int value_bytes, bool wire_float8, bool rows_float8) {
-  return landing_slot_bytes(are_few(num_tokens, top_k), hidden, value_bytes, wire_float8, rows_float8);
-}
-int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
-int64_t sparse_landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes) {
-  return landing_bytes(ranks, slots, landing_room(entries, ranks, sharded), row_bytes);
-}
-
 }  // namespace jax_ep

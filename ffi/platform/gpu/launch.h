@@ -10,6 +10,7 @@
 
 #include "binding/registry.h"
 #include "heap/reach.h"
+#include "kernels/sizes.h"
 #include "platform/gpu/device_scope.h"
 #include "platform/gpu/kernel_launch.h"
 #include "xla/ffi/api/ffi.h"
