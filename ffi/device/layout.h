@@ -132,6 +132,9 @@ JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t
   return landing_places_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
 }
 
+// A team's shared memory, where rows come in bulk, begins with barriers.
+constexpr int kBarrierBytes = 128;
+
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
 constexpr int kScaleBlock = 128;
 constexpr int kWireValues = 2048;

@@ -79,7 +79,8 @@ JAX_EP_FN int apart_message_values(int hidden) {
 // What leaves as one batch: a whole row, or as many messages as leave room for two to read.
 template <class T>
 JAX_EP_FN int apart_put_values(const Team& team, int hidden) {
-  const int message = apart_message_values(hidden), room = team.shared_bytes - 128 - 2 * message * int(sizeof(T));
+  const int message = apart_message_values(hidden),
+            room = team.shared_bytes - kBarrierBytes - 2 * message * int(sizeof(T));
   return smaller(hidden, larger(1, room / (wire_message_bytes(message) + 16)) * message);
 }
 

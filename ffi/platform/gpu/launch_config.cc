@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256, kTeams = kThreads / gpu::kTeamLanes;
 // Shared memory of a team: barriers, then a row of 7168 values in float8 to write and three halves of one in 16 bits to
 // read, or four such halves, or seven batches of 4 KiB, or a ring of three pieces of a row.
-constexpr int kTeamBytes = 128 + 7424 + 3 * 7168;
+constexpr int kTeamBytes = kBarrierBytes + 7424 + 3 * 7168;
 constexpr int kEntriesPerBlock = 256;
 constexpr int kUnionBlocks = 96;
 static_assert(kUnionBlocks * kTeams <= kMaxTeams, "the scratch of sparse_union has room for no more");
