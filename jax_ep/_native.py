@@ -12,6 +12,7 @@ from jax_ep.errors import (
     JaxEpError,
     PeerLostError,
     PeerTimeoutError,
+    PlatformError,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ class NativeGroup(Protocol):
     def stage_all(self) -> None: ...
 
 
+def check_xla_flags(platform: str) -> None:
+    """Raises `PlatformError` where command buffers may run two ops of a device at once: they share their flags."""
+    flag = "--xla_gpu_command_buffer_scheduling_mode"
+    modes = [flags.split("=")[1] for flags in os.environ.get("XLA_FLAGS", "").split() if flags.startswith(f"{flag}=")]
+    if platform != "cpu" and modes and modes[-1].startswith("CONCURRENT"):
+        raise PlatformError(
+            f"Group: XLA_FLAGS must leave {flag} at its default or SERIALIZE, got {modes[-1]}: "
+            "two ops of a device must not overlap"
+        )
+
+
 def create_group(
     platform: str,
     lines: list[list[int]],
@@ -59,7 +71,11 @@ def create_group(
       group_id: by which compiled programs find the group, the same in all processes; 0 for any.
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
+
+    Raises:
+      PlatformError: XLA's flags let ops overlap, or the compiled library is of another version.
     """
+    check_xla_flags(platform)
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     try:
         return _ffi.library(platform).Group(lines, timeout, poison, processes, sockets, group_id)

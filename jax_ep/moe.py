@@ -45,7 +45,8 @@ def dispatch(
       num_experts: E, a multiple of the group's size.
       capacity: C, the rows a rank can receive; a multiple of `alignment`. Default: size * T * min(K, E / size) rows
         plus the padding of every expert, the most there can be when no token names an expert twice.
-      alignment: rows; every expert's segment is padded with zero rows to a multiple of it.
+      alignment: rows; every expert's segment is padded with zero rows to a multiple of it. All ranks' assignments,
+        so padded, are fewer than 2^31.
       wire_dtype: None, or float8_e4m3fn: rows travel as fp8 with one float32 scale per 128 values and arrive in the
         dtype of `tokens`. H must be a multiple of 128. Gradients pass straight through the rounding.
       dequantize: False leaves the rows as `Float8Rows(values, scales)`, for a float8 product. Needs `wire_dtype`, has
@@ -155,8 +156,14 @@ def _dispatch_config(
         )
     if num_experts > _ffi.MAX_EXPERTS:
         raise ValueError(f"dispatch: num_experts must be at most {_ffi.MAX_EXPERTS}, got {num_experts}")
+    rows, local_experts = group.size * num_tokens * top_k, num_experts // group.size
+    if rows + local_experts * alignment >= 2**31:  # kernels reckon with int32
+        raise ValueError(
+            f"dispatch: alignment must keep {rows} rows, padded for {local_experts} experts, below 2**31, "
+            f"got {alignment}"
+        )
     if capacity is None:
-        capacity = worst_case_capacity(group.size, num_tokens, top_k, num_experts // group.size, alignment)
+        capacity = worst_case_capacity(group.size, num_tokens, top_k, local_experts, alignment)
     else:
         _checks.check_positive(op, "capacity", capacity)
         if capacity % alignment:

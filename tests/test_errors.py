@@ -81,6 +81,12 @@ def test_dispatch(argument: str, value: Any, error: type[Exception], open_group:
         trace(group, lambda: dispatched(group, **{argument: value}))
 
 
+def test_alignment_beyond_32_bits(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    with pytest.raises(ValueError, match=r"^dispatch: alignment .* below 2\*\*31, got 536870912"):
+        trace(group, lambda: dispatched(group, capacity=2**29, alignment=2**29))
+
+
 def test_capacity_no_multiple_of_alignment(open_group: OpenGroup) -> None:
     group = open_group(SIZE)
     with pytest.raises(ValueError, match=r"^dispatch: capacity must be a multiple of alignment 8, got 12"):

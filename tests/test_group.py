@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Group, GroupClosedError
+from jax_ep import Group, GroupClosedError, PlatformError, _native
 
 SIZE, EXPERTS = 2, 8
 
@@ -64,3 +64,14 @@ def test_describes_itself(open_group: OpenGroup) -> None:
     assert group.size == SIZE
     assert "'ep'" in repr(group)
     assert f"size={SIZE}" in repr(group)
+
+
+@pytest.mark.parametrize("mode", ["CONCURRENT", "CONCURRENT_REGIONS"])
+def test_ops_must_not_overlap_in_command_buffers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--xla_gpu_command_buffer_scheduling_mode"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=SERIALIZE --xla_gpu_autotune_level=1 {flag}={mode}")
+    with pytest.raises(PlatformError, match=rf"^Group: XLA_FLAGS must leave {flag} .* got {mode}"):
+        _native.check_xla_flags("cuda")
+    _native.check_xla_flags("cpu")
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}={mode} {flag}=SERIALIZE")
+    _native.check_xla_flags("cuda")

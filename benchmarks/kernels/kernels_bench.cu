@@ -20,6 +20,7 @@
 
 #include "graph_times.h"
 #include "heap/group.h"
+#include "kernels/sizes.h"
 #include "platform/gpu/kernel_launch.h"
 
 using namespace jax_ep;

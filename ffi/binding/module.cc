@@ -25,19 +25,13 @@ py::capsule capsule(Function* handler) {
 
 // The handlers by op; the platform adds the stages it needs besides "execute".
 py::dict handlers() {
+  std::vector<NamedHandler> named{
+      {"dispatch", dispatch_handler},         {"scatter", scatter_handler},
+      {"combine", combine_handler},           {"ragged_all_to_all", ragged_all_to_all_handler},
+      {"sparse_union", sparse_union_handler}, {"sparse_reduce", sparse_reduce_handler}};
+  for (const NamedHandler& extra : extra_handlers()) named.push_back(extra);
   py::dict all;
-  for (const auto& [name, handler] : {std::pair{"dispatch", dispatch_handler},
-                                      {"scatter", scatter_handler},
-                                      {"combine", combine_handler},
-                                      {"ragged_all_to_all", ragged_all_to_all_handler},
-                                      {"sparse_union", sparse_union_handler},
-                                      {"sparse_reduce", sparse_reduce_handler}}) {
-    py::dict stages;
-    stages["execute"] = capsule(handler);
-    if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
-    all[name] = stages;
-  }
-  for (const auto& [name, handler] : extra_handlers()) {
+  for (const auto& [name, handler] : named) {
     py::dict stages;
     stages["execute"] = capsule(handler);
     if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());

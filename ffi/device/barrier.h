@@ -6,8 +6,10 @@
 
 namespace jax_ep {
 
-// Everything any team of the first `squads` did before it is visible to all of them after it. All teams of a squad
-// must call it, also those for which the op has failed: `join` is then false, and the others find the abort word.
+// Everything any team of the first `squads` did before it is visible to all of them behind the squad_sync() that must
+// follow it. All teams of a squad call it, also those for which the op has failed: `join` is then false, and the others
+// find the abort word. One team of a squad stands for all, and alone learns the status: it raises the abort word, if
+// need be, before that squad_sync().
 JAX_EP_FN Status squad_barrier(BarrierWords* words, const Team& team, int squads, bool join, const uint64_t* abort_word,
                                uint64_t deadline_ns) {
   team.squad_sync();
@@ -21,9 +23,7 @@ JAX_EP_FN Status squad_barrier(BarrierWords* words, const Team& team, int squads
       status = static_cast<int>(spin_until(&words->released, round + 1, abort_word, deadline_ns));
     }
   }
-  status = team.broadcast(status);
-  team.squad_sync();
-  return static_cast<Status>(status);
+  return static_cast<Status>(team.broadcast(status));
 }
 
 }  // namespace jax_ep

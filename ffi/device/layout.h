@@ -73,12 +73,17 @@ JAX_EP_FN int for_each_segment(const Team& team, int local_experts, int alignmen
   return start;
 }
 
-// Scratch of routing, in int32: a histogram per team and per router squad, then per expert the first row of this
-// rank's share and the rows of all ranks, then per rank the rows it needs. A histogram has a bin per expert, and one
-// for invalid ids.
+// The most teams of a rank, and of a squad, on any target: scratch is sized the same everywhere.
+constexpr int kMaxTeams = 1024, kMaxSquadTeams = 8;
+
+// Scratch of routing, in int32: a histogram per team of the router squads and per router squad, then per expert the
+// first row of this rank's share and the rows of all ranks, then per rank the rows it needs. A histogram has a bin per
+// expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
-JAX_EP_CONSTANT_FN int64_t squad_bins_offset(int num_experts) { return kMaxTeams * histogram_ints(num_experts); }
+JAX_EP_CONSTANT_FN int64_t squad_bins_offset(int num_experts) {
+  return kMaxRouters * kMaxSquadTeams * histogram_ints(num_experts);
+}
 JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) {
   return squad_bins_offset(num_experts) + kMaxRouters * histogram_ints(num_experts);
 }
@@ -127,6 +132,9 @@ JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t
   return landing_places_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
 }
 
+// A team's shared memory, where rows come in bulk, begins with barriers.
+constexpr int kBarrierBytes = 128;
+
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
 constexpr int kScaleBlock = 128;
 constexpr int kWireValues = 2048;
@@ -137,6 +145,17 @@ JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {
 }
 JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
   return wire_offset(hidden) + wire_message_bytes(hidden % kWireValues);
+}
+
+JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
+
+// Bytes of the slot in which a token lands: messages in float8, values in float8 and behind them their scales, or
+// values as they are. 0: tokens do not land in slots, as many do only where they are decoded.
+JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(bool few, int hidden, int value_bytes, bool wire_float8,
+                                              bool rows_float8) {
+  if (wire_float8 && !rows_float8) return wire_bytes(hidden);
+  if (!few) return 0;
+  return rows_float8 ? (int64_t{hidden} + scale_row_bytes(hidden) + 15) / 16 * 16 : int64_t{hidden} * value_bytes;
 }
 
 }  // namespace jax_ep

@@ -8,6 +8,7 @@
 //
 // RowReader: from memory to shared memory, in batches asked for ahead of time.
 //   in_bulk(): whether it does so at all here; depth(): how many batches may be under way or in use.
+//   acquire(): what a flag has announced may be asked for from here on.
 //   ask(mine, count, from, bytes): `count` batches, of which this lane's `mine`-th is at its own address; lanes with
 //     other numbers have none.
 //   take(): where the oldest batch is now; release(): all that was taken has been looked at.

@@ -31,13 +31,13 @@ const char* name_of(OpKind op) {
 
 Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
     : lines_(std::move(lines)), timeout_seconds_(timeout_seconds), processes_(std::move(neighbours.processes)) {
+  if (!processes_.empty())
+    sharing_ = std::make_unique<Sharing>(std::move(neighbours.sockets), local_devices(), timeout_seconds,
+                                         [this](int process) { lose(process); });
   if (lines_.empty() || lines_.front().empty()) throw std::invalid_argument("a group needs at least one device");
   if (size() > kMaxRanks)
     throw std::invalid_argument("a group has at most " + std::to_string(kMaxRanks) + " ranks, got " +
                                 std::to_string(size()));
-  if (!processes_.empty())
-    sharing_ = std::make_unique<Sharing>(std::move(neighbours.sockets), local_devices(), timeout_seconds,
-                                         [this](int process) { lose(process); });
   for (int line = 0; line < line_count(); ++line) open_line(line, poison);
   epochs_taken_.resize(line_count());
   open_ = true;
@@ -127,11 +127,25 @@ void Group::lose(int process) {
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
-      if (is_local({line, rank})) raise_abort({line, rank}, culprit);
+      if (is_local({line, rank})) raise_abort({line, rank}, rank, culprit);
 }
 
-void Group::raise_abort(Seat seat, int culprit) {
-  signal_device(device_of(seat), &comm(seat).heaps[seat.rank]->abort, static_cast<uint8_t>(culprit + 1));
+void Group::give_up(Seat seat, GroupError error) {
+  fail(std::move(error));
+  for (int line = 0; line < line_count(); ++line) {
+    int here = 0;  // the first rank of this process
+    while (here < size() && !is_local({line, here})) ++here;
+    for (int rank = 0; here < size() && rank < size(); ++rank) {
+      try {
+        raise_abort({line, is_local({line, rank}) ? rank : here}, rank, line == seat.line ? seat.rank : here);
+      } catch (const std::exception&) {  // then the kernel finds out by its deadline
+      }
+    }
+  }
+}
+
+void Group::raise_abort(Seat seat, int rank, int culprit) {
+  signal_device(device_of(seat), &comm(seat).heaps[rank]->abort, static_cast<uint8_t>(culprit + 1));
 }
 
 std::optional<Seat> Group::find_seat(int ordinal) const {

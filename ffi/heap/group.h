@@ -64,6 +64,9 @@ class Group {
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
 
+  // The same because this rank cannot run its op: no peer need wait for it until the timeout.
+  void give_up(Seat seat, GroupError error);
+
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
 
@@ -78,8 +81,8 @@ class Group {
   void stage_all() { staging_all_ = true; }
 
  protected:
-  // Kernels that wait learn from it that the group has failed, for want of `culprit`.
-  void raise_abort(Seat seat, int culprit);
+  // The kernels of `rank`, as this seat sees its heap, learn that the group has failed, for want of `culprit`.
+  void raise_abort(Seat seat, int rank, int culprit);
 
  private:
   int index_of(Seat seat) const { return seat.line * size() + seat.rank; }

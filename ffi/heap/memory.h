@@ -22,7 +22,7 @@ void clear_on_device(int ordinal, void* memory, std::size_t bytes);
 void signal_device(int ordinal, uint64_t* word, uint8_t value);
 
 // Copies 64-bit words from or to memory on a device, each whole: kernels may use them meanwhile.
-void copy_words(void* to, const void* from, std::size_t words);
+void copy_whole_words(void* to, const void* from, std::size_t words);
 
 // One moment by the clock that kernels read, and by the host's steady clock.
 struct ClockSample {

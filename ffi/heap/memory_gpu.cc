@@ -5,6 +5,7 @@
 #include <string>
 
 #include "heap/memory.h"
+#include "platform/gpu/capture_scope.h"
 #include "platform/gpu/device_scope.h"
 #include "platform/gpu/kernel_launch.h"
 #include "runtime.h"  // of the GPU platform this library is built for
@@ -46,6 +47,7 @@ void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
 
 void signal_device(int ordinal, uint64_t* word, uint8_t value) {
   const gpu::DeviceScope scope(ordinal);
+  const gpu::CaptureAllowsAll capture;
   gpu::check(gpu::fill(word, value, 1), "writing to the symmetric heap");
 }
 
@@ -56,7 +58,7 @@ std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
   return {memory, [](void*) {}};
 }
 
-void copy_words(void* to, const void* from, std::size_t words) {
+void copy_whole_words(void* to, const void* from, std::size_t words) {
   gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
   gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
 }

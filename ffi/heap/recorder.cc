@@ -21,12 +21,12 @@ std::size_t ring_length(std::size_t tracks) {
 template <class T>
 void copy_array(T* to, const T* from, std::size_t count) {
   static_assert(sizeof(T) % sizeof(uint64_t) == 0);
-  copy_words(to, from, count * (sizeof(T) / sizeof(uint64_t)));
+  copy_whole_words(to, from, count * (sizeof(T) / sizeof(uint64_t)));
 }
 
 void switch_to(Heap* heap, const Timeline* timeline) {
   const uint64_t word = reinterpret_cast<uintptr_t>(timeline);
-  copy_words(&heap->timeline, &word, 1);
+  copy_whole_words(&heap->timeline, &word, 1);
 }
 
 Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 << kOpBit) - 1)); }

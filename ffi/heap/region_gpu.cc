@@ -3,6 +3,7 @@
 #include <string>
 
 #include "heap/region.h"
+#include "platform/gpu/capture_scope.h"
 #include "platform/gpu/device_scope.h"
 #include "vmm.h"  // of the GPU platform this library is built for
 
@@ -26,18 +27,6 @@ Known& known() {
 
 uint64_t number_of(gpu::Allocation allocation) { return (uint64_t)allocation; }  // a pointer in HIP
 
-// Allocating is not a stream's work, and must not spoil a capture that this thread is in.
-class CaptureAllowsAll {
- public:
-  CaptureAllowsAll() { gpu::ignore(gpu::exchange_capture_mode(&mode_)); }
-  ~CaptureAllowsAll() { gpu::ignore(gpu::exchange_capture_mode(&mode_)); }
-  CaptureAllowsAll(const CaptureAllowsAll&) = delete;
-  CaptureAllowsAll& operator=(const CaptureAllowsAll&) = delete;
-
- private:
-  gpu::CaptureMode mode_ = gpu::kCaptureRelaxed;
-};
-
 // Of memory of another kind, for which the driver's questions fail; XLA must not meet that error in its next call.
 std::optional<Region> not_shareable() {
   gpu::ignore(gpu::take_last_error());
@@ -56,7 +45,7 @@ char* map_allocation(gpu::Allocation allocation, std::size_t bytes, const std::v
 
 Region allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users) {
   const gpu::DeviceScope scope(ordinal);
-  const CaptureAllowsAll capture;
+  const gpu::CaptureAllowsAll capture;
   std::size_t granularity = 0;
   gpu::check(gpu::memory_granularity(&granularity, ordinal), "asking for the granularity of device memory");
   bytes = (bytes + granularity - 1) / granularity * granularity;
@@ -72,7 +61,7 @@ Region allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& u
 
 std::optional<Region> find_region(int ordinal, const void* data, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
-  const CaptureAllowsAll capture;
+  const gpu::CaptureAllowsAll capture;
   void *address = const_cast<void*>(data), *base = nullptr;
   std::size_t size = 0;
   gpu::Allocation allocation{};

@@ -90,12 +90,12 @@ std::vector<char*> Sharing::share(const Region& region, int seat) {
   Shared& shared = found->second;
   if (first) {
     shared.bases.resize(sockets_.size());
-    for (size_t process = 0; process < sockets_.size(); ++process) {
-      if (sockets_[process] < 0)
-        shared.bases[process] = region.base;
-      else
-        send_note(sockets_[process], request_of(region, seat), region.descriptor);
-    }
+    for (size_t process = 0; process < sockets_.size(); ++process)
+      if (sockets_[process] < 0) shared.bases[process] = region.base;
+    lock.unlock();  // sending may block until the other process reads, and the thread must answer meanwhile
+    for (const int socket : sockets_)
+      if (socket >= 0) send_note(socket, request_of(region, seat), region.descriptor);
+    lock.lock();
   }
   for (size_t process = 0; process < sockets_.size(); ++process)
     await(lock, static_cast<int>(process), [&] { return shared.bases[process] || !shared.refusal.empty(); });

@@ -64,8 +64,7 @@ struct CombineArgs {
 struct LongCombineArgs : CombineArgs {};
 
 struct RaggedArgs {
-  DType dtype;  // not looked at: rows are bytes
-  int slices;   // per peer
+  int slices;  // per peer
   int64_t operand_rows, result_rows, row_bytes;
   const char* operand;
   const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;  // [R, slices]

@@ -2,6 +2,7 @@
 // if it is encoded, into a slot. Few tokens do both at once: they always land in slots.
 #pragma once
 
+#include "kernels/float8_rows.h"
 #include "kernels/landing.h"
 #include "kernels/route.h"
 #include "kernels/route_few.h"

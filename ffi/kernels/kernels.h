@@ -24,4 +24,10 @@ JAX_EP_FN void run_any(const Comm& comm, const Args& args, const Team& team) {
   }
 }
 
+// Ops that look at no values.
+JAX_EP_FN void run_any(const Comm& comm, const RaggedArgs& args, const Team& team) { run_kernel(comm, args, team); }
+JAX_EP_FN void run_any(const Comm& comm, const SparseUnionArgs& args, const Team& team) {
+  run_kernel(comm, args, team);
+}
+
 }  // namespace jax_ep

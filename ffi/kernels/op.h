@@ -186,6 +186,7 @@ class Op {
  private:
   template <int N>
   JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
+    team.sync();  // what lane 0 has seen of the other teams, all lanes see
     const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
@@ -215,10 +216,9 @@ class Op {
     // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
     const uint64_t deadline = deadline_ + kBarrierGraceNs;
     const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, deadline);
-    if (!ok()) return;
-    if (status != Status::ok)
-      settle(status, comm.rank, 0, 0);
-    else if (load_relaxed(&heap->abort))  // the team that stood at the barrier for this one may have failed
+    if (ok()) settle(status, comm.rank, 0, 0);
+    team.squad_sync();
+    if (ok() && load_relaxed(&heap->abort))  // the team that stood at the barrier for this one may have failed
       settle(Status::aborted, comm.rank, 0, 0);
   }
 

@@ -51,7 +51,6 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   }
 }
 
-template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& team) {
   Op op(comm, team, OpKind::ragged_all_to_all);
   if (op.ok() && team.index == 0)

@@ -18,6 +18,8 @@ class RunSums {
   JAX_EP_FN void run(bool single) {
     list(single);
     op_.barrier();
+    // Teams of a squad read the same numbers, unless all of them have failed (Op::meet): then some may return early,
+    // and the barriers of the others do not wait for teams that have ended.
     if (*args_.listed == 0) return;
     sum_parts();
     if (*args_.cut == 0) return;

@@ -13,7 +13,6 @@ namespace jax_ep {
 constexpr int kMissing = 2;  // counters of what is missing in a result
 
 struct SparseUnionArgs {
-  DType dtype;  // not looked at
   int entries, num_rows, capacity;
   bool sharded;            // a rank's result holds the ids of its own range of the table only
   const int32_t* ids;      // [N] in any order; num_rows where there is none

@@ -148,7 +148,6 @@ class SparseUnion {
   int32_t* const team_counts_;
 };
 
-template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Team& team) {
   Op op(comm, team, OpKind::sparse_union);
   const int64_t table = int64_t{comm.size} * args.entries * 4;

@@ -58,7 +58,7 @@ void exchange(Group& group, int rank, char* result, bool staged) {
   expect(reached.after.size() == (staged ? 1 : 0) && reached.before.size() == reached.after.size(),
          "only what peers cannot map is staged");
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
-  run_kernel<float>(reached.comm, reached.args, Team{});
+  run_kernel(reached.comm, reached.args, Team{});
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 
   for (int i = 0; i < (kRanks + 1) * kRowBytes; ++i) {

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -31,6 +32,10 @@ void on_all_ranks(const Group& group, Body body) {
         body(group.comm({0, rank}), rank, roles);
       });
   for (std::thread& thread : threads) thread.join();
+}
+
+inline std::shared_ptr<Group> make_group(double timeout_seconds, bool poison) {
+  return std::make_shared<Group>(std::vector<std::vector<int>>{{0, 1, 2, 3}}, timeout_seconds, poison);
 }
 
 }  // namespace jax_ep

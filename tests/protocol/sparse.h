@@ -58,7 +58,7 @@ struct SparseRank {
 
 inline void reduce_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded, bool landing_used) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].union_args(sharded), team);
+    run_kernel(comm, ranks[rank].union_args(sharded), team);
   });
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
     run_kernel<float>(comm, ranks[rank].reduce_args(sharded, landing_used), team);
@@ -105,7 +105,7 @@ inline void lost_sparse_rank() {
   std::mt19937 random(4);
   for (SparseRank& rank : ranks) rank.draw(random);
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].union_args(false), team);
+    run_kernel(comm, ranks[rank].union_args(false), team);
   });
   on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
     if (rank != 2) run_kernel<float>(comm, ranks[rank].reduce_args(false), team);

@@ -17,7 +17,6 @@
 
 namespace jax_ep {
 
-constexpr int kMaxTeams = 1024;
 constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;

@@ -3,12 +3,11 @@
 
 #include <cstdint>
 
-#include "device/platform.h"
+#include "device/layout.h"
 
 namespace jax_ep::bulk {
 
-// A team's shared memory begins with barriers: those of a RowReader, then those of a RowMover.
-constexpr int kBarrierBytes = 128;
+// Of a RowReader, then of a RowMover.
 constexpr int kReaderBarriers = 12, kMoverBarriers = 3;
 static_assert((kReaderBarriers + kMoverBarriers) * sizeof(uint64_t) <= kBarrierBytes);
 

@@ -16,8 +16,8 @@ class RowMover {
   JAX_EP_FN explicit RowMover(const Team& team)
       : team_(team),
         barriers_(reinterpret_cast<uint64_t*>(team.shared) + bulk::kReaderBarriers),
-        stages_(team.shared + bulk::kBarrierBytes),
-        stage_bytes_((team.shared_bytes - bulk::kBarrierBytes) / kStages / 128 * 128) {
+        stages_(team.shared + kBarrierBytes),
+        stage_bytes_((team.shared_bytes - kBarrierBytes) / kStages / 128 * 128) {
     if (bulk::kAvailable && stage_bytes_ > 0 && team.lane < kStages) bulk::init_barrier(&barriers_[team.lane]);
     team.sync();
   }

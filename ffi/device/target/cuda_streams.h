@@ -16,9 +16,9 @@ class RowReader {
   JAX_EP_FN RowReader(const Team& team, int batch_bytes, bool bulk, int writer_bytes)
       : team_(team),
         barriers_(reinterpret_cast<uint64_t*>(team.shared)),
-        stages_(team.shared + bulk::kBarrierBytes + writer_bytes),
+        stages_(team.shared + kBarrierBytes + writer_bytes),
         batch_bytes_(batch_bytes),
-        stage_count_((team.shared_bytes - bulk::kBarrierBytes - writer_bytes) / batch_bytes),
+        stage_count_((team.shared_bytes - kBarrierBytes - writer_bytes) / batch_bytes),
         bulk_(bulk && bulk::kAvailable && stage_count_ > 0) {
     if (stage_count_ > bulk::kReaderBarriers) stage_count_ = bulk::kReaderBarriers;
     if (bulk_ && team.lane < stage_count_) bulk::init_barrier(&barriers_[team.lane]);
@@ -71,7 +71,7 @@ class RowWriter {
         plain_(team, batch_bytes, bulk, stages),
         batch_bytes_(batch_bytes),
         stages_(stages),
-        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= bulk::kBarrierBytes + stages * batch_bytes) {}
+        bulk_(bulk && bulk::kAvailable && team.shared_bytes >= kBarrierBytes + stages * batch_bytes) {}
 
   template <class Places, class Fill>
   JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
@@ -96,7 +96,7 @@ class RowWriter {
         bulk::wait_read<0>();
       team_.sync();
     }
-    return team_.shared + bulk::kBarrierBytes + (stages_ > 1 ? put_ % 2 : 0) * batch_bytes_;
+    return team_.shared + kBarrierBytes + (stages_ > 1 ? put_ % 2 : 0) * batch_bytes_;
   }
   JAX_EP_FN void seal() const {
     bulk::shared_proxy_fence();

@@ -20,8 +20,6 @@
 
 namespace jax_ep {
 
-// Bounds the scratch space of routing.
-constexpr int kMaxTeams = 8;
 // Assignments that make it worth while for one more squad to take part in routing.
 constexpr int kRouterAssignments = 256;
 // How long a rank that gives up waits for peers to say that they write no more; a preempted thread needs long.

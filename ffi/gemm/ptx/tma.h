@@ -12,10 +12,6 @@ struct Corner {
   int inner, outer, matrix;
 };
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "

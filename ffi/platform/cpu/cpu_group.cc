@@ -15,6 +15,7 @@ CpuGroup::~CpuGroup() { close(); }
 void CpuGroup::arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task task, Completion done) {
   std::unique_lock lock(gather_mutex_);
   if (const std::optional<GroupError> error = failure()) {
+    changed_.notify_one();  // nobody else may have said so to who is parked
     lock.unlock();
     return done(error);
   }
@@ -58,8 +59,14 @@ void CpuGroup::run(Seat seat, const Task& task, const Completion& done) {
   while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&here.heaps[seat.rank]->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   std::optional<GroupError> error = perform(task);
-  if (!error) error = reported(seat);
+  if (error)
+    give_up(seat, *error);
+  else
+    error = reported(seat);
+  if (!error && load_acquire(&here.heaps[seat.rank]->abort))
+    error = failure();  // an op that began after it has no report
   if (error && error->fatal) {
+    std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
     fail(*error);
     changed_.notify_one();
   }

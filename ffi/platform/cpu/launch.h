@@ -8,6 +8,7 @@
 #include "binding/registry.h"
 #include "heap/reach.h"
 #include "kernels/kernels.h"
+#include "kernels/sizes.h"
 #include "platform/cpu/cpu_group.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -37,20 +38,6 @@ struct Call {
 // The stage that makes the sites, and their type.
 XLA_FFI_Handler* instantiate_handler();
 XLA_FFI_TypeId* call_site_type();
-
-// The scratch of dispatch and of sparse_union, in int32; the bytes of the slot in which a token of dispatch lands; the
-// rows from each peer, and the bytes, of the landing of sparse_reduce.
-inline int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
-inline int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
-inline int64_t landing_slot(int num_tokens, int top_k, int hidden, int value_bytes, bool wire_float8,
-                            bool rows_float8) {
-  return landing_slot_bytes(are_few(num_tokens, top_k), hidden, value_bytes, wire_float8, rows_float8);
-}
-// Peers' memory is as near as one's own: no part is sent ahead.
-inline int sparse_landing_room(int, int, bool) { return 0; }
-inline int64_t sparse_landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes) {
-  return landing_bytes(ranks, slots, sparse_landing_room(entries, ranks, sharded), row_bytes);
-}
 
 inline ffi::Future fail_call(ffi::Error error) {
   ffi::Promise promise;

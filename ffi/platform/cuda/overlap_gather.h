@@ -50,7 +50,9 @@ struct GatherBeside {
   }
   // Of every block come the lookout and, for all that multiply, one more.
   JAX_EP_FN void finish(Op& op, int blocks) const {
-    const Buffer results[] = {result_of(work)};
+    const GatherMatmulArgs& args = work.args;
+    const int64_t gathered = int64_t{args.m} * work.comm.size * args.k * size_of(args.operand_dtype);
+    const Buffer results[] = {result_of(work), {args.gathered, gathered}};
     op.finish(results, 2 * blocks + work.communicating * kSpreadersPerBlock);
   }
 

@@ -12,6 +12,7 @@ using Error = cudaError_t;
 
 constexpr Error kSuccess = cudaSuccess;
 constexpr Error kPeerAlreadyEnabled = cudaErrorPeerAccessAlreadyEnabled;
+constexpr int kTeamLanes = 32;  // threads of a team
 
 inline const char* describe(Error error) { return cudaGetErrorString(error); }
 inline Error take_last_error() { return cudaGetLastError(); }

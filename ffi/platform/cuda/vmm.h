@@ -20,11 +20,7 @@ template <class Function>
 Function* driver(const char* name) {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found{};
-#if CUDART_VERSION >= 12050
   const Error error = cudaGetDriverEntryPointByVersion(name, &entry, 11020, cudaEnableDefault, &found);
-#else
-  const Error error = cudaGetDriverEntryPoint(name, &entry, cudaEnableDefault, &found);
-#endif
   return error == kSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(entry) : nullptr;
 }
 

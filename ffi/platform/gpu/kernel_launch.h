@@ -34,12 +34,4 @@ gpu::Error launch_clock(ClockFace* face, int questions);
 // spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
-// The scratch of dispatch and of sparse_union, in int32; the bytes of the slot in which a token of dispatch lands; the
-// rows from each peer, and the bytes, of the landing of sparse_reduce.
-int64_t route_scratch(int num_experts);
-int64_t bitmap_scratch(int num_rows);
-int64_t landing_slot(int num_tokens, int top_k, int hidden, int value_bytes, bool wire_float8, bool rows_float8);
-int sparse_landing_room(int entries, int ranks, bool sharded);
-int64_t sparse_landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes);
-
 }  // namespace jax_ep

@@ -1,4 +1,6 @@
 // The kernels of a GPU library: every op instantiated for every dtype of rows.
+#include <type_traits>
+
 #include "kernels/kernels.h"
 #include "platform/gpu/kernel_launch.h"
 
@@ -6,11 +8,18 @@ namespace jax_ep {
 namespace {
 
 constexpr int kMaxThreads = 256;
+static_assert(Team::lanes == gpu::kTeamLanes, "the host reckons with the same teams");
+static_assert(kMaxThreads / Team::lanes <= kMaxSquadTeams, "the scratch of routing has room for no more");
 
+// `T`: the dtype of rows, void where an op does not look at it.
 template <class T, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     kernel(const Comm comm, const Args args, int pushers, int team_bytes) {
-  run_kernel<T>(comm, args, this_team(pushers, team_bytes));
+  const Team team = this_team(pushers, team_bytes);
+  if constexpr (std::is_void_v<T>)
+    run_kernel(comm, args, team);
+  else
+    run_kernel<T>(comm, args, team);
 }
 
 __global__ void answer_with_time(ClockFace* face, int questions) {
@@ -71,11 +80,11 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
   return start_any(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
-  return start<float>(config, stream, comm, args);
+  return start<void>(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
                          const SparseUnionArgs& args) {
-  return start<float>(config, stream, comm, args);
+  return start<void>(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
                          const SparseReduceArgs& args) {
@@ -89,19 +98,9 @@ gpu::Error launch_clock(ClockFace* face, int questions) {
 
 gpu::Error load_kernels(int shared_bytes) {
   for (const auto each : {&load_for_dtype<float>, &load_for_dtype<BFloat16>, &load_for_dtype<Float16>,
-                          &load<float, RaggedArgs>, &load<float, SparseUnionArgs>})
+                          &load<void, RaggedArgs>, &load<void, SparseUnionArgs>})
     if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
-}
-
-int64_t route_scratch(int num_experts) { return route_scratch_ints(num_experts, kMaxRanks); }
-int64_t bitmap_scratch(int num_rows) { return bitmap_scratch_ints(num_rows); }
-int64_t landing_slot(int num_tokens, int top_k, int hidden, int value_bytes, bool wire_float8, bool rows_float8) {
-  return landing_slot_bytes(are_few(num_tokens, top_k), hidden, value_bytes, wire_float8, rows_float8);
-}
-int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
-int64_t sparse_landing_bytes(int ranks, int slots, int entries, bool sharded, int64_t row_bytes) {
-  return landing_bytes(ranks, slots, landing_room(entries, ranks, sharded), row_bytes);
 }
 
 }  // namespace jax_ep

@@ -8,6 +8,8 @@ namespace jax_ep {
 
 ffi::TypeId CallSite::id = {};
 
+int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
+
 PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
                              Neighbours neighbours)
     : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours)) {
@@ -26,7 +28,7 @@ void PlatformGroup::close() {
   Group::close();
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
-      if (is_local({line, rank})) raise_abort({line, rank}, /*culprit=*/0);
+      if (is_local({line, rank})) raise_abort({line, rank}, rank, /*culprit=*/0);
 }
 
 }  // namespace jax_ep

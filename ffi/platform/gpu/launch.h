@@ -10,6 +10,7 @@
 
 #include "binding/registry.h"
 #include "heap/reach.h"
+#include "kernels/sizes.h"
 #include "platform/gpu/device_scope.h"
 #include "platform/gpu/kernel_launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -71,9 +72,11 @@ inline XLA_FFI_TypeId* call_site_type() { return nullptr; }
 
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
+// What an op has to do: its tokens or entries, or the rows that it zeroes at least.
 inline int tokens_of(const RaggedArgs&) { return 0; }
+inline int tokens_of(const ScatterArgs& args) { return std::max(args.num_tokens, args.capacity); }
 inline int tokens_of(const SparseUnionArgs& args) { return args.entries; }
-inline int tokens_of(const SparseReduceArgs& args) { return args.entries; }
+inline int tokens_of(const SparseReduceArgs& args) { return std::max(args.entries, args.capacity); }
 template <class Args>
 int tokens_of(const Args& args) {
   return args.num_tokens;
@@ -97,6 +100,12 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
   return gpu::kSuccess;
 }
 
+// This rank cannot run its op.
+inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& error) {
+  group.give_up(seat, error);
+  return to_ffi(error);
+}
+
 // `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
 template <class Args, class Start>
 ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const Args& args, Start start) try {
@@ -107,12 +116,11 @@ ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const 
   if (!error) error = start(reached);
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInternal, std::string("launching ") + name_of(kind_of(args)) + ": " + *error};
+  return give_up(group, seat, {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
 } catch (const GroupException& failure) {
-  group.fail(failure.error);
-  return to_ffi(failure.error);
+  return give_up(group, seat, failure.error);
 } catch (const std::exception& error) {
-  return {ffi::ErrorCode::kInternal, std::string(name_of(kind_of(args))) + ": " + error.what()};
+  return give_up(group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
 template <class Args>

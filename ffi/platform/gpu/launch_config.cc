@@ -2,17 +2,21 @@
 
 #include <algorithm>
 
+#include "device/layout.h"
+#include "runtime.h"  // of the GPU platform this library is built for
+
 namespace jax_ep {
 namespace {
 
-constexpr int kThreads = 256, kTeams = kThreads / 32;
+constexpr int kThreads = 256, kTeams = kThreads / gpu::kTeamLanes;
 // Shared memory of a team: barriers, then a row of 7168 values in float8 to write and three halves of one in 16 bits to
 // read, or four such halves, or seven batches of 4 KiB, or a ring of three pieces of a row.
-constexpr int kTeamBytes = 128 + 7424 + 3 * 7168;
+constexpr int kTeamBytes = kBarrierBytes + 7424 + 3 * 7168;
 constexpr int kEntriesPerBlock = 256;
-constexpr int kUnionBlocks = 96;  // the scratch of sparse_union has room for kMaxTeams teams
+constexpr int kUnionBlocks = 96;
+static_assert(kUnionBlocks * kTeams <= kMaxTeams, "the scratch of sparse_union has room for no more");
 
-// Of the teams of a block; measured on 2 and 4 H200 by benchmarks/kernels.
+// Of the teams of a block, if it has so many; measured on 2 and 4 H200 by benchmarks/kernels.
 int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
   const bool few = num_tokens <= kFewTokens;
   switch (op) {
@@ -41,7 +45,7 @@ int default_blocks(int processors) { return std::max(1, processors * 73 / 100); 
 LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, Budget budget) {
   const int blocks = std::clamp(useful_blocks(op, num_tokens, budget.blocks), 1, std::max(1, budget.blocks));
   const int team_bytes = std::min(kTeamBytes, budget.shared_bytes / kTeams / 128 * 128);
-  return {blocks, kThreads, pushers(op, encoded, num_tokens, blocks), team_bytes};
+  return {blocks, kThreads, std::min(pushers(op, encoded, num_tokens, blocks), kTeams), team_bytes};
 }
 
 }  // namespace jax_ep

@@ -12,12 +12,23 @@ using Error = hipError_t;
 
 constexpr Error kSuccess = hipSuccess;
 constexpr Error kPeerAlreadyEnabled = hipErrorPeerAccessAlreadyEnabled;
+constexpr int kTeamLanes = 64;  // threads of a team
+
+// Peers' flags must be seen while a kernel runs: a GPU may keep other memory of its own in caches that they do not
+// reach.
+#ifdef hipDeviceMallocUncached  // since ROCm 6
+constexpr unsigned kSharedWithPeers = hipDeviceMallocUncached;
+#else
+constexpr unsigned kSharedWithPeers = hipDeviceMallocFinegrained;
+#endif
 
 inline const char* describe(Error error) { return hipGetErrorString(error); }
 inline Error take_last_error() { return hipGetLastError(); }
 inline Error get_device(int* device) { return hipGetDevice(device); }
 inline Error set_device(int device) { return hipSetDevice(device); }
-inline Error allocate(void** memory, std::size_t bytes) { return hipMalloc(memory, bytes); }
+inline Error allocate(void** memory, std::size_t bytes) {
+  return hipExtMallocWithFlags(memory, bytes, kSharedWithPeers);
+}
 inline Error fill(void* memory, int byte, std::size_t bytes) { return hipMemset(memory, byte, bytes); }
 inline Error allocate_host(void** memory, std::size_t bytes) {
   return hipHostMalloc(memory, bytes, hipHostMallocPortable | hipHostMallocMapped);

@@ -10,6 +10,8 @@ namespace jax_ep::gpu {
 using Stream = void*;
 enum Error { kSuccess, kPeerAlreadyEnabled, kFailed };
 
+constexpr int kTeamLanes = 64;  // threads of a team
+
 inline const char* describe(Error) { return "the fake runtime refused"; }
 inline Error take_last_error() { return kSuccess; }
 inline Error get_device(int* device) { return *device = 0, kSuccess; }

@@ -1,0 +1,100 @@
+// A group on the CPU, without XLA: ranks that fail alone, and ranks that are parked when they do.
+#include "platform/cpu/cpu_group.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <stdexcept>
+
+#include "kernels/kernels.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kRanks = 4, kLost = 2;
+constexpr double kTimeoutSeconds = 20;
+constexpr auto kSoon = std::chrono::seconds(10);  // before the timeout
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "FAILED: %s\n", what);
+  std::_Exit(1);
+}
+
+using Outcome = std::promise<std::optional<GroupError>>;
+
+// What becomes of an arrival, that must be known soon.
+std::optional<GroupError> outcome_of(Outcome& outcome) {
+  std::future<std::optional<GroupError>> future = outcome.get_future();
+  expect(future.wait_for(kSoon) == std::future_status::ready, "nobody waits for the timeout");
+  return future.get();
+}
+
+std::unique_ptr<CpuGroup> make_group() {
+  return std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1, 2, 3}}, kTimeoutSeconds, /*poison=*/false);
+}
+
+void arrive(CpuGroup& group, const Site& site, int rank, Task task, Outcome& outcome) {
+  group.arrive(&site, 1, OpKind::ragged_all_to_all, {0, rank}, std::move(task),
+               [&outcome](std::optional<GroupError> error) { outcome.set_value(std::move(error)); });
+}
+
+// An exchange of nothing, which waits for all ranks.
+void exchange(const Comm& comm) {
+  const std::vector<int32_t> none(kRanks);
+  RaggedArgs args{};
+  args.slices = 1, args.row_bytes = 4;
+  args.input_offsets = args.send_sizes = args.output_offsets = args.recv_sizes = none.data();
+  run_kernel(comm, args, Team{});
+}
+
+// A rank that cannot run its op: all learn why, and at once.
+void lone_failure() {
+  const auto group = make_group();
+  const Site site;
+  Outcome outcomes[kRanks];
+  for (int rank = 0; rank < kRanks; ++rank)
+    arrive(
+        *group, site, rank,
+        [&group, rank] {
+          if (rank == kLost) throw std::runtime_error("no memory");
+          exchange(group->comm({0, rank}));
+        },
+        outcomes[rank]);
+  for (Outcome& outcome : outcomes) expect(outcome_of(outcome).has_value(), "an op that a rank cannot run fails");
+  expect(group->take_error()->message == "no memory", "the group knows the reason");
+}
+
+// A rank is parked when another op fails, whose last arrivals keep the watching thread busy.
+void parked_when_an_op_fails() {
+  const auto group = make_group();
+  const Site parking, site;
+  Outcome parked, outcomes[kRanks];
+  arrive(*group, parking, 0, [] {}, parked);
+  for (int rank = 0; rank < kRanks; ++rank)
+    arrive(*group, site, rank, [] { throw std::runtime_error("no memory"); }, outcomes[rank]);
+  expect(outcome_of(parked)->message == "no memory", "who is parked learns of a failure");
+  for (Outcome& outcome : outcomes) outcome_of(outcome);
+}
+
+// A rank is parked when the group fails elsewhere, as it does when a process is lost; then others arrive.
+void parked_when_the_group_fails() {
+  const auto group = make_group();
+  const Site site;
+  Outcome parked, late;
+  arrive(*group, site, 0, [] {}, parked);
+  group->fail({"PeerLostError", "gone", true});
+  arrive(*group, site, 1, [] {}, late);
+  expect(outcome_of(late)->message == "gone" && outcome_of(parked)->message == "gone", "all learn of a failure");
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() {
+  jax_ep::lone_failure();
+  for (int i = 0; i < 100; ++i) jax_ep::parked_when_an_op_fails();
+  jax_ep::parked_when_the_group_fails();
+  std::puts("groups on the CPU: all checks passed");
+  return 0;
+}

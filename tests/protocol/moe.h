@@ -1,0 +1,126 @@
+// dispatch and combine on bare threads: what their rows and counts must be, and a rank that never comes.
+#pragma once
+
+#include <cmath>
+#include <random>
+
+#include "ranks.h"
+
+namespace jax_ep {
+
+constexpr int kTopK = 3, kHidden = 128, kExperts = 8;
+constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
+constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every team
+constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
+
+// How tokens travel.
+enum class Way { straight, float8, few, few_float8 };
+constexpr int kWays = 4;
+
+// One rank's buffers for a dispatch and the combine after it.
+struct Rank {
+  int count;  // of tokens
+  std::vector<float> tokens = std::vector<float>(kMostTokens * kHidden);
+  std::vector<float> weights = std::vector<float>(kMostTokens * kTopK);
+  std::vector<int32_t> ids = std::vector<int32_t>(kMostTokens * kTopK);
+  std::vector<float> received = std::vector<float>(kCapacity * kHidden);
+  std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kMostTokens * kTopK);
+  std::vector<int32_t> rows = std::vector<int32_t>(kRanks * kMostTokens * kTopK);
+  std::vector<float> arrived = std::vector<float>(kRanks * kMostTokens * kTopK);
+  std::vector<int32_t> counts = std::vector<int32_t>(kRanks * kLocal);
+  int32_t dropped = 0, invalid = 0;
+  std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kMaxRanks));
+  std::vector<char> wire = std::vector<char>(kRanks * kMostTokens * kHidden * sizeof(float));
+  std::vector<float> combined = std::vector<float>(kMostTokens * kHidden);
+  std::vector<float> landing = std::vector<float>(kRanks * kMostTokens * kHidden);
+
+  DispatchArgs dispatch_args(Way way) {
+    DispatchArgs a{};
+    a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
+    a.alignment = kAlignment;
+    a.wire_float8 = way == Way::float8 || way == Way::few_float8,
+    a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK), a.weights = weights.data(),
+    a.expert_ids = ids.data();
+    a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
+    a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
+    a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
+    a.landing = wire.data(), a.landing_bytes = static_cast<int64_t>(wire.size());
+    return a;
+  }
+
+  CombineArgs combine_args() {
+    CombineArgs a{};
+    a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.capacity = kCapacity;
+    a.outputs = reinterpret_cast<char*>(received.data()), a.weights = arrived.data(), a.targets = targets.data();
+    a.rows = rows.data(), a.combined = reinterpret_cast<char*>(combined.data());
+    a.landing = reinterpret_cast<char*>(landing.data());
+    return a;
+  }
+};
+
+inline void fill(std::vector<Rank>& ranks, std::mt19937& random) {
+  for (Rank& rank : ranks) {
+    for (float& x : rank.tokens) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
+    for (float& x : rank.weights) x = static_cast<int>(random() % 1000) / 1000.0f;
+    for (int i = 0; i < kMostTokens * kTopK; ++i)  // -1 skips, kExperts is invalid
+      rank.ids[i] = i < rank.count * kTopK ? static_cast<int>(random() % (kExperts + 2)) - 1 : -1;
+  }
+}
+
+// dispatch followed by combine of the very rows gives each token times the sum of its valid weights.
+inline void check_round_trip(const std::vector<Rank>& ranks, float tolerance) {
+  for (const Rank& rank : ranks)
+    for (int t = 0; t < rank.count; ++t) {
+      float weight = 0;
+      for (int k = 0; k < kTopK; ++k) {
+        const int id = rank.ids[t * kTopK + k];
+        if (id >= 0 && id < kExperts) weight += rank.weights[t * kTopK + k];
+      }
+      for (int h = 0; h < kHidden; ++h)
+        expect(std::fabs(rank.combined[t * kHidden + h] - weight * rank.tokens[t * kHidden + h]) <= tolerance,
+               "combine(dispatch(x)) is x times its weights");
+    }
+}
+
+inline void check_counts(const std::vector<Rank>& ranks) {
+  for (int owner = 0; owner < kRanks; ++owner)
+    for (int e = 0; e < kLocal; ++e) {
+      int rows = 0;
+      for (const Rank& source : ranks)
+        for (const int id : source.ids) rows += id == owner * kLocal + e;
+      const int padded = (rows + kAlignment - 1) / kAlignment * kAlignment;
+      expect(ranks[owner].sizes[e] == padded, "group_sizes are the padded counts");
+    }
+}
+
+// A rank that never comes: the others give up within the timeout, and fill their results. Whether all name it.
+inline bool lost_rank_is_named(int tokens, Way way, double timeout_seconds) {
+  Group group({{0, 1, 2, 3}}, timeout_seconds, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks, Rank{tokens});
+  std::mt19937 random(2);
+  fill(ranks, random);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    if (rank != 2) run_kernel<float>(comm, ranks[rank].dispatch_args(way), team);
+  });
+  const auto error = group.take_error();
+  expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+  expect(std::isnan(ranks[0].received[0]), "results are NaN after a failure");
+  bool named = true;
+  for (const int rank : {0, 1, 3}) {
+    const auto seen = group.reported({0, rank});
+    expect(seen.has_value(), "every rank reports the failure");
+    named &= seen->message.find("rank 2") != std::string::npos;
+  }
+  return named;
+}
+
+// On a busy machine a rank that did come may be late itself: then with more time.
+inline void lost_rank(int tokens, Way way) {
+  double timeout_seconds = 0.2;
+  while (!lost_rank_is_named(tokens, way, timeout_seconds)) {
+    timeout_seconds *= 2;
+    expect(timeout_seconds < 10, "every rank names the lost one");
+  }
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,114 @@
+// Groups whose ranks are of two processes: what they map of each other, and what they see of each other's end.
+#pragma once
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <future>
+
+#include "heap/reach.h"
+#include "moe.h"
+
+namespace jax_ep {
+
+// Two groups as two processes would have them, joined by a socket. What they map is not touched here: the tool does not
+// see that both addresses are of one memory, nor that a socket orders them.
+inline void two_processes() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const auto both = [](auto body) {
+    std::thread second([&] { body(1); });
+    body(0);
+    second.join();
+  };
+  std::unique_ptr<Group> groups[2];
+  both([&](int process) {
+    Neighbours neighbours{{{0, 0, 1, 1}}, {-1, -1}};
+    neighbours.sockets[1 - process] = sockets[process];
+    std::vector<std::vector<int>> lines{process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 2, 3}};
+    groups[process] = std::make_unique<Group>(lines, 20.0, /*poison=*/false, neighbours);
+  });
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  both([&](int process) {
+    std::vector<std::thread> threads;
+    for (int rank = 2 * process; rank < 2 * process + 2; ++rank)
+      threads.emplace_back([&, rank] {
+        const auto first = reach(*groups[process], {0, rank}, ranks[rank].dispatch_args(Way::straight));
+        const auto again = reach(*groups[process], {0, rank}, ranks[rank].dispatch_args(Way::straight));
+        expect(first.args.rows == again.args.rows && first.args.rows != ranks[rank].rows.data(),
+               "rows are staged once");
+        expect(first.after.size() == 3 && first.before.empty(), "what is staged is copied back");
+        for (int peer = 0; peer < kRanks; ++peer)
+          expect((first.comm.shifts[1][peer] == 0) == (peer / 2 == process), "other processes see other addresses");
+      });
+    for (std::thread& thread : threads) thread.join();
+  });
+  groups[0]->close();
+  groups[1].reset();  // after the other's goodbye
+}
+
+// A process that reads nothing any more: what this one tells it holds up only who tells it.
+inline void deaf_process() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const Note note{};
+  while (send(sockets[0], &note, sizeof(note), MSG_DONTWAIT) > 0) {
+  }
+  Sharing sharing({-1, sockets[0]}, {0}, 0.2, [](int) {});
+  std::thread telling([&] {
+    try {
+      sharing.share(allocate_region(0, 4096, {0}));
+    } catch (const GroupException&) {
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  auto asking = std::async(std::launch::async, [&] {
+    try {
+      sharing.await_heap(1, 0);
+    } catch (const GroupException& failure) {
+      return failure.error.kind == "PeerTimeoutError";
+    }
+    return false;
+  });
+  expect(asking.wait_for(std::chrono::seconds(10)) == std::future_status::ready && asking.get(),
+         "a silent process is a PeerTimeoutError");
+  close(sockets[1]);
+  telling.join();
+}
+
+// What a group does not accept it has taken over all the same.
+inline void refused_group() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  bool refused = false;
+  try {
+    Group group({std::vector<int>(kMaxRanks + 1)}, 20.0, /*poison=*/false,
+                Neighbours{{std::vector<int>(kMaxRanks + 1)}, {-1, sockets[0]}});
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  expect(refused, "a group has so many ranks");
+  while (send(sockets[1], "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+  }
+  expect(errno == EPIPE, "its sockets are closed");
+  close(sockets[1]);
+}
+
+// A process that ends: the other group fails at once, and says why.
+inline void lost_process() {
+  int sockets[2];
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  std::thread ending([&] { close(sockets[1]); });
+  bool lost = false;
+  try {
+    Group group({{0, -1}}, 20.0, /*poison=*/false, Neighbours{{{0, 1}}, {-1, sockets[0]}});
+  } catch (const GroupException& failure) {
+    lost = failure.error.kind == "PeerLostError";
+  }
+  ending.join();
+  expect(lost, "a process that ended is a PeerLostError");
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,96 @@
+// Recordings of ops on bare threads: whole ones, and those that begin and end while ops run.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <set>
+#include <utility>
+
+#include "heap/host_clock.h"
+#include "heap/recorder.h"
+#include "moe.h"
+
+namespace jax_ep {
+
+// A device's clock that is 5000 ahead of the host's, and gains 100 in a recording of 1000, or loses as much.
+inline void host_clock() {
+  for (const int64_t gain : {100, -100}) {
+    const HostClock clock({5000 + 700, 700}, {5000 + 1700 + static_cast<uint64_t>(gain), 1700});
+    expect(clock.of(5000 + 700) == 700, "a recording begins at its first sample");
+    expect(clock.of(5000 + 1200 + gain / 2) == 1200, "drift is shared out evenly");
+    expect(clock.of(5000 + 1700 + gain) == 1700, "a recording ends at its second sample");
+    expect(clock.of(5000 + 600) == 600, "no drift is known before a recording");
+    expect(clock.of(5000 + 1800 + gain) == 1800, "nor behind it");
+  }
+  expect(HostClock({40, 30}, {40, 30}).of(41) == 31, "samples may be of the same moment");
+}
+
+// Every squad of every rank has recorded so many ops, their phases one after another.
+inline void check_recordings(const std::vector<Recording>& recordings, uint64_t ops) {
+  expect(recordings.size() == kRanks, "every rank has recorded");
+  for (const Recording& recording : recordings) {
+    expect(recording.lost == 0 && recording.unfinished == 0, "recordings are whole");
+    std::set<std::pair<int, uint64_t>> seen;
+    const Span* before = nullptr;
+    for (const Span& span : recording.spans) {
+      expect(span.begin_ns <= span.end_ns, "a phase ends after it began");
+      expect(!before || before->squad != span.squad || before->end_ns <= span.begin_ns, "phases do not overlap");
+      expect(span.phase != Phase::none && span.phase != Phase::give_up, "phases are those of ops that succeed");
+      seen.emplace(span.squad, span.epoch);
+      before = &span;
+    }
+    expect(seen.size() == kTeams * ops, "every squad has recorded every op");
+  }
+}
+
+// Recordings that begin and end while ops run: the first and the last of them may be cut off.
+inline void recordings_of_running_ops() {
+  const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
+  Recorder recorder(group, kTeams);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(3);
+  fill(ranks, random);
+  std::atomic<bool> running = true;
+  size_t spans = 0;
+  std::thread recording([&] {
+    while (running) {
+      recorder.start();
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      for (const Recording& each : recorder.stop()) spans += each.spans.size();
+    }
+  });
+  for (int i = 0; i < 50; ++i)
+    on_all_ranks(*group, [&](const Comm& comm, int rank, const Team& team) {
+      run_kernel<float>(comm, ranks[rank].dispatch_args(Way::straight), team);
+    });
+  running = false;
+  recording.join();
+  expect(spans > 0, "ops are recorded");
+  expect(!group->take_error(), "recording does not disturb them");
+}
+
+// A recording that ends while ranks wait for the last one has the phases that ended, and says that ops go on.
+inline void recording_cut_short() {
+  const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
+  Recorder recorder(group, kTeams);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(4);
+  fill(ranks, random);
+  recorder.start();
+  on_all_ranks(*group, [&](const Comm& comm, int rank, const Team& team) {
+    const bool last = rank == kRanks - 1;
+    if (last && team.index == 0) {
+      for (int peer = 0; peer < rank; ++peer)
+        spin_until(&comm.heaps[rank]->posted[peer], 1, &comm.heaps[rank]->never, clock_ns() + comm.timeout_ns);
+      for (const Recording& each : recorder.stop()) {
+        expect(each.unfinished > 0 || each.seat.rank == rank, "ops that go on are counted");
+        for (const Span& span : each.spans)
+          expect(span.phase == Phase::count || span.phase == Phase::post, "only what ended is recorded");
+      }
+    }
+    run_kernel<float>(comm, ranks[rank].dispatch_args(Way::straight), team);
+  });
+  expect(!group->take_error(), "no error is reported");
+}
+
+}  // namespace jax_ep
