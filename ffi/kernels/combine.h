@@ -45,14 +45,14 @@ class Combine {
     const auto ask = [&](int item) {
       return item < 0 ? Assigned{} : assigned(home_of(item / parts), item / parts / peers, op_.team.lane);
     };
-    bool may_push = op_.may_push();
+    uint64_t raised = op_.ask_abort();
     int item = items.next();
     Assigned mine = ask(item);
-    while (item >= 0 && may_push) {
+    while (item >= 0 && !raised) {
       const int row = item / parts, part = item % parts, token = row / peers, home = home_of(row);
       const int next = items.next();
       const Assigned nexts = ask(next);
-      may_push = op_.may_push();
+      raised = op_.ask_abort();
       if (args_.scalars && part == 0) push_scalars(home, token);
       if (push_partial(home, token, columns(part, parts), mine))
         announcer.begun(token, rows_);
@@ -61,7 +61,7 @@ class Combine {
       item = next;
       mine = nexts;
     }
-    if (may_push)
+    if (!raised)
       rows_.finish();
     else
       rows_.drop();

@@ -151,7 +151,9 @@ class Op {
   JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
 
   // Looked at before every row: a peer that gave up must not be written to.
-  JAX_EP_FN bool may_push() const { return ok() && !load_relaxed(&heap->abort); }
+  JAX_EP_FN bool may_push() const { return !ask_abort(); }
+  // The same for later: the word itself, as a comparison would wait for it at once.
+  JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
 
   // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {

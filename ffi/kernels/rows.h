@@ -89,17 +89,17 @@ JAX_EP_FN void push_items(Op& op, int num_tokens, int top_k, const Sink& sink, E
   Announcer announcer(op, schedule);
   PushItems items(op, num_tokens, late);
   const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.team.lane); };
-  bool may_push = op.may_push();
+  uint64_t raised = op.ask_abort();
   int token = items.next(), mine = ask(token);
-  while (token >= 0 && may_push) {
+  while (token >= 0 && !raised) {
     const int next = items.next(), nexts = ask(next);
-    may_push = op.may_push();
+    raised = op.ask_abort();
     begin(token, [&](int k) { return k == op.team.lane || op.team.lane >= top_k ? mine : sink.packed(token, k); });
     announcer.begun(token, writer);
     token = next;
     mine = nexts;
   }
-  if (may_push)
+  if (!raised)
     encoder.finish();
   else
     encoder.drop();
