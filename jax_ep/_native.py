@@ -73,9 +73,8 @@ def create_group(
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
 
     Raises:
-      PlatformError: XLA's flags let ops overlap, or the compiled library is of another version.
+      PlatformError: the compiled library is of another version.
     """
-    check_xla_flags(platform)
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     try:
         return _ffi.library(platform).Group(lines, timeout, poison, processes, sockets, group_id)

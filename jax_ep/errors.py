@@ -27,4 +27,5 @@ class GroupClosedError(JaxEpError):
 
 class PlatformError(JaxEpError):
     """It cannot run on these devices: no library, or one of another version, is built for their platform, they are of
-    several hosts or processes where they may not be, or there are no kernels to ask about."""
+    several hosts or processes where they may not be, XLA's flags let ops overlap, or there are no kernels to ask about.
+    """

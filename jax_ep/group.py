@@ -51,7 +51,7 @@ class Group:
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout or max_sms is not positive.
       TypeError: max_sms is no int, or the timeout no number.
-      PlatformError: a line has GPUs of several hosts.
+      PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
 
@@ -73,6 +73,7 @@ class Group:
         self._lock = threading.Lock()
         self._native: _native.NativeGroup | None = None
         if _ffi.is_built(self.platform) and not self._needs_xla:
+            _native.check_xla_flags(self.platform)  # before processes connect
             self._native = self._create_native()
             if max_sms is not None:
                 self._native.limit_processors(max_sms)
