@@ -19,7 +19,7 @@ SIZE, EXPERTS = 2, 8
 TOKENS, IDS, WEIGHTS = jnp.zeros((4, 16)), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2))
 OUTPUTS = jnp.zeros((SIZE * 4 * 2, 16))  # of as many rows as there can be
 ROWS, INDICES = jnp.zeros((6, 3)), jnp.zeros(SIZE, jnp.int32)
-SQUARE = jnp.zeros((8, 8))
+SQUARE = jnp.zeros((8, 8), jnp.bfloat16)  # GPUs multiply 16-bit operands only
 
 
 def expect(name: str, group: Group, body: Callable[[], Any]) -> None:
