@@ -3,10 +3,11 @@
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.02 compute-sanitizer --tool memcheck --target-processes all --report-api-errors no \
   --launch-skip 20 python -m jax_ep.launch -n 4 tests/memcheck.py [moe] [sparse] [products]
 
-With two GPUs: `-n 4 --gpus 2`. One process per rank: the checker lets a process run one kernel at a time, and ours
-wait for each other. It knows the memory that was mapped when a kernel started; the first launches are skipped, as peers
-map the pool while they run. Under it (2025.3) barrier.cluster.arrive holds up a warp until the whole cluster has
-arrived, as barrier.cluster.wait would: no kernel may arrive before it has done what others of the cluster wait for.
+With two GPUs: `-n 4 --gpus 2` and `moe products`; NCCL refuses two ranks on a GPU, and `sparse` gathers ids by it. One
+process per rank: the checker lets a process run one kernel at a time, and ours wait for each other. It knows the memory
+that was mapped when a kernel started; the first launches are skipped, as peers map the pool while they run. Under it
+(2025.3) barrier.cluster.arrive holds up a warp until the whole cluster has arrived, as barrier.cluster.wait would: no
+kernel may arrive before it has done what others of the cluster wait for.
 """
 
 import sys
