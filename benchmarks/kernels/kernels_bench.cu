@@ -3,7 +3,7 @@
 // weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
-//     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/kernels.cu ffi/platform/gpu/launch_config.cc
+//     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/*.cu ffi/platform/gpu/launch_config.cc
 //     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -o kernels_bench && ./kernels_bench [ranks]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -7,7 +7,7 @@
 
 #define JAX_EP_FN __device__ __forceinline__
 #ifndef JAX_EP_COLD_FN  // kernels with wgmma have no registers for calls: they are compiled without
-#define JAX_EP_COLD_FN __device__ __noinline__
+#define JAX_EP_COLD_FN inline __device__ __noinline__
 #endif
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
 #define JAX_EP_MOVER "device/target/cuda_mover.h"

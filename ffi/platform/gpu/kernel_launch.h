@@ -1,4 +1,4 @@
-// Launching kernels: plain functions, so that only kernels.cu is device code.
+// Launching kernels: plain functions, so that only the .cu files are device code.
 #pragma once
 
 #include <optional>
