@@ -30,8 +30,8 @@ def matmul_all_reduce(
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to `out_dtype`, and summed
     in float32 in rank order by one rank per row: all ranks get the same bits, on every run. With `check_vma` the result
-    does not vary over the axis, like that of `jax.lax.psum`; the gradient is its too, of
-    cotangents rounded to the dtype of the operands.
+    does not vary over the axis, and has the gradient, like that of `jax.lax.psum`. Cotangents are rounded to the dtype
+    of the operands.
 
     Args:
       a: [M, K] bfloat16, float16 or float32, not empty: this rank's columns of the left factor.
