@@ -138,22 +138,32 @@ def result_type(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
 
-# An identity that refuses to be batched: it turns vmap of a collective into an error that names the op.
-_not_batched_p = Primitive("jax_ep_not_batched")
-_not_batched_p.def_impl(lambda x, *, op: x)
-_not_batched_p.def_abstract_eval(lambda x, *, op: x)
-mlir.register_lowering(_not_batched_p, lambda ctx, x, *, op: [x])
-ad.deflinear2(_not_batched_p, lambda ct, x, *, op: [ct])
+# An identity that turns what a collective cannot do into an error that names the op: to be batched, and to run where
+# devices have another order than in the group's mesh, which shows only when the op is lowered.
+_guard_p = Primitive("jax_ep_guard")
+_guard_p.def_impl(lambda x, *, op, mesh: x)
+_guard_p.def_abstract_eval(lambda x, *, op, mesh: x)
+ad.deflinear2(_guard_p, lambda ct, x, *, op, mesh: [ct])
 
 
-def _refuse_batching(args: Any, dims: Any, *, op: str) -> Any:
+def _refuse_batching(args: Any, dims: Any, *, op: str, mesh: Mesh | None) -> Any:
     raise NotImplementedError(
         f"{op} does not support jax.vmap, nor jax.jacrev, which is one: call it once on all tokens, or use jax.lax.map"
     )
 
 
-batching.primitive_batchers[_not_batched_p] = _refuse_batching
+def _refuse_other_devices(ctx: mlir.LoweringRuleContext, x: Any, *, op: str, mesh: Mesh | None) -> Any:
+    here = getattr(ctx.module_context.axis_context, "mesh", None)
+    if mesh is not None and isinstance(here, Mesh) and here.devices.tolist() != mesh.devices.tolist():
+        ids = [[device.id for device in one.devices.flat] for one in (here, mesh)]
+        raise ValueError(f"{op}: the devices of this jax.shard_map are {ids[0]}, the group's are {ids[1]}")
+    return [x]
 
 
-def not_batched(op: str, x: jax.Array) -> jax.Array:
-    return _not_batched_p.bind(x, op=op)
+batching.primitive_batchers[_guard_p] = _refuse_batching
+mlir.register_lowering(_guard_p, _refuse_other_devices)
+
+
+def not_batched(op: str, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+    """`mesh`: that of the group whose kernels look at it."""
+    return _guard_p.bind(x, op=op, mesh=mesh)

@@ -67,14 +67,16 @@ def _call(
     name: str,
     results: Any,
     *operands: jax.Array,
+    group: "Group | None" = None,
     op: str = "",
     aliases: dict[int, int] | None = None,
     vmap_method: str | None = None,
     **attributes: Any,
 ):
-    """`op`: what the user knows it as, if not by this name."""
-    if vmap_method is None:  # also where nothing but a gradient is batched, as by jax.jacrev
-        operands = tuple(_checks.not_batched(op or name, x) for x in operands)
+    """`group`: of a collective. `op`: what the user knows it as, if not by this name."""
+    if group is not None:  # refused also where nothing but a gradient is batched, as by jax.jacrev
+        operands = tuple(_checks.not_batched(op or name, x, group.mesh) for x in operands)
+        attributes["group"] = np.int64(group.native_id)
     call = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
     return call(*operands, **attributes)
 
@@ -108,7 +110,7 @@ def dispatch(
         tokens,
         expert_ids,
         weights,
-        group=np.int64(group.native_id),
+        group=group,
         alignment=np.int32(config.alignment),
         drop=config.drop,
         wire_float8=wire_float8,
@@ -128,7 +130,7 @@ def scatter(group: "Group", tokens: jax.Array, routing: Routing) -> jax.Array:
         routing.rows,
         routing.counts,
         op="the gradient of combine",
-        group=np.int64(group.native_id),
+        group=group,
         alignment=np.int32(config.alignment),
     )
 
@@ -168,7 +170,7 @@ def _combine(
         routing.targets,
         routing.rows,
         op=op,
-        group=np.int64(group.native_id),
+        group=group,
     )
     return out, back
 
@@ -181,7 +183,7 @@ def ragged_all_to_all(group: "Group", operand: jax.Array, output: jax.Array, *in
         output,
         *indices,
         aliases={1: 0},
-        group=np.int64(group.native_id),
+        group=group,
     )
 
 
@@ -200,7 +202,7 @@ def matmul_reduce(config: "Config", a: jax.Array, b: jax.Array) -> jax.Array:
         a,
         b,
         op="matmul_reduce_scatter" if config.scatter else "matmul_all_reduce",
-        group=np.int64(group.native_id),
+        group=group,
         transpose_b=config.transpose_b,
         scatter=config.scatter,
     )[0]
@@ -217,7 +219,7 @@ def gather_matmul(config: "Config", a: jax.Array, b: jax.Array) -> tuple[jax.Arr
         a,
         b,
         op="all_gather_matmul",
-        group=np.int64(config.group.native_id),
+        group=config.group,
         transpose_b=config.transpose_b,
     )
     return out, everyone
@@ -271,7 +273,7 @@ def sparse_union(group: "Group", config: SparseConfig, ids: jax.Array, missing: 
             ids,
             missing,
             op="sparse_all_reduce",
-            group=np.int64(group.native_id),
+            group=group,
             num_rows=np.int32(config.num_rows),
             sharded=config.sharded,
         )[:-1]
@@ -302,7 +304,7 @@ def sparse_reduce(group: "Group", config: SparseConfig, values: jax.Array, union
         union.slots,
         union.bounds,
         op="sparse_all_reduce",
-        group=np.int64(group.native_id),
+        group=group,
         scale=np.float32(config.scale),
         by_count=config.by_count,
         sharded=config.sharded,

@@ -37,7 +37,7 @@ class Group:
 
     Args:
       mesh: the very mesh that `jax.shard_map` runs over: the same axes and devices, in the same order. Other axes raise
-        when an op is traced; devices in another order cannot be seen there, and give wrong results.
+        when an op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can

@@ -1,17 +1,19 @@
 """Meshes with further axes, and operands that do not vary over every axis."""
 
+import re
 from functools import partial
 from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jax_ep import combine, dispatch
+from jax_ep import combine, dispatch, matmul_all_reduce
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 5, 2, 16
@@ -49,6 +51,36 @@ def test_ranks_follow_the_mesh_not_the_device_ids(
     program = helpers.dispatch_combine(open_group(mesh=mesh), num_experts=EXPERTS, implementation=implementation)
     case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("op", ["dispatch", "the gradient of dispatch", "ragged_all_to_all", "matmul_all_reduce"])
+def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
+    """No type tells them apart, so nothing would, until results are wrong: refused when the op is lowered."""
+    group = open_group(2)
+    other = Mesh(group.mesh.devices[::-1], group.mesh.axis_names)
+    tokens, ids = jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 8, 2), jnp.int32)
+
+    def routed(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+        return dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="ffi").tokens
+
+    def exchanged(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+        return ragged_all_to_all(tokens, tokens, *[ids[:2, 0]] * 4, axis_name="ep")
+
+    def multiplied(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+        return matmul_all_reduce(tokens, tokens.T, group=group, implementation="ffi")
+
+    bodies: dict[str, Any] = {
+        "dispatch": routed,
+        "the gradient of dispatch": jax.grad(lambda tokens, ids: routed(tokens, ids).sum()),
+        "ragged_all_to_all": exchanged,
+        "matmul_all_reduce": multiplied,
+    }
+    jax.jit(helpers.per_rank(bodies[op], group.mesh)).lower(tokens, ids)
+    here, wanted = ([device.id for device in mesh.devices.flat] for mesh in (other, group.mesh))
+    message = f"{op.split()[-1]}: the devices of this jax.shard_map are {here}, the group's are {wanted}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(helpers.per_rank(bodies[op], other)).lower(tokens, ids)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
