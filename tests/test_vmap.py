@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from matmul_cases import OPS
 
 import jax_ep
 from jax_ep import Group
@@ -79,17 +80,10 @@ def test_ragged_all_to_all(
     expect("ragged_all_to_all", group, lambda: jax.vmap(run)(batched(operands[operand])))
 
 
-PRODUCTS: dict[str, Callable[..., jax.Array]] = {
-    "matmul_all_reduce": jax_ep.matmul_all_reduce,
-    "matmul_reduce_scatter": jax_ep.matmul_reduce_scatter,
-    "all_gather_matmul": jax_ep.all_gather_matmul,
-}
-
-
-@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize("op", OPS)
 def test_products(op: str, implementation: str, open_group: OpenGroup) -> None:
     group = open_group(SIZE)
-    multiply = partial(PRODUCTS[op], group=group, implementation=implementation)
+    multiply = partial(OPS[op], group=group, implementation=implementation)
     expect(op, group, lambda: jax.vmap(multiply, in_axes=(0, None))(batched(SQUARE), SQUARE))
     expect(op, group, lambda: jax.vmap(multiply, in_axes=(None, 0))(SQUARE, batched(SQUARE)))
 
@@ -100,7 +94,7 @@ def test_jacobians(open_group: OpenGroup) -> None:
     group = open_group(SIZE)
     run = partial(there_and_back, group, "ffi")
     route = partial(jax_ep.dispatch, group=group, num_experts=EXPERTS, implementation="ffi")
-    multiply = {name: partial(op, group=group, implementation="ffi") for name, op in PRODUCTS.items()}
+    multiply = {name: partial(op, group=group, implementation="ffi") for name, op in OPS.items()}
     slices = [INDICES] * 4
     for name, function, operand in (
         ("the gradient of combine", lambda x: run(outputs=x), OUTPUTS),

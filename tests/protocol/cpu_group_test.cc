@@ -2,10 +2,10 @@
 #include "platform/cpu/cpu_group.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <future>
 #include <stdexcept>
 
+#include "expect.h"
 #include "kernels/kernels.h"
 
 namespace jax_ep {
@@ -14,12 +14,6 @@ namespace {
 constexpr int kRanks = 4, kLost = 2;
 constexpr double kTimeoutSeconds = 20;
 constexpr auto kSoon = std::chrono::seconds(10);  // before the timeout
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::_Exit(1);
-}
 
 using Outcome = std::promise<std::optional<GroupError>>;
 

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <future>
@@ -13,11 +14,17 @@
 
 namespace jax_ep {
 
+// What would join two processes.
+inline std::array<int, 2> socket_pair() {
+  std::array<int, 2> sockets{};
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets.data()) == 0, "a pair of sockets is made");
+  return sockets;
+}
+
 // Two groups as two processes would have them, joined by a socket. What they map is not touched here: the tool does not
 // see that both addresses are of one memory, nor that a socket orders them.
 inline void two_processes() {
-  int sockets[2];
-  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const std::array<int, 2> sockets = socket_pair();
   const auto both = [](auto body) {
     std::thread second([&] { body(1); });
     body(0);
@@ -51,8 +58,7 @@ inline void two_processes() {
 
 // A process that reads nothing any more: what this one tells it holds up only who tells it.
 inline void deaf_process() {
-  int sockets[2];
-  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const std::array<int, 2> sockets = socket_pair();
   const Note note{};
   while (send(sockets[0], &note, sizeof(note), MSG_DONTWAIT) > 0) {
   }
@@ -80,8 +86,7 @@ inline void deaf_process() {
 
 // What a group does not accept it has taken over all the same.
 inline void refused_group() {
-  int sockets[2];
-  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const std::array<int, 2> sockets = socket_pair();
   bool refused = false;
   try {
     Group group({std::vector<int>(kMaxRanks + 1)}, 20.0, /*poison=*/false,
@@ -98,8 +103,7 @@ inline void refused_group() {
 
 // A process that ends: the other group fails at once, and says why.
 inline void lost_process() {
-  int sockets[2];
-  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0, "a pair of sockets is made");
+  const std::array<int, 2> sockets = socket_pair();
   std::thread ending([&] { close(sockets[1]); });
   bool lost = false;
   try {

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "expect.h"
 #include "heap/reach.h"
 #include "kernels/kernels.h"
 #include "platform/gpu/kernel_launch.h"
@@ -23,12 +24,6 @@ namespace {
 
 constexpr int kRanks = 4, kRowBytes = 48;
 constexpr std::size_t kPoolBytes = 1 << 22;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  _exit(1);
-}
 
 // A pool as XLA has it: one allocation, of which buffers are parts.
 char* make_pool() {

@@ -1,24 +1,17 @@
-// What the checks of the protocol share: ranks on bare threads, and a way to fail.
+// What the checks of the protocol share: ranks on bare threads.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
+#include "expect.h"
 #include "heap/group.h"
 #include "kernels/kernels.h"
 
 namespace jax_ep {
 
 constexpr int kRanks = 4, kTeams = 3, kPushers = 2;
-
-inline void expect(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::exit(1);
-}
 
 // Every rank on kTeams threads of its own, as a GPU would run it.
 template <class Body>
