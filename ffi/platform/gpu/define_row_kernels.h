@@ -7,25 +7,8 @@
 namespace jax_ep {
 
 template <class T>
-gpu::Error RowKernels<T>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                                const DispatchArgs& args) {
-  return start_kernel<T>(config, stream, comm, args);
-}
-template <class T>
-gpu::Error RowKernels<T>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                                const ScatterArgs& args) {
-  return start_kernel<T>(config, stream, comm, args);
-}
-template <class T>
-gpu::Error RowKernels<T>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                                const CombineArgs& args) {
-  if (sums_long_batches(args)) return start_kernel<T>(config, stream, comm, LongCombineArgs{args});
-  return start_kernel<T>(config, stream, comm, args);
-}
-template <class T>
-gpu::Error RowKernels<T>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                                const SparseReduceArgs& args) {
-  return start_kernel<T>(config, stream, comm, args);
+gpu::Error RowKernels<T>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RowArgs& args) {
+  return std::visit([&](const auto& each) { return start_kernel<T>(config, stream, comm, each); }, args);
 }
 
 template <class T>

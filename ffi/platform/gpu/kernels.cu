@@ -36,6 +36,7 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
   return start_any(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args) {
+  if (sums_long_batches(args)) return start_any(config, stream, comm, LongCombineArgs{args});
   return start_any(config, stream, comm, args);
 }
 gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
