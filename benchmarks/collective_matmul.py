@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import Loop, add_pause, calls_between, describe_pause, in_digits, microseconds, teraflops
+from device_events import kernel_microseconds
+from in_jit_loop import (
+    Loop,
+    add_pause,
+    calls_between,
+    compile_loops,
+    describe_pause,
+    in_digits,
+    median_microseconds,
+    teraflops,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from plots import Panel, add_plot, grouped_bars, write_plot
 from provenance import header
@@ -21,6 +32,7 @@ from jax_ep.lax import ragged_dot
 AXIS, SEED = "tp", 0
 CALLS, CPU_CALLS = 40, 4
 OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
+KERNEL, KERNEL_NAME = "kernel, jax_ep", "jax_ep"  # by the device's events; what our kernels' names have
 
 DERIVED = ("times XLA's speed", "of the product", "hidden", "exposed, us", "jax_ep, TFLOP/s")
 
@@ -124,7 +136,10 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: f
         MOVING: (partial(collective, name), moved),
     }
     loops = [Loop(op, (b,), operand, calls) for op, operand in ops.values()]
-    return dict(zip(ops, microseconds(loops, group.mesh, repeats, pause), strict=True))
+    programs = compile_loops(loops, group.mesh)
+    times = dict(zip(ops, median_microseconds(loops, programs, repeats, pause), strict=True))
+    kernel = None if pause else kernel_microseconds(programs[0], KERNEL_NAME)  # which would not be cool
+    return {OURS: times[OURS], KERNEL: kernel or math.nan} | times
 
 
 def line(name: str, shape: Shape, times: dict[str, float]) -> str:
@@ -133,7 +148,7 @@ def line(name: str, shape: Shape, times: dict[str, float]) -> str:
     cells = [
         name,
         str(shape),
-        *(f"{time:,.1f}" for time in times.values()),
+        *("-" if math.isnan(time) else f"{time:,.1f}" for time in times.values()),
         f"{times[XLA] / times[OURS]:.2f}",
         f"{times[OURS] / times[PRODUCT]:.2f}",
         f"{100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} %",
@@ -164,6 +179,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
     parser.add_argument("--devices", type=int, help="how many [all]")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--shapes", default="", metavar="TEXT", help="only products whose name has TEXT")
     add_pause(parser)
     add_plot(parser, "collective_matmul")
     options = parser.parse_args(arguments)
@@ -175,13 +191,13 @@ def main(arguments: list[str]) -> int:
         print(header(list(mesh.devices.flat), note, ["collective_matmul", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
         print(f"- {describe_pause(options.pause)}\n")
-        names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
-        print(f"| op | product | {' | '.join(names)} | {' | '.join(DERIVED)} |\n|{'---|' * (7 + len(DERIVED))}")
+        names = [f"{name}, us" for name in (OURS, KERNEL, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
+        print(f"| op | product | {' | '.join(names)} | {' | '.join(DERIVED)} |\n|{'---|' * (8 + len(DERIVED))}")
         results: Results = {name: {} for name in OPS}
         for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:
                 shape = gather if name == "all_gather_matmul" else reduction
-                if shape.quick or not options.quick:
+                if (shape.quick or not options.quick) and options.shapes in str(shape):
                     times = measure(name, shape, group, options.repeats, options.pause)
                     results[name][shape] = times
                     print(line(name, shape, times), flush=True)

@@ -1,0 +1,144 @@
+"""Where the time of an op goes: `python -m jax_ep bench phases`. Of one call in a jitted loop, by `jax_ep.profile`."""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import moe_sweep
+import numpy as np
+import sparse
+import sparse_formulations
+from in_jit_loop import Loop, compile_loops
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from moe_cases import SEED, Case, Shape, capacity, load, make_ids
+from moe_formulations import AXIS, jax_ep_ops
+from provenance import header
+
+import jax_ep
+
+CALLS = 20
+FEW_SMS = 24
+
+
+class Span(NamedTuple):
+    """A phase of one block's first pushing or first filling warp, in microseconds since its rank began the op."""
+
+    phase: str
+    track: tuple[int, int]  # rank, thread
+    begin: float
+    end: float
+
+
+def read_calls(path: Path) -> list[list[Span]]:
+    """The spans of every call, by its epoch. Ranks' clocks need not agree: each counts from its own beginning."""
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "phase"]
+    begins: dict[tuple[int, int], float] = defaultdict(lambda: float("inf"))
+    for event in events:
+        key = event["pid"], event["args"]["epoch"]
+        begins[key] = min(begins[key], event["ts"])
+    calls: dict[int, list[Span]] = defaultdict(list)
+    for event in events:
+        rank, epoch = event["pid"], event["args"]["epoch"]
+        begin = event["ts"] - begins[rank, epoch]
+        calls[epoch].append(Span(event["name"], (rank, event["tid"]), begin, begin + event["dur"]))
+    return [calls[epoch] for epoch in sorted(calls)]
+
+
+def table(name: str, calls: list[list[Span]]) -> str:
+    """A line per phase, of medians over the calls; kernels of one call follow each other."""
+    kernels = len(calls) // CALLS
+    lines = [
+        f"| {name} | first begins, us | half have ended, us | last ends, us | of a warp's time, us | warps |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kernel in range(kernels):
+        same = calls[kernel::kernels]
+        for phase in dict.fromkeys(span.phase for spans in same for span in sorted(spans, key=_begin)):
+            columns = [_summary([span for span in spans if span.phase == phase]) for spans in same]
+            cells = [statistics.median(column) for column in zip(*filter(None, columns), strict=True)]
+            which = f"{kernel + 1}, {phase}" if kernels > 1 else phase
+            lines.append(f"| {which} | {' | '.join(f'{cell:,.1f}' for cell in cells[:4])} | {cells[4]:,.0f} |")
+    return "\n".join(lines)
+
+
+def _begin(span: Span) -> float:
+    return span.begin
+
+
+def _summary(spans: list[Span]) -> tuple[float, ...] | None:
+    if not spans:
+        return None
+    total: dict[tuple[int, int], float] = defaultdict(float)
+    last: dict[tuple[int, int], float] = defaultdict(float)
+    for span in spans:
+        total[span.track] += span.end - span.begin
+        last[span.track] = max(last[span.track], span.end)
+    return (
+        min(span.begin for span in spans),
+        statistics.median(last.values()),
+        max(last.values()),
+        statistics.mean(total.values()),
+        len(total),
+    )
+
+
+def record(name: str, group: jax_ep.Group, op: Callable[..., Any], operands: tuple[Any, ...], own: Any) -> str:
+    (program,) = compile_loops([Loop(op, operands, own, CALLS)], group.mesh)
+    jax.block_until_ready(program())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with jax_ep.profile(path):
+            jax.block_until_ready(program())
+        calls = read_calls(path)
+    group.check()
+    return table(name, calls)
+
+
+def record_moe(group: jax_ep.Group, case: Case, sms: str) -> None:
+    ids = make_ids(case, group.size)
+    room = capacity(case, load(ids, case.shape.experts, group.size))
+    inputs = moe_sweep.make_inputs(case.shape, ids, group)
+    ours = jax_ep_ops(group, case.shape.experts, room, "ffi")
+    state = jax.jit(jax.shard_map(ours.dispatch, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)))(*inputs)
+    for one in moe_sweep.our_candidates(case.shape, room, group, "ffi", inputs, state):
+        print(f"\n{record(f'{one.op}, {case}{sms}', group, one.loop.op, one.loop.operands, one.loop.own)}", flush=True)
+
+
+def record_sparse(group: jax_ep.Group, kind: str, shape: sparse.Shape) -> None:
+    ids = sparse.draw_ids(kind, shape, group.size)
+    needed = sparse.load(ids, shape.num_rows)
+    place = NamedSharding(group.mesh, P(AXIS))
+    draw = jax.jit(partial(jax.random.normal, jax.random.key(SEED), (ids.size, shape.width)), out_shardings=place)
+    for sharded in (False, True):
+        room = sparse.round_up(needed.largest_share if sharded else needed.union)
+        ours = sparse_formulations.ours(group, shape.num_rows, room, sharded=sharded)
+        flat = jax.device_put(ids.reshape(-1), place)
+        print(f"\n{record(f'{ours.name}, {kind} ids, {shape}', group, ours.run, (flat,), draw())}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench phases", description=__doc__)
+    parser.add_argument("--ops", nargs="+", choices=("moe", "sparse"), default=("moe", "sparse"))
+    options = parser.parse_args(arguments)
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, max_sms=FEW_SMS) as few:
+        print(header(list(mesh.devices.flat), "'ffi'", ["phases", *arguments]))
+        print(f"- medians over {CALLS} calls, of the first pushing and the first filling warp of every block", flush=True)
+        on_cpu = group.platform == "cpu"
+        if "moe" in options.ops:
+            for tokens in (8, 16) if on_cpu else (128, 4096):
+                case = Case(Shape(tokens, 256, 2, 16, "bfloat16") if on_cpu else Shape(tokens, 7168, 8, 256, "bfloat16"))
+                record_moe(group, case, "")
+                if tokens > moe_sweep.SMALL:
+                    record_moe(few, case, f", {FEW_SMS} SMs")
+        if "sparse" in options.ops:
+            for kind in sparse.KINDS:
+                record_sparse(group, kind, sparse.Shape(1000, 64, 100) if on_cpu else sparse.GPU_SHAPE)
+    return 0
