@@ -1,6 +1,7 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
 // every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
-// `time` and `sweep` time them inside CUDA graphs beside the product alone.
+// `time`, `bands` and `sweep` time them inside CUDA graphs beside the product alone, the latter two in other
+// configurations too.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
 //     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
@@ -183,7 +184,9 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
   return us;
 }
 
-void time_case(const Case& c, const Group& group, bool sweep) {
+enum class Configs { chosen, bands, all };
+
+void time_case(const Case& c, const Group& group, Configs configs) {
   const int count = group.size();
   std::vector<Rank> ranks = make_ranks(c, count);
   for (int r = 0; r < count; ++r) {  // the product alone reads what is gathered
@@ -205,7 +208,13 @@ void time_case(const Case& c, const Group& group, bool sweep) {
     std::fflush(stdout);
   };
   print("chosen", chosen);
-  if (sweep)
+  if (configs == Configs::bands)
+    for (const int band : {1, 2, 4, 8, 16}) {
+      OverlapConfig config = chosen;
+      config.band = band;
+      print("", config);
+    }
+  if (configs == Configs::all)
     for (const int block_n : {128, 256})
       for (const int communicating : c.gathers() ? Counts{32, 66, 96, 132} : Counts{16, 32, 48, 64, 96, 132})
         for (const int factor : {1, 2}) {
@@ -269,9 +278,10 @@ int main(int count, char** arguments) {
       for (const int communicating : ranks == 2 ? Counts{0, 4} : Counts{4})
         stress_op(op, group, communicating, iterations);
   } else if (what == "sweep") {
-    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, true);
-    for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, true);
+    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
+    for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
+    const Configs configs = what == "bands" ? Configs::bands : Configs::chosen;
     // Of a product of a gather; those of the reductions have k and n swapped.
     for (const Shape shape : {Shape{64, 7168, 18432},
                               {512, 4096, 12288},
@@ -282,8 +292,8 @@ int main(int count, char** arguments) {
       for (const OpKind op : all)
         time_case(
             {op, op == OpKind::all_gather_matmul ? shape : Shape{shape.m, shape.n, shape.k}, false, DType::bfloat16},
-            group, false);
-    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, false);
+            group, configs);
+    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
   }
   std::puts(failed ? "FAILED" : "done");
   return failed;
