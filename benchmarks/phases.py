@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import collective_matmul
 import jax
+import jax.numpy as jnp
 import moe_sweep
 import numpy as np
 import sparse
@@ -23,8 +25,10 @@ from provenance import header
 
 import jax_ep
 
+OPS = ("moe", "sparse", "products")
 CALLS = 20
 FEW_SMS = 24
+PRODUCTS = (collective_matmul.SEED_SHAPE, collective_matmul.Shape(8192, 8192, 14336))
 
 
 class Span(NamedTuple):
@@ -123,9 +127,24 @@ def record_sparse(group: jax_ep.Group, kind: str, shape: sparse.Shape) -> None:
         print(f"\n{record(f'{ours.name}, {kind} ids, {shape}', group, ours.run, (flat,), draw())}", flush=True)
 
 
+def record_products(mesh: Mesh, shape: collective_matmul.Shape) -> None:
+    with jax_ep.Group(Mesh(mesh.devices, (collective_matmul.AXIS,)), collective_matmul.AXIS) as group:
+        _record_products(group, shape)
+
+
+def _record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> None:
+    dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
+    for name, op in collective_matmul.OPS.items():
+        rows = shape.rows // group.size if name == "all_gather_matmul" else shape.rows
+        a = collective_matmul.draw(SEED, group.mesh, (rows, shape.contracted), dtype)
+        b = collective_matmul.draw(SEED + 1, group.mesh, (shape.contracted, shape.columns), dtype)
+        ours = partial(collective_matmul.with_collective, op, group, "ffi")
+        print(f"\n{record(f'{name}, {shape}', group, ours, (b,), a)}", flush=True)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench phases", description=__doc__)
-    parser.add_argument("--ops", nargs="+", choices=("moe", "sparse"), default=("moe", "sparse"))
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     options = parser.parse_args(arguments)
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, max_sms=FEW_SMS) as few:
@@ -141,4 +160,7 @@ def main(arguments: list[str]) -> int:
         if "sparse" in options.ops:
             for kind in sparse.KINDS:
                 record_sparse(group, kind, sparse.Shape(1000, 64, 100) if on_cpu else sparse.GPU_SHAPE)
+        if "products" in options.ops:
+            for shape in collective_matmul.CPU_SHAPES if on_cpu else PRODUCTS:
+                record_products(mesh, shape)
     return 0

@@ -89,7 +89,8 @@ def dispatch(
     compiled = library(group.platform)
     float8 = not config.dequantize
     wire_float8 = config.wire_dtype is not None
-    slot = compiled.landing_slot(num_tokens, top_k, hidden, tokens.dtype.itemsize, wire_float8, float8)
+    slots = config.size * compiled.landing_slots(num_tokens, top_k, wire_float8, float8)
+    slot = compiled.landing_slot(hidden, tokens.dtype.itemsize, wire_float8, float8)
     scales_row = hidden // FP8_BLOCK if float8 else 0
     result = functools.partial(_checks.result_type, like=tokens)
     out, scales, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
@@ -105,7 +106,7 @@ def dispatch(
             result((1,), jnp.int32),
             result((1,), jnp.int32),
             result((compiled.route_scratch(config.num_experts),), jnp.int32),
-            result((config.size * num_tokens, slot), jnp.uint8),  # where few tokens, or encoded ones, land
+            result((slots, slot), jnp.uint8),  # where tokens land whose rows are not known yet
         ),
         tokens,
         expert_ids,

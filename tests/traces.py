@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # The phases of an op in their order. On a GPU no thread need have all of them, but those of a rank together do.
-ORDER = {  # of dispatch two: tokens wait for their rows, or they land
-    "dispatch": "(count )?(post )?(wait )?(layout )?(place )?barrier (send )?(pad )?(wait expand )*"
+ORDER = {  # of dispatch two: ranks exchange counts, or all that few tokens chose
+    "dispatch": "(post )?(count (post )?wait layout wait place (post )?)?"
+    "wait (send (wait send )?)?(wait (pad )+)?wait wait (expand )?(wait expand )*"
     "|(post )?((count (post )?)?wait count layout (place )?)?"
     "wait (send )?(wait (pad )+)?wait (expand )?(wait expand )*",
     "combine": "(post )?(send )?wait send (wait reduce )*",

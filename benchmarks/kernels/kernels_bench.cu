@@ -93,9 +93,9 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
   d.scratch = device_array<int32_t>(route_scratch(s.experts));
   d.landing = device_array<char>(ranks * s.tokens * row);
-  d.few = are_few(s.tokens, s.top_k);
+  d.few = are_few(s.tokens, s.top_k), d.early = early_tokens(s.tokens, s.top_k, false, false);
   r.dispatch_float8 = d;
-  r.dispatch_float8.wire_float8 = true;
+  r.dispatch_float8.wire_float8 = true, r.dispatch_float8.early = s.tokens;
   r.float8_rows = d;
   r.float8_rows.wire_float8 = r.float8_rows.rows_float8 = true;
   r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));

@@ -125,6 +125,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("route_scratch", &route_scratch);
   module.def("bitmap_scratch", &bitmap_scratch);
   module.def("sparse_landing_bytes", &sparse_landing_bytes);
+  module.def("landing_slots", &landing_slots);
   module.def("landing_slot", &landing_slot);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")

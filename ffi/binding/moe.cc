@@ -40,6 +40,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.invalid = invalid->typed_data();
   args.scratch = scratch->typed_data();
   args.few = are_few(args.num_tokens, args.top_k);
+  args.early = early_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
   args.landing = reinterpret_cast<char*>(landing->typed_data());
   args.landing_bytes = static_cast<int64_t>(landing->size_bytes());
   return launch(call, caller.group, caller.seat, args);

@@ -12,7 +12,8 @@ constexpr int kMaxChunks = 16;
 constexpr int kMaxFlags = 1024;  // chunks of tokens are few; blocks of a matrix' rows are many
 constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
 constexpr int kFewAssignments = kMaxExperts;
-constexpr int kMailBuffers = 4;
+constexpr int kEarlyTokens = 256;  // of many: so many travel while the places of all are worked out
+constexpr int kMailBuffers = 5;
 
 enum class OpKind : int32_t {
   dispatch,
@@ -58,10 +59,10 @@ struct alignas(128) Heap {
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
-  alignas(128) uint64_t posted[kMaxRanks];                // by source: its mail is here, or at least its addresses
-  alignas(128) uint64_t chosen[kMaxRanks];                // by source: what its tokens chose is here, if they are few
-  alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have of them
-  alignas(128) uint64_t placed;                           // the few tokens of all have their rows here
+  alignas(128) uint64_t posted[kMaxRanks];                // by source: its addresses are here
+  alignas(128) uint64_t chosen[kMaxRanks];                // by source: the rest of its mail is here
+  alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have
+  alignas(128) uint64_t placed[kMaxRanks];                // by source: its assignments have their rows here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank

@@ -150,11 +150,9 @@ JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
 JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
 
 // Bytes of the slot in which a token lands: messages in float8, values in float8 and behind them their scales, or
-// values as they are. 0: tokens do not land in slots, as many do only where they are decoded.
-JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(bool few, int hidden, int value_bytes, bool wire_float8,
-                                              bool rows_float8) {
+// values as they are.
+JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(int hidden, int value_bytes, bool wire_float8, bool rows_float8) {
   if (wire_float8 && !rows_float8) return wire_bytes(hidden);
-  if (!few) return 0;
   return rows_float8 ? (int64_t{hidden} + scale_row_bytes(hidden) + 15) / 16 * 16 : int64_t{hidden} * value_bytes;
 }
 

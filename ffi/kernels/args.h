@@ -13,6 +13,13 @@ constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
 }
 
+// The tokens, the first, that set off before their places are known: few of them, and all that are to be decoded, which
+// lands in slots anyway.
+constexpr int early_tokens(int num_tokens, int top_k, bool wire_float8, bool rows_float8) {
+  const bool all = are_few(num_tokens, top_k) || (wire_float8 && !rows_float8);
+  return all || num_tokens < kEarlyTokens ? num_tokens : kEarlyTokens;
+}
+
 // Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R.
 struct DispatchArgs {
   DType dtype;
@@ -32,8 +39,9 @@ struct DispatchArgs {
   int32_t* dropped;           // [1]
   int32_t* invalid;           // [1]
   int32_t* scratch;
-  bool few;       // tokens: they land in slots by source and token, and go to their rows from there
-  char* landing;  // [R, T] slots
+  bool few;       // tokens
+  int early;      // tokens, the first: they land in slots by source and token, and go to their rows from there
+  char* landing;  // [R, early] slots
   int64_t landing_bytes;
 };
 

@@ -1,11 +1,12 @@
 // dispatch: route, and every token to where it lands at the ranks that own its experts: straight into XLA's buffer, or,
-// if it is encoded, into a slot. Few tokens do both at once: they always land in slots.
+// if it sets off before its place is known or is to be decoded, into a slot.
 #pragma once
 
 #include "kernels/float8_rows.h"
 #include "kernels/landing.h"
 #include "kernels/route.h"
 #include "kernels/route_few.h"
+#include "kernels/routing.h"
 #include "kernels/rows.h"
 #include "kernels/wire.h"
 
@@ -19,8 +20,8 @@ JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
 // A place, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens as they are. Where they land in slots, this rank's own do not travel.
-template <class T, class Landing>
+// Tokens as they are. Those of this rank that would land in slots do not travel.
+template <class T>
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
@@ -30,16 +31,11 @@ class PlainDispatch {
         landing_(op, args, sizeof(T)),
         mover_(op.team) {}
 
-  JAX_EP_FN void push() {
-    const auto source = [&](int token) { return args_.tokens + token * bytes_; };
-    const auto sink = [&](int token, int k) {
-      const int packed = landing_.packed(token, k);
-      if constexpr (Landing::kSlots)
-        return landing_.at_peer(token, k, packed);
-      else
-        return landing_.at_owner(token, k, packed);
-    };
-    push_chunks(op_, mover_, args_.num_tokens, bytes_, args_.top_k, source, sink, args_.few);
+  JAX_EP_FN void push(const RoutedTokens& tokens) {
+    push_chunks(
+        op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
+        [&](int token) { return args_.tokens + token * bytes_; },
+        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); });
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
@@ -47,9 +43,9 @@ class PlainDispatch {
   }
 
   JAX_EP_FN void expand() {
-    if (const Place filler = op_.team.filler; Landing::kSlots && op_.ok() && filler.index >= 0) {
+    if (const Place filler = op_.team.filler; filler.index >= 0) {
       op_.enter(Phase::expand);
-      copy(op_.comm.rank, {filler.index, args_.num_tokens, filler.count},
+      copy(op_.comm.rank, {filler.index, args_.early, filler.count},
            [&](int token, int) { return args_.tokens + token * bytes_; });
     }
     for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
@@ -79,20 +75,18 @@ class EncodedDispatch {
   JAX_EP_FN EncodedDispatch(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        slots_(op, args, sizeof(T)),
+        landing_(op, args, sizeof(T)),
         stream_(op.team, kWireStageBytes<T>, true, 2 * kWireStageBytes<T>),
         writer_(op.team, kWireStageBytes<T>, true, 2) {}
 
-  JAX_EP_FN void push() {
-    if (!op_.ok() || op_.team.pusher.index < 0) return;
-    op_.enter(Phase::send);
+  JAX_EP_FN void push(const RoutedTokens& tokens) {
     MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
     const auto begin = [&](int token, auto packed) {
       const auto slots =
-          line_up<char>(op_.team, args_.top_k, [&](int k) { return term(slots_.at_owner(token, k, packed(k))); });
+          line_up<char>(op_.team, args_.top_k, [&](int k) { return term(landing_.at_owner(token, k, packed(k))); });
       encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
     };
-    push_items(op_, args_.num_tokens, args_.top_k, slots_, encoder, writer_, begin, args_.few);
+    push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
@@ -108,7 +102,7 @@ class EncodedDispatch {
         const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) {
           return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
         });
-        if (!rows.empty()) decoder.begin(slots_.here(source, token), rows);
+        if (!rows.empty()) decoder.begin(landing_.slot_here(source, token), rows);
       }
     });
     decoder.finish();
@@ -120,13 +114,13 @@ class EncodedDispatch {
 
   Op& op_;
   const DispatchArgs& args_;
-  const SlotLanding slots_;
+  const Landing landing_;
   RowStream<char, Held<char>> stream_;
   RowWriter writer_;
 };
 
-// Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own in slots too.
-template <class T, class Landing>
+// Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own too.
+template <class T>
 class Float8Dispatch {
  public:
   JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
@@ -138,27 +132,23 @@ class Float8Dispatch {
         stream_(op.team, message_values_ * static_cast<int>(sizeof(T)), true, stage_bytes()),
         writer_(op.team, stage_bytes(), true, 1) {}
 
-  JAX_EP_FN void push() {
-    if (!op_.ok() || op_.team.pusher.index < 0) return;
-    op_.enter(Phase::send);
+  JAX_EP_FN void push(const RoutedTokens& tokens) {
     MessageStream<T, EncodeApart<T>> encoder(
         op_.team, args_.hidden, stream_,
         {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
-    push_items(
-        op_, args_.num_tokens, args_.top_k, landing_, encoder, writer_,
-        [&](int token, auto packed) {
-          Spot spot{};
-          int found = -1;  // for which assignment: values and scales are asked for in turn
-          const auto at = [&](int k) {
-            if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
-            found = k;
-            return spot;
-          };
-          const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).values); });
-          const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).scales); });
-          encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
-        },
-        args_.few);
+    const auto begin = [&](int token, auto packed) {
+      Spot spot{};
+      int found = -1;  // for which assignment: values and scales are asked for in turn
+      const auto at = [&](int k) {
+        if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
+        found = k;
+        return spot;
+      };
+      const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).values); });
+      const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).scales); });
+      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
+    };
+    push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
@@ -171,7 +161,8 @@ class Float8Dispatch {
     const int scale_bytes = scale_row_bytes(args_.hidden);
     auto* scales = reinterpret_cast<char*>(args_.scales);
     RowMover mover(op_.team);
-    for_each_arrival(op_, args_.num_tokens, /*own=*/Landing::kSlots, [&](int source, Range tokens) {
+    for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
+      if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.early);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
       copy_to_rows(op_.team, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table, args_.top_k,
                    [&](int token, int row) { return landing_.here(source, token, row); });
@@ -192,51 +183,32 @@ class Float8Dispatch {
   RowWriter writer_;
 };
 
-// Many tokens: routed, then sent.
 template <class Dispatch>
-JAX_EP_FN void send_routed(Op& op, const DispatchArgs& args, const Router& router) {
+JAX_EP_FN void send(Op& op, const DispatchArgs& args) {
+  const Routing routing(op, args);
   Dispatch dispatch(op, args);
-  dispatch.push();
-  dispatch.pad(router.counts());
-  dispatch.expand();
-}
-
-template <class T>
-JAX_EP_FN void dispatch_many(Op& op, const DispatchArgs& args) {
-  Router router(op, args);
-  if (!router.route(args.wire_float8 && !args.rows_float8 ? args.landing : args.received)) return;
-  if (args.rows_float8)
-    send_routed<Float8Dispatch<T, RowLanding>>(op, args, router);
-  else if (args.wire_float8)
-    send_routed<EncodedDispatch<T>>(op, args, router);
-  else
-    send_routed<PlainDispatch<T, RowLanding>>(op, args, router);
-}
-
-// Few tokens, whose routing takes as long as their way: they set off at once.
-template <class Dispatch>
-JAX_EP_FN void send_unrouted(Op& op, const DispatchArgs& args, FewRouter& router) {
-  Dispatch dispatch(op, args);
-  dispatch.push();
-  if (op.team.filler.index >= 0) dispatch.pad(router.counts());
-  if (router.settled())
+  if (op.ok() && op.team.pusher.index >= 0) dispatch.push({op, args, routing});
+  if (op.team.filler.index >= 0) dispatch.pad(routing.counts());
+  if (routing.settled())
     dispatch.expand();
   else  // peers that learn of the lack of room later still push
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
 }
 
 template <class T>
-JAX_EP_FN void dispatch_few(Op& op, const DispatchArgs& args) {
-  FewRouter router(op, args);
-  op.post_by(op.team.count - 1, args.landing);  // by a team that has no part in routing
-  router.route();
+JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args) {
+  op.post_by(op.team.count - 1, args.received, args.rows, args.arrived, args.scales, args.landing);
+  if (args.few)
+    FewRouter(op, args).route();
+  else
+    Router(op, args).route();
   op.wait_posted();
   if (args.rows_float8)
-    send_unrouted<Float8Dispatch<T, SlotLanding>>(op, args, router);
+    send<Float8Dispatch<T>>(op, args);
   else if (args.wire_float8)
-    send_unrouted<EncodedDispatch<T>>(op, args, router);
+    send<EncodedDispatch<T>>(op, args);
   else
-    send_unrouted<PlainDispatch<T, SlotLanding>>(op, args, router);
+    send<PlainDispatch<T>>(op, args);
 }
 
 template <class T>
@@ -256,10 +228,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team
                             {args.dropped, 4, Undelivered::size},
                             {args.invalid, 4, Undelivered::size}};
   op.poison(results);
-  if (args.few)
-    dispatch_few<T>(op, args);
-  else
-    dispatch_many<T>(op, args);
+  route_and_send<T>(op, args);
   op.finish(results);
 }
 

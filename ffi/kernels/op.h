@@ -67,7 +67,8 @@ class Op {
   // met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) { post_by(0, a, b, c, d); }
   // The same by another team than the first.
-  JAX_EP_FN void post_by(int poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
+  JAX_EP_FN void post_by(int poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr,
+                         void* e = nullptr) {
     team.sync();
     if (!ok() || team.index != poster) return;
     enter(Phase::post);
@@ -77,6 +78,7 @@ class Op {
       box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
       box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
       box->buffers[3] = static_cast<char*>(d) + comm.shifts[3][peer];
+      box->buffers[4] = static_cast<char*>(e) + comm.shifts[4][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
     }
   }

@@ -19,15 +19,13 @@ enum class Use {
 template <class Visit>
 void for_each_posted(DispatchArgs& args, int ranks, Visit visit) {
   const int64_t table = int64_t{ranks} * args.num_tokens * args.top_k * 4;
-  if (args.few || (args.wire_float8 && !args.rows_float8))
-    visit(args.landing, args.landing_bytes, Use::landing);
-  else
-    visit(args.received, int64_t{args.capacity} * args.hidden * (args.rows_float8 ? 1 : size_of(args.dtype)),
-          Use::result);
-  if (args.few) return;
-  visit(args.rows, table, Use::result);
-  visit(args.arrived, table, Use::result);
-  if (args.rows_float8) visit(args.scales, int64_t{args.capacity} * args.hidden / 128 * 4, Use::result);
+  const int64_t values = int64_t{args.capacity} * args.hidden;
+  const bool lands_in_rows = args.early < args.num_tokens;
+  visit(args.received, lands_in_rows ? values * (args.rows_float8 ? 1 : size_of(args.dtype)) : 0, Use::result);
+  visit(args.rows, args.few ? 0 : table, Use::result);
+  visit(args.arrived, args.few ? 0 : table, Use::result);
+  visit(args.scales, lands_in_rows && args.rows_float8 ? values / kScaleBlock * 4 : 0, Use::result);
+  visit(args.landing, args.landing_bytes, Use::landing);
 }
 
 template <class Visit>

@@ -1,5 +1,6 @@
 // Routing: every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its
-// assignments. Rows are ordered by (expert, source rank, token, k), whatever the number of teams.
+// assignments, while the first tokens are on their way. Rows are ordered by (expert, source rank, token, k), whatever
+// the number of teams.
 #pragma once
 
 #include "kernels/args.h"
@@ -20,23 +21,21 @@ class Router {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // `landing` is what peers write into. Returns whether rows may be sent.
-  JAX_EP_FN bool route(void* landing) {
-    if (tally_.takes_part()) {
-      count();
-      op_.post(landing, args_.rows, args_.arrived, args_.scales);
-      op_.wait_posted();
-      op_.enter(Phase::layout);
-      lay_out();
-      tally_.barrier();
-      if (op_.ok() && segments_.rank_without_room() < 0) place();  // after it peers must be waited for
-    }
-    op_.barrier();
-    return op_.ok() && segments_.check_capacity();
+  // Other teams do not wait for it before they need what it finds: see Routing.
+  JAX_EP_FN void route() {
+    if (!tally_.takes_part()) return;
+    count();
+    op_.tell(&Heap::chosen);
+    op_.wait_told(&Heap::chosen);
+    op_.enter(Phase::layout);
+    lay_out();
+    tally_.barrier();
+    op_.note(&op_.heap->laid_out);
+    op_.wait_posted();
+    if (op_.ok()) place();
+    tally_.barrier();
+    op_.tell(&Heap::placed);
   }
-
-  // The rows of the local experts here.
-  JAX_EP_FN RowCounts counts() const { return {args_.counts, op_.comm.size, local_, segments_.end()}; }
 
  private:
   JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.weights[item]}; }
@@ -77,9 +76,11 @@ class Router {
         [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
   }
 
-  // Writes the targets of this team's assignments, and tells every rank which of its rows hold them.
+  // Writes the targets of this team's assignments, and tells every rank which of its rows hold them: none, if some rank
+  // has no room.
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
+    const int capacity = segments_.rank_without_room() < 0 ? args_.capacity : 0;
     const Divider by_local(local_);
     const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
     int dropped = 0;
@@ -89,7 +90,7 @@ class Router {
                   [&](int index, int bin, int row, float weight) {
                     Target target{-1, -1};
                     if (bin >= 0 && bin < args_.num_experts) {
-                      if (row < args_.capacity)
+                      if (row < capacity)
                         target = {by_local.quotient(bin), row};
                       else
                         ++dropped;

@@ -22,7 +22,7 @@ class FewRouter {
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 
-  // Other teams do not wait for it before settled().
+  // Other teams do not wait for it before they need what it finds: see Routing.
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
     send_choices();
@@ -34,19 +34,7 @@ class FewRouter {
     op_.note(&op_.heap->laid_out);
     if (op_.ok()) place();
     tally_.barrier();
-    op_.note(&op_.heap->placed);
-  }
-
-  // The rows of the local experts here, as soon as they are counted.
-  JAX_EP_FN RowCounts counts() {
-    op_.wait_noted(&op_.heap->laid_out);
-    return {totals() + op_.comm.rank * local_, 1, local_, segments_.end()};
-  }
-
-  // Waits until all rows here have their places; returns whether there is room for them.
-  JAX_EP_FN bool settled() {
-    op_.wait_noted(&op_.heap->placed);
-    return op_.ok() && segments_.check_capacity();
+    op_.note(&op_.heap->placed[op_.comm.rank]);
   }
 
  private:

@@ -57,16 +57,13 @@ class RowSink {
   const PeerBuffer bases_;
 };
 
-// Pushes this team's tokens in order, and announces their chunks. `late`: some teams may come late.
-template <class Source, class Sink>
-JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t bytes, int fanout, Source source, Sink sink,
-                           bool late = false) {
-  const Place pusher = op.team.pusher;
-  if (!op.ok() || pusher.index < 0) return;
+// Pushes the tokens that items.next() hands out, until it gives -1, and announces their chunks.
+template <class Items, class Source, class Sink>
+JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
+                           Source source, Sink sink) {
   op.enter(Phase::send);
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  PushItems items(op, num_tokens, late);
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
     if (!may_push) return nullptr;
@@ -79,15 +76,15 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, int num_tokens, int64_t byte
   announcer.finish(mover);
 }
 
-// Pushes this team's tokens one by one: begin(token, packed_of) starts to encode one, and with that the one before is
-// put. What sink.packed(token, k) knows of the next, and whether it may be pushed, are asked for before that, so that
-// nobody waits for them.
-template <class Sink, class Encoder, class Begin>
-JAX_EP_FN void push_items(Op& op, int num_tokens, int top_k, const Sink& sink, Encoder& encoder, RowWriter& writer,
-                          Begin begin, bool late = false) {
+// The same one by one: begin(token, packed_of) starts to encode one, and with that the one before is put. What
+// sink.packed(token, k) knows of the next, and whether it may be pushed, are asked for before that, so that nobody waits
+// for them.
+template <class Items, class Sink, class Encoder, class Begin>
+JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
+                          RowWriter& writer, Begin begin) {
+  op.enter(Phase::send);
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  PushItems items(op, num_tokens, late);
   const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.team.lane); };
   uint64_t raised = op.ask_abort();
   int token = items.next(), mine = ask(token);

@@ -16,9 +16,11 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   op.wait_posted();
   RowMover mover(team);
   const RowSink sink(op, args.targets, args.top_k, args.capacity);
-  push_chunks(
-      op, mover, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
-      [&](int token, int k) { return sink.row(token, k, bytes); });
+  if (op.ok() && team.pusher.index >= 0)
+    push_chunks(
+        op, mover, PushItems(op, args.num_tokens), args.num_tokens, bytes, args.top_k,
+        [&](int token) { return args.tokens + token * bytes; },
+        [&](int token, int k) { return sink.row(token, k, bytes); });
   zero_padding(op, args.received, bytes, {args.counts, comm.size, args.local_experts, -1}, args.capacity,
                args.alignment);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {

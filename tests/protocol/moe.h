@@ -38,9 +38,10 @@ struct Rank {
     DispatchArgs a{};
     a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
     a.alignment = kAlignment;
-    a.wire_float8 = way == Way::float8 || way == Way::few_float8,
-    a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK), a.weights = weights.data(),
-    a.expert_ids = ids.data();
+    a.wire_float8 = way == Way::float8 || way == Way::few_float8;
+    a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK);
+    a.early = a.few || a.wire_float8 ? count : count / 2;  // the others go straight to their rows
+    a.weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
     a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();

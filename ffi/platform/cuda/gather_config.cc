@@ -57,17 +57,14 @@ OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int p
   config.block_n = block_n;
   config.communicating = communicating;
   config.multiplying = std::min(processors, rows * columns + 1) / 2 * 2;
-  // Tiles of a band wait for all of its rows: rather than this rank's at once, a part of them at a time.
-  config.band = std::clamp(own / 4, std::clamp(own, 1, 2), kMostPairsPerBand);
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
-  const double bytes = double(m) * k * value_bytes * (ranks - 1) / ranks;
-  const Plan plan{ceil_div(rows, 2),
-                  own,
-                  config.band * columns,
-                  config.multiplying / 2,
-                  config.band,
-                  2.0 * kTileRows * block_n * k / rate + kTileMicroseconds,
-                  bytes / (communicating * kBytesPerBlock)};
+  const double tile = 2.0 * kTileRows * block_n * k / rate + kTileMicroseconds;
+  const double moving = double(m) * k * value_bytes * (ranks - 1) / ranks / (communicating * kBytesPerBlock);
+  // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
+  const bool waits = moving + kGreetMicroseconds > tile * own * columns / (config.multiplying / 2);
+  config.band = std::clamp(waits ? own / 4 : own, std::clamp(own, 1, 2), kMostPairsPerBand);
+  const Plan plan{ceil_div(rows, 2), own,  config.band * columns, config.multiplying / 2, config.band,
+                  tile,              moving};
   config.microseconds = plan.microseconds(rows / 2 * columns + rows % 2 * ceil_div(columns, 2));
   return config;
 }

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kTileRows = 128;
 constexpr int kMostPairsPerBand = 16;
+constexpr int kLeastBands = 8;  // so that what the last one moves is little
 // Fitted to times on 2 and 4 H200.
 constexpr double kFlopsPerMicrosecond = 6.2e6;  // of a processor with tiles of 256 columns
 constexpr double kNarrowPart = 0.94;            // of that with 128 columns
@@ -61,8 +62,8 @@ OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int r
   config.split_k = gemm::should_split(block_n, k, tiles, processors);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(processors, parts * tiles + 1) / 2 * 2;
-  // Whole rows of tiles are announced: a wave should finish some.
-  config.band = std::clamp(config.multiplying / columns / 2, 1, kMostPairsPerBand);
+  // Whole rows of tiles are announced: a wave should finish some, or, where there are many, many waves.
+  config.band = std::clamp(std::max(config.multiplying / columns / 2, rows / 2 / kLeastBands), 1, kMostPairsPerBand);
   const int waves = ceil_div(parts * tiles, config.multiplying);
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
   const double wave = 2.0 * kTileRows * block_n * k / rate / parts + kTileMicroseconds;
