@@ -4,7 +4,7 @@
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
 //     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/*.cu ffi/platform/gpu/launch_config.cc
-//     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -o kernels_bench && ./kernels_bench [ranks]
+//     ffi/heap/{group,memory_gpu,note,region_gpu,sharing}.cc -o kernels_bench && ./kernels_bench [ranks [early]]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <set>
@@ -152,20 +153,22 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   return worst;
 }
 
-void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
-         const std::vector<LaunchConfig>& combines) {
+// `early`: the tokens that set off before their places are known, if not as many as the library chooses.
+void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines,
+         int early = -1) {
   std::vector<int> devices;
   for (int i = 0; i < n; ++i) devices.push_back(gpu_of(i));
   Group group({devices}, 2.0, false);
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
+    if (early >= 0) ranks.back().dispatch.early = ranks.back().float8_rows.early = early;
     CHECK(load_kernels(227 * 1024));
   }
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
   const auto fits = [&](const LaunchConfig& c) { return c.blocks * ranks_per_gpu <= 132; };
-  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs\n", s.tokens, s.hidden, s.top_k, s.experts, n,
-              gpu_count());
+  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d early\n", s.tokens, s.hidden, s.top_k, s.experts,
+              n, gpu_count(), ranks[0].dispatch.early);
   const auto print = [&](const char* op, const LaunchConfig& c, double us) {
     std::printf("%-14s blocks %3d threads %3d pushers %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
                 c.pushers_per_block, c.team_bytes, us);
@@ -196,6 +199,12 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
 int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
   constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 4096;
+  if (argc > 2 && !std::strcmp(argv[2], "early")) {
+    for (const int early : {0, 64, 128, 256, 512, 1024, 2048})
+      run(n, {4096, 7168, 8, 256},
+          {{24, 256, 3, kStream}, {24, 256, 5, kStream}, {96, 256, 2, kStream}, {96, 256, 3, kStream}}, {}, early);
+    return 0;
+  }
   run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
   run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
