@@ -30,9 +30,10 @@ class RunLists {
   // Fills them, behind a barrier.
   JAX_EP_FN void fill() const {
     runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
-    const int64_t slices = int64_t{count_long()} * kSlices;
-    for (int64_t i = op_.team.index; op_.ok() && i < slices; i += op_.team.count)
-      list_slice(long_slot(static_cast<int>(i / kSlices)), static_cast<int>(i % kSlices));
+    // Of all entries, each for a team: enough to keep all busy.
+    const int lists = count_long(), slices = larger(1, op_.team.count / larger(1, lists));
+    for (int i = op_.team.index; op_.ok() && i < lists * slices; i += op_.team.count)
+      list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));
   }
 
   // Entries in all lists; lists that are not short, and the slot of each.
@@ -50,7 +51,6 @@ class RunLists {
 
  private:
   static constexpr int kWindows = Team::lanes == 1 ? 16 : 64;  // in flight, where a team looks through many entries
-  static constexpr int kSlices = 4;  // of all entries, which teams look through for the same row at the same time
 
   // Every entry of a short list counts the smaller ones in its chain.
   JAX_EP_FN void list_entry(int i) const {
@@ -63,16 +63,15 @@ class RunLists {
     args_.members[begin + smaller_ones] = i;
   }
 
-  // Those of a long list in one slice stand behind all in the slices before, which are only counted.
-  JAX_EP_FN void list_slice(int slot, int slice) const {
+  // The members of a long list that are in a slice of all entries, behind those before it, which are only counted.
+  JAX_EP_FN void list_slice(int slot, Range slice) const {
     const Team& team = op_.team;
-    const Range here = share(args_.entries, slice, kSlices);
     int before = 0;
-    look_through({0, here.begin}, [&](int, const int(&slots)[kWindows]) {
+    look_through({0, slice.begin}, [&](int, const int(&slots)[kWindows]) {
       for (const int each : slots) before += each == slot;
     });
     int place = args_.begins[slot] + team.sum(before);
-    look_through(here, [&](int first, const int(&slots)[kWindows]) {
+    look_through(slice, [&](int first, const int(&slots)[kWindows]) {
       for (int w = 0; w < kWindows; ++w) {
         const uint64_t found = team.ballot(slots[w] == slot);
         if (slots[w] == slot)
