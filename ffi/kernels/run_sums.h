@@ -38,7 +38,7 @@ class RunSums {
   using PartSum = DirectSum<T, float>;
   using LongSum = DirectSum<float, float, 16>;
 
-  // A team's share of a row's columns: what it sums at a time, or more where teams are few.
+  // Columns that a team takes: those it sums at a time, or more on the CPU, where teams are few.
   template <class Sum>
   static constexpr int kColumns = Team::lanes == 1 ? 1024 : Sum::kBatch;
   template <class Sum>
