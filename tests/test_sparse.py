@@ -84,6 +84,20 @@ def test_many_entries_of_few_rows(way: dict[str, Any], open_group: OpenGroup, rn
     cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, capacity=64), np.float32)
 
 
+def test_runs_of_all_lengths(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Of wide rows, and on every run the same bits: chains and scans, whole runs and runs in parts, side by side."""
+    lengths = [1, 2, 3, 5, 16, 31, 32, 33, 63, 64, 65, 100, 1, 2, 2, 47, 2500]
+    runs = np.repeat(rng.choice(ROWS, len(lengths), replace=False), lengths).astype(np.int32)
+    ids = np.stack([rng.permutation(runs) for _ in range(2)])
+    values = cases.draw_values(rng, ids, 1100)
+    program = cases.program(open_group(2), ROWS, capacity=20, **way)
+    first = helpers.fetch(program(ids, values))
+    cases.assert_reduced(first, cases.expected(ids, values, num_rows=ROWS, capacity=20), np.float32)
+    if way["implementation"] == "ffi":
+        for _ in range(5):
+            assert helpers.bits(helpers.fetch(program(ids, values))) == helpers.bits(first)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_overflow(sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, capacity = open_group(4), 11

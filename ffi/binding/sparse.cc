@@ -28,8 +28,9 @@ LaunchResult sparse_union_impl(Call call, I32 ids, I32 missing, ffi::Result<I32>
 
 LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32 bounds,
                                 ffi::Result<ffi::AnyBuffer> result, ffi::Result<I32> runs, ffi::Result<I32> heads,
-                                ffi::Result<I32> next, ffi::Result<I32> members, ffi::Result<I32> listed,
-                                ffi::Result<I32> cut, ffi::Result<I32> sent, ffi::Result<ffi::Buffer<ffi::U8>> landing,
+                                ffi::Result<I32> next, ffi::Result<I32> members, ffi::Result<I32> begins,
+                                ffi::Result<I32> listed, ffi::Result<I32> long_slots, ffi::Result<I32> long_lists,
+                                ffi::Result<I32> sent, ffi::Result<ffi::Buffer<ffi::U8>> landing,
                                 ffi::Result<F32> partials, int64_t group, float scale, bool by_count, bool sharded,
                                 bool drop) {
   const Caller caller = find_caller(call, group);
@@ -55,8 +56,10 @@ LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32
   args.heads = heads->typed_data();
   args.next = next->typed_data();
   args.members = members->typed_data();
+  args.begins = begins->typed_data();
   args.listed = listed->typed_data();
-  args.cut = cut->typed_data();
+  args.long_slots = long_slots->typed_data();
+  args.long_lists = long_lists->typed_data();
   args.sent = sent->typed_data();
   args.landing = reinterpret_cast<char*>(landing->typed_data());
   args.partials = partials->typed_data();
@@ -91,8 +94,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(sparse_reduce_handler, sparse_reduce_impl,
                                   .Ret<I32>()                   // heads
                                   .Ret<I32>()                   // next
                                   .Ret<I32>()                   // members
+                                  .Ret<I32>()                   // begins
                                   .Ret<I32>()                   // listed
-                                  .Ret<I32>()                   // cut
+                                  .Ret<I32>()                   // long_slots
+                                  .Ret<I32>()                   // long_lists
                                   .Ret<I32>()                   // sent
                                   .Ret<ffi::Buffer<ffi::U8>>()  // landing
                                   .Ret<F32>()                   // partials

@@ -8,9 +8,17 @@
 
 namespace jax_ep {
 
-template <class In, class Out>
+// `kRows`: of which pieces come at once; of fewer rows, more pieces each.
+template <class In, class Out, int kRows = 4>
 class DirectSum {
+ private:
+  static constexpr int kAhead = Team::lanes == 1 ? 1 : kRows, kPieces = Team::lanes == 1 ? 1 : 16 / kRows;
+  static constexpr int kValues = Team::lanes * kPieceValues<In>;
+
  public:
+  // Values of a row that are summed at a time.
+  static constexpr int kBatch = kPieces * kValues;
+
   // `words`: all rows are made of 16-byte words.
   JAX_EP_FN DirectSum(const Team& team, bool words) : team_(team), words_(words) {}
 
@@ -19,7 +27,7 @@ class DirectSum {
   template <class RowOf, class Places>
   JAX_EP_FN void sum(int rows, RowOf row_of, int width, const Places& places, float scale) const {
     if (Team::lanes > 1 && !words_) return sum_by_value(rows, row_of, width, places, scale);
-    for (int first = 0; first < width; first += kPieces * kValues) {
+    for (int first = 0; first < width; first += kBatch) {
       float total[kPieces][kPieceValues<In>] = {};
       for (int i = 0; i < rows; i += kAhead) {
         const In* row[kAhead];
@@ -42,9 +50,6 @@ class DirectSum {
   }
 
  private:
-  static constexpr int kAhead = Team::lanes == 1 ? 1 : 4, kPieces = kAhead;
-  static constexpr int kValues = Team::lanes * kPieceValues<In>;
-
   // Where a lane's piece of a row lies.
   JAX_EP_FN int at(int first, int piece) const { return first + piece * kValues + team_.lane * kPieceValues<In>; }
 

@@ -46,8 +46,10 @@ struct SparseReduceArgs {
   int32_t* heads;         // [slots_kept] where the chain of this rank's entries of a row begins
   int32_t* next;          // [N] in that chain
   int32_t* members;       // [N] the entries of rows of which this rank has several, side by side and in order
-  int32_t* listed;        // [1] how many those are
-  int32_t* cut;           // [1] how many of those rows are summed in parts
+  int32_t* begins;        // [slots_kept] where those of a row begin
+  int32_t* listed;        // [1] how many there are
+  int32_t* long_slots;    // [N] the slots of those rows that have many entries
+  int32_t* long_lists;    // [1] how many such rows there are
   int32_t* sent;          // [R] parts that were sent to each owner
   char* landing;          // of parts from peers
   float* partials;        // [N, D] sums over entries of this rank, at the first of them

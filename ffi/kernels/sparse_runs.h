@@ -45,7 +45,7 @@ class SparseRuns {
     for (int rank = 0; rank < op_.comm.size; ++rank)
       for_my_share(slots_, [&](int slot) { args_.runs[int64_t{rank} * args_.slots_kept + slot] = {kNoEntry, 0}; });
     for_my_share(slots_, [&](int slot) { args_.heads[slot] = kNoEntry; });
-    for_my_share(1, [&](int) { *args_.listed = *args_.cut = 0; });
+    for_my_share(1, [&](int) { *args_.listed = *args_.long_lists = 0; });
   }
   JAX_EP_FN void fill() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
@@ -59,14 +59,14 @@ class SparseRuns {
       });
   }
 
- private:
-  // Lane by lane over all teams.
+  // Calls visit(i) for i < count, lane by lane over all teams.
   template <class Visit>
   JAX_EP_FN void for_my_share(int count, Visit visit) const {
     if (!op_.ok()) return;
     for (int i = op_.team.index * Team::lanes + op_.team.lane; i < count; i += op_.team.count * Team::lanes) visit(i);
   }
 
+ private:
   const Op& op_;
   const SparseReduceArgs& args_;
   const int slots_;

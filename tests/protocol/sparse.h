@@ -22,15 +22,16 @@ struct SparseRank {
   std::vector<int32_t> scratch = std::vector<int32_t>(bitmap_scratch_ints(kTableRows));
   std::vector<float> result = std::vector<float>(kSlots * kWidth);
   std::vector<Run> runs = std::vector<Run>(kRanks * kSlots);
-  std::vector<int32_t> heads = std::vector<int32_t>(kSlots), next = ids, members = ids, listed = {0}, cut = {0},
-                       sent = std::vector<int32_t>(kRanks);
+  std::vector<int32_t> heads = std::vector<int32_t>(kSlots), next = ids, members = ids, begins = heads, listed = {0},
+                       long_slots = ids, long_lists = {0}, sent = std::vector<int32_t>(kRanks);
   std::vector<char> landing =
       std::vector<char>(landing_bytes(kRanks, kSlots, landing_room(kEntries, kRanks, false), kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
 
-  // Some ids are often drawn, so that their runs are long.
+  // One id or two are often drawn, so that their runs are long.
   void draw(std::mt19937& random) {
-    for (int32_t& id : ids) id = random() % 3 ? random() % (kTableRows + 1) : random() % 2 * 77;
+    const int often = 1 + random() % 2;
+    for (int32_t& id : ids) id = random() % 3 ? random() % (kTableRows + 1) : random() % often * 77;
     for (float& x : values) x = static_cast<float>(random() % 64);
   }
 
@@ -48,9 +49,10 @@ struct SparseRank {
     a.entries = kEntries, a.hidden = kWidth, a.capacity = kSlots, a.slots_kept = kSlots, a.sharded = sharded;
     a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.slots = slots.data();
     a.bounds = bounds.data(), a.result = reinterpret_cast<char*>(result.data()), a.runs = runs.data();
-    a.heads = heads.data(), a.next = next.data(), a.members = members.data(), a.listed = listed.data();
+    a.heads = heads.data(), a.next = next.data(), a.members = members.data(), a.begins = begins.data();
+    a.listed = listed.data(), a.long_slots = long_slots.data(), a.long_lists = long_lists.data();
     a.landing_room = landing_used ? landing_room(kEntries, kRanks, sharded) : 0;
-    a.cut = cut.data(), a.sent = sent.data(), a.landing = landing.data();
+    a.sent = sent.data(), a.landing = landing.data();
     a.partials = partials.data();
     return a;
   }
