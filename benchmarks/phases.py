@@ -28,6 +28,9 @@ import jax_ep
 OPS = ("moe", "sparse", "products")
 CALLS = 20
 FEW_SMS = 24
+MOE_SHAPES = tuple(Shape(tokens, 7168, 8, 256, "bfloat16") for tokens in (128, 4096))
+MOE_CPU_SHAPES = (Shape(16, 256, 2, 16, "bfloat16"),)
+SPARSE_CPU_SHAPE = sparse.Shape(1000, 64, 100)
 PRODUCTS = (collective_matmul.SEED_SHAPE, collective_matmul.Shape(8192, 8192, 14336))
 
 
@@ -142,25 +145,28 @@ def _record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> Non
         print(f"\n{record(f'{name}, {shape}', group, ours, (b,), a)}", flush=True)
 
 
+def run(mesh: Mesh, ops: list[str]) -> None:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, max_sms=FEW_SMS) as few:
+        for shape in MOE_CPU_SHAPES if on_cpu else MOE_SHAPES:
+            if "moe" in ops:
+                record_moe(group, Case(shape), "")
+            if "moe" in ops and shape.tokens > moe_sweep.SMALL:
+                record_moe(few, Case(shape), f", {FEW_SMS} SMs")
+        for kind in sparse.KINDS:
+            if "sparse" in ops:
+                record_sparse(group, kind, SPARSE_CPU_SHAPE if on_cpu else sparse.GPU_SHAPE)
+    for product in collective_matmul.CPU_SHAPES if on_cpu else PRODUCTS:
+        if "products" in ops:
+            record_products(mesh, product)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench phases", description=__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     options = parser.parse_args(arguments)
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
-    with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, max_sms=FEW_SMS) as few:
-        print(header(list(mesh.devices.flat), "'ffi'", ["phases", *arguments]))
-        print(f"- medians over {CALLS} calls, of the first pushing and the first filling warp of every block", flush=True)
-        on_cpu = group.platform == "cpu"
-        if "moe" in options.ops:
-            for tokens in (8, 16) if on_cpu else (128, 4096):
-                case = Case(Shape(tokens, 256, 2, 16, "bfloat16") if on_cpu else Shape(tokens, 7168, 8, 256, "bfloat16"))
-                record_moe(group, case, "")
-                if tokens > moe_sweep.SMALL:
-                    record_moe(few, case, f", {FEW_SMS} SMs")
-        if "sparse" in options.ops:
-            for kind in sparse.KINDS:
-                record_sparse(group, kind, sparse.Shape(1000, 64, 100) if on_cpu else sparse.GPU_SHAPE)
-        if "products" in options.ops:
-            for shape in collective_matmul.CPU_SHAPES if on_cpu else PRODUCTS:
-                record_products(mesh, shape)
+    print(header(list(mesh.devices.flat), "'ffi'", ["phases", *arguments]))
+    print(f"- medians over {CALLS} calls, of the first pushing and the first filling warp of each block", flush=True)
+    run(mesh, options.ops)
     return 0

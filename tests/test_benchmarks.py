@@ -30,6 +30,10 @@ def rows_of(table: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
 def test_collective_matmul(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,8 +42,8 @@ def test_collective_matmul(
     rows = rows_of(capsys.readouterr().out)
     assert [row["op"] for row in rows] == ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"]
     for row in rows:
-        ours, product = (float(row[name].replace(",", "")) for name in ("jax_ep, us", "product, jax_ep, us"))
-        assert float(row["exposed, us"].replace(",", "")) == pytest.approx(ours - product, abs=0.2)
+        ours, product = (number(row[name]) for name in ("jax_ep, us", "product, jax_ep, us"))
+        assert number(row["exposed, us"]) == pytest.approx(ours - product, abs=0.2)
         assert float(row["jax_ep, TFLOP/s"]) == pytest.approx(2e-6 * 64**3 / ours, abs=0.01)
     assert image.read_bytes().startswith(PNG)
 
@@ -52,3 +56,15 @@ def test_matmul(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: 
     flops = 2 * 256 * 128 * 256
     assert float(rows[0]["jax_ep, TFLOP/s"]) == pytest.approx(1e-6 * flops / float(rows[0]["jax_ep, us"]), abs=0.01)
     assert image.read_bytes().startswith(PNG)
+
+
+def test_phases(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark("phases").main(["--ops", "moe"]) == 0
+    tables = capsys.readouterr().out.split("\n\n")[1:]
+    assert [table.split(",")[0] for table in tables] == ["| dispatch"] * 3 + ["| combine"]
+    for table in tables:
+        for row in rows_of(table):
+            begin, half, last = (
+                number(row[f"{name}, us"]) for name in ("first begins", "half have ended", "last ends")
+            )
+            assert 0 <= begin <= half <= last

@@ -12,7 +12,7 @@ constexpr int kMaxChunks = 16;
 constexpr int kMaxFlags = 1024;  // chunks of tokens are few; blocks of a matrix' rows are many
 constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
 constexpr int kFewAssignments = kMaxExperts;
-constexpr int kEarlyTokens = 256;  // of many: so many travel while the places of all are worked out
+constexpr int kEarlyTokens = 1024;  // of many: so many travel while the places of all are worked out
 constexpr int kMailBuffers = 5;
 
 enum class OpKind : int32_t {

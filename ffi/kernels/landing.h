@@ -68,9 +68,7 @@ class Landing {
     char* base = slots_.of(owner);
     return first && base ? base + slot(op_.comm.rank, token) : nullptr;
   }
-  JAX_EP_FN int64_t slot(int source, int token) const {
-    return (int64_t{source} * args_.early + token) * slot_bytes_;
-  }
+  JAX_EP_FN int64_t slot(int source, int token) const { return (int64_t{source} * args_.early + token) * slot_bytes_; }
   JAX_EP_FN int owner_of(int expert) const {
     return expert >= 0 && expert < args_.num_experts ? by_owner_.quotient(expert) : -1;
   }

@@ -77,8 +77,8 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
 }
 
 // The same one by one: begin(token, packed_of) starts to encode one, and with that the one before is put. What
-// sink.packed(token, k) knows of the next, and whether it may be pushed, are asked for before that, so that nobody waits
-// for them.
+// sink.packed(token, k) knows of the next, and whether it may be pushed, are asked for before that, so that nobody
+// waits for them.
 template <class Items, class Sink, class Encoder, class Begin>
 JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
                           RowWriter& writer, Begin begin) {

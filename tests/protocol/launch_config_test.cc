@@ -17,8 +17,8 @@ void expect(bool condition, const char* what, OpKind op, int tokens, int blocks)
   std::exit(1);
 }
 
-void check(OpKind op, int tokens, bool encoded, Budget budget) {
-  const LaunchConfig config = launch_config(op, tokens, encoded, budget);
+void check(OpKind op, int ranks, int tokens, bool encoded, Budget budget) {
+  const LaunchConfig config = launch_config(op, ranks, tokens, encoded, budget);
   const int teams = config.threads / gpu::kTeamLanes;
   int pushing = 0;
   for (int team = 0; team < teams; ++team)
@@ -41,7 +41,8 @@ int main() {
   for (const OpKind op : kLaunched)
     for (const int tokens : {0, 1, 128, 512, 513, 4096})
       for (const bool encoded : {false, true})
-        for (const int blocks : {1, 8, 31, 32, 64, 96, 222}) check(op, tokens, encoded, {blocks, 1 << 16});
+        for (const int blocks : {1, 8, 31, 32, 64, 96, 222})
+          for (const int ranks : {2, 4}) check(op, ranks, tokens, encoded, {blocks, 1 << 16});
   std::puts("launches: all checks passed");
   return 0;
 }

@@ -63,8 +63,7 @@ OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int p
   // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
   const bool waits = moving + kGreetMicroseconds > tile * own * columns / (config.multiplying / 2);
   config.band = std::clamp(waits ? own / 4 : own, std::clamp(own, 1, 2), kMostPairsPerBand);
-  const Plan plan{ceil_div(rows, 2), own,  config.band * columns, config.multiplying / 2, config.band,
-                  tile,              moving};
+  const Plan plan{ceil_div(rows, 2), own, config.band * columns, config.multiplying / 2, config.band, tile, moving};
   config.microseconds = plan.microseconds(rows / 2 * columns + rows % 2 * ceil_div(columns, 2));
   return config;
 }

@@ -38,7 +38,7 @@ class PlatformGroup final : public Group {
   // From now on ops take at most so many processors.
   void limit_processors(int most) { budget_.blocks = processors_ = std::min(most, processors_); }
   LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
-    return launch_config(op, num_tokens, encoded, budget_);
+    return launch_config(op, size(), num_tokens, encoded, budget_);
   }
 
   // Test hook: from now on this rank's ops are not launched.

@@ -17,12 +17,13 @@ constexpr int kUnionBlocks = 96;
 static_assert(kUnionBlocks * kTeams <= kMaxTeams, "the scratch of sparse_union has room for no more");
 
 // Of the teams of a block, if it has so many; measured on 2 and 4 H200 by benchmarks/kernels.
-int pushers(OpKind op, bool encoded, int num_tokens, int blocks) {
+int pushers(OpKind op, int ranks, bool encoded, int num_tokens, int blocks) {
   const bool few = num_tokens <= kFewTokens;
   switch (op) {
     case OpKind::dispatch:
     case OpKind::scatter:
-      if (encoded) return few ? 4 : blocks <= 32 ? 5 : blocks <= 64 ? 4 : 3;
+      if (encoded && few) return 4;
+      if (encoded) return blocks <= 32 ? 5 : ranks > 2 ? 2 : blocks <= 64 ? 4 : 3;  // two ranks send each other less
       return blocks < 32 ? 3 : 2;
     case OpKind::combine:
       if (few) return 4;
@@ -42,10 +43,10 @@ int useful_blocks(OpKind op, int num_tokens, int all) {
 
 int default_blocks(int processors) { return std::max(1, processors * 73 / 100); }
 
-LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, Budget budget) {
+LaunchConfig launch_config(OpKind op, int ranks, int num_tokens, bool encoded, Budget budget) {
   const int blocks = std::clamp(useful_blocks(op, num_tokens, budget.blocks), 1, std::max(1, budget.blocks));
   const int team_bytes = std::min(kTeamBytes, budget.shared_bytes / kTeams / 128 * 128);
-  return {blocks, kThreads, std::min(pushers(op, encoded, num_tokens, blocks), kTeams), team_bytes};
+  return {blocks, kThreads, std::min(pushers(op, ranks, encoded, num_tokens, blocks), kTeams), team_bytes};
 }
 
 }  // namespace jax_ep

@@ -24,6 +24,6 @@ struct LaunchConfig {
 int default_blocks(int processors);
 
 // `encoded`: rows travel in float8.
-LaunchConfig launch_config(OpKind op, int num_tokens, bool encoded, Budget budget);
+LaunchConfig launch_config(OpKind op, int ranks, int num_tokens, bool encoded, Budget budget);
 
 }  // namespace jax_ep
