@@ -78,16 +78,15 @@ def _leave(code: int) -> None:
 
 def _start_all(count: int, command: list[str]) -> int:
     """The exit code of the first process that fails, or 0. When one fails the others are ended."""
-    address = f"127.0.0.1:{_free_port()}"
-    processes = [
-        subprocess.Popen(command, env=os.environ | {_ROLE: f"{address} {count} {index}"}) for index in range(count)
-    ]
-    try:
-        return _first_failure(processes)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        _end(processes)
+    with _reserved_port() as port:
+        role = f"127.0.0.1:{port.getsockname()[1]} {count}"
+        processes = [subprocess.Popen(command, env=os.environ | {_ROLE: f"{role} {index}"}) for index in range(count)]
+        try:
+            return _first_failure(processes)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            _end(processes)
 
 
 def _first_failure(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
@@ -115,10 +114,12 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
             process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _reserved_port() -> socket.socket:
+    """A socket whose port no other launch is given while it is open, but on which jax's coordinator may listen."""
+    reserved = socket.socket()
+    reserved.bind(("127.0.0.1", 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return reserved
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,15 @@ def test_interrupt(tmp_path: Path) -> None:
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_the_port_is_for_one_launch_alone() -> None:
+    with launch._reserved_port() as port, socket.socket() as other, socket.socket() as coordinator:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(port.getsockname())
+        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does
+        coordinator.bind(port.getsockname())
+        coordinator.listen()
 
 
 def test_the_number_of_processes_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

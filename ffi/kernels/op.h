@@ -99,7 +99,7 @@ class Op {
     if (ok() && team.index == 0 && team.lane == 0) store_release_here(flag, epoch);
   }
   JAX_EP_FN void wait_noted(const uint64_t* flag) {
-    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; }, kBarrierGraceNs);
+    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
   }
   JAX_EP_FN void wait_told(Flags flags) {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
@@ -217,7 +217,7 @@ class Op {
   JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? draw(tickets) : 0; }
 
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
-    // Whoever is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
+    // A team that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
     const uint64_t deadline = deadline_ + kBarrierGraceNs;
     const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, deadline);
     if (ok()) settle(status, comm.rank, 0, 0);
@@ -226,17 +226,18 @@ class Op {
       settle(Status::aborted, comm.rank, 0, 0);
   }
 
-  // Waits for `count` flags to reach this op's epoch, a lane each.
+  // Waits for `count` flags to reach this op's epoch, a lane each. For one of this rank's own longer: see meet().
   template <class PeerOf, class FlagOf>
-  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of, uint64_t grace_ns = 0) {
+  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
     if (ok()) enter(Phase::wait);
     for (int first = 0; first < count && ok(); first += Team::lanes) {
       const int i = first + team.lane;
       Status status = Status::ok;
       if (i < count) {
         const uint64_t* flag = flag_of(i);
-        status = spin_until(flag, epoch, &heap->abort, deadline_ + grace_ns);
-        if (status == Status::timeout) settle(status, peer_of(i), epoch, load_relaxed(flag));
+        const int peer = peer_of(i);
+        status = spin_until(flag, epoch, &heap->abort, deadline_ + (peer == comm.rank ? kBarrierGraceNs : 0));
+        if (status == Status::timeout) settle(status, peer, epoch, load_relaxed(flag));
       }
       const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);
       if (late)
