@@ -27,7 +27,8 @@ int pushers(OpKind op, int ranks, bool encoded, int num_tokens, int blocks) {
       return blocks < 32 ? 3 : 2;
     case OpKind::combine:
       if (few) return 4;
-      return blocks <= 32 ? 7 : blocks < 64 ? 6 : blocks < 96 ? 5 : 3;
+      if (blocks <= 32) return ranks > 2 ? 6 : 7;
+      return blocks < 64 ? 6 : blocks < 96 ? 5 : 3;
     default:
       return kTeams;
   }
