@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep import Dispatched, Group, JaxEpError, combine, dispatch
 
+LATE_TOKENS = 1100  # of a rank: more than set off before their rows are known
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
 SIZES = (1, 2, 4, 8)
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))

@@ -40,7 +40,7 @@ FAILURES = (
 )  # the latter where the only device of a process runs a program inline
 SETTINGS: dict[str, tuple[int, Any, dict[str, Any]]] = {  # tokens, dtype, options of dispatch
     "float32": (37, np.float32, {}),
-    "bfloat16 in chunks": (600, ml_dtypes.bfloat16, {}),
+    "bfloat16 in chunks": (helpers.LATE_TOKENS, ml_dtypes.bfloat16, {}),
     "float8 wire": (64, ml_dtypes.bfloat16, {"wire_dtype": jnp.float8_e4m3fn}),
     "dropped": (64, np.float16, {"capacity": 96, "alignment": 8, "on_overflow": "drop"}),
 }

@@ -48,6 +48,22 @@ def test_one_too_many_raises_and_the_group_goes_on(
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
 
 
+def test_many_tokens_without_room(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Those that are on their way when ranks learn of it do no harm."""
+    group = open_group(SIZE)
+    case = helpers.draw_case(rng, SIZE, helpers.LATE_TOKENS, 2, EXPERTS, 16)
+    capacity = 2 * helpers.LATE_TOKENS
+    case.ids[:] = 5  # of rank 2
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=capacity, implementation=implementation)
+    for _ in range(2):
+        needed = f"rank 2 needs {SIZE * capacity} rows but capacity is {capacity}"
+        with helpers.expect_failure(group, CapacityError, needed, implementation):
+            helpers.assert_nothing_delivered(helpers.fetch(program(*case))[0], implementation)
+    case.ids[:] = (0, 3)
+    case.ids[::2] = (5, 6)
+    helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+
+
 def test_all_ranks_stop_together(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """A rank with room must not go on to a collective where it would wait for the rank without."""
     group = open_group(SIZE)

@@ -119,7 +119,7 @@ ROUTINGS = 10_000
 CONFIGS = [
     Config(tokens=64, top_k=4, experts=16, room=None, overflow="raise"),
     Config(tokens=37, top_k=2, experts=64, room=0.8, overflow="drop", alignment=8, dtype=ml_dtypes.bfloat16),
-    Config(tokens=600, top_k=8, experts=32, room=1.25, overflow="drop", dtype=ml_dtypes.bfloat16),
+    Config(tokens=helpers.LATE_TOKENS, top_k=8, experts=32, room=1.25, overflow="drop", dtype=ml_dtypes.bfloat16),
     Config(tokens=5, top_k=3, experts=8, room=1.0, overflow="raise", dtype=np.float16),
 ]
 

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
-from helpers import BIG, DTYPES, SIZES, Case
+from helpers import BIG, DTYPES, LATE_TOKENS, SIZES, Case
 
 EXPERTS = 16
 
@@ -36,7 +36,7 @@ def test_shapes_of_known_models(
     helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=experts)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(700, 8, 64), (2, 3, 4096)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(700, 8, 64), (LATE_TOKENS, 8, 64), (2, 3, 4096)])
 def test_many_tokens_or_experts(
     tokens: int, top_k: int, experts: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
@@ -135,13 +135,17 @@ def test_alignment(alignment: int, implementation: str, open_group: OpenGroup, r
     assert not np.any(expected.group_sizes % alignment)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fp8_wire(dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "hidden"), [*((dtype, 5, 384) for dtype in DTYPES), (DTYPES[0], LATE_TOKENS, 128)], ids=str
+)
+def test_fp8_wire(
+    dtype: np.dtype, tokens: int, hidden: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     program = helpers.dispatch_combine(
         open_group(4), num_experts=EXPERTS, wire_dtype=jnp.float8_e4m3fn, implementation=implementation
     )
-    case = helpers.draw_case(rng, 4, 5, 3, EXPERTS, 384, dtype)
-    case.tokens[:, 1, 128:256] = 0  # a block without a largest value
+    case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
+    case.tokens[:, 1, -128:] = 0  # a block without a largest value
     case.tokens[:, 2] *= dtype.type(1e-3)
     dispatched, _ = helpers.fetch(program(*case))
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.tokens.shape[1], fp8=True)

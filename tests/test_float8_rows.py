@@ -26,12 +26,14 @@ def dispatch_only(group: jax_ep.Group, **options: Any) -> Any:
 
 
 # Scales that are made of 16-byte words, and others; several messages, whole and not.
-@pytest.mark.parametrize("hidden", [128, 384, 512, 2048, 5120])
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [*((6, hidden) for hidden in (128, 384, 512, 2048, 5120)), (helpers.LATE_TOKENS, 256)]
+)
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_values_and_scales(
-    hidden: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    tokens: int, hidden: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
-    case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, hidden, dtype)
+    case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, :128] = 0  # a block without a largest value
     case.ids[:, 2, 1:] = -1
     program = dispatch_only(open_group(4), implementation=implementation, alignment=4)

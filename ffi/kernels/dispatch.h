@@ -184,7 +184,7 @@ class Float8Dispatch {
 };
 
 template <class Dispatch>
-JAX_EP_FN void send(Op& op, const DispatchArgs& args) {
+JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args) {
   const Routing routing(op, args);
   Dispatch dispatch(op, args);
   if (op.ok() && op.team.pusher.index >= 0) dispatch.push({op, args, routing});
@@ -204,11 +204,11 @@ JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args) {
     Router(op, args).route();
   op.wait_posted();
   if (args.rows_float8)
-    send<Float8Dispatch<T>>(op, args);
+    send_tokens<Float8Dispatch<T>>(op, args);
   else if (args.wire_float8)
-    send<EncodedDispatch<T>>(op, args);
+    send_tokens<EncodedDispatch<T>>(op, args);
   else
-    send<PlainDispatch<T>>(op, args);
+    send_tokens<PlainDispatch<T>>(op, args);
 }
 
 template <class T>
