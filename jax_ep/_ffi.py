@@ -89,8 +89,8 @@ def dispatch(
     compiled = library(group.platform)
     float8 = not config.dequantize
     wire_float8 = config.wire_dtype is not None
-    slots = config.size * compiled.landing_slots(num_tokens, top_k, wire_float8, float8)
-    slot = compiled.landing_slot(hidden, tokens.dtype.itemsize, wire_float8, float8)
+    early = compiled.early_tokens(num_tokens, top_k, wire_float8, float8)
+    slot_bytes = compiled.landing_slot_bytes(hidden, tokens.dtype.itemsize, wire_float8, float8)
     scales_row = hidden // FP8_BLOCK if float8 else 0
     result = functools.partial(_checks.result_type, like=tokens)
     out, scales, sizes, targets, rows, arrived, counts, dropped, invalid, *_ = _call(
@@ -106,7 +106,7 @@ def dispatch(
             result((1,), jnp.int32),
             result((1,), jnp.int32),
             result((compiled.route_scratch(config.num_experts),), jnp.int32),
-            result((slots, slot), jnp.uint8),  # where tokens land whose rows are not known yet
+            result((config.size * early, slot_bytes), jnp.uint8),  # where they land
         ),
         tokens,
         expert_ids,

@@ -125,8 +125,8 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("route_scratch", &route_scratch);
   module.def("bitmap_scratch", &bitmap_scratch);
   module.def("sparse_landing_bytes", &sparse_landing_bytes);
-  module.def("landing_slots", &landing_slots);
-  module.def("landing_slot", &landing_slot);
+  module.def("early_tokens", &early_tokens);
+  module.def("landing_slot_bytes", &landing_slot_bytes);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
