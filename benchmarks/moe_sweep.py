@@ -23,7 +23,6 @@ NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach amo
 FP8_BLOCK = 128  # values that share a float32 scale
 FP8 = "dispatch, fp8"  # on the wire only
 FP8_ROWS = "dispatch, fp8 rows"  # left as they came
-KERNEL = "jax_ep"  # in the names of our kernels
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
 COLUMNS = (
@@ -122,7 +121,7 @@ def measure(case: Case, group: jax_ep.Group, implementation: str, repeats: int) 
         loops = [candidate.loop for candidate in ours + others]
         programs = compile_loops(loops, group.mesh)
         times = median_microseconds(loops, programs, repeats)
-        kernels = [kernel_microseconds(program, KERNEL) for program in programs[: len(ours)]]
+        kernels = [kernel_microseconds(program) for program in programs[: len(ours)]]
         for one in groups.values():
             one.check()
     return [

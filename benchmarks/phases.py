@@ -5,7 +5,7 @@ import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 import sparse
 import sparse_formulations
 from in_jit_loop import Loop, compile_loops
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from moe_cases import SEED, Case, Shape, capacity, load, make_ids
 from moe_formulations import AXIS, jax_ep_ops
 from provenance import header
@@ -121,21 +121,14 @@ def record_moe(group: jax_ep.Group, case: Case, sms: str) -> None:
 def record_sparse(group: jax_ep.Group, kind: str, shape: sparse.Shape) -> None:
     ids = sparse.draw_ids(kind, shape, group.size)
     needed = sparse.load(ids, shape.num_rows)
-    place = NamedSharding(group.mesh, P(AXIS))
-    draw = jax.jit(partial(jax.random.normal, jax.random.key(SEED), (ids.size, shape.width)), out_shardings=place)
+    flat_ids, values = sparse.place_entries(ids, shape.width, group.mesh)
     for sharded in (False, True):
         room = sparse.round_up(needed.largest_share if sharded else needed.union)
         ours = sparse_formulations.ours(group, shape.num_rows, room, sharded=sharded)
-        flat = jax.device_put(ids.reshape(-1), place)
-        print(f"\n{record(f'{ours.name}, {kind} ids, {shape}', group, ours.run, (flat,), draw())}", flush=True)
+        print(f"\n{record(f'{ours.name}, {kind} ids, {shape}', group, ours.run, (flat_ids,), values)}", flush=True)
 
 
-def record_products(mesh: Mesh, shape: collective_matmul.Shape) -> None:
-    with jax_ep.Group(Mesh(mesh.devices, (collective_matmul.AXIS,)), collective_matmul.AXIS) as group:
-        _record_products(group, shape)
-
-
-def _record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> None:
+def record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> None:
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
     for name, op in collective_matmul.OPS.items():
         rows = shape.rows // group.size if name == "all_gather_matmul" else shape.rows
@@ -145,28 +138,31 @@ def _record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> Non
         print(f"\n{record(f'{name}, {shape}', group, ours, (b,), a)}", flush=True)
 
 
-def run(mesh: Mesh, ops: list[str]) -> None:
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+def run(devices: np.ndarray, ops: Sequence[str]) -> None:
+    on_cpu = devices[0].platform == "cpu"
+    mesh = Mesh(devices, (AXIS,))
     with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, max_sms=FEW_SMS) as few:
-        for shape in MOE_CPU_SHAPES if on_cpu else MOE_SHAPES:
-            if "moe" in ops:
+        if "moe" in ops:
+            for shape in MOE_CPU_SHAPES if on_cpu else MOE_SHAPES:
                 record_moe(group, Case(shape), "")
-            if "moe" in ops and shape.tokens > moe_sweep.SMALL:
-                record_moe(few, Case(shape), f", {FEW_SMS} SMs")
-        for kind in sparse.KINDS:
-            if "sparse" in ops:
+                if shape.tokens > moe_sweep.SMALL:
+                    record_moe(few, Case(shape), f", {FEW_SMS} SMs")
+        if "sparse" in ops:
+            for kind in sparse.KINDS:
                 record_sparse(group, kind, SPARSE_CPU_SHAPE if on_cpu else sparse.GPU_SHAPE)
-    for product in collective_matmul.CPU_SHAPES if on_cpu else PRODUCTS:
-        if "products" in ops:
-            record_products(mesh, product)
+    if "products" in ops:
+        axis = collective_matmul.AXIS
+        with jax_ep.Group(Mesh(devices, (axis,)), axis) as group:
+            for product in collective_matmul.CPU_SHAPES if on_cpu else PRODUCTS:
+                record_products(group, product)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench phases", description=__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     options = parser.parse_args(arguments)
-    mesh = Mesh(np.array(jax.devices()), (AXIS,))
-    print(header(list(mesh.devices.flat), "'ffi'", ["phases", *arguments]))
+    devices = np.array(jax.devices())
+    print(header(list(devices), "'ffi'", ["phases", *arguments]))
     print(f"- medians over {CALLS} calls, of the first pushing and the first filling warp of each block", flush=True)
-    run(mesh, options.ops)
+    run(devices, options.ops)
     return 0

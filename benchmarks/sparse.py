@@ -79,6 +79,13 @@ def load(ids: np.ndarray, num_rows: int) -> Load:
     )
 
 
+def place_entries(ids: np.ndarray, width: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """The ids of all ranks one after the other, on their devices, and a row of random values for each."""
+    place = NamedSharding(mesh, P(AXIS))
+    draw = jax.jit(partial(jax.random.normal, jax.random.key(SEED), (ids.size, width)), out_shardings=place)
+    return jax.device_put(ids.reshape(-1), place), draw()
+
+
 def round_up(rows: int) -> int:
     return -(-rows // 128) * 128
 
@@ -98,10 +105,7 @@ def measure(kind: str, shape: Shape, group: jax_ep.Group, implementation: str, c
         (forms.union_and_psum(shape.num_rows, capacity), summed),
         (ours(own_capacity, sharded=True), needed.sharded),
     ]
-    place = partial(jax.device_put, device=NamedSharding(group.mesh, P(AXIS)))
-    flat_ids = place(ids.reshape(-1))
-    make = partial(jax.random.normal, jax.random.key(SEED), (ids.size, shape.width))
-    values = jax.jit(make, out_shardings=NamedSharding(group.mesh, P(AXIS)))()
+    flat_ids, values = place_entries(ids, shape.width, group.mesh)
     check_equal([one for one, _ in rows[:4]], group, flat_ids, values)
     times = microseconds([Loop(one.run, (flat_ids,), values, calls) for one, _ in rows], group.mesh, repeats)
     group.check()
