@@ -1,9 +1,9 @@
 """Every kernel twice at odd sizes, for a memory checker:
 
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.02 compute-sanitizer --tool memcheck --target-processes all --report-api-errors no \
-  --launch-skip 20 python -m jax_ep.launch -n 4 tests/memcheck.py [moe] [sparse] [products]
+  --launch-skip 20 python -m jax_ep.launch -n 4 tests/memcheck.py [moe] [bitmap] [match] [products]
 
-With two GPUs: `-n 4 --gpus 2` and `moe products`; NCCL refuses two ranks on a GPU, and `sparse` gathers ids by it. One
+With two GPUs: `-n 4 --gpus 2` and `moe products`; NCCL refuses two ranks on a GPU, and ids are gathered by it. One
 process per rank: the checker lets a process run one kernel at a time, and ours wait for each other. It knows the memory
 that was mapped when a kernel started; the first launches are skipped, as peers map the pool while they run. Under it
 (2025.3) barrier.cluster.arrive holds up a warp until the whole cluster has arrived, as barrier.cluster.wait would: no
@@ -103,12 +103,12 @@ def all_moe(group: jax_ep.Group, rng: np.random.Generator) -> None:
     ragged(group, rng)
 
 
-def all_sparse(group: jax_ep.Group, rng: np.random.Generator) -> None:
-    for method in ("bitmap", "match"):
-        sparse(group, rng, method)
-
-
-PARTS = {"moe": all_moe, "sparse": all_sparse, "products": products}
+PARTS = {
+    "moe": all_moe,
+    "bitmap": partial(sparse, method="bitmap"),
+    "match": partial(sparse, method="match"),
+    "products": products,
+}
 
 
 def main() -> int:

@@ -9,12 +9,13 @@ namespace {
 
 constexpr int kTileRows = 128, kPairRows = 2 * kTileRows;
 constexpr int kMostPairsPerBand = 8;
-// Fitted to times on 2 H200, over tiles, bands and communicating blocks.
+// Fitted to times on 2 and 4 H200, over tiles, bands and communicating blocks.
 constexpr double kFlopsPerMicrosecond = 5.9e6;  // of a processor with tiles of 256 columns
 constexpr double kNarrowPart = 0.93;            // of that with 128 columns
 constexpr double kTileMicroseconds = 1;         // to begin and to store a tile
 constexpr double kGreetMicroseconds = 10;       // until the first rows can be here
-constexpr double kBytesPerBlock = 1.9e3;        // that leave in a microsecond
+constexpr double kBytesPerBlock = 2.3e3;        // that leave for each peer in a microsecond
+constexpr int kMostLeaving = 108;               // blocks times peers: more queue up, in the way of the product's loads
 constexpr double kOnceMicroseconds = 7;         // to start and to end the kernel
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -59,19 +60,21 @@ OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int p
   config.multiplying = std::min(processors, rows * columns + 1) / 2 * 2;
   const double rate = kFlopsPerMicrosecond * (block_n == 128 ? kNarrowPart : 1);
   const double tile = 2.0 * kTileRows * block_n * k / rate + kTileMicroseconds;
-  const double moving = double(m) * k * value_bytes * (ranks - 1) / ranks / (communicating * kBytesPerBlock);
+  const double moving = double(m) / ranks * k * value_bytes / (communicating * kBytesPerBlock);
   // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
   const bool waits = moving + kGreetMicroseconds > tile * own * columns / (config.multiplying / 2);
-  config.band = std::clamp(waits ? own / 4 : own, std::clamp(own, 1, 2), kMostPairsPerBand);
+  // Without tiles of this rank's rows alone there is nothing to begin with.
+  config.band = own ? std::clamp(waits ? own / 4 : own, std::min(own, 2), kMostPairsPerBand) : kMostPairsPerBand;
   const Plan plan{ceil_div(rows, 2), own, config.band * columns, config.multiplying / 2, config.band, tile, moving};
   config.microseconds = plan.microseconds(rows / 2 * columns + rows % 2 * ceil_div(columns, 2));
   return config;
 }
 
 OverlapConfig choose_gather(int m, int n, int k, int value_bytes, int ranks, int processors) {
-  const int even = std::max(processors / 2 * 2, 2);  // all communicate
-  const OverlapConfig wide = gather_with(m, n, k, value_bytes, ranks, even, 256, even);
-  const OverlapConfig narrow = gather_with(m, n, k, value_bytes, ranks, even, 128, even);
+  const int even = std::max(processors / 2 * 2, 2);
+  const int communicating = std::clamp(kMostLeaving / std::max(ranks - 1, 1) / 2 * 2, 2, even);
+  const OverlapConfig wide = gather_with(m, n, k, value_bytes, ranks, even, 256, communicating);
+  const OverlapConfig narrow = gather_with(m, n, k, value_bytes, ranks, even, 128, communicating);
   return narrow.microseconds < wide.microseconds ? narrow : wide;
 }
 

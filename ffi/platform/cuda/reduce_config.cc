@@ -16,6 +16,7 @@ constexpr double kTileMicroseconds = 2.5;       // to begin and to store a tile
 constexpr double kRoundMicroseconds = 15;       // from the last tile to the last flag, and to begin
 constexpr double kBytesPerMicrosecond = 300e3;  // that come in, or go out
 constexpr double kLastPerMicrosecond = 230e3;   // the same when all wait for them
+constexpr int kMostPushing = 144;               // blocks times peers: more queue up, in the way of the product's loads
 
 // Of an exchange, fitted to times on 2 H200.
 constexpr int kSpareProcessors = 2;              // where other kernels get on while all blocks wait for a peer
@@ -49,6 +50,14 @@ OverlapConfig exchange_with(OpKind op, int m, int n, int k, int value_bytes, int
   return config;
 }
 
+// Those that fetch and sum; the others are free after the product. Sums that are pushed while tiles are computed come
+// from fewer.
+int communicating_blocks(OpKind op, int tiles, int ranks, int processors) {
+  const int most = processors * 3 / 4;
+  const bool fewer = op == OpKind::matmul_all_reduce && tiles > processors;
+  return std::max(2, (fewer ? std::min(most, kMostPushing / std::max(ranks - 1, 1)) : most) / 2 * 2);
+}
+
 }  // namespace
 
 OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
@@ -80,9 +89,9 @@ OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int
   processors = std::max(processors, 4);
   const double most = op == OpKind::matmul_all_reduce ? kMostReduced : kMostScattered;
   const bool exchange = ranks == 2 && pushed_bytes(op, m, n, value_bytes) <= most;
-  // Those that fetch; the others are free after the product.
-  const int communicating = exchange ? 0 : std::max(2, processors * 3 / 4 / 2 * 2);
   const auto config = [&](int block_n) {
+    const int tiles = ceil_div(m, kTileRows) * ceil_div(n, block_n);
+    const int communicating = exchange ? 0 : communicating_blocks(op, tiles, ranks, processors);
     return reduce_with(op, m, n, k, value_bytes, ranks, processors, block_n, communicating);
   };
   const OverlapConfig narrow = config(128), wide = config(256);
