@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
-MORE_EXECUTIONS = 2
+MORE_EXECUTIONS = 2  # at least
+MOST_BEFORE = 8
+HEAT_SECONDS = 0.6  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
 SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
 
 
@@ -106,7 +109,11 @@ def add_pause(parser: argparse.ArgumentParser) -> None:
 def describe_pause(pause: float) -> str:
     if pause:
         return f"cool: short loops, {pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
-    return "hot: loops follow each other without rest, so that a GPU may run at its power limit"
+    return f"hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
+
+
+def heat_before(pause: float) -> float:
+    return 0 if pause else HEAT_SECONDS
 
 
 def calls_between(pause: float, most: int, flops: float) -> int:
@@ -122,25 +129,33 @@ def in_digits(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
 
 
-def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0) -> list[float]:
-    """Median per call over `repeats` turns of the loops, after one to warm up; `pause`: ms of rest before each."""
-    return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause)
+def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0, heat: float = 0) -> list[float]:
+    """Median per call over `repeats` turns of the loops, after one to warm up.
+
+    `pause`: ms of rest before each; `heat`: seconds that a loop has run before those calls that count.
+    """
+    return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause, heat)
 
 
 def median_microseconds(
-    loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0
+    loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, heat: float = 0
 ) -> list[float]:
     """What an execution adds when several follow each other: the first takes a millisecond or more to start."""
-    once: list[list[float]] = [[] for _ in loops]
-    more: list[list[float]] = [[] for _ in loops]
-    for turn in range(repeats + 1):
+    before = [_executions_before(program, heat) for program in programs]
+    more = [max(count, MORE_EXECUTIONS) for count in before]
+    times: list[list[tuple[float, float]]] = [[] for _ in loops]
+    for _ in range(repeats):
         for index, program in enumerate(programs):
-            seconds = [_seconds(program, executions, pause) for executions in (1, 1 + MORE_EXECUTIONS)]
-            if turn:
-                once[index].append(seconds[0])
-                more[index].append(seconds[1])
-    added = [statistics.median(b) - statistics.median(a) for a, b in zip(once, more, strict=True)]
-    return [1e6 * each / (MORE_EXECUTIONS * loop.calls) for each, loop in zip(added, loops, strict=True)]
+            some = _seconds(program, before[index], pause)
+            times[index].append((some, _seconds(program, before[index] + more[index], pause)))
+    added = [statistics.median(all) - statistics.median(some) for some, all in (zip(*x, strict=True) for x in times)]
+    return [1e6 * each / (count * loop.calls) for each, count, loop in zip(added, more, loops, strict=True)]
+
+
+def _executions_before(program: Callable[[], Any], heat: float) -> int:
+    """That last as long as `heat`, if they are not too many. Warms up."""
+    _seconds(program, 1 + MORE_EXECUTIONS, 0)
+    return max(1, min(MOST_BEFORE, math.ceil(heat / _seconds(program, 1, 0)))) if heat else 1
 
 
 def _seconds(program: Callable[[], Any], executions: int, pause: float) -> float:
