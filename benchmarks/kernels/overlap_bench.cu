@@ -1,7 +1,7 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
 // every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
-// `time`, `bands` and `sweep` time them inside CUDA graphs beside the product alone, the latter two in other
-// configurations too.
+// `time`, `bands`, `blocks` and `sweep` time them inside CUDA graphs beside the product alone, all but the first in
+// other configurations too.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
 //     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
@@ -184,7 +184,7 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
   return us;
 }
 
-enum class Configs { chosen, bands, all };
+enum class Configs { chosen, bands, blocks, all };
 
 void time_case(const Case& c, const Group& group, Configs configs) {
   const int count = group.size();
@@ -214,9 +214,15 @@ void time_case(const Case& c, const Group& group, Configs configs) {
       config.band = band;
       print("", config);
     }
+  if (configs == Configs::blocks && chosen.communicating > 0)
+    for (const int communicating : {16, 24, 36, 48, 66, 98, 132}) {
+      OverlapConfig config = chosen;
+      config.communicating = communicating;
+      print("", config);
+    }
   if (configs == Configs::all)
     for (const int block_n : {128, 256})
-      for (const int communicating : c.gathers() ? Counts{32, 66, 96, 132} : Counts{16, 32, 48, 64, 96, 132})
+      for (const int communicating : c.gathers() ? Counts{24, 36, 66, 132} : Counts{16, 32, 48, 66, 98, 132})
         for (const int factor : {1, 2}) {
           OverlapConfig config = c.config(count, block_n, communicating);
           config.band *= factor;
@@ -281,7 +287,7 @@ int main(int count, char** arguments) {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
-    const Configs configs = what == "bands" ? Configs::bands : Configs::chosen;
+    const Configs configs = what == "bands" ? Configs::bands : what == "blocks" ? Configs::blocks : Configs::chosen;
     // Of a product of a gather; those of the reductions have k and n swapped.
     for (const Shape shape : {Shape{64, 7168, 18432},
                               {512, 4096, 12288},
