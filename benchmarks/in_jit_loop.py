@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 MORE_EXECUTIONS = 2  # at least
 MOST_BEFORE = 8
-HEAT_SECONDS = 0.6  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
+HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
 SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
 
 

@@ -288,6 +288,7 @@ int main(int count, char** arguments) {
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
     const Configs configs = what == "bands" ? Configs::bands : what == "blocks" ? Configs::blocks : Configs::chosen;
+    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
     // Of a product of a gather; those of the reductions have k and n swapped.
     for (const Shape shape : {Shape{64, 7168, 18432},
                               {512, 4096, 12288},
@@ -299,7 +300,6 @@ int main(int count, char** arguments) {
         time_case(
             {op, op == OpKind::all_gather_matmul ? shape : Shape{shape.m, shape.n, shape.k}, false, DType::bfloat16},
             group, configs);
-    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
   }
   std::puts(failed ? "FAILED" : "done");
   return failed;
