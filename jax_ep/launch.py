@@ -115,9 +115,15 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def _reserved_port() -> socket.socket:
-    """A socket whose port no other launch is given while it is open, but on which jax's coordinator may listen."""
-    reserved = socket.socket()
-    reserved.bind(("127.0.0.1", 0))
+    """A socket whose port no other launch is given while it is open, but on which jax's coordinator may listen.
+
+    It listens at all addresses of this host, so the port must be free at all: a connection may use it at one.
+    """
+    dual = socket.has_dualstack_ipv6()
+    reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    if dual:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    reserved.bind(("", 0))
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return reserved
 

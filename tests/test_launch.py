@@ -67,11 +67,13 @@ def test_interrupt(tmp_path: Path) -> None:
 
 
 def test_the_port_is_for_one_launch_alone() -> None:
-    with launch._reserved_port() as port, socket.socket() as other, socket.socket() as coordinator:
-        with pytest.raises(OSError, match="in use"):
-            other.bind(port.getsockname())
+    with launch._reserved_port() as reserved, socket.socket() as other, socket.socket() as coordinator:
+        port = reserved.getsockname()[1]
+        for address in ("", "127.0.0.1"):  # at none may anybody else have it: the coordinator listens at all
+            with pytest.raises(OSError, match="in use"):
+                other.bind((address, port))
         coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does
-        coordinator.bind(port.getsockname())
+        coordinator.bind(("", port))
         coordinator.listen()
 
 
