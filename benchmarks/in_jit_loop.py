@@ -129,18 +129,18 @@ def in_digits(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
 
 
-def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0, heat: float = 0) -> list[float]:
-    """Median per call over `repeats` turns of the loops, after one to warm up.
-
-    `pause`: ms of rest before each; `heat`: seconds that a loop has run before those calls that count.
-    """
-    return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause, heat)
+def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0) -> list[float]:
+    """Median per call over `repeats` turns of the loops, after one to warm up; `pause`: ms of rest before each."""
+    return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause)
 
 
 def median_microseconds(
     loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, heat: float = 0
 ) -> list[float]:
-    """What an execution adds when several follow each other: the first takes a millisecond or more to start."""
+    """What an execution adds when several follow each other: the first takes a millisecond or more to start.
+
+    `heat`: seconds that a loop has run before the calls that count.
+    """
     before = [_executions_before(program, heat) for program in programs]
     more = [max(count, MORE_EXECUTIONS) for count in before]
     times: list[list[tuple[float, float]]] = [[] for _ in loops]
@@ -148,7 +148,9 @@ def median_microseconds(
         for index, program in enumerate(programs):
             some = _seconds(program, before[index], pause)
             times[index].append((some, _seconds(program, before[index] + more[index], pause)))
-    added = [statistics.median(all) - statistics.median(some) for some, all in (zip(*x, strict=True) for x in times)]
+    added = [
+        statistics.median(longer) - statistics.median(some) for some, longer in (zip(*x, strict=True) for x in times)
+    ]
     return [1e6 * each / (count * loop.calls) for each, count, loop in zip(added, more, loops, strict=True)]
 
 
