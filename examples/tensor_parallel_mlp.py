@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         dtype, tolerance = (jnp.float32, 1e-4) if group.platform == "cpu" else (jnp.bfloat16, 2e-2)
         print(
             f"{LAYERS} layers of {D_HIDDEN} hidden units over {group.size} x {devices[0].device_kind}, "
-            f"{dtype.__name__}; implementation {implementation!r}",
+            f"{jnp.dtype(dtype).name}; implementation {implementation!r}",
             flush=True,
         )
         start = time.perf_counter()
