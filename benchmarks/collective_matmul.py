@@ -18,7 +18,6 @@ from in_jit_loop import (
     calls_between,
     compile_loops,
     describe_pause,
-    heat_before,
     in_digits,
     median_microseconds,
     teraflops,
@@ -138,7 +137,7 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: f
     }
     loops = [Loop(op, (b,), operand, calls) for op, operand in ops.values()]
     programs = compile_loops(loops, group.mesh)
-    times = dict(zip(ops, median_microseconds(loops, programs, repeats, pause, heat_before(pause)), strict=True))
+    times = dict(zip(ops, median_microseconds(loops, programs, repeats, pause, hot=not pause), strict=True))
     kernel = None if pause else kernel_microseconds(programs[0])  # which would not be cool
     return {OURS: times[OURS], KERNEL: kernel or math.nan} | times
 

@@ -112,10 +112,6 @@ def describe_pause(pause: float) -> str:
     return f"hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
 
 
-def heat_before(pause: float) -> float:
-    return 0 if pause else HEAT_SECONDS
-
-
 def calls_between(pause: float, most: int, flops: float) -> int:
     """Calls of `flops` operations in a loop: after a pause no more than the device can do before it is hot."""
     return max(1, min(most, int(SHORT_FLOPS / flops))) if pause else most
@@ -135,13 +131,13 @@ def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float =
 
 
 def median_microseconds(
-    loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, heat: float = 0
+    loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, hot: bool = False
 ) -> list[float]:
     """What an execution adds when several follow each other: the first takes a millisecond or more to start.
 
-    `heat`: seconds that a loop has run before the calls that count.
+    `hot`: a loop has run for a while before the calls that count.
     """
-    before = [_executions_before(program, heat) for program in programs]
+    before = [_executions_before(program, hot) for program in programs]
     more = [max(count, MORE_EXECUTIONS) for count in before]
     times: list[list[tuple[float, float]]] = [[] for _ in loops]
     for _ in range(repeats):
@@ -154,10 +150,10 @@ def median_microseconds(
     return [1e6 * each / (count * loop.calls) for each, count, loop in zip(added, more, loops, strict=True)]
 
 
-def _executions_before(program: Callable[[], Any], heat: float) -> int:
-    """That last as long as `heat`, if they are not too many. Warms up."""
+def _executions_before(program: Callable[[], Any], hot: bool) -> int:
+    """Warms up. Of a hot loop they last for HEAT_SECONDS, if they are not too many."""
     _seconds(program, 1 + MORE_EXECUTIONS, 0)
-    return max(1, min(MOST_BEFORE, math.ceil(heat / _seconds(program, 1, 0)))) if heat else 1
+    return min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, 1, 0))) if hot else 1
 
 
 def _seconds(program: Callable[[], Any], executions: int, pause: float) -> float:

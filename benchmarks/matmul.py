@@ -16,7 +16,6 @@ from in_jit_loop import (
     calls_between,
     compile_loops,
     describe_pause,
-    heat_before,
     in_digits,
     median_microseconds,
     microseconds,
@@ -137,7 +136,7 @@ def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool
         loops.append(loops[0])
         programs.append(torch_program(lhs, rhs, sizes, calls))
         names.append(TORCH)
-    times = dict(zip(names, median_microseconds(loops, programs, repeats, pause, heat_before(pause)), strict=True))
+    times = dict(zip(names, median_microseconds(loops, programs, repeats, pause, hot=not pause), strict=True))
     slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)
     times[LAX] = microseconds([slow], mesh, min(repeats, 2), pause)[0]
     return {name: times[name] for name in (OURS, LAX, DENSE, TORCH) if name in times}

@@ -15,7 +15,7 @@ constexpr double kNarrowPart = 0.93;            // of that with 128 columns
 constexpr double kTileMicroseconds = 1;         // to begin and to store a tile
 constexpr double kGreetMicroseconds = 10;       // until the first rows can be here
 constexpr double kBytesPerBlock = 2.3e3;        // that leave for each peer in a microsecond
-constexpr int kMostLeaving = 108;               // blocks times peers: more queue up, in the way of the product's loads
+constexpr int kMostLeaving = 108;               // blocks times peers
 constexpr double kOnceMicroseconds = 7;         // to start and to end the kernel
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -72,7 +72,7 @@ OverlapConfig gather_with(int m, int n, int k, int value_bytes, int ranks, int p
 
 OverlapConfig choose_gather(int m, int n, int k, int value_bytes, int ranks, int processors) {
   const int even = std::max(processors / 2 * 2, 2);
-  const int communicating = std::clamp(kMostLeaving / std::max(ranks - 1, 1) / 2 * 2, 2, even);
+  const int communicating = pushing_blocks(kMostLeaving, ranks, even);
   const OverlapConfig wide = gather_with(m, n, k, value_bytes, ranks, even, 256, communicating);
   const OverlapConfig narrow = gather_with(m, n, k, value_bytes, ranks, even, 128, communicating);
   return narrow.microseconds < wide.microseconds ? narrow : wide;

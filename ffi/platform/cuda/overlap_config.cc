@@ -13,4 +13,8 @@ std::string OverlapConfig::describe() const {
          std::to_string(static_cast<int>(microseconds)) + " us";
 }
 
+int pushing_blocks(int blocks_times_peers, int ranks, int most) {
+  return std::max(std::min(blocks_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
+}
+
 }  // namespace jax_ep

@@ -32,6 +32,10 @@ OverlapConfig choose_reduce(OpKind op, int m, int n, int k, int value_bytes, int
 OverlapConfig reduce_with(OpKind op, int m, int n, int k, int value_bytes, int ranks, int processors, int block_n,
                           int communicating);
 
+// How many blocks push, an even number of `most` at the most: the fewer the more peers each pushes to. What more would
+// push queues up in the way of the product's loads.
+int pushing_blocks(int blocks_times_peers, int ranks, int most);
+
 // In which order pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {
   int first = 0, lead = 0, parts = 1;

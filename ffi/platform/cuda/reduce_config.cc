@@ -16,7 +16,7 @@ constexpr double kTileMicroseconds = 2.5;       // to begin and to store a tile
 constexpr double kRoundMicroseconds = 15;       // from the last tile to the last flag, and to begin
 constexpr double kBytesPerMicrosecond = 300e3;  // that come in, or go out
 constexpr double kLastPerMicrosecond = 230e3;   // the same when all wait for them
-constexpr int kMostPushing = 144;               // blocks times peers: more queue up, in the way of the product's loads
+constexpr int kMostPushing = 144;               // blocks times peers
 
 // Of an exchange, fitted to times on 2 H200.
 constexpr int kSpareProcessors = 2;              // where other kernels get on while all blocks wait for a peer
@@ -53,9 +53,8 @@ OverlapConfig exchange_with(OpKind op, int m, int n, int k, int value_bytes, int
 // Those that fetch and sum; the others are free after the product. Sums that are pushed while tiles are computed come
 // from fewer.
 int communicating_blocks(OpKind op, int tiles, int ranks, int processors) {
-  const int most = processors * 3 / 4;
-  const bool fewer = op == OpKind::matmul_all_reduce && tiles > processors;
-  return std::max(2, (fewer ? std::min(most, kMostPushing / std::max(ranks - 1, 1)) : most) / 2 * 2);
+  const int most = std::max(processors * 3 / 4 / 2 * 2, 2);
+  return op == OpKind::matmul_all_reduce && tiles > processors ? pushing_blocks(kMostPushing, ranks, most) : most;
 }
 
 }  // namespace
