@@ -1,10 +1,12 @@
 """A thread per group that notices a failure when it happens, logs it and writes the flight record."""
 
+import atexit
 import json
 import logging
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 
 from jax_ep import _native
@@ -12,6 +14,7 @@ from jax_ep import _native
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
 _DUMP = "JAX_EP_DUMP"  # the folder for flight records
+_watching: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
 
 
 class Watchdog:
@@ -23,17 +26,27 @@ class Watchdog:
     """
 
     def __init__(self, native: _native.NativeGroup, name: str):
+        self._native = native
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=_watch, args=(native, name, self._ended), name="jax_ep watchdog", daemon=True
         )
         self._thread.start()
+        _watching.add(self)
 
     def end(self) -> None:
         """Called when the group is closed; the thread may be in the middle of a report."""
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10 * _PERIOD_SECONDS)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before the interpreter ends: a thread that comes back from native code later would end the process instead."""
+    for watchdog in list(_watching):
+        watchdog._native.close()
+        watchdog.end()
 
 
 def _watch(native: _native.NativeGroup, name: str, ended: threading.Event) -> None:

@@ -79,6 +79,7 @@ class Group:
                 self._native.limit_processors(max_sms)
             self._watchdog = _watchdog.Watchdog(self._native, repr(self))
             self._finalizer = weakref.finalize(self, self._native.release)
+            self._finalizer.atexit = False  # then the watchdogs close all groups
             profiling.group_opened(self)
         _open_groups.add(self)
 

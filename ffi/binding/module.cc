@@ -116,10 +116,15 @@ class Handle {
     recorder_ = nullptr;
     std::atomic_store(&group_, {});
   }
+  // In short waits: between them the watchdog, who calls this, does not keep a released group alive.
   PyError await_failure(double seconds) {
-    const std::shared_ptr<PlatformGroup> group = std::atomic_load(&group_);  // the watchdog outlives release()
-    if (!group) return std::pair{"GroupClosedError", "the group was released"};
-    return to_python(group->await_failure(seconds));
+    constexpr double kPeriod = 0.05;
+    for (; seconds > 0; seconds -= kPeriod) {
+      const std::shared_ptr<PlatformGroup> group = std::atomic_load(&group_);
+      if (!group) return std::pair{"GroupClosedError", "the group was released"};
+      if (const auto error = group->await_failure(kPeriod)) return to_python(error);
+    }
+    return std::nullopt;
   }
   std::vector<PyHistory> history() const {
     std::vector<PyHistory> all;

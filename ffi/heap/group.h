@@ -80,7 +80,8 @@ class Group {
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
 
-  // Waits for the group to fail or to be closed, for so many seconds: what a watchdog thread does.
+  // Takes what kernels have reported, then waits for the group to fail or to be closed, for so many seconds: what a
+  // watchdog thread calls again and again.
   std::optional<GroupError> await_failure(double seconds);
 
   // The flight recorder: of every rank of the lines that have ranks in this process. Kernels may run meanwhile.
@@ -129,7 +130,6 @@ class Group {
   const std::vector<std::vector<int>> processes_;
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<Comm> comms_;
-  static constexpr std::chrono::milliseconds kReportsPeriod{50};
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;

@@ -46,13 +46,10 @@ std::optional<GroupError> Group::failure() const {
 }
 
 std::optional<GroupError> Group::await_failure(double seconds) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  for (;;) {
-    for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
-    std::unique_lock lock(mutex_);
-    if (failure_ || std::chrono::steady_clock::now() >= until) return failure_;
-    failed_.wait_for(lock, kReportsPeriod);  // kernels on a GPU only leave a report
-  }
+  for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
+  std::unique_lock lock(mutex_);
+  failed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failure_.has_value(); });
+  return failure_;
 }
 
 // What the kernels of this process left and nobody has taken yet.
