@@ -1,6 +1,5 @@
 """The only module that names the compiled libraries and their FFI targets."""
 
-import atexit
 import functools
 import importlib
 import importlib.util
@@ -49,6 +48,10 @@ def built_platforms() -> tuple[str, ...]:
     return tuple(platform for platform in PLATFORMS if is_built(platform))
 
 
+def loaded_platforms() -> tuple[str, ...]:
+    return tuple(platform for platform in PLATFORMS if f"_jax_ep_{platform}" in sys.modules)
+
+
 @functools.cache
 def library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
@@ -63,7 +66,6 @@ def library(platform: str) -> ModuleType:
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():
         jax.ffi.register_ffi_target(f"jax_ep_{name}", handlers, platform=_JAX_PLATFORM[platform])
-    atexit.register(library.close_all)
     return library
 
 

@@ -90,6 +90,12 @@ def create_group(
         raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
 
 
+def close_all() -> None:
+    """At exit: also groups that only compiled programs hold."""
+    for platform in _ffi.loaded_platforms():
+        _ffi.library(platform).close_all()
+
+
 class LaunchConfig(NamedTuple):
     """How an op is launched on a GPU. A block takes a whole SM; its first warps push rows, the others take them in."""
 

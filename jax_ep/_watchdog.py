@@ -44,8 +44,8 @@ class Watchdog:
 @atexit.register
 def _end_all() -> None:
     """Before the interpreter ends: a thread that comes back from native code later would end the process instead."""
+    _native.close_all()
     for watchdog in list(_watching):
-        watchdog._native.close()
         watchdog.end()
 
 

@@ -25,7 +25,7 @@ struct Reached {
 
 // `site`: of the call, for the flight recorder. Throws std::runtime_error and GroupException.
 template <class Args>
-Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site) {
+Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0) {
   Reached<Args> reached{group.comm(seat), args, {}, {}};
   reached.comm.signature = signature_of(args);
   reached.comm.tag = tag_of(reached.comm.signature);

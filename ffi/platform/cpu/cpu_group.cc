@@ -85,18 +85,23 @@ void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
 }
 
 // Waits for the earliest deadline among the gatherings; when one passes, the group fails and everybody is released.
+// Time in which this process was stopped does not count.
 void CpuGroup::watch() {
   std::unique_lock lock(gather_mutex_);
   while (!closed_) {
     if (const std::optional<GroupError> error = failure()) release(*error);
     const auto late = [](const auto& a, const auto& b) { return a.second.deadline < b.second.deadline; };
     const auto first = std::min_element(gatherings_.begin(), gatherings_.end(), late);
+    const Clock::time_point now = Clock::now();
     if (first == gatherings_.end()) {
       changed_.wait(lock);
-    } else if (Clock::now() >= first->second.deadline) {
+    } else if (now >= first->second.deadline) {
       fail(nobody_came(first->first, first->second));
     } else {
-      changed_.wait_until(lock, first->second.deadline);
+      changed_.wait_until(lock, std::min(first->second.deadline, now + kLook));
+      const Clock::duration away = Clock::now() - now - kLook;
+      if (away < std::chrono::nanoseconds(kStoppedNs)) continue;
+      for (auto& [key, gathering] : gatherings_) gathering.deadline += away;
     }
   }
 }

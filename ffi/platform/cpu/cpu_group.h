@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "device/platform.h"
+#include "device/spin.h"
 #include "heap/group.h"
 #include "platform/cpu/executor.h"
 
@@ -50,6 +51,7 @@ class CpuGroup final : public Group {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kLook{500};  // so often the deadlines are looked at
   struct Arrival {
     Task task;
     Completion done;
