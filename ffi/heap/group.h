@@ -80,7 +80,7 @@ class Group {
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
 
-  // Takes what kernels have reported, then waits for the group to fail or to be closed, for so many seconds: what a
+  // Waits for the group to fail or to be closed, for so many seconds, and takes what kernels have reported: what a
   // watchdog thread calls again and again.
   std::optional<GroupError> await_failure(double seconds);
 
@@ -116,6 +116,7 @@ class Group {
   void lose(int process);
 
   // Errors (group_errors.cc).
+  void take_failures();
   std::vector<const Report*> new_reports(bool fatal) const;
   int line_of(const Report* report) const;
   GroupError describe(const Report& report) const;

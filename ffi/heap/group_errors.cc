@@ -46,13 +46,20 @@ std::optional<GroupError> Group::failure() const {
 }
 
 std::optional<GroupError> Group::await_failure(double seconds) {
-  for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
-  std::unique_lock lock(mutex_);
-  failed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failure_.has_value(); });
-  return failure_;
+  {
+    std::unique_lock lock(mutex_);
+    failed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failure_.has_value(); });
+  }
+  take_failures();
+  return failure();
 }
 
-// What the kernels of this process left and nobody has taken yet.
+// Fails the group by what its kernels reported: by the report that is nearest to the root.
+void Group::take_failures() {
+  for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
+}
+
+// What the kernels of this process have left.
 std::vector<const Report*> Group::new_reports(bool fatal) const {
   std::vector<const Report*> found;
   for (const Comm& comm : comms_) {
@@ -64,7 +71,7 @@ std::vector<const Report*> Group::new_reports(bool fatal) const {
 }
 
 std::optional<GroupError> Group::take_error() {
-  for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
+  take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
   std::optional<GroupError> recoverable;
   std::vector<uint64_t> latest = epochs_taken_;
@@ -82,10 +89,9 @@ std::optional<GroupError> Group::reported(Seat seat) {
   const Comm& here = comm(seat);
   const uint64_t epoch = __atomic_load_n(&here.report->epoch, __ATOMIC_ACQUIRE);
   if (epoch == 0 || epoch != here.heaps[seat.rank]->epoch) return std::nullopt;
-  GroupError error = describe(*here.report);
-  if (!error.fatal) return error;
-  fail(error);
-  return failure();  // another rank may know more
+  if (!is_fatal(here.report->failure)) return describe(*here.report);
+  take_failures();  // another rank may know more
+  return failure();
 }
 
 std::vector<RankHistory> Group::history() const {

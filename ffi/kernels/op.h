@@ -250,8 +250,8 @@ class Op {
         const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
         const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
         status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
-        if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
         if (waited.ns) fetch_add(&heap->waited_ns[peer], waited.ns);
+        if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
       }
       const int late = team.sum(status == Status::timeout || status == Status::mismatch);
       const int lost = team.sum(status == Status::aborted);
