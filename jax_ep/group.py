@@ -1,10 +1,11 @@
 """A group: the devices along one mesh axis, their symmetric heap, and its lifetime."""
 
-import collections
 import hashlib
-import secrets
+import os
 import threading
 import weakref
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -16,13 +17,20 @@ from jax._src import distributed  # the key-value store of jax.distributed has n
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_ep import _bootstrap, _checks, _ffi, _native, _watchdog, profiling
-from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
+from jax_ep import _checks, _ffi, _native, _rendezvous, _watchdog, profiling
+from jax_ep.errors import CapacityError, GroupClosedError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
 LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
+DEFAULT_TIMEOUT = 300.0  # seconds, as of jax.distributed.initialize; the first op may wait for a peer that compiles
+LONGEST_OPENING = 300.0  # seconds
+MOST_SMS = 2**31 - 1  # what a C++ int holds
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
-_opened: collections.Counter[str] = collections.Counter()  # groups over several processes, by what they are over
+_open_groups_lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it
+
+# Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
+_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of those that are open here, by what they are over
+_meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one thread at a time, likewise
 
 # Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
 # order in each process, and wait for each other.
@@ -42,31 +50,43 @@ class Group:
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
         deadlock with a collective that runs beside it, until the timeout.
-      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. More than 24 days,
-        and `inf`, count as 24 days.
+      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. Ranks drift apart while
+        one of them compiles, loads data or saves a checkpoint, so it bounds these too. More than 24 days, and `inf`,
+        count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300.
+      open_timeout: seconds that this call waits for the other processes. Default: `timeout`, but at most 300.
 
     The devices may be of several processes of one host (`jax.distributed`): then all of them create the group, in the
-    same order as any other groups over these devices.
+    same order as any other groups over these devices. Where one comes too late, the call fails in all that have come,
+    and may be repeated: it returns once all are there at a time.
 
     Raises:
-      ValueError: the axis is not in the mesh, the mesh mixes platforms, or the timeout or max_sms is not positive.
-      TypeError: max_sms is no int, or the timeout no number.
+      ValueError: the axis is not in the mesh, the mesh mixes platforms, or a timeout or max_sms is not positive.
+      TypeError: max_sms is no int, or a timeout no number.
       PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
 
-    def __init__(self, mesh: Mesh, axis_name: str, *, timeout: float = 30.0, max_sms: int | None = None):
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis_name: str,
+        *,
+        timeout: float | None = None,
+        open_timeout: float | None = None,
+        max_sms: int | None = None,
+    ):
         if axis_name not in mesh.axis_names:
             raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
         if max_sms is not None:
             _checks.check_positive("Group", "max_sms", max_sms)
-        _checks.check_seconds("Group", "timeout", timeout)
+        timeout = _seconds("timeout", _default_timeout() if timeout is None else timeout)
+        open_timeout = _seconds("open_timeout", min(timeout, LONGEST_OPENING) if open_timeout is None else open_timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
             raise ValueError(f"Group: the devices of a mesh must be of one platform, got {sorted(platforms)}")
         self.mesh = mesh
         self.axis_name = axis_name
-        self.timeout = min(float(timeout), LONGEST_TIMEOUT)
+        self.timeout = timeout
         self.platform = _ffi.library_name(mesh.devices.flat[0])
         self._closed = False
         self._overflow: CapacityError | None = None
@@ -74,14 +94,20 @@ class Group:
         self._native: _native.NativeGroup | None = None
         if _ffi.is_built(self.platform) and not self._needs_xla:
             _native.check_xla_flags(self.platform)  # before processes connect
-            self._native = self._create_native()
-            if max_sms is not None:
-                self._native.limit_processors(max_sms)
-            self._watchdog = _watchdog.Watchdog(self._native, repr(self))
+            _ffi.library(self.platform)
+            self._native, self._free_number = self._create_native(open_timeout)
             self._finalizer = weakref.finalize(self, self._native.release)
             self._finalizer.atexit = False  # then the watchdogs close all groups
-            profiling.group_opened(self)
-        _open_groups.add(self)
+            try:
+                if max_sms is not None:
+                    self._native.limit_processors(min(int(max_sms), MOST_SMS))
+                profiling.group_opened(self)
+            except BaseException:
+                self._end_native()
+                raise
+            self._watchdog = _watchdog.Watchdog(self._native, repr(self))
+        with _open_groups_lock:
+            _open_groups.add(self)
 
     @property
     def size(self) -> int:
@@ -138,14 +164,19 @@ class Group:
         if self._closed:
             return
         self._closed = True
-        _open_groups.discard(self)
+        with _open_groups_lock:
+            _open_groups.discard(self)
         if self._native is not None:
             try:
                 profiling.group_closing(self)
             finally:
-                self._native.close()
+                self._end_native()
                 self._watchdog.end()
-                self._finalizer()
+
+    def _end_native(self) -> None:
+        assert self._native is not None
+        self._native.close()
+        self._free_number()
 
     def resolve(self, op: str, implementation: str) -> str:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone."""
@@ -208,7 +239,8 @@ class Group:
     def _processes(self) -> list[list[int]]:
         return [[device.process_index for device in line] for line in self._lines()]
 
-    def _create_native(self) -> _native.NativeGroup:
+    def _create_native(self, open_timeout: float) -> tuple[_native.NativeGroup, Callable[[], None]]:
+        """The group, and what frees its number when it is closed."""
         me, processes = jax.process_index(), self._processes()
         ordinals = [
             [_ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
@@ -217,15 +249,17 @@ class Group:
         what = f"{self.platform} {[(d.id, d.process_index) for d in self.mesh.devices.flat]} {dict(self.mesh.shape)}"
         what += f" {self.axis_name}"
         content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
-        peers = {process for line in processes if me in line for process in line} - {me}
-        if not peers:
-            return _native.create_group(self.platform, ordinals, self.timeout, content=content)
-        _opened[what] += 1
-        key = hashlib.sha256(f"{what} {_opened[what]}".encode()).hexdigest()
-        sockets = _connect(f"jax_ep/{key}", me, peers, leader=min(everyone), timeout=self.timeout)
-        return _native.create_group(
-            self.platform, ordinals, self.timeout, content=content, processes=processes, sockets=sockets
-        )
+        if everyone == {me}:
+            return _native.create_group(self.platform, ordinals, self.timeout, content=content), lambda: None
+        number, neighbours = _meet(what, me, processes, open_timeout)
+        try:
+            native = _native.create_group(
+                self.platform, ordinals, self.timeout, content=content, index=number, **neighbours
+            )
+        except BaseException:
+            _numbers[what].discard(number)
+            raise
+        return native, partial(_numbers[what].discard, number)
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +281,9 @@ def find_open_group(op: str, axis_name: str) -> Group:
       ValueError: no such axis is manual here, there is no such group, or more than one.
     """
     _checks.check_manual_axis(op, axis_name)
-    found = [group for group in _open_groups if group.axis_name == axis_name and _checks.is_mesh_here(group.mesh)]
+    with _open_groups_lock:
+        open_groups = list(_open_groups)
+    found = [group for group in open_groups if group.axis_name == axis_name and _checks.is_mesh_here(group.mesh)]
     if len(found) == 1:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
@@ -255,26 +291,32 @@ def find_open_group(op: str, axis_name: str) -> Group:
     raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one")
 
 
-def _connect(key: str, me: int, peers: set[int], *, leader: int, timeout: float) -> list[int]:
-    """Connected sockets by process, -1 where there is none; the caller closes them."""
+def _meet(what: str, me: int, processes: list[list[int]], timeout: float) -> tuple[int, dict[str, Any]]:
+    """The number of a group over `what`, taken here, and what the compiled library asks about its processes."""
     client = distributed.global_state.client
     if client is None:
         raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
+    key = f"jax_ep/{hashlib.sha256(what.encode()).hexdigest()}"
+    with _meeting[what]:
+        number, sockets = _rendezvous.meet(client, key, me, processes, taken=_numbers[what], timeout=timeout)
+        _numbers[what].add(number)
+    if not sockets:
+        return number, {}
+    descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)]
+    return number, {"processes": processes, "sockets": descriptors}
 
-    def read(name: str, process: int) -> str:
-        try:
-            return client.blocking_key_value_get(f"{key}/{name}", int(timeout * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            raise PeerTimeoutError(f"process {process} did not create its part of the group: {error}") from None
 
-    client.key_value_set(f"{key}/host/{me}", _bootstrap.host_identity())
-    if me == leader:
-        client.key_value_set(f"{key}/secret", secrets.token_hex(16))
-    for peer in sorted(peers):
-        if read(f"host/{peer}", peer) != _bootstrap.host_identity():
-            raise PlatformError(
-                f"Group: the devices of a line must be of one host, those of processes {me} and {peer} are not "
-                "(or are in containers with networks of their own)"
-            )
-    connected = _bootstrap.connect(read("secret", leader), me, peers, timeout=timeout)
-    return [connected[i].detach() if i in connected else -1 for i in range(max({me, *peers}) + 1)]
+def _seconds(name: str, value: float) -> float:
+    _checks.check_seconds("Group", name, value)
+    return min(float(value), LONGEST_TIMEOUT)
+
+
+def _default_timeout() -> float:
+    given = os.environ.get("JAX_EP_TIMEOUT")
+    try:
+        seconds = DEFAULT_TIMEOUT if given is None else float(given)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"Group: JAX_EP_TIMEOUT must be a positive number of seconds, got {given!r}")
+    return seconds

@@ -3,24 +3,51 @@
 Process i of n sees device i alone as its own. With `--gpus` fewer, they share those in turn: kernels of processes on
 one GPU take time slices, so this is for tests of more ranks than there are GPUs. With JAX_PLATFORMS=cpu every process
 has CPU devices of its own.
+
+No process outlives the launcher: SIGINT, SIGTERM and SIGHUP end all of them, and so does its death.
 """
 
 import argparse
+import contextlib
+import ctypes
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
+from jax._src import distributed  # who serves as the coordinator has no public name
 
-_ROLE = "JAX_EP_LAUNCH"  # address, number of processes and index, in the environment of a started process
+_ROLE = "JAX_EP_LAUNCH"  # in the environment of a started process
 _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
 _POLL_SECONDS = 0.05
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class Role(NamedTuple):
+    """What a started process is told."""
+
+    address: str  # of the coordinator, which is in process 0
+    processes: int
+    process: int  # which of them this is
+    launcher: int  # its process id
+    pipe: int  # process 0 reads its end when the others have ended, who hold the other end
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        address, *numbers = text.split()
+        return cls(address, *map(int, numbers))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,20 +63,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gpus is not None and not 1 <= options.gpus <= options.processes:
         parser.error(f"argument -g: must be from 1 to the number of processes, {options.processes}, got {options.gpus}")
     if role := os.environ.pop(_ROLE, None):
-        _run(role, options)
+        _run(Role.parse(role), options)
         return 0
     given = list(sys.argv[1:] if arguments is None else arguments)
     return _start_all(options.processes, [sys.executable, "-m", "jax_ep.launch", *given])
 
 
-def _run(role: str, options: argparse.Namespace) -> None:
+def _run(role: Role, options: argparse.Namespace) -> None:
     """In a started process: joins the others and becomes the script.
 
     A script that fails ends at once: on the way out jax.distributed would wait for the others.
     """
-    address, count, index = role.split()
-    device = int(index) % (options.gpus or int(count))
-    jax.distributed.initialize(address, int(count), int(index), local_device_ids=[device])
+    _die_with(role.launcher)
+    os.set_inheritable(role.pipe, False)
+    jax.distributed.initialize(
+        role.address,
+        role.processes,
+        role.process,
+        local_device_ids=[role.process % (options.gpus or role.processes)],
+        coordinator_bind_address=role.address,  # by default it would listen at all addresses of the host
+    )
+    if role.process == 0:
+        distributed.global_state.service = _LastToLeave(distributed.global_state.service, role.pipe)
     sys.argv = [options.script, *options.rest]
     try:
         if options.module:
@@ -76,22 +111,63 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def _die_with(launcher: int) -> None:
+    """This process is killed when the launcher ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before
+        _leave(128 + signal.SIGKILL)
+
+
+class _LastToLeave:
+    """The coordinator's service, which ends when all other processes have: they would complain that it went away."""
+
+    def __init__(self, service: Any, pipe: int):
+        self._service, self._pipe = service, pipe
+
+    def shutdown(self) -> None:
+        """On the way out jax calls this in process 0, after all have said that they leave."""
+        select.select([self._pipe], [], [], _GRACE_SECONDS)
+        self._service.shutdown()
+
+
 def _start_all(count: int, command: list[str]) -> int:
-    """The exit code of the first process that fails, or 0. When one fails the others are ended."""
-    with _reserved_port() as port:
-        role = f"127.0.0.1:{port.getsockname()[1]} {count}"
-        processes = [subprocess.Popen(command, env=os.environ | {_ROLE: f"{role} {index}"}) for index in range(count)]
+    """The exit code of the first process that fails, or 0. When one fails, or on a signal, all are ended."""
+    processes: list[subprocess.Popen[bytes]] = []
+    with _reserved_port() as port, _signals() as received, contextlib.ExitStack() as on_end:
+        on_end.callback(_end, processes)
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+        ended, others = os.pipe()
         try:
-            return _first_failure(processes)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            for index in range(count):
+                pipe = others if index else ended
+                role = Role(address, count, index, os.getpid(), pipe)
+                environment = os.environ | {_ROLE: str(role)}
+                processes.append(subprocess.Popen(command, env=environment, pass_fds=[pipe]))
         finally:
-            _end(processes)
+            os.close(ended)
+            os.close(others)
+        return _await_end(processes, received)
 
 
-def _first_failure(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Those which ask the launcher to end, as they arrive. What is ignored, by nohup for one, stays so."""
+    received: list[int] = []
+    heeded = [each for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    before = [signal.signal(each, lambda number, _: received.append(number)) for each in heeded]
+    try:
+        yield received
+    finally:
+        for each, handler in zip(heeded, before, strict=True):
+            signal.signal(each, handler)
+
+
+def _await_end(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> int:
     while True:
         codes = [process.poll() for process in processes]
+        if received:
+            return 128 + received[0]
         failed = [(index, code) for index, code in enumerate(codes) if code]
         if failed:
             index, code = failed[0]
@@ -115,16 +191,10 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def _reserved_port() -> socket.socket:
-    """A socket whose port no other launch is given while it is open, but on which jax's coordinator may listen.
-
-    It listens at all addresses of this host, so the port must be free at all: a connection may use it at one.
-    """
-    dual = socket.has_dualstack_ipv6()
-    reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-    if dual:
-        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    reserved.bind(("", 0))
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    """A socket whose port no other launch is given while it is open, but on which jax's coordinator may listen."""
+    reserved = socket.socket()
+    reserved.bind(("127.0.0.1", 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now, lest it shares somebody's port
     return reserved
 
 

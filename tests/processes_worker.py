@@ -19,6 +19,7 @@ import oracle
 import pytest
 import sparse_cases
 import test_lax
+from jax._src import distributed
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_ep import (
@@ -151,6 +152,30 @@ def check_errors(group: Group) -> None:
             group.check()
 
 
+def come_late(late: int) -> None:
+    """One process comes when the others have given up, again and again; at last all come, and open two groups."""
+    mesh, me = helpers.mesh_of(ep=jax.device_count()), jax.process_index()
+    for attempt in range(2):
+        for turn in ("others", "late"):
+            if (turn == "late") == (me == late):
+                with pytest.raises(PeerTimeoutError, match=r"process \d+ did not .* within 0.5 s"):
+                    Group(mesh, "ep", timeout=TIMEOUT, open_timeout=0.5)
+            await_everyone(f"{turn} gave up {attempt}")
+    if me == late:
+        time.sleep(1.0)
+    with Group(mesh, "ep", timeout=TIMEOUT) as one, Group(mesh, "ep", timeout=TIMEOUT) as other:
+        for group in (one, other):
+            program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+            jax.block_until_ready(program(*(spread(group, x) for x in case_of("float32", group.size))))
+            group.check()
+
+
+def await_everyone(name: str) -> None:
+    client = distributed.global_state.client
+    assert client is not None
+    client.wait_at_barrier(name, int(TIMEOUT * 1000))
+
+
 def lose_process(group: Group) -> None:
     """The last process dies; the others learn of it long before the timeout, and never hang."""
     start = time.monotonic()
@@ -173,11 +198,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--stage", action="store_true", help="everything goes through staging")
     parser.add_argument("--lose", action="store_true", help="a process dies")
+    parser.add_argument("--late", type=int, help="this process comes late")
     parser.add_argument("--cpu-devices", type=int, default=1)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     jax.config.update("jax_default_matmul_precision", "highest")
     group_module._CPU_PROCESSES_SHARE = True
+    if options.late is not None:
+        come_late(options.late)
+        print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
+        return
     with Group(helpers.mesh_of(ep=jax.device_count()), "ep", timeout=TIMEOUT) as group:
         assert group._native is not None
         if options.stage:

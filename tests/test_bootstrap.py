@@ -1,147 +1,188 @@
-"""Processes that find each other over Unix sockets, and hand over descriptors."""
+"""Processes that call each other over Unix sockets, hand over descriptors, and show strangers out."""
 
 import contextlib
-import multiprocessing as mp
+import errno
 import os
+import resource
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jax_ep import PeerLostError, PeerTimeoutError, _bootstrap
 
-PROCESSES, TIMEOUT = 4, 30.0
-SPAWN = mp.get_context("spawn")  # a fork would copy JAX's threads
+TIMEOUT = 30.0
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
 
-def exchange_memory(secret: str, process: int, answer: Connection) -> None:
-    """In a process of its own: hands everybody a piece of memory, and writes its number into theirs."""
-    peers = set(range(PROCESSES)) - {process}
-    sockets = _bootstrap.connect(secret, process, peers, timeout=TIMEOUT)
-    memory = os.memfd_create("test")
-    os.ftruncate(memory, PROCESSES)
-    for peer in peers:
-        socket.send_fds(sockets[peer], [b"memory"], [memory])
-    for peer in peers:
-        _, (theirs,), *_ = socket.recv_fds(sockets[peer], 16, 1)
-        os.pwrite(theirs, bytes([process + 1]), process)
-        os.close(theirs)
-        sockets[peer].send(b"written")
-    for peer in peers:
-        assert sockets[peer].recv(16) == b"written"
-        sockets[peer].close()
-    answer.send(os.pread(memory, PROCESSES, 0))
+@contextlib.contextmanager
+def receiving(secret: str, others: set[int]) -> Iterator[_bootstrap.Reception]:
+    """Process 0 receives the others, on a thread, while the block runs."""
+    over = threading.Event()
+
+    def body() -> None:
+        while not over.is_set():
+            reception.poll(0.05)
+
+    with _bootstrap.Reception(secret, 0, others) as reception:
+        thread = threading.Thread(target=body)
+        thread.start()
+        try:
+            yield reception
+        finally:
+            over.set()
+            thread.join()
 
 
-def vanish(secret: str, process: int, peer: int) -> None:
-    """Listens as `process`, takes the call of `peer` and dies without an answer."""
-    with _bootstrap._new_socket() as listener:
-        listener.bind(_bootstrap._name(secret, process))
-        listener.listen()
-        listener.accept()[0].recv(64)
+def stranger(secret: str, hello: bytes | None = None) -> socket.socket:
+    """Connected to process 0, to which it says something or nothing."""
+    caller = _bootstrap._new_socket()
+    caller.settimeout(TIMEOUT)
+    caller.connect(_bootstrap._name(secret, 0))
+    if hello is not None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            caller.send(hello)
+    return caller
+
+
+def answer(caller: socket.socket) -> bytes:
+    """Nothing, where the caller is shown out."""
+    with contextlib.suppress(ConnectionResetError):
+        return caller.recv(64)
+    return b""
 
 
 def traces() -> set[Path]:
     return {path for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir() if "jax_ep" in path.name}
 
 
-@contextlib.contextmanager
-def connecting(secret: str, process: int, peers: set[int], timeout: float = TIMEOUT) -> Iterator[dict[str, Any]]:
-    """Connects on a thread; at the end of the block "sockets" or "error" is there."""
-    outcome: dict[str, Any] = {}
-
-    def body() -> None:
-        try:
-            outcome["sockets"] = _bootstrap.connect(secret, process, peers, timeout=timeout)
-        except Exception as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    yield outcome
-    thread.join()
-    for each in outcome.get("sockets", {}).values():
-        each.close()
-
-
-def call(secret: str, process: int, hello: bytes) -> bytes:
-    """What a listening process answers to a hello: nothing, where it sends the caller away."""
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT
-    while True:
-        with _bootstrap._new_socket() as caller, contextlib.suppress(ConnectionRefusedError):
-            caller.settimeout(TIMEOUT)
-            caller.connect(_bootstrap._name(secret, process))
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                caller.send(hello)
-                return caller.recv(64)
-            return b""
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_memory_goes_round_and_nothing_is_left() -> None:
+def test_descriptors_go_round_and_nothing_is_left() -> None:
     secret, before = secrets.token_hex(16), traces()
-    pipes = [SPAWN.Pipe(duplex=False) for _ in range(PROCESSES)]
-    processes = [
-        SPAWN.Process(target=exchange_memory, args=(secret, index, sender)) for index, (_, sender) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    for index, (receiver, _) in enumerate(pipes):
-        assert receiver.poll(TIMEOUT)
-        assert receiver.recv() == bytes(0 if i == index else i + 1 for i in range(PROCESSES))
-    for process in processes:
-        process.join(TIMEOUT)
-        assert process.exitcode == 0
+    with receiving(secret, {3, 5}) as reception, _bootstrap.call(secret, 3, 0, b"hello", timeout=TIMEOUT) as caller:
+        wait_until(lambda: {number: each.said for number, each in reception.callers.items()} == {3: b"hello"})
+        mine, theirs = _bootstrap.pair()
+        with mine, theirs:
+            _bootstrap.send(reception.callers[3].connection, b"take this", [theirs.fileno()])
+        message, [received] = _bootstrap.receive(caller, timeout=TIMEOUT)
+        assert message == b"take this"
+        assert not os.get_inheritable(received.fileno())
+        with received:
+            assert received.recv(1) == b""  # the other end is closed
     assert traces() == before
 
 
-def test_a_wrong_secret_is_sent_away() -> None:
+def test_who_goes_is_dropped_and_may_call_again() -> None:
     secret = secrets.token_hex(16)
-    with connecting(secret, 0, {1}) as first:
-        assert call(secret, 0, _bootstrap._hello(secrets.token_hex(16), 1, 0)) == b""
-        assert call(secret, 0, b"short") == b""
-        assert call(secret, 0, _bootstrap._hello(secret, 2, 0)) == b""  # nobody waits for process 2
-        with connecting(secret, 1, {0}) as second:
-            pass
-    assert set(first["sockets"]) == {1}
-    assert set(second["sockets"]) == {0}
+    with receiving(secret, {1}) as reception:
+        for said in (b"one", b"two"):
+            with _bootstrap.call(secret, 1, 0, said, timeout=TIMEOUT):
+                wait_until(lambda said=said: 1 in reception.callers and reception.callers[1].said == said)
+            wait_until(lambda: not reception.callers)
+        with contextlib.ExitStack() as calls:  # the second before anybody heard the first go
+            old, _ = [calls.enter_context(_bootstrap.call(secret, 1, 0, s, timeout=TIMEOUT)) for s in (b"3", b"4")]
+            assert _bootstrap.receive(old, timeout=TIMEOUT) == (b"", [])
+            wait_until(lambda: 1 in reception.callers and reception.callers[1].said == b"4")
 
 
-def test_another_user_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_shown_out() -> None:
+    secret = secrets.token_hex(16)
+    hello = _bootstrap._hello(secret, 1, 0, b"said")
+    with receiving(secret, {1}) as reception:
+        for false in (
+            _bootstrap._hello(secrets.token_hex(16), 1, 0),
+            _bootstrap._hello(secret, 2, 0),  # nobody waits for process 2
+            hello[:-1] + b"x",
+            b"short",
+        ):
+            with stranger(secret, false) as caller:
+                assert answer(caller) == b""
+        assert not reception.callers
+        with stranger(secret, hello) as caller:
+            assert answer(caller) == _bootstrap._hello(secret, 0, 1)
+
+
+def test_who_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bootstrap, "_HELLO_SECONDS", 0.3)
+    secret = secrets.token_hex(16)
+    with receiving(secret, {1}), stranger(secret) as caller:
+        start = time.monotonic()
+        assert answer(caller) == b""
+        assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("crowd", [100, _bootstrap._MOST_UNDECIDED + 50])
+def test_a_crowd_that_says_nothing_holds_up_nobody(crowd: int) -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 3 * crowd:
+        pytest.skip(f"needs {3 * crowd} file descriptors, may open {soft}")
+    secret = secrets.token_hex(16)
+    with receiving(secret, {1, 2}) as reception, contextlib.ExitStack() as strangers:
+        for _ in range(crowd):
+            strangers.enter_context(stranger(secret))
+        start = time.monotonic()
+        for process in (1, 2):
+            strangers.enter_context(_bootstrap.call(secret, process, 0, timeout=TIMEOUT))
+        assert time.monotonic() - start < _bootstrap._HELLO_SECONDS / 2
+        wait_until(lambda: reception.callers.keys() == {1, 2})
+
+
+def test_where_nobody_is_free_callers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More call than the kernel lets wait while process 0 is busy; a Unix socket refuses further ones by EAGAIN."""
+    monkeypatch.setattr(_bootstrap, "_BACKLOG", 1)
+    secret = secrets.token_hex(16)
+    with contextlib.ExitStack() as stack:
+        reception = stack.enter_context(_bootstrap.Reception(secret, 0, {1}))
+        crowd = [stack.enter_context(_bootstrap._new_socket()) for _ in range(8)]
+        for each in crowd:
+            each.setblocking(False)
+        assert errno.EAGAIN in [each.connect_ex(_bootstrap._name(secret, 0)) for each in crowd]
+        busy = threading.Timer(0.3, lambda: [reception.poll(0.05) for _ in range(20)])
+        busy.start()
+        with _bootstrap.call(secret, 1, 0, timeout=TIMEOUT):
+            busy.join()
+            assert reception.callers.keys() == {1}
+        with pytest.raises(PeerTimeoutError, match="process 0 did not answer"):
+            _bootstrap.call(secret, 1, 0, timeout=0.2)
+
+
+def test_another_user_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = secrets.token_hex(16)
     monkeypatch.setattr(_bootstrap, "peer_uid", lambda connection: os.getuid() + 1)
-    with connecting(secret, 0, {1}, timeout=1) as outcome:
-        assert call(secret, 0, _bootstrap._hello(secret, 1, 0)) == b""
+    with receiving(secret, {1}) as reception:
+        with stranger(secret) as caller:  # at once, not when its time to say hello is over
+            start = time.monotonic()
+            assert answer(caller) == b""
+            assert time.monotonic() - start < _bootstrap._HELLO_SECONDS / 2
         with pytest.raises(PeerLostError, match="process 0 belongs to another user"):
-            _bootstrap.connect(secret, 1, {0}, timeout=TIMEOUT)
-    assert isinstance(outcome["error"], PeerTimeoutError)
+            _bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+        assert not reception.callers
 
 
-@pytest.mark.parametrize(("process", "peer"), [(0, 1), (1, 0)])
-def test_a_peer_that_never_comes(process: int, peer: int) -> None:
-    start = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match=f"process {peer} did not connect"):
-        _bootstrap.connect(secrets.token_hex(16), process, {peer}, timeout=0.3)
-    assert time.monotonic() - start < 3
+def test_nobody_receives() -> None:
+    with pytest.raises(PeerLostError, match="process 0 went away"):
+        _bootstrap.call(secrets.token_hex(16), 1, 0, timeout=TIMEOUT)
 
 
-def test_a_peer_that_dies() -> None:
+def test_a_reception_that_ends() -> None:
     secret = secrets.token_hex(16)
-    dying = SPAWN.Process(target=vanish, args=(secret, 0, 1))
-    dying.start()
+    with receiving(secret, {1}):
+        caller = _bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+    with caller:
+        assert _bootstrap.receive(caller, timeout=TIMEOUT) == (b"", [])
     with pytest.raises(PeerLostError, match="process 0"):
-        _bootstrap.connect(secret, 1, {0}, timeout=TIMEOUT)
-    dying.join(TIMEOUT)
-    assert dying.exitcode == 0
+        _bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
 
 
 def test_the_users_of_a_socket_are_known() -> None:

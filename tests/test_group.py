@@ -1,13 +1,18 @@
 """What Group takes and refuses, and how it ends."""
 
+import contextlib
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import helpers
+import jax
 import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Group, GroupClosedError, PlatformError, _native
+from jax_ep import Group, GroupClosedError, PlatformError, _checks, _native, group as group_module, profiling
 
 SIZE, EXPERTS = 2, 8
 
@@ -24,8 +29,9 @@ def test_axis() -> None:
         ({"timeout": -1.0}, ValueError, "timeout must be a positive number of seconds, got -1"),
         ({"timeout": float("nan")}, ValueError, "timeout must be a positive number of seconds, got nan"),
         ({"timeout": "3"}, TypeError, "timeout must be a number of seconds, got str"),
-        ({"timeout": None}, TypeError, "timeout must be a number of seconds, got NoneType"),
         ({"timeout": True}, TypeError, "timeout must be a number of seconds, got bool"),
+        ({"open_timeout": 0}, ValueError, "open_timeout must be a positive number of seconds, got 0"),
+        ({"open_timeout": "3"}, TypeError, "open_timeout must be a number of seconds, got str"),
         ({"max_sms": 0}, ValueError, "max_sms must be at least 1, got 0"),
         ({"max_sms": 1.5}, TypeError, "max_sms must be a Python int, .*got float"),
         ({"max_sms": True}, TypeError, "max_sms must be a Python int, .*got bool"),
@@ -35,6 +41,71 @@ def test_axis() -> None:
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^Group: {message}"):
         Group(helpers.mesh_of(ep=1), "ep", **options)
+
+
+def test_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_EP_TIMEOUT", raising=False)
+    with Group(helpers.mesh_of(ep=1), "ep") as group:
+        assert group.timeout == 300
+    monkeypatch.setenv("JAX_EP_TIMEOUT", "12.5")
+    with Group(helpers.mesh_of(ep=1), "ep") as group:
+        assert group.timeout == 12.5
+    with Group(helpers.mesh_of(ep=1), "ep", timeout=3) as group:
+        assert group.timeout == 3
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan"])
+def test_a_bad_default_timeout(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EP_TIMEOUT", value)
+    with pytest.raises(
+        ValueError, match=rf"^Group: JAX_EP_TIMEOUT must be a positive number of seconds, got '{value}'"
+    ):
+        Group(helpers.mesh_of(ep=1), "ep")
+
+
+def threads_and_files() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_any_max_sms(native: None) -> None:
+    with Group(helpers.mesh_of(ep=SIZE), "ep", max_sms=2**40) as group:
+        group.check()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: Group) -> None:
+        raise RuntimeError("at last")
+
+    with Group(helpers.mesh_of(ep=SIZE), "ep"):
+        pass  # starts whatever XLA starts once
+    monkeypatch.setattr(profiling, "group_opened", fail)
+    before = threads_and_files()
+    kept = []  # the traceback keeps the group: nothing is left to the garbage collector
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="at last") as raised:
+            Group(helpers.mesh_of(ep=SIZE), "ep")
+        kept.append(raised)
+    assert threads_and_files() == before
+
+
+def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another thread: between a look at one group and a look at the next."""
+    mesh = helpers.mesh_of(ep=1)
+    with contextlib.ExitStack() as opened:
+
+        def look(other: jax.sharding.Mesh) -> bool:
+            opening = threading.Thread(target=lambda: opened.enter_context(Group(mesh, "ep")))
+            opening.start()
+            opening.join()
+            return False
+
+        monkeypatch.setattr(_checks, "check_manual_axis", lambda op, axis_name: None)
+        monkeypatch.setattr(_checks, "is_mesh_here", look)
+        for _ in range(3):
+            opened.enter_context(Group(mesh, "ep"))
+        with pytest.raises(ValueError, match=r"no open jax_ep.Group over axis 'ep'"):
+            group_module.find_open_group("test", "ep")
 
 
 @pytest.mark.parametrize("timeout", [np.float32(30), 10**10, float("inf")])

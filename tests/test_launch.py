@@ -1,11 +1,15 @@
 """`python -m jax_ep.launch`: scripts in several processes, their exit codes and their end."""
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,29 +55,152 @@ def test_the_first_failure_ends_all(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
 
 
-def test_interrupt(tmp_path: Path) -> None:
-    (tmp_path / "sleep.py").write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
+@contextlib.contextmanager
+def sleeping(cwd: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """A launcher, and its two processes, which sleep; at the end none is left, whatever the launcher did."""
+    (cwd / "sleep.py").write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
     process = subprocess.Popen(
-        command("-n", "2", "sleep.py"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        command("-n", "2", "sleep.py"), cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    started: list[int] = []
+    try:
+        assert process.stdout is not None
+        started += [int(process.stdout.readline()) for _ in range(2)]
+        yield process, started
+    finally:
+        process.kill()
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def await_end(pids: list[int]) -> None:
+    """Fails unless all of them end soon. Orphans that nobody reaps, as in a container without init, have ended too."""
+    deadline = time.monotonic() + 10
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < deadline, f"process {pid} lives on"
+                time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all(number: signal.Signals, tmp_path: Path) -> None:
+    with sleeping(tmp_path) as (process, started):
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+        for pid in started:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
+    with sleeping(tmp_path) as (process, started):
+        process.kill()
+        process.wait(timeout=30)
+        await_end(started)
+
+
+def test_a_launcher_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LeftError(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    monkeypatch.setattr(launch, "_leave", leave)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: type("C", (), {"prctl": lambda *arguments: 0}))
+    launch._die_with(os.getppid())
+    with pytest.raises(LeftError):
+        launch._die_with(os.getppid() + 1)
+
+
+def test_what_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launch._signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGTERM, signal.SIGINT]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def listening_at(port: int) -> set[str]:
+    """The local addresses at which anybody listens on a TCP port, as the kernel writes them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port}
+
+
+def test_the_coordinator_is_for_this_host_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import jax, os, sys, time\n"
+        "from jax._src import distributed\n"
+        "os.write(1, f'{distributed.global_state.coordinator_address}\\n'.encode())\n"
+        "sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        command("-n", "1", "script.py"),
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
-    started = [int(process.stdout.readline()) for _ in range(2)]
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 128 + signal.SIGINT
-    process.stdout.close()
-    for pid in started:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    address = process.stdout.readline()
+    found = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", address)
+    assert found, address
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, and as an address of IPv6
+    assert listening_at(int(found[1])) in [{each} for each in loopback]
+    with socket.create_connection(("127.0.0.1", int(found[1])), timeout=10) as stranger:
+        stranger.send(b"GET / HTTP/1.1\r\n\r\n")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_clean_end_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import jax, time\n"
+        "assert jax.numpy.ones(3).sum() == 3\n"
+        "time.sleep(0.3 * jax.process_index())"  # the coordinator's process is the first to be done
+    )
+    result = run("-n", "3", "script.py", cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout + result.stderr == ""
+
+
+@pytest.mark.parametrize(("others_take", "waited"), [(0.5, 0.5), (60, 2.0)])
+def test_the_coordinator_leaves_last(others_take: float, waited: float) -> None:
+    class Service:
+        ended = 0.0
+
+        def shutdown(self) -> None:
+            self.ended = time.monotonic()
+
+    ended, others = os.pipe()
+    leaving = threading.Timer(others_take, os.close, [others])
+    start, service = time.monotonic(), Service()
+    leaving.start()
+    launch._LastToLeave(service, ended).shutdown()
+    assert waited - 0.01 <= service.ended - start < waited + 5
+    leaving.cancel()
+    os.close(ended)
+    if others_take == 60:
+        os.close(others)
 
 
 def test_the_port_is_for_one_launch_alone() -> None:
     with launch._reserved_port() as reserved, socket.socket() as other, socket.socket() as coordinator:
         port = reserved.getsockname()[1]
-        for address in ("", "127.0.0.1"):  # at none may anybody else have it: the coordinator listens at all
+        for address in ("", "127.0.0.1"):
             with pytest.raises(OSError, match="in use"):
                 other.bind((address, port))
         coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does
-        coordinator.bind(("", port))
+        coordinator.bind(("127.0.0.1", port))
         coordinator.listen()
 
 

@@ -142,3 +142,9 @@ def test_more_ranks_than_gpus(open_group: OpenGroup, tmp_path: Path) -> None:
 @pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
 def test_a_dead_process(tmp_path: Path) -> None:
     launch(tmp_path, "--lose")
+
+
+@pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
+@pytest.mark.parametrize("late", [0, PROCESSES - 1])
+def test_a_late_process(late: int, tmp_path: Path) -> None:
+    launch(tmp_path, f"--late={late}")

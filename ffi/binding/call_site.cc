@@ -2,7 +2,6 @@
 
 #include <string_view>
 
-#include "binding/registry.h"
 #include "heap/sites.h"
 
 namespace jax_ep {
@@ -13,7 +12,7 @@ namespace ffi = xla::ffi;
 // The attributes are those of the op; a grouped product has neither group nor site.
 ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attributes) {
   auto made = std::make_unique<CallSite>();
-  if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_group(*id);
+  if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
   if (const auto site = attributes.get<std::string_view>("site"); site.has_value()) remember_site(*site);
   return made;
 }

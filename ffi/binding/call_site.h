@@ -3,13 +3,13 @@
 
 #include <memory>
 
-#include "heap/group.h"
+#include "binding/registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
 
 struct CallSite {
-  std::shared_ptr<Group> group;  // lives as long as the programs compiled for it, unless it is closed; may be null
+  std::shared_ptr<Registration> group;  // stays open as long as programs that were compiled for it; may be null
 
   static xla::ffi::TypeId id;
 };

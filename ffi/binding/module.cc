@@ -93,70 +93,93 @@ PyError to_python(const std::optional<GroupError>& error) {
 }
 
 // A group as Python holds it: registered while open. A child that was forked has none of the group's threads: there
-// everything is left as it is.
+// everything is left as it is. Once the group is closed or released, there is nothing more to tell.
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
          std::vector<int> sockets, int64_t content, int index)
-      : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
-                                               Neighbours{std::move(processes), std::move(sockets)})),
-        registered_(register_group(group_, content, index)) {}
+      : registration_(register_group(
+            std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                            Neighbours{std::move(processes), std::move(sockets)}),
+            content, index)),
+        id_(registration_->id) {}
   ~Handle() {
-    if (is_forked()) new std::shared_ptr<PlatformGroup>(std::move(group_));
+    if (is_forked()) new std::shared_ptr<Registration>(std::move(registration_));
   }
 
-  int64_t id() const { return registered_.id; }
+  int64_t id() const { return id_; }
   void close() {
-    if (is_forked()) return;
-    group_->close();
-    forget_group(registered_.id);
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    if (!group || is_forked()) return;
+    group->close();
+    recorder_ = nullptr;
+    std::atomic_load(&registration_)->end();
   }
   // Nobody in Python holds the group any more: it is closed with the last program that was compiled for it.
   void release() {
     if (is_forked()) return;
     recorder_ = nullptr;
-    std::atomic_store(&group_, {});
+    std::atomic_store(&registration_, {});
   }
   // In short waits: between them the watchdog, who calls this, does not keep a released group alive.
   PyError await_failure(double seconds) {
     constexpr double kPeriod = 0.05;
     for (; seconds > 0; seconds -= kPeriod) {
-      const std::shared_ptr<PlatformGroup> group = std::atomic_load(&group_);
-      if (!group) return std::pair{"GroupClosedError", "the group was released"};
+      const std::shared_ptr<PlatformGroup> group = open_group();
+      if (!group) return std::pair{"GroupClosedError", "the group was closed"};
       if (const auto error = group->await_failure(kPeriod)) return to_python(error);
     }
     return std::nullopt;
   }
   std::vector<PyHistory> history() const {
     std::vector<PyHistory> all;
-    for (const RankHistory& each : group_->history()) all.push_back(to_python(each));
+    if (const std::shared_ptr<PlatformGroup> group = open_group())
+      for (const RankHistory& each : group->history()) all.push_back(to_python(each));
     return all;
   }
-  PyError take_error() { return to_python(group_->take_error()); }
+  PyError take_error() {
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    return group ? to_python(group->take_error()) : std::nullopt;
+  }
   void start_recording() {
-    if (!recorder_) recorder_ = std::make_unique<Recorder>(group_, group_->most_squads());
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    if (!group) return;
+    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_squads());
     recorder_->start();
   }
   std::vector<PyRecording> stop_recording() {
     std::vector<PyRecording> all;
+    if (!recorder_) return all;
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
   }
-  void limit_processors(int most) { group_->limit_processors(most); }
+  void limit_processors(int most) {
+    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->limit_processors(most);
+  }
   // Blocks, threads, pushing warps of a block, bytes of shared memory of a warp; nothing on a CPU.
   std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
-    return describe_launch(*group_, static_cast<OpKind>(op), num_tokens, encoded);
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    return group ? describe_launch(*group, static_cast<OpKind>(op), num_tokens, encoded) : std::nullopt;
   }
-  void stall(int rank, const std::string& where) { group_->stall(rank, where); }
-  void stage_all() { group_->stage_all(); }
+  // Test hooks.
+  void stall(int rank, const std::string& where) {
+    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stall(rank, where);
+  }
+  void stage_all() {
+    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stage_all();
+  }
 
  private:
   bool is_forked() const { return getpid() != process_; }
+  std::shared_ptr<PlatformGroup> open_group() const {
+    const std::shared_ptr<Registration> registration = std::atomic_load(&registration_);
+    return registration ? std::static_pointer_cast<PlatformGroup>(registration->group()) : nullptr;
+  }
 
   const pid_t process_ = getpid();
-  std::shared_ptr<PlatformGroup> group_;
+  std::shared_ptr<Registration> registration_;
+  const int64_t id_;
   std::unique_ptr<Recorder> recorder_;
-  Registered registered_;
 };
 
 }  // namespace

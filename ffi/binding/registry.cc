@@ -15,7 +15,7 @@ namespace {
 struct Registry {
   const pid_t process = getpid();
   std::mutex mutex;
-  std::map<int64_t, std::weak_ptr<Group>> groups;
+  std::map<int64_t, std::weak_ptr<Registration>> open;
 };
 
 Registry& registry() {
@@ -23,49 +23,55 @@ Registry& registry() {
   return *registry;
 }
 
-// The content's bits are those of a cryptographic hash, so neighbours of one content meet no other's.
+// The content's bits are those of a cryptographic hash, so the ids behind it are nobody else's.
 int64_t id_of(int64_t content, int index) { return content + index; }
 
 }  // namespace
 
-Registered register_group(const std::shared_ptr<Group>& group, int64_t content, int index) {
+void Registration::end() {
+  const std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});
+  if (!ended) return;
   std::lock_guard lock(registry().mutex);
-  const bool counts = index < 0;
-  for (index = std::max(index, 0);; ++index) {
-    const int64_t id = id_of(content, index);
-    std::weak_ptr<Group>& place = registry().groups[id];
-    if (place.expired()) {
-      place = group;
-      return {id, index};
-    }
-    if (!counts)
+  registry().open.erase(id);
+}
+
+std::shared_ptr<Registration> register_group(std::shared_ptr<Group> group, int64_t content, int index) {
+  std::lock_guard lock(registry().mutex);
+  int place = std::max(index, 0);
+  while (registry().open.count(id_of(content, place))) {
+    if (index >= 0)
       throw std::invalid_argument("group number " + std::to_string(index) +
-                                  " over these devices is open already in this process: processes must open and close "
-                                  "their groups in one order");
+                                  " over these devices is open already in this process");
+    ++place;
   }
+  auto made = std::make_shared<Registration>(std::move(group), id_of(content, place));
+  registry().open.emplace(made->id, made);
+  return made;
 }
 
-void forget_group(int64_t id) {
+std::shared_ptr<Registration> find_registration(int64_t id) {
   std::lock_guard lock(registry().mutex);
-  registry().groups.erase(id);
-}
-
-void close_all() {
-  std::vector<std::shared_ptr<Group>> open;
-  {
-    std::lock_guard lock(registry().mutex);
-    if (getpid() != registry().process) return;
-    for (const auto& [id, place] : registry().groups)
-      if (std::shared_ptr<Group> group = place.lock()) open.push_back(std::move(group));
-    registry().groups.clear();
-  }
-  for (const std::shared_ptr<Group>& group : open) group->close();
+  const auto found = registry().open.find(id);
+  return found == registry().open.end() ? nullptr : found->second.lock();
 }
 
 std::shared_ptr<Group> find_group(int64_t id) {
-  std::lock_guard lock(registry().mutex);
-  const auto found = registry().groups.find(id);
-  return found == registry().groups.end() ? nullptr : found->second.lock();
+  const std::shared_ptr<Registration> found = find_registration(id);
+  return found ? found->group() : nullptr;
+}
+
+void close_all() {
+  std::vector<std::shared_ptr<Registration>> open;
+  {
+    std::lock_guard lock(registry().mutex);
+    if (getpid() != registry().process) return;
+    for (const auto& [id, place] : registry().open)
+      if (std::shared_ptr<Registration> each = place.lock()) open.push_back(std::move(each));
+  }
+  for (const std::shared_ptr<Registration>& each : open) {
+    if (const std::shared_ptr<Group> group = each->group()) group->close();
+    each->end();
+  }
 }
 
 xla::ffi::Error to_ffi(const GroupError& error) {

@@ -9,22 +9,38 @@
 
 namespace jax_ep {
 
-// Registers an open group under the id of its content (devices, mesh, axis) and of how many groups of that content are
-// open already, and returns that id. A program finds the group by it, in this process or another, whichever groups were
-// opened before. `index`: how many are open, as the processes of a group agreed, or -1 to count. Throws
-// std::invalid_argument if that place is taken.
-struct Registered {
-  int64_t id;
-  int index;
+// An open group under the id of its content (devices, mesh, axis) and of how many groups of that content are open
+// already. A program finds the group by that id, in this process or another, whichever groups were opened before.
+// Whoever holds the registration keeps the group open: its owner, and the programs that were compiled for it.
+class Registration {
+ public:
+  Registration(std::shared_ptr<Group> group, int64_t id) : id(id), group_(std::move(group)) {}
+  ~Registration() { end(); }
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+  const int64_t id;
+
+  // Null when it has ended.
+  std::shared_ptr<Group> group() const { return std::atomic_load(&group_); }
+
+  // The group was closed: its id is free, and its memory too, whoever still holds the registration.
+  void end();
+
+ private:
+  std::shared_ptr<Group> group_;
 };
-Registered register_group(const std::shared_ptr<Group>& group, int64_t content, int index = -1);
-void forget_group(int64_t id);
+
+// `content`: a hash. `index`: how many groups of this content are open, as their processes agreed, or -1 to count.
+// Throws std::invalid_argument if that place is taken.
+std::shared_ptr<Registration> register_group(std::shared_ptr<Group> group, int64_t content, int index = -1);
+
+// Null if there is none.
+std::shared_ptr<Registration> find_registration(int64_t id);
+std::shared_ptr<Group> find_group(int64_t id);
 
 // At exit: closes what is still open. Does nothing in a child that was forked, which has none of the groups' threads.
 void close_all();
-
-// Null if there is none. The registry alone keeps no group alive: its owner and the programs compiled for it do.
-std::shared_ptr<Group> find_group(int64_t id);
 
 xla::ffi::Error to_ffi(const GroupError& error);
 
