@@ -12,9 +12,10 @@ STRANGE = (np.nan, np.inf, -np.inf)
 def assert_near(
     actual: Any, exact: np.ndarray, magnitude: np.ndarray, roundings: float, what: str, floor: float = 0.0
 ) -> None:
-    """`exact` in float64; NaN and infinities are where it has them, all else is within so many roundings, or `floor`."""
+    """`exact` in float64; NaN and infinities are where it has them, else it is so many roundings or `floor` off."""
     if actual.dtype.kind in "biu":
-        return assert_same(actual, exact, what)
+        assert_same(actual, exact, what)
+        return
     found, info = helpers.wide(actual).astype(np.float64), jnp.finfo(actual.dtype)
     assert found.shape == exact.shape, f"{what}: {found.shape} is not {exact.shape}"
     finite = np.isfinite(exact)

@@ -6,6 +6,7 @@ A configuration is one set of values in one program; compiling takes most of the
 """
 
 import faulthandler
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,6 @@ from jax.sharding import Mesh
 
 from jax_ep import Group, _ffi
 
-from .compare import pick
 from .mlp import MoeMlp
 from .products import Product
 from .programs import Program
@@ -42,10 +42,10 @@ XLA_SHARE = 0.12  # of the programs are those in plain JAX
 LONGEST_SECONDS = 120.0  # for one set of values, or one compilation
 
 
-def open_group(rng: np.random.Generator, monkey: dict[str, str]) -> Group:
+def open_group(rng: np.random.Generator) -> Group:
     """Over some of the first devices; a half of them with poisoned buffers."""
     devices = jax.devices()[: rng.integers(1, min(8, jax.device_count()) + 1)]
-    monkey["JAX_EP_DEBUG_POISON"] = str(rng.integers(2))
+    os.environ["JAX_EP_DEBUG_POISON"] = str(rng.integers(2))
     return Group(Mesh(np.array(devices), ("ep",)), "ep")
 
 
@@ -55,11 +55,9 @@ def implementation_of(rng: np.random.Generator, group: Group) -> str:
 
 def try_program(report: Report, index: int, values: range) -> None:
     """Builds program `index`, and tries it with these sets of values."""
-    import os
-
     rng = np.random.default_rng([report.seed, index])
     kind = PROGRAMS[index % len(PROGRAMS)]
-    with open_group(rng, os.environ) as group:  # type: ignore[arg-type]
+    with open_group(rng) as group:
         program = kind(rng, group, implementation_of(rng, group))
         report.programs += 1
         for value in values:

@@ -1,4 +1,4 @@
-"""Several processes, started by jax_ep.launch, as the parent sees them: told what to do, killed, stopped and continued."""
+"""Processes started by jax_ep.launch, as their parent sees them: told what to do, killed, stopped and continued."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ class Process:
 
     def __init__(self, command: list[str], environment: dict[str, str], index: int):
         self.index = index
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill()
         self.popen = subprocess.Popen(
             command,
             env=environment,
@@ -98,7 +98,9 @@ class Lineup:
         shared = [f"--gpus={min(gpus, members + 1)}"] if gpus else []
         command = [sys.executable, "-m", "jax_ep.launch", f"-n={members + 1}", *shared]
         command += ["-m", "tests.chaos.worker", f"--devices={devices}"]
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
+        environment = (
+            os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
+        )
         self._port = launch._reserved_port()
         role = f"127.0.0.1:{self._port.getsockname()[1]} {members + 1}"
         self.coordinator, *started = (

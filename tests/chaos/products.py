@@ -60,7 +60,9 @@ class Product(Program):
                 assert_near(mine, right, most, 2 * size, f"gradient of {name}")
             return False
         each = 1 if self.op == "matmul_all_reduce" else size  # the bias of a sum is everybody's
-        bias = np.broadcast_to(draw_floats(rng, (each if self.op == "all_gather_matmul" else 1, n), self.dtype), (size, n))
+        bias = np.broadcast_to(
+            draw_floats(rng, (each if self.op == "all_gather_matmul" else 1, n), self.dtype), (size, n)
+        )
         if self.bias:
             exact, magnitude = exact + bias[:, None].astype(np.float64), magnitude + np.abs(bias)[:, None]
         actual = helpers.fetch(self.run(a, b, bias))

@@ -118,7 +118,9 @@ class Routed(Program):
         assert not np.isfinite(found[strange]).any(), "NaN or infinity came out as a number"
         clean = ~strange.any(axis=3)
         allowed = np.zeros_like(wanted)
-        if not np.isfinite(helpers.wide(case.tokens)).all() or self.implementation == "xla":  # not rounded, or elsewhere
+        if (
+            not np.isfinite(helpers.wide(case.tokens)).all() or self.implementation == "xla"
+        ):  # not rounded, or elsewhere
             with np.errstate(invalid="ignore"):
                 largest = np.abs(wanted).max(axis=3, keepdims=True)
                 allowed = 1.01 * np.maximum(np.abs(wanted) / 8, largest * 2.0**-9 / 448)
@@ -210,14 +212,18 @@ class Gradients(Routed):
         self.assert_gradients(case, above, targets >= 0, d_tokens, d_weights)
         return False
 
-    def assert_gradients(self, case: Case, above: np.ndarray, arrived: np.ndarray, d_tokens: Any, d_weights: Any) -> None:
+    def assert_gradients(
+        self, case: Case, above: np.ndarray, arrived: np.ndarray, d_tokens: Any, d_weights: Any
+    ) -> None:
         tokens, cotangent = case.tokens.astype(np.float64), above.astype(np.float64)
         weights = np.where(arrived, case.weights.astype(np.float64), 0)
         with np.errstate(invalid="ignore"):
             slope = cotangent * (3 if self.wire else 2 * tokens)
             terms = np.where(arrived[..., None], weights[..., None] * slope[:, :, None], 0)  # [R, T, K, H]
             info = jnp.finfo(self.dtype)
-            underflow = 4 * self.shape["top_k"] * float(info.smallest_subnormal) * (1 + np.nanmax(np.abs(slope), initial=0))
+            underflow = (
+                4 * self.shape["top_k"] * float(info.smallest_subnormal) * (1 + np.nanmax(np.abs(slope), initial=0))
+            )
             magnitude = np.abs(terms).sum(axis=2)
             assert_near(d_tokens, terms.sum(axis=2), magnitude, 4, "gradient of the tokens", floor=underflow)
             if self.wire:  # their outputs are the rounded tokens
