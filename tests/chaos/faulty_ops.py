@@ -1,0 +1,146 @@
+"""Every op with fixed operands and what it gives on all ranks: what the processes run while some are lost."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matmul_cases
+import numpy as np
+import oracle
+import sparse_cases
+
+import jax_ep
+from jax_ep import Group
+from jax_ep.lax import ragged_all_to_all
+
+from .ragged import place
+
+EXPERTS_EACH, ROWS = 2, 60
+
+
+class Value(NamedTuple):
+    """One array of a result, on all ranks."""
+
+    exact: np.ndarray
+    magnitude: np.ndarray
+    roundings: float
+
+
+class Op(NamedTuple):
+    run: Any  # of jax.jit
+    operands: list[np.ndarray]
+    wanted: list[Value]  # of the leaves of the result, but for those beyond the last
+
+
+def equal(*arrays: Any) -> list[Value]:
+    wide = [helpers.wide(x) for x in arrays]
+    return [Value(x, np.zeros(x.shape), 0) for x in wide]
+
+
+def draw_case(rng: np.random.Generator, size: int, tokens: int, hidden: int, dtype: Any = np.float32) -> helpers.Case:
+    return helpers.draw_case(rng, size, tokens, 2, EXPERTS_EACH * size, hidden, np.dtype(dtype))
+
+
+def round_trip(
+    rng: np.random.Generator, group: Group, *, tokens: int = 37, dtype: Any = np.float32, fp8: bool = False
+) -> Op:
+    size, experts = group.size, EXPERTS_EACH * group.size
+    case = draw_case(rng, size, tokens, 128, dtype)
+    capacity = size * tokens * 2
+    out = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=fp8)
+    options = {"num_experts": experts, "capacity": capacity, "wire_dtype": jnp.float8_e4m3fn if fp8 else None}
+    combined = Value(
+        oracle.combine(out.tokens, out.targets, case.weights),
+        oracle.combine(np.abs(out.tokens), out.targets, np.abs(case.weights)),
+        1,
+    )
+    routed = equal(*(getattr(out, name) for name in ("tokens", "group_sizes", "targets", "rows", "weights", "counts")))
+    routed += equal(out.dropped, out.invalid)
+    return Op(helpers.dispatch_combine(group, implementation="ffi", **options), [*case], [*routed, combined])
+
+
+def gradients(rng: np.random.Generator, group: Group) -> Op:
+    case = draw_case(rng, group.size, 20, 64)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        def loss(tokens: jax.Array, weights: jax.Array) -> jax.Array:
+            out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
+            return jnp.sum(jax_ep.combine(out.tokens**2, out.routing, group=group))
+
+        return jax.grad(loss, argnums=(0, 1))(tokens, weights)
+
+    tokens, total = case.tokens.astype(np.float64), case.weights.sum(axis=2, keepdims=True)
+    squares = np.broadcast_to((tokens**2).sum(axis=2, keepdims=True), case.weights.shape)
+    wanted = [Value(2 * tokens * total, np.abs(2 * tokens * total), 4), Value(squares, squares, 4)]
+    return Op(helpers.per_rank(body, group.mesh), [*case], wanted)
+
+
+def scan(rng: np.random.Generator, group: Group) -> Op:
+    """Ten layers in one program; on a GPU a captured graph."""
+    case = draw_case(rng, group.size, 8, 32)
+
+    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
+        return jax_ep.combine(out.tokens, out.routing, group=group)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (layer(x, ids, weights), None), tokens, length=10)[0]
+
+    exact = case.tokens * case.weights.astype(np.float64).sum(axis=2, keepdims=True) ** 10
+    return Op(helpers.per_rank(body, group.mesh), [*case], [Value(exact, np.abs(exact), 60)])
+
+
+def sparse(rng: np.random.Generator, group: Group, **options: Any) -> Op:
+    ids = sparse_cases.zipf(rng, group.size, 50, ROWS)
+    values = sparse_cases.draw_values(rng, ids, 40)
+    options = {"capacity": ROWS} | options
+    wanted = sparse_cases.expected(ids, values, num_rows=ROWS, **options)
+    leaves = [*equal(wanted.indices), Value(wanted.exact, wanted.magnitude, 4), *equal(wanted.used)]
+    program = sparse_cases.program(group, ROWS, method="bitmap", implementation="ffi", **options)
+    return Op(program, [ids, values], leaves)
+
+
+def product(rng: np.random.Generator, group: Group, op: str) -> Op:
+    operands = matmul_cases.draw(rng, group.size, (16 * group.size, 32, 40), helpers.DTYPES[0])
+    exact, magnitude = matmul_cases.exact(op, *operands), matmul_cases.exact(op, *(np.abs(x) for x in operands))
+    return Op(
+        matmul_cases.program(op, group, implementation="ffi"),
+        [*operands],
+        [Value(exact, magnitude, 1 + group.size)],
+    )
+
+
+def ragged(rng: np.random.Generator, group: Group) -> Op:
+    size, rows = group.size, 8 * group.size
+    sizes = rng.integers(0, 8, (size, size))
+    arrives = np.array([place(rng, x, rows) for x in sizes.T]).T
+    slices = oracle.Slices(np.array([place(rng, x, rows) for x in sizes]), sizes, arrives, sizes.T)
+    slices = oracle.Slices(*(np.ascontiguousarray(x, np.int32) for x in slices))
+    operand, output = rng.standard_normal((2, size, rows, 100)).astype(np.float32)
+
+    def body(*operands: jax.Array) -> jax.Array:
+        return ragged_all_to_all(*operands, axis_name="ep")
+
+    wanted = equal(oracle.ragged_all_to_all(operand, output, slices))
+    return Op(helpers.per_rank(body, group.mesh), [operand, output, *slices], wanted)
+
+
+OPS: dict[str, Callable[[np.random.Generator, Group], Op]] = {
+    "dispatch and combine": round_trip,
+    "float8": partial(round_trip, tokens=64, dtype=helpers.DTYPES[0], fp8=True),
+    "late tokens": partial(round_trip, tokens=helpers.LATE_TOKENS, dtype=helpers.DTYPES[0]),
+    "gradients": gradients,
+    "scan": scan,
+    "sparse": sparse,
+    "sparse, sharded": partial(sparse, sharded=True, op="mean_by_count"),
+    **{op: partial(product, op=op) for op in matmul_cases.OPS},
+    "ragged": ragged,
+}
+
+
+def draw_ops(rng: np.random.Generator, group: Group, count: int) -> dict[str, Op]:
+    names: Iterable[str] = rng.permutation(list(OPS))[:count].tolist()
+    return {name: OPS[name](rng, group) for name in names}

@@ -1,0 +1,95 @@
+"""Random programs of every op, each with many sets of random values, against numpy.
+
+    python -m tests.chaos.fuzz --configurations 10000 --seed 1
+
+A configuration is one set of values in one program; compiling takes most of the time, so a program serves many.
+"""
+
+import faulthandler
+import os
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ep import Group, _ffi
+
+from .mlp import MoeMlp
+from .products import Product
+from .programs import Program
+from .ragged import Ragged
+from .report import Report, devices_here, parser, prepare_devices
+from .routed import Float8, Gradients, RoundTrip
+from .sparse import AllReduce, AllReduceGradient, Coalesce
+
+PROGRAMS: tuple[type[Program], ...] = (
+    RoundTrip,
+    AllReduce,
+    Ragged,
+    Product,
+    Gradients,
+    RoundTrip,
+    AllReduceGradient,
+    MoeMlp,
+    AllReduce,
+    Float8,
+    Product,
+    Coalesce,
+)
+XLA_SHARE = 0.12  # of the programs are those in plain JAX
+LONGEST_SECONDS = 120.0  # for one set of values, or one compilation
+
+
+def open_group(rng: np.random.Generator) -> Group:
+    """Over some of the first devices; a half of them with poisoned buffers."""
+    devices = jax.devices()[: rng.integers(1, min(8, jax.device_count()) + 1)]
+    os.environ["JAX_EP_DEBUG_POISON"] = str(rng.integers(2))
+    return Group(Mesh(np.array(devices), ("ep",)), "ep")
+
+
+def implementation_of(rng: np.random.Generator, group: Group) -> str:
+    return "xla" if not _ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "ffi"
+
+
+def try_program(report: Report, index: int, values: range) -> None:
+    """Builds program `index`, and tries it with these sets of values."""
+    rng = np.random.default_rng([report.seed, index])
+    kind = PROGRAMS[index % len(PROGRAMS)]
+    with open_group(rng) as group:
+        program = kind(rng, group, implementation_of(rng, group))
+        report.programs += 1
+        for value in values:
+            faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True)
+            try:
+                report.faults += program.check(np.random.default_rng([report.seed, index, value]))
+            except Exception as error:
+                report.failed(error, str(program), f"--program {index} --value {value}")
+                return
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            report.configurations += 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser(__doc__, 10_000)
+    options.add_argument("--values", type=int, default=30, help="sets of values per program")
+    options.add_argument("--program", type=int, help="this one alone")
+    options.add_argument("--value", type=int, help="this set of values alone")
+    given = options.parse_args(arguments)
+    prepare_devices()
+    report = Report("fuzz", given.seed, devices_here())
+    if given.program is not None:
+        values = range(given.values) if given.value is None else range(given.value, given.value + 1)
+        try_program(report, given.program, values)
+        return report.finish()
+    index = 0
+    while report.configurations < given.configurations and report.seconds() < given.seconds:
+        try_program(report, index, range(min(given.values, given.configurations - report.configurations)))
+        index += 1
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Processes started by jax_ep.launch, as their parent sees them: told what to do, killed, stopped and continued."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jax_ep import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120.0
+
+
+class NoAnswerError(RuntimeError):
+    """A process hangs, or has died of itself."""
+
+
+class Process:
+    """One process: commands go in as lines of JSON, and for each comes one answer."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], index: int):
+        self.index = index
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill()
+        self.popen = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+        )
+        assert self.popen.stdout is not None
+        os.set_blocking(self.popen.stdout.fileno(), False)
+        self.pending = b""
+        self.pid = self.popen.pid
+
+    def send(self, do: str, **arguments: Any) -> None:
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the missing answer tells
+            self.popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self.popen.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """
+        Raises:
+          NoAnswerError: none came in time, or the process has ended.
+        """
+        deadline = time.monotonic() + seconds
+        assert self.popen.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.popen.stdout, selectors.EVENT_READ)
+            while True:
+                while b"\n" in self.pending:
+                    line, self.pending = self.pending.split(b"\n", 1)
+                    if line.startswith(b"@"):
+                        return json.loads(line[1:])
+                if not ready.select(max(0.0, deadline - time.monotonic())):
+                    self.signal(signal.SIGUSR1)  # it writes down where it hangs
+                    time.sleep(0.5)
+                    raise NoAnswerError(f"process {self.index} hangs for {seconds:.1f} s\n{self.last_words()}")
+                data = self.popen.stdout.read()
+                if not data:
+                    code = self.popen.wait(10)
+                    raise NoAnswerError(f"process {self.index} has ended with {code}\n{self.last_words()}")
+                self.pending += data
+
+    def last_words(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-6000:]
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.popen.wait()
+        self.log.close()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+
+
+class Lineup:
+    """`members` processes of some devices each, and process 0 that holds the coordinator and takes no part."""
+
+    def __init__(self, members: int, devices: int, gpus: int | None):
+        self.coordinator: Process
+        shared = [f"--gpus={min(gpus, members + 1)}"] if gpus else []
+        command = [sys.executable, "-m", "jax_ep.launch", f"-n={members + 1}", *shared]
+        command += ["-m", "tests.chaos.worker", f"--devices={devices}"]
+        environment = (
+            os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
+        )
+        self._port = launch._reserved_port()
+        role = f"127.0.0.1:{self._port.getsockname()[1]} {members + 1}"
+        self.coordinator, *started = (
+            Process(command, environment | {launch._ROLE: f"{role} {index}"}, index) for index in range(members + 1)
+        )
+        self.members = dict(enumerate(started, start=1))
+
+    def everyone(self) -> list[Process]:
+        return [self.coordinator, *self.members.values()]
+
+    def await_start(self) -> None:
+        for process in self.everyone():
+            process.answer(START_SECONDS)
+
+    def ask(self, seconds: float, do: str, **arguments: Any) -> dict[int, dict[str, Any]]:
+        """Tells all members, and awaits what each says."""
+        for process in self.members.values():
+            process.send(do, **arguments)
+        return {index: process.answer(seconds) for index, process in self.members.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self.everyone():
+            process.kill()
+        self._port.close()

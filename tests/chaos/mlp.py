@@ -1,0 +1,70 @@
+"""Random programs of moe_mlp."""
+
+from functools import partial
+
+import helpers
+import numpy as np
+import oracle
+
+import jax_ep
+from jax_ep import Group
+
+from .compare import assert_near, draw_floats, pick
+from .programs import compiled
+from .routed import Routed
+
+
+class MoeMlp(Routed):
+    """A mixture of gated MLPs, against every product in float64; NaN of a token stays in that token."""
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, implementation)
+        self.shape["experts"] = group.size * int(pick(rng, 1, 2, 3))
+        if not self.wire:
+            self.hidden = int(pick(rng, 4, 8, 24))
+        self.strange_tokens = not self.wire
+        self.width = int(pick(rng, 1, 8, 20))
+        self.options |= self.shape | {"hidden": self.hidden, "width": self.width}
+        for name in ("alignment", "num_experts"):
+            del self.options[name], self.keywords[name]
+        self.alignment = 1
+        mlp = partial(jax_ep.moe_mlp, group=group, implementation=implementation, **self.keywords)
+        self.run = compiled(mlp, group)
+
+    def check(self, rng: np.random.Generator) -> bool:
+        case, local = self.draw(rng), self.shape["experts"] // self.group.size
+        shapes = ((self.hidden, self.width), (self.hidden, self.width), (self.width, self.hidden))
+        gate, up, down = (
+            (draw_floats(rng, (self.group.size, local, *shape), np.float32) / shape[0] ** 0.5).astype(self.dtype)
+            for shape in shapes
+        )
+        expected = self.expected(case, self.capacity())
+        if self.overflows(expected):
+            with self.expect_overflow(expected):
+                helpers.fetch(self.run(*case, gate, up, down))
+            return True
+        actual = helpers.fetch(self.run(*case, gate, up, down))
+        experts = [x.reshape(-1, *x.shape[2:]).astype(np.float64) for x in (gate, up, down)]
+        with np.errstate(all="ignore"):
+            exact, magnitude = self.exact(case, expected, experts)
+        magnitude = np.where(np.isfinite(magnitude), magnitude, 1)
+        assert_near(actual, exact, magnitude, 40 if self.wire and self.implementation == "xla" else 8, "moe_mlp")
+        return False
+
+    def exact(
+        self, case: helpers.Case, expected: oracle.Expected, experts: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The sums, and how large their terms may be: |x| |gate| |x| |up| |down|."""
+        gate, up, down = experts
+        local = gate.shape[0] // self.group.size
+        out, sizes = np.zeros(case.tokens.shape), np.zeros(case.tokens.shape)
+        for source, token, k in zip(*np.nonzero(expected.targets >= 0), strict=True):
+            rank, row = divmod(int(expected.targets[source, token, k]), self.capacity())
+            expert = rank * local + int(np.searchsorted(np.cumsum(expected.group_sizes[rank]), row, side="right"))
+            x, weight = expected.tokens[rank, row].astype(np.float64), case.weights[source, token, k]
+            gated = x @ gate[expert]
+            inner = gated / (1 + np.exp(-gated))
+            out[source, token] += weight * ((inner * (x @ up[expert])) @ down[expert])
+            largest = np.abs(x) @ np.abs(gate[expert]) * (np.abs(x) @ np.abs(up[expert]))
+            sizes[source, token] += np.abs(weight) * (largest @ np.abs(down[expert]))
+        return out, sizes

@@ -1,0 +1,70 @@
+"""Random programs of the products with a collective, and their gradients."""
+
+from typing import Any
+
+import helpers
+import jax
+import matmul_cases
+import numpy as np
+
+from jax_ep import Group
+
+from .compare import assert_near, draw_floats, pick
+from .programs import Program, compiled
+
+
+def vary(x: jax.Array) -> jax.Array:
+    """The result of an all-reduce, made to vary: every rank has a cotangent of its own."""
+    return x if "ep" in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, "ep", to="varying")
+
+
+class Product(Program):
+    """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, implementation)
+        self.op = pick(rng, *matmul_cases.OPS)
+        self.dtype = pick(rng, *helpers.DTYPES)
+        m, k, n = (int(pick(rng, 1, 2, 5, 8, 16, 24, 40, 127, 129)) for _ in range(3))
+        if self.op == "matmul_reduce_scatter":
+            m *= group.size
+        if not matmul_cases.served(group, self.implementation, (m, k, n), self.dtype):
+            self.dtype, k, n = helpers.DTYPES[0], -(-k // 8) * 8, -(-n // 8) * 8
+        self.shape = (m, k, n)
+        self.out_dtype = pick(rng, None, helpers.DTYPES[2])
+        self.bias, self.gradient = bool(rng.random() < 0.3), bool(rng.random() < 0.35)
+        self.options = {name: getattr(self, name) for name in ("op", "dtype", "shape", "out_dtype", "bias", "gradient")}
+        multiply, keywords = matmul_cases.OPS[self.op], {"out_dtype": self.out_dtype, "implementation": implementation}
+
+        def forward(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
+            return multiply(a, b, group=group, bias=bias if self.bias else None, **keywords)
+
+        def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
+            return jax.vjp(lambda a, b: vary(multiply(a, b, group=group, **keywords)), a, b)[1](above)
+
+        self.run = compiled(pulled if self.gradient else forward, group)
+
+    def check(self, rng: np.random.Generator) -> bool:
+        size, (m, k, n) = self.group.size, self.shape
+        strange = not self.gradient and rng.random() < 0.2
+        a, b = draw_floats(rng, (size, m, k), self.dtype, strange), draw_floats(rng, (size, k, n), self.dtype)
+        with np.errstate(invalid="ignore"):
+            exact = matmul_cases.exact(self.op, a, b)
+            magnitude = matmul_cases.exact(self.op, np.abs(a), np.abs(b))
+        if self.gradient:
+            above = draw_floats(rng, exact.shape, self.out_dtype or self.dtype)
+            actual = helpers.fetch(self.run(a, b, above))
+            wanted = matmul_cases.exact_gradients(self.op, a, b, above)
+            sizes = matmul_cases.exact_gradients(self.op, *(np.abs(x) for x in (a, b, above)))
+            for name, mine, right, most in zip("ab", actual, wanted, sizes, strict=True):
+                assert_near(mine, right, most, 2 * size, f"gradient of {name}")
+            return False
+        each = 1 if self.op == "matmul_all_reduce" else size  # the bias of a sum is everybody's
+        bias = np.broadcast_to(
+            draw_floats(rng, (each if self.op == "all_gather_matmul" else 1, n), self.dtype), (size, n)
+        )
+        if self.bias:
+            exact, magnitude = exact + bias[:, None].astype(np.float64), magnitude + np.abs(bias)[:, None]
+        actual = helpers.fetch(self.run(a, b, bias))
+        assert_near(actual, exact, magnitude, 2 + size, self.op)
+        return False

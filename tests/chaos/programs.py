@@ -1,0 +1,63 @@
+"""What the fuzzer runs: a program is compiled once, and tried with many sets of values."""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+from jax_ep import Group, JaxEpError
+
+
+class Program(abc.ABC):
+    """One compiled program of one op, its shapes and options drawn at random.
+
+    Attributes:
+      options: what was drawn, to be shown where it fails.
+    """
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        self.group = group
+        self.implementation = implementation
+        self.options: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{type(self).__name__} on {self.group.size} ranks by {self.implementation}: {options}"
+
+    @abc.abstractmethod
+    def check(self, rng: np.random.Generator) -> bool:
+        """Runs it with random values and compares all results with numpy.
+
+        Returns:
+          Whether the values were to be refused, and were.
+
+        Raises:
+          AssertionError: a value is wrong, or there was no error where there should have been one.
+        """
+
+
+@contextlib.contextmanager
+def refused(group: Group, error: type[JaxEpError], match: str, implementation: str) -> Iterator[None]:
+    """Around an op that must fail: awaiting it raises on a CPU, and `group.check()` the typed error everywhere.
+
+    Where a program runs on one CPU device, it runs inline, and XLA's error for a bad argument is a ValueError.
+    """
+    if group.platform == "cpu" and implementation == "ffi":
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=match):
+            yield
+    else:
+        yield
+    with pytest.raises(error, match=match):
+        group.check()
+
+
+def compiled(function: Callable[..., Any], group: Group) -> Callable[..., Any]:
+    """As `helpers.per_rank`, with one more operand: XLA cannot partition a program whose operands are all empty."""
+    program = helpers.per_rank(lambda one, *operands: (one, function(*operands)), group.mesh)
+    one = np.ones((group.size, 1), np.float32)
+    return lambda *operands: program(one, *operands)[1]

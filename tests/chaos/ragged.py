@@ -1,0 +1,105 @@
+"""Random programs of ragged_all_to_all, and slices that it must refuse."""
+
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import ml_dtypes
+import numpy as np
+import oracle
+from helpers import BIG
+
+from jax_ep import Group, InvalidRoutingError
+from jax_ep.lax import ragged_all_to_all
+
+from .compare import assert_same, pick
+from .programs import Program, compiled, refused
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.uint8, np.int16, np.int32, np.uint32)
+GRADIENT_DTYPES = DTYPES[:3]
+
+
+def place(rng: np.random.Generator, sizes: np.ndarray, rows: int) -> np.ndarray:
+    """Offsets for slices of these sizes among so many rows: in random order, with gaps, never overlapping."""
+    gaps = rng.multinomial(rows - sizes.sum(), np.ones(len(sizes) + 1) / (len(sizes) + 1))
+    offsets, end = np.empty_like(sizes), 0
+    for gap, i in zip(gaps, rng.permutation(len(sizes)), strict=False):
+        offsets[i] = end + gap
+        end = offsets[i] + sizes[i]
+    return offsets
+
+
+def fit(sizes: np.ndarray, rows: int, axes: tuple[int, ...]) -> np.ndarray:
+    """[R, R, S]: the same sizes, halved until no rank has more than so many rows."""
+    while (sizes.sum(axis=axes) > rows).any():
+        sizes = sizes // 2
+    return sizes
+
+
+class Ragged(Program):
+    """Forward, or with its gradient, with a part of the slices empty or crowded."""
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, "ffi")  # the op has no argument for it
+        self.each, self.gradient = int(pick(rng, 1, 1, 2, 3, 7)), bool(rng.random() < 0.3)
+        self.rows, self.result_rows = (int(pick(rng, 1, 2, 7, 40, 40, 200)) for _ in range(2))
+        self.row: tuple[int, ...] = pick(rng, (), (1,), (3,), (2, 7), (64,), (5, 1, 3))
+        self.dtype = np.dtype(pick(rng, *(GRADIENT_DTYPES if self.gradient else DTYPES)))
+        names = ("each", "gradient", "rows", "result_rows", "row", "dtype")
+        self.options = {name: getattr(self, name) for name in names}
+        exchange = partial(ragged_all_to_all, axis_name=group.axis_name)
+
+        def pulled(operand: jax.Array, output: jax.Array, above: jax.Array, *slices: jax.Array) -> Any:
+            return jax.vjp(lambda x, y: exchange(x, y, *slices), operand, output)[1](above)
+
+        self.run = compiled(pulled if self.gradient else exchange, group)
+
+    def draw_slices(self, rng: np.random.Generator) -> oracle.Slices:
+        size, each = self.group.size, self.each
+        sizes = rng.integers(0, pick(rng, 2, 4, 50), (size, size, each))  # from, to, which
+        if rng.random() < 0.3:
+            sizes[:, rng.integers(size)] *= 5
+        if rng.random() < 0.3:
+            sizes *= rng.random(sizes.shape) < 0.3
+        sizes = fit(fit(sizes, self.rows, (1, 2)), self.result_rows, (0, 2))
+        received = sizes.swapaxes(0, 1)
+        arrives = np.array([place(rng, x.reshape(-1), self.result_rows).reshape(size, each) for x in received])
+        slices = oracle.Slices(
+            input_offsets=np.array([place(rng, x.reshape(-1), self.rows) for x in sizes]),
+            send_sizes=sizes.reshape(size, -1),
+            output_offsets=arrives.swapaxes(0, 1).reshape(size, -1),
+            recv_sizes=received.reshape(size, -1),
+        )
+        return oracle.Slices(*(np.ascontiguousarray(x, np.int32) for x in slices))
+
+    def spoil(self, rng: np.random.Generator, slices: oracle.Slices) -> bool:
+        """Makes one slice that is not empty wrong; whether there was one."""
+        filled = np.argwhere(slices.send_sizes > 0)
+        if not len(filled):
+            return False
+        rank, i = rng.choice(filled)
+        far = pick(rng, -1, -BIG - 1, BIG, BIG - int(slices.send_sizes[rank, i]), 2**20, self.rows + self.result_rows)
+        which = pick(rng, slices.input_offsets, slices.output_offsets, slices.send_sizes, slices.recv_sizes)
+        which[rank, i] = far
+        return True
+
+    def check(self, rng: np.random.Generator) -> bool:
+        slices = self.draw_slices(rng)
+        shape = (self.group.size, self.rows, *self.row)
+        result_shape = (self.group.size, self.result_rows, *self.row)
+        operand = rng.integers(0, 100, shape).astype(self.dtype)
+        output, above = rng.integers(0, 100, (2, *result_shape)).astype(self.dtype)
+        arrays = (operand, output, above) if self.gradient else (operand, output)
+        if not self.gradient and rng.random() < 0.2 and self.spoil(rng, slices):
+            with refused(self.group, InvalidRoutingError, "ragged_all_to_all", "ffi"):
+                helpers.fetch(self.run(*arrays, *slices))
+            return True
+        actual = helpers.fetch(self.run(*arrays, *slices))
+        if not self.gradient:
+            assert_same(actual, oracle.ragged_all_to_all(operand, output, slices), "result")
+            return False
+        wanted = oracle.ragged_all_to_all_gradient(operand, above, slices)
+        for name, mine, right in zip(("operand", "output"), actual, wanted, strict=True):
+            assert_same(mine, right, f"gradient of {name}")
+        return False

@@ -1,0 +1,235 @@
+"""Random programs of dispatch, combine and moe_mlp, with their gradients."""
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from helpers import BIG, Case
+
+import jax_ep
+from jax_ep import CapacityError, Group
+
+from .compare import assert_near, assert_same, draw_floats, pick
+from .programs import Program, compiled, refused
+
+FLOAT8 = jnp.float8_e4m3fn
+CHUNK_EDGES = (511, 512, 513, 1023, 1024, 1025, 1100)  # tokens, where ways to travel change
+
+
+def draw_shape(rng: np.random.Generator, size: int) -> dict[str, int]:
+    kind = rng.random()
+    tokens = int(rng.integers(1, 17) if kind < 0.65 else rng.integers(17, 80) if kind < 0.92 else 0)
+    top_k = int(pick(rng, 1, 1, 2, 2, 3, 4, 6, 8))
+    if kind > 0.96:
+        tokens, top_k = pick(rng, *CHUNK_EDGES), min(top_k, 2)
+    return {"tokens": tokens, "top_k": top_k, "experts": size * int(pick(rng, 1, 1, 2, 2, 3, 5, 16, 40))}
+
+
+def draw_ids(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> np.ndarray:
+    """Uniform, crowded on few experts or one, or nothing at all; some skipped, some outside of the experts."""
+    kind = rng.integers(5)
+    if kind == 0:
+        hot = rng.integers(0, experts, rng.integers(1, 4))
+        ids = rng.choice(hot, shape)
+    elif kind == 1:
+        ids = np.minimum(rng.zipf(1.5, shape) - 1, experts - 1)
+    else:
+        ids = rng.integers(0, experts, shape)
+    if rng.random() < 0.4:
+        ids = np.where(rng.random(shape) < rng.random(), -1, ids)
+    if rng.random() < 0.3:
+        strange = rng.choice(np.array([-2, experts, experts + 1, BIG, -BIG - 1]), shape)
+        ids = np.where(rng.random(shape) < 0.2, strange, ids)
+    return ids.astype(np.int32)
+
+
+class Routed(Program):
+    """A program with a dispatch in it: draws its options, and what it is tried with."""
+
+    strange_tokens = True
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, implementation)
+        self.shape = draw_shape(rng, group.size)
+        self.wire = bool(rng.random() < 0.3)
+        self.hidden = int(pick(rng, 128, 256, 384) if self.wire else pick(rng, 1, 3, 8, 17, 64, 130, 256))
+        self.dtype = pick(rng, *helpers.DTYPES)
+        self.alignment = int(pick(rng, 1, 1, 1, 2, 8, 16))
+        self.drop = bool(rng.random() < 0.4)
+        self.keywords: dict[str, Any] = {
+            "num_experts": self.shape["experts"],
+            "alignment": self.alignment,
+            "on_overflow": "drop" if self.drop else "raise",
+            "wire_dtype": FLOAT8 if self.wire else None,
+        }
+        most = group.size * self.shape["tokens"] * self.shape["top_k"]
+        if rng.random() < 0.5:
+            rows = int(rng.integers(1, max(2, pick(rng, most, most // group.size))))
+            self.keywords["capacity"] = -(-rows // self.alignment) * self.alignment
+        self.options = self.shape | {"hidden": self.hidden, "dtype": self.dtype} | self.keywords
+
+    def draw(self, rng: np.random.Generator) -> Case:
+        shape = (self.group.size, self.shape["tokens"], self.shape["top_k"])
+        weights = draw_floats(rng, shape, np.float32, strange=self.strange_tokens and rng.random() < 0.05)
+        strange = self.strange_tokens and rng.random() < 0.2
+        tokens = draw_floats(rng, (*shape[:2], self.hidden), self.dtype, strange)
+        return Case(tokens, draw_ids(rng, shape, self.shape["experts"]), weights)
+
+    def expected(self, case: Case, capacity: int) -> oracle.Expected:
+        with np.errstate(all="ignore"):
+            return oracle.dispatch(
+                *case,
+                num_experts=self.shape["experts"],
+                capacity=capacity,
+                alignment=self.alignment,
+                fp8=self.wire and bool(np.isfinite(helpers.wide(case.tokens)).all()),
+            )
+
+    def capacity(self) -> int:
+        given = self.keywords.get("capacity")
+        if given is not None:
+            return given
+        experts = self.shape["experts"] // self.group.size
+        rows = self.group.size * self.shape["tokens"] * min(self.shape["top_k"], experts)
+        return (rows + min(experts, rows) * (self.alignment - 1)) // self.alignment * self.alignment
+
+    def overflows(self, expected: oracle.Expected) -> bool:
+        return not self.drop and bool((expected.needed > self.capacity()).any())
+
+    def expect_overflow(self, expected: oracle.Expected) -> contextlib.AbstractContextManager[None]:
+        rank = int(np.argmax(expected.needed > self.capacity()))
+        match = f"rank {rank} needs {expected.needed[rank]} rows but capacity is {self.capacity()}"
+        return refused(self.group, CapacityError, match, self.implementation)
+
+    def assert_tokens(self, actual: np.ndarray, case: Case, expected: oracle.Expected) -> None:
+        """Bit for bit, but where XLA divides by a scale; blocks of float8 that hold NaN or infinity may be NaN."""
+        found, wanted = helpers.wide(actual), helpers.wide(expected.tokens)
+        if not self.wire:
+            np.testing.assert_array_equal(found, wanted, "tokens")
+            return
+        blocks = (*found.shape[:2], self.hidden // oracle.FP8_BLOCK, oracle.FP8_BLOCK)
+        found, wanted = found.reshape(blocks), wanted.reshape(blocks)
+        strange = ~np.isfinite(wanted)
+        assert not np.isfinite(found[strange]).any(), "NaN or infinity came out as a number"
+        clean = ~strange.any(axis=3)
+        allowed = np.zeros_like(wanted)
+        if (
+            not np.isfinite(helpers.wide(case.tokens)).all() or self.implementation == "xla"
+        ):  # not rounded, or elsewhere
+            with np.errstate(invalid="ignore"):
+                largest = np.abs(wanted).max(axis=3, keepdims=True)
+                allowed = 1.01 * np.maximum(np.abs(wanted) / 8, largest * 2.0**-9 / 448)
+                allowed += float(jnp.finfo(self.dtype).eps) * np.abs(wanted)
+        error = np.abs(found[clean] - wanted[clean])
+        assert (error <= allowed[clean]).all(), f"float8 tokens differ by {error.max()}"
+
+
+class RoundTrip(Routed):
+    """dispatch, and combine of the very rows that arrived."""
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, implementation)
+        self.run = compiled(helpers.round_trip(group, implementation=implementation, **self.keywords), group)
+
+    def check(self, rng: np.random.Generator) -> bool:
+        case = self.draw(rng)
+        expected = self.expected(case, self.capacity())
+        if self.overflows(expected):
+            with self.expect_overflow(expected):
+                helpers.assert_nothing_delivered(helpers.fetch(self.run(*case))[0], self.implementation)
+            return True
+        dispatched, combined = helpers.fetch(self.run(*case))
+        assert_same(dispatched.group_sizes, expected.group_sizes, "group_sizes")
+        helpers.assert_routing(dispatched, expected)
+        self.assert_tokens(dispatched.tokens, case, expected)
+        with np.errstate(invalid="ignore", over="ignore"):
+            exact = oracle.combine(dispatched.tokens, expected.targets, case.weights)
+            magnitude = oracle.combine(np.abs(dispatched.tokens), expected.targets, np.abs(case.weights))
+        assert_near(combined, exact, magnitude, 1, "combine")
+        return False
+
+
+class Float8(Routed):
+    """dispatch that leaves its rows in float8."""
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, implementation)
+        self.wire, self.hidden = True, int(pick(rng, 128, 256, 384))
+        self.keywords |= {"wire_dtype": FLOAT8, "dequantize": False}
+        self.options |= {"hidden": self.hidden} | self.keywords
+        dispatch = partial(jax_ep.dispatch, group=group, implementation=implementation, **self.keywords)
+        self.run = compiled(dispatch, group)
+
+    def check(self, rng: np.random.Generator) -> bool:
+        case = self.draw(rng)
+        expected = self.expected(case, self.capacity())
+        if self.overflows(expected):
+            with self.expect_overflow(expected):
+                helpers.fetch(self.run(*case))
+            return True
+        dispatched = helpers.fetch(self.run(*case))
+        helpers.assert_routing(dispatched, expected)
+        values, scales = dispatched.tokens
+        with np.errstate(invalid="ignore"):
+            wide = helpers.wide(values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)
+        self.assert_tokens(wide.astype(self.dtype), case, expected)
+        return False
+
+
+class Gradients(Routed):
+    """Of tokens and weights, through dispatch, an elementwise expert and combine."""
+
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+        super().__init__(rng, group, implementation)
+
+        def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
+            rows = 3 * out.tokens if self.wire else out.tokens * out.tokens
+            return jax_ep.combine(rows, out.routing, group=group, implementation=implementation), out.routing.targets
+
+        def pulled(tokens: jax.Array, weights: jax.Array, ids: jax.Array, above: jax.Array) -> Any:
+            _, pull, targets = jax.vjp(lambda t, w: layer(t, w, ids), tokens, weights, has_aux=True)
+            return *pull(above), targets
+
+        self.run = compiled(pulled, group)
+
+    def check(self, rng: np.random.Generator) -> bool:
+        case = self.draw(rng)
+        above = draw_floats(rng, case.tokens.shape, self.dtype)
+        expected = self.expected(case, self.capacity())
+        operands = case.tokens, case.weights, case.ids, above
+        if self.overflows(expected):
+            with self.expect_overflow(expected):
+                helpers.fetch(self.run(*operands))
+            return True
+        d_tokens, d_weights, targets = helpers.fetch(self.run(*operands))
+        assert_same(targets, expected.targets, "targets")
+        self.assert_gradients(case, above, targets >= 0, d_tokens, d_weights)
+        return False
+
+    def assert_gradients(
+        self, case: Case, above: np.ndarray, arrived: np.ndarray, d_tokens: Any, d_weights: Any
+    ) -> None:
+        tokens, cotangent = case.tokens.astype(np.float64), above.astype(np.float64)
+        weights = np.where(arrived, case.weights.astype(np.float64), 0)
+        with np.errstate(invalid="ignore"):
+            slope = cotangent * (3 if self.wire else 2 * tokens)
+            terms = np.where(arrived[..., None], weights[..., None] * slope[:, :, None], 0)  # [R, T, K, H]
+            info = jnp.finfo(self.dtype)
+            underflow = (
+                4 * self.shape["top_k"] * float(info.smallest_subnormal) * (1 + np.nanmax(np.abs(slope), initial=0))
+            )
+            magnitude = np.abs(terms).sum(axis=2)
+            assert_near(d_tokens, terms.sum(axis=2), magnitude, 4, "gradient of the tokens", floor=underflow)
+            if self.wire:  # their outputs are the rounded tokens
+                return
+            products = np.abs(tokens**2 * cotangent).sum(axis=2, keepdims=True)
+            exact = np.where(arrived, (tokens**2 * cotangent).sum(axis=2, keepdims=True), 0)
+        unit = float(info.eps) / float(jnp.finfo(np.float32).eps)
+        lost = float(info.smallest_normal) * self.hidden * np.abs(cotangent).max(initial=0)  # where squares underflow
+        assert_near(d_weights, exact, np.where(arrived, products, 0), 2 * unit, "gradient of the weights", floor=lost)

@@ -1,0 +1,126 @@
+"""A process of a lineup (lineup.py), run by jax_ep.launch: opens groups and runs ops as it is told, line by line.
+
+Process 0 takes no part: it holds the coordinator of jax.distributed, whose end would end all others.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_ep import Group, JaxEpError, group as group_module
+
+from .compare import assert_near
+from .faulty_ops import Op, draw_ops
+
+OPS_AT_ONCE = 3  # of a group: each is compiled
+AWAITING = (jax.errors.JaxRuntimeError, ValueError)  # the latter where a program runs inline, on one device
+
+
+class Prepared:
+    """An op whose operands are on the devices; its first result is compared with numpy, later ones with that."""
+
+    def __init__(self, name: str, op: Op, mesh: Mesh):
+        self.name, self.wanted = name, op.wanted
+        sharding = NamedSharding(mesh, P("ep"))
+        self.operands = [jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i]) for x in op.operands]
+        self.run = op.run.lower(*self.operands).compile()  # now: some process may take longer than the timeout
+        self.first: list[bytes] | None = None
+
+    def __call__(self) -> list[Any]:
+        return jax.tree.leaves(jax.block_until_ready(self.run(*self.operands)))
+
+    def verify(self, results: list[Any]) -> None:
+        """Of this process' part."""
+        bits = [np.asarray(shard.data).tobytes() for array in results for shard in array.addressable_shards]
+        if self.first is None:
+            for array, value in zip(results, self.wanted, strict=False):
+                for shard in array.addressable_shards:
+                    exact, magnitude = value.exact[shard.index], value.magnitude[shard.index]
+                    assert_near(np.asarray(shard.data), exact, magnitude, value.roundings, self.name)
+            self.first = bits
+        strange = [not np.isfinite(np.asarray(x.data, np.float32)).all() for a in results for x in a.addressable_shards]
+        assert bits == self.first, f"{self.name}: other bits than before; shards with NaN: {sum(strange)}"
+
+
+class Member:
+    """The part of this process in the groups of its lineup."""
+
+    group: Group
+    ops: list[Prepared]
+
+    def open(self, members: list[int], seed: list[int], timeout: float, poison: bool) -> dict[str, Any]:
+        os.environ["JAX_EP_DEBUG_POISON"] = str(int(poison))
+        devices = [device for device in jax.devices() if device.process_index in members]
+        self.group = Group(Mesh(np.array(devices), ("ep",)), "ep", timeout=timeout)
+        drawn = draw_ops(np.random.default_rng(seed), self.group, OPS_AT_ONCE)
+        self.ops = [Prepared(name, op, self.group.mesh) for name, op in drawn.items()]
+        return {"ops": list(drawn)}
+
+    def close(self) -> dict[str, Any]:
+        self.group.close()
+        return {}
+
+    def rounds(self, seed: list[int], count: int) -> dict[str, Any]:
+        """Runs ops, all processes the same ones, until one fails."""
+        rng, done = np.random.default_rng(seed), 0
+        found: dict[str, Any] = {"error": None, "wrong": None}
+        while done < count and not found["error"] and not found["wrong"]:
+            op = self.ops[rng.integers(len(self.ops))]
+            found |= self.once(op) | {"op": op.name}
+            done += 1
+        return found | {"rounds": done, "at": time.monotonic()}
+
+    def once(self, op: Prepared) -> dict[str, Any]:
+        try:
+            results = op()
+            self.group.check()
+        except JaxEpError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+        except AWAITING as error:
+            return self.typed(error)
+        try:
+            op.verify(results)
+        except AssertionError as error:
+            time.sleep(0.5)  # is it found out later?
+            return {"wrong": str(error)[:500], "later": self.typed(error)}
+        return {}
+
+    def typed(self, error: Exception) -> dict[str, Any]:
+        try:
+            self.group.check()
+        except JaxEpError as typed:
+            return {"error": type(typed).__name__, "message": str(typed)}
+        return {"error": "none of jax_ep", "message": str(error)[:500]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices of this process")
+    options = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    group_module._CPU_PROCESSES_SHARE = True
+    jax.devices()
+    member = Member()
+    answer = {"pid": os.getpid()}
+    while True:
+        print("@" + json.dumps(answer), flush=True)
+        command = json.loads(sys.stdin.readline() or '{"do": "leave"}')
+        do = command.pop("do")
+        if do == "leave":
+            os._exit(0)  # jax.distributed would wait for those who are dead
+        answer = getattr(member, do)(**command)
+
+
+if __name__ == "__main__":
+    main()

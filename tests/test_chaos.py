@@ -1,0 +1,49 @@
+"""A few seconds of each of the chaos scripts; CI runs them for longer, and each is a command (tests/chaos)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from chaos.compare import assert_near
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("script", ["fuzz", "faults", "lifecycle"])
+def test_nothing_is_wrong_or_lost(script: str, native: None) -> None:
+    if script == "faults" and jax.default_backend() != "cpu" and len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-m", f"tests.chaos.{script}", "--configurations=100", f"--seed={helpers.SEED}"]
+    result = subprocess.run(
+        [*command, "--seconds=10"],
+        cwd=ROOT,
+        env=os.environ | ({"JAX_PLATFORMS": "cpu"} if jax.default_backend() == "cpu" else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    names, values = (line.split("|") for line in result.stdout.splitlines()[-2:])
+    table = {name.strip(): value.strip() for name, value in zip(names, values, strict=True)}
+    assert table["script"] == script
+    assert int(table["configurations"]) > 0
+    assert table["wrong values"] == table["lost"] == "0"
+
+
+@pytest.mark.parametrize(
+    "found", [1.1, np.nan, np.inf], ids=["another value", "NaN for a number", "infinity for a number"]
+)
+def test_a_wrong_value_is_seen(found: float) -> None:
+    exact = np.array([1.0, np.nan, -np.inf])
+    assert_near(exact.astype(np.float32), exact, np.abs(exact), 1, "right")
+    with pytest.raises(AssertionError, match="wrong"):
+        assert_near(np.array([found, np.nan, -np.inf], np.float32), exact, np.abs(exact), 1, "wrong")
+    with pytest.raises(AssertionError, match="wrong"):
+        assert_near(np.array([1, 1, -np.inf], np.float32), exact, np.abs(exact), 1, "wrong")
