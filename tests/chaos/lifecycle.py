@@ -138,13 +138,17 @@ def exceptions_in_between(rng: np.random.Generator) -> None:
 
 
 def forked(rng: np.random.Generator) -> None:
-    """A child that does nothing but end must be able to, and the parent must not notice."""
+    """A child may drop or close the group and end; the parent must not notice."""
     layer = Layer(rng, some_devices(rng))
     layer.check()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that JAX has threads: the child touches nothing of it
         child = os.fork()
     if child == 0:
+        if rng.integers(2):
+            layer.group.close()
+        del layer
+        gc.collect()
         os._exit(0)
     layer.check()
     deadline = time.monotonic() + CLOSE_SECONDS

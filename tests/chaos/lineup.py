@@ -26,12 +26,13 @@ class NoAnswerError(RuntimeError):
 class Process:
     """One process: commands go in as lines of JSON, and for each comes one answer."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], index: int):
-        self.index = index
+    def __init__(self, command: list[str], environment: dict[str, str], role: launch.Role):
+        self.index = role.process
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill()
         self.popen = subprocess.Popen(
             command,
-            env=environment,
+            env=environment | {launch._ROLE: str(role)},
+            pass_fds=[role.pipe],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -102,10 +103,15 @@ class Lineup:
             os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
         )
         self._port = launch._reserved_port()
-        role = f"127.0.0.1:{self._port.getsockname()[1]} {members + 1}"
-        self.coordinator, *started = (
-            Process(command, environment | {launch._ROLE: f"{role} {index}"}, index) for index in range(members + 1)
-        )
+        address = f"127.0.0.1:{self._port.getsockname()[1]}"
+        ended, others = os.pipe()
+        roles = [
+            launch.Role(address, members + 1, index, os.getpid(), others if index else ended)
+            for index in range(members + 1)
+        ]
+        self.coordinator, *started = (Process(command, environment, role) for role in roles)
+        os.close(ended)
+        os.close(others)
         self.members = dict(enumerate(started, start=1))
 
     def everyone(self) -> list[Process]:
