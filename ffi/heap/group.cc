@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <stdexcept>
 
+#include "kernels/args.h"
+
 namespace jax_ep {
 
 const char* name_of(OpKind op) {
@@ -27,6 +29,19 @@ const char* name_of(OpKind op) {
       return "all_gather_matmul";
   }
   return "an op";
+}
+
+// Of an op that was handed a routing. The peer is the leaf, or -1 where another rank's keeps it from sending.
+static void describe_routing(const Report& report, char* text, std::size_t size) {
+  constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
+  const char* op = name_of(report.op);
+  if (report.peer < 0)
+    std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);
+  else
+    std::snprintf(text, size, "%s: rank %d: routing.%s holds %lld, which is out of bounds: it must be below %lld%s", op,
+                  report.rank, kLeaves[report.peer], static_cast<long long>(report.seen),
+                  static_cast<long long>(report.expected),
+                  report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
 }
 
 Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
@@ -173,6 +188,7 @@ std::optional<GroupError> Group::failure() const {
 
 std::optional<GroupError> Group::take_error() {
   std::optional<GroupError> recoverable;
+  bool hearsay = false;  // what a rank knows from a peer: that one says more
   for (int line = 0; line < line_count(); ++line) {
     uint64_t latest = epochs_taken_[line];
     for (int rank = 0; rank < size(); ++rank) {
@@ -185,7 +201,9 @@ std::optional<GroupError> Group::take_error() {
         fail(std::move(error));
       } else if (epoch > epochs_taken_[line]) {
         latest = std::max(latest, epoch);
-        if (!recoverable) recoverable = std::move(error);
+        if (recoverable && !hearsay) continue;
+        recoverable = std::move(error);
+        hearsay = report->failure == Failure::invalid_routing && report->peer < 0;
       }
     }
     epochs_taken_[line] = latest;
@@ -220,10 +238,16 @@ GroupError Group::describe(const Report& report) const {
                     expected);
       return {"CapacityError", text, false};
     case Failure::invalid_routing:
-      std::snprintf(text, sizeof(text),
-                    "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
-                    "receiver expects (expected at most %lld, got %lld)",
-                    op, report.rank, report.peer, expected, seen);
+      if (report.op != OpKind::ragged_all_to_all)
+        describe_routing(report, text, sizeof(text));
+      else if (report.peer < 0)
+        std::snprintf(text, sizeof(text), "%s: rank %d: on another rank a slice lies outside its buffer or is too long",
+                      op, report.rank);
+      else
+        std::snprintf(text, sizeof(text),
+                      "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
+                      "receiver expects (expected at most %lld, got %lld)",
+                      op, report.rank, report.peer, expected, seen);
       return {"InvalidRoutingError", text, false};
     case Failure::none:
       break;

@@ -161,6 +161,12 @@ class Op {
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
     record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
   }
+  // Tells the peers, which have begun this op and wait for what this rank delivers next, that rows will be missing.
+  JAX_EP_FN void refuse() const {
+    if (!ok()) return;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
+    team.sync();
+  }
 
   // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
   template <int N>
@@ -196,7 +202,9 @@ class Op {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
       give_up();
     }
-    if (failed || load_relaxed(&heap->reported) == epoch) fill(results, {0, 1});
+    const bool refused = load_relaxed(&heap->refused) == epoch;
+    if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
+    if (failed || refused || load_relaxed(&heap->reported) == epoch) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
     store_relaxed(&heap->routers.arrived, uint64_t{0});
