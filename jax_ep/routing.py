@@ -27,9 +27,16 @@ class DispatchConfig:
     def local_experts(self) -> int:
         return self.num_experts // self.size
 
-    def check(self, op: str, name: str) -> None:
-        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this."""
-        for field in ("size", "num_experts", "capacity", "alignment"):
+    def check(self, op: str, name: str, *, empty: bool) -> None:
+        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
+
+        Args:
+          empty: there are no assignments: then the capacity may be 0.
+        """
+        fields = ["size", "num_experts", "alignment", "capacity"]
+        if empty and self.capacity == 0:
+            fields.remove("capacity")
+        for field in fields:
             _checks.check_positive(op, f"{name}.{field}", getattr(self, field))
         if self.num_experts % self.size:
             raise ValueError(
@@ -75,8 +82,8 @@ class Routing:
         """
         if not isinstance(self.config, DispatchConfig):
             raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {_checks.describe(self.config)}")
-        self.config.check(op, "routing.config")
         _checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
+        self.config.check(op, "routing.config", empty=self.targets.size == 0)
         size, local_experts, (num_tokens, top_k) = self.config.size, self.config.local_experts, self.targets.shape
         rows = size * num_tokens * top_k
         if rows + local_experts * self.config.alignment >= 2**31:

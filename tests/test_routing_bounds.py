@@ -1,4 +1,4 @@
-"""combine and its gradient with a routing that was changed on the way: refused by name, or not followed out of bounds."""
+"""combine and its gradient with a routing that was changed on the way: refused by name, or never followed."""
 
 import contextlib
 import dataclasses
