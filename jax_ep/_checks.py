@@ -25,7 +25,7 @@ def describe(x: Any) -> str:
 def is_jax_dtype(dtype: Any) -> bool:
     """Whether jax has arrays of it: not so of numpy's objects, strings and dates."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)
-    return any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def check_array(op: str, name: str, x: Any) -> None:
@@ -57,7 +57,7 @@ def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
     check_array(op, name, x)
     if not is_jax_dtype(x.dtype):
         raise TypeError(f"{op}: {name} must be of a dtype that jax has, got {x.dtype}")
-    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(x.dtype) < 8:
+    if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(x.dtype) < 8:
         raise TypeError(f"{op}: {name} must be of a dtype of whole bytes, such as int8, got {x.dtype}")
 
 

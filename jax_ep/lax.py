@@ -92,7 +92,7 @@ def ragged_all_to_all(
         raise ValueError(
             f"{op}: at most {_ffi.MAX_EXPERTS} slices per rank, got {input_offsets.shape[0] // group.size}"
         )
-    if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(operand.dtype, jax.dtypes.prng_key):
         words = (jax.random.key_data(keys) for keys in (operand, output))
         words = ragged_all_to_all(*words, *offsets.values(), axis_name=axis_name)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(operand))

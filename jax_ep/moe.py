@@ -90,7 +90,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.tokens`. H' is free.
-      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero.
+      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero. Where a leaf holds rows that no
+        rank has, no rank delivers ("ffi": `InvalidRoutingError`), or the sums of their tokens are NaN ("xla").
       group: the group of the dispatch.
       implementation: as for `dispatch`.
 

@@ -123,8 +123,8 @@ def test_keys_of_random_numbers(group: Group, rng: np.random.Generator) -> None:
     slices = draw_slices(rng, each=1)
     operand, output = jax.random.split(jax.random.key(0), (2, SIZE, ROWS))
     actual = jax.random.key_data(exchange(group)(operand, output, *slices))
-    words = (np.asarray(jax.random.key_data(x)) for x in (operand, output))
-    np.testing.assert_array_equal(helpers.fetch(actual), oracle.ragged_all_to_all(*words, slices))
+    operand, output = (np.asarray(jax.random.key_data(keys)) for keys in (operand, output))
+    np.testing.assert_array_equal(helpers.fetch(actual), oracle.ragged_all_to_all(operand, output, slices))
 
 
 @pytest.mark.parametrize("each", [2, 3])

@@ -62,7 +62,7 @@ def with_value(value: int) -> Callable[[np.ndarray], np.ndarray]:
 def assert_works(group: Group, case: helpers.Case, out: Dispatched) -> None:
     group.check()
     actual = helpers.fetch(combined(group)(out.tokens, out.routing))
-    helpers.assert_combined(actual, out.tokens, out.routing.targets, case.weights)
+    helpers.assert_combined(actual, out.tokens, np.asarray(out.routing.targets), case.weights)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,16 @@ def test_no_rank_delivers_what_another_did_not_send(
     with pytest.raises(InvalidRoutingError, match=r"^combine: rank 1: routing\.rows holds 40"):
         group.check()
     assert_works(group, case, out)
+
+
+def test_xla_gives_nan_for_rows_that_are_not(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    case, out = dispatched(group, rng)
+    program = helpers.per_rank(lambda *x: combine(*x, group=group, implementation="xla"), group.mesh)
+    actual = helpers.fetch(program(out.tokens, spoilt(out.routing, "rows", with_value(CAPACITY)))).copy()
+    assert np.isnan(actual[0, 0]).all()
+    actual[0, 0] = helpers.fetch(program(out.tokens, out.routing))[0, 0]
+    helpers.assert_combined(actual, out.tokens, np.asarray(out.routing.targets), case.weights)
 
 
 @pytest.mark.parametrize("program", [combined, gradient])
