@@ -1,48 +1,13 @@
 #include "heap/group.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <stdexcept>
 
-#include "kernels/args.h"
+#include "kernels/signature.h"
 
 namespace jax_ep {
 
-const char* name_of(OpKind op) {
-  switch (op) {
-    case OpKind::dispatch:
-      return "dispatch";
-    case OpKind::scatter:
-      return "combine's backward pass";
-    case OpKind::combine:
-      return "combine";
-    case OpKind::ragged_all_to_all:
-      return "ragged_all_to_all";
-    case OpKind::sparse_union:
-    case OpKind::sparse_reduce:
-      return "sparse_all_reduce";
-    case OpKind::matmul_all_reduce:
-      return "matmul_all_reduce";
-    case OpKind::matmul_reduce_scatter:
-      return "matmul_reduce_scatter";
-    case OpKind::all_gather_matmul:
-      return "all_gather_matmul";
-  }
-  return "an op";
-}
-
-// Of an op that was handed a routing. The peer is the leaf, or -1 where another rank's keeps it from sending.
-static void describe_routing(const Report& report, char* text, std::size_t size) {
-  constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
-  const char* op = name_of(report.op);
-  if (report.peer < 0)
-    std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);
-  else
-    std::snprintf(text, size, "%s: rank %d: routing.%s holds %lld, which is out of bounds: it must be below %lld%s", op,
-                  report.rank, kLeaves[report.peer], static_cast<long long>(report.seen),
-                  static_cast<long long>(report.expected),
-                  report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
-}
+const char* name_of(OpKind op) { return names_of(op).op; }
 
 Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
     : lines_(std::move(lines)), timeout_seconds_(timeout_seconds), processes_(std::move(neighbours.processes)) {
@@ -173,86 +138,6 @@ std::optional<Seat> Group::find_seat(int ordinal) const {
 void Group::close() {
   fail({"GroupClosedError", "the group was closed before the op ran", true});
   if (sharing_) sharing_->close();
-}
-
-void Group::fail(GroupError error) {
-  std::lock_guard lock(mutex_);
-  const bool better = failure_ && failure_->kind == "PeerLostError" && error.kind == "PeerTimeoutError";
-  if (!failure_ || better) failure_ = std::move(error);
-}
-
-std::optional<GroupError> Group::failure() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
-}
-
-std::optional<GroupError> Group::take_error() {
-  std::optional<GroupError> recoverable;
-  bool hearsay = false;  // what a rank knows from a peer: that one says more
-  for (int line = 0; line < line_count(); ++line) {
-    uint64_t latest = epochs_taken_[line];
-    for (int rank = 0; rank < size(); ++rank) {
-      const Report* report = comm({line, rank}).report;
-      if (!report) continue;  // of another process
-      const uint64_t epoch = __atomic_load_n(&report->epoch, __ATOMIC_ACQUIRE);
-      if (epoch == 0) continue;
-      GroupError error = describe(*report);
-      if (error.fatal) {
-        fail(std::move(error));
-      } else if (epoch > epochs_taken_[line]) {
-        latest = std::max(latest, epoch);
-        if (recoverable && !hearsay) continue;
-        recoverable = std::move(error);
-        hearsay = report->failure == Failure::invalid_routing && report->peer < 0;
-      }
-    }
-    epochs_taken_[line] = latest;
-  }
-  const std::optional<GroupError> failed = failure();
-  return failed ? failed : recoverable;
-}
-
-std::optional<GroupError> Group::reported(Seat seat) const {
-  const Comm& here = comm(seat);
-  const uint64_t epoch = __atomic_load_n(&here.report->epoch, __ATOMIC_ACQUIRE);
-  if (epoch == 0 || epoch != here.heaps[seat.rank]->epoch) return std::nullopt;
-  return describe(*here.report);
-}
-
-GroupError Group::describe(const Report& report) const {
-  char text[256];
-  const char* op = name_of(report.op);
-  const long long expected = report.expected, seen = report.seen;
-  switch (report.failure) {
-    case Failure::timeout:
-      std::snprintf(text, sizeof(text),
-                    "%s: rank %d waited %g s for rank %d in vain (expected flag %lld, saw %lld); the group has failed",
-                    op, report.rank, timeout_seconds_, report.peer, expected, seen);
-      return {"PeerTimeoutError", text, true};
-    case Failure::peer_lost:
-      std::snprintf(text, sizeof(text), "%s: rank %d gave up because rank %d did not answer; the group has failed", op,
-                    report.rank, report.peer);
-      return {"PeerLostError", text, true};
-    case Failure::capacity:
-      std::snprintf(text, sizeof(text), "%s: rank %d needs %lld rows but capacity is %lld", op, report.rank, seen,
-                    expected);
-      return {"CapacityError", text, false};
-    case Failure::invalid_routing:
-      if (report.op != OpKind::ragged_all_to_all)
-        describe_routing(report, text, sizeof(text));
-      else if (report.peer < 0)
-        std::snprintf(text, sizeof(text), "%s: rank %d: on another rank a slice lies outside its buffer or is too long",
-                      op, report.rank);
-      else
-        std::snprintf(text, sizeof(text),
-                      "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
-                      "receiver expects (expected at most %lld, got %lld)",
-                      op, report.rank, report.peer, expected, seen);
-      return {"InvalidRoutingError", text, false};
-    case Failure::none:
-      break;
-  }
-  return {"JaxEpError", "an op failed without a reason", true};
 }
 
 }  // namespace jax_ep

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -23,6 +25,17 @@ struct Seat {
   int line, rank;
 };
 
+// What a rank did last, and how long it waited for whom.
+struct RankHistory {
+  Seat seat;
+  uint64_t finished;                // ops
+  std::vector<OpRecord> ops;        // the last that it began, in order
+  std::vector<uint64_t> waited_ns;  // by peer
+};
+
+// Whether a failure ends the group.
+constexpr bool is_fatal(Failure failure) { return failure != Failure::capacity && failure != Failure::invalid_routing; }
+
 // Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
 struct Neighbours {
   std::vector<std::vector<int>> processes;  // by line and rank
@@ -30,6 +43,9 @@ struct Neighbours {
 };
 
 const char* name_of(OpKind op);
+
+// "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
+std::string describe_call(const Signature& signature, int32_t site);
 
 class Group {
  public:
@@ -60,9 +76,16 @@ class Group {
   // Keeps memory that kernels use for as long as the group.
   void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
-  // Fails the group for good. The first failure is kept, but one that names a silent peer replaces one that does not.
+  // Fails the group for good. The first failure is kept, but one that is nearer to the root replaces it.
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
+
+  // Waits for the group to fail or to be closed, for so many seconds, and takes what kernels have reported: what a
+  // watchdog thread calls again and again.
+  std::optional<GroupError> await_failure(double seconds);
+
+  // The flight recorder: of every rank of the lines that have ranks in this process. Kernels may run meanwhile.
+  std::vector<RankHistory> history() const;
 
   // The same because this rank cannot run its op: no peer need wait for it until the timeout.
   void give_up(Seat seat, GroupError error);
@@ -70,8 +93,8 @@ class Group {
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
 
-  // The error that the kernel of the last op reported at this seat.
-  std::optional<GroupError> reported(Seat seat) const;
+  // The error that the kernel of the last op reported at this seat. It fails the group if it must.
+  std::optional<GroupError> reported(Seat seat);
 
   // Where peers shall write instead of into `data`, the buffer `slot` of an op's mail: `data` itself if they can, or
   // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
@@ -91,7 +114,17 @@ class Group {
   void* make_heap(Seat seat);
   Region staging(Seat seat, int slot, std::size_t bytes);
   void lose(int process);
+
+  // Errors (group_errors.cc).
+  void take_failures();
+  std::vector<const Report*> new_reports(bool fatal) const;
+  int line_of(const Report* report) const;
   GroupError describe(const Report& report) const;
+  std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
+  std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
+  int silent_rank(int line, const Report& report) const;
+  std::string progress(int line, int rank, uint64_t epoch) const;
+  const Heap* heap_of(int line, int rank) const;
 
   const std::vector<std::vector<int>> lines_;
   const double timeout_seconds_;
@@ -99,6 +132,7 @@ class Group {
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
+  std::condition_variable failed_;
   std::optional<GroupError> failure_;
   std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
   std::atomic<bool> open_ = false;
