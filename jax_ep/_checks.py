@@ -17,7 +17,15 @@ TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float3
 
 def describe(x: Any) -> str:
     """float32[4,2] for an array, the name of the type for everything else."""
-    return str(jax.typeof(x)) if isinstance(x, ARRAYS) else type(x).__name__
+    if not isinstance(x, ARRAYS):
+        return type(x).__name__
+    return str(jax.typeof(x)) if is_jax_dtype(x.dtype) else f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def is_jax_dtype(dtype: Any) -> bool:
+    """Whether jax has arrays of it: not so of numpy's objects, strings and dates."""
+    kinds = (np.number, np.bool_, jax.dtypes.extended)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def check_array(op: str, name: str, x: Any) -> None:
@@ -42,6 +50,15 @@ def check_dtype(op: str, name: str, x: jax.Array, allowed: Sequence[np.dtype]) -
     if np.dtype(x.dtype) not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
+
+
+def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
+    """Refuses what is narrower than a byte: some platforms pack several values into one, and kernels move bytes."""
+    check_array(op, name, x)
+    if not is_jax_dtype(x.dtype):
+        raise TypeError(f"{op}: {name} must be of a dtype that jax has, got {x.dtype}")
+    if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(x.dtype) < 8:
+        raise TypeError(f"{op}: {name} must be of a dtype of whole bytes, such as int8, got {x.dtype}")
 
 
 def check_positive(op: str, name: str, value: int) -> None:
@@ -106,6 +123,10 @@ def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
 def tracks_varying(axis_name: str) -> bool:
     """Whether this is traced with `check_vma=True`."""
     return bool(jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying)
+
+
+def varies(x: jax.Array, axis_name: str) -> bool:
+    return axis_name in jax.typeof(x).manual_axis_type.varying
 
 
 def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:

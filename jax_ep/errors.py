@@ -23,7 +23,9 @@ class CapacityError(JaxEpError):
 
 
 class InvalidRoutingError(JaxEpError):
-    """Offsets or sizes point outside a buffer, or two ranks disagree on them. The group remains usable."""
+    """Offsets, sizes or the values of a `Routing` point outside a buffer, or two ranks disagree on them. Nothing was
+    delivered; the group remains usable.
+    """
 
 
 class GroupClosedError(JaxEpError):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import _checks, _ffi, _native, _rendezvous, _watchdog, profiling
-from jax_ep.errors import CapacityError, GroupClosedError, PlatformError
+from jax_ep.errors import GroupClosedError, JaxEpError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
 LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
@@ -89,7 +89,7 @@ class Group:
         self.timeout = timeout
         self.platform = _ffi.library_name(mesh.devices.flat[0])
         self._closed = False
-        self._overflow: CapacityError | None = None
+        self._overflow: JaxEpError | None = None
         self._lock = threading.Lock()
         self._native: _native.NativeGroup | None = None
         if _ffi.is_built(self.platform) and not self._needs_xla:
@@ -222,8 +222,12 @@ class Group:
 
     def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
         rank = int(np.argmax(np.asarray(needed) > capacity))
+        self.keep_error(_native.capacity_error(op, rank, int(needed[rank]), capacity))
+
+    def keep_error(self, error: JaxEpError) -> None:
+        """For the "xla" implementation: what the next `check()` raises."""
         with self._lock:
-            self._overflow = _native.capacity_error(op, rank, int(needed[rank]), capacity)
+            self._overflow = error
 
     @property
     def _needs_xla(self) -> bool:

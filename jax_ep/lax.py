@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _checks, _ffi, reference
+from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, find_open_group
 from jax_ep.matmul import ragged_dot as ragged_dot
+from jax_ep.undelivered import undelivered_if
+
+OUTSIDE = (
+    "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"
+)
+MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, each team from one of its own to the next
 
 
 def ragged_all_to_all(
@@ -30,7 +37,7 @@ def ragged_all_to_all(
     the gradient takes the slices of `operand` not to overlap.
 
     Args:
-      operand: [N, ...] rows to send, of any dtype.
+      operand: [N, ...] rows to send, of any dtype of whole bytes: not int4, float4_e2m1fn and other narrow ones.
       output: [M, ...] of the same dtype and row shape; what no peer writes keeps its value.
       input_offsets, send_sizes, output_offsets, recv_sizes: [size * slices] integers; `recv_sizes` must equal what
         the peers send.
@@ -53,14 +60,18 @@ def ragged_all_to_all(
     _checks.check_inside_shard_map(op, group.mesh, axis_name)
     if axis_index_groups is not None:
         raise ValueError(f"{op}: axis_index_groups must be None, got {axis_index_groups}")
-    _checks.check_array(op, "operand", operand)
-    _checks.check_array(op, "output", output)
+    _checks.check_whole_bytes(op, "operand", operand)
+    _checks.check_whole_bytes(op, "output", output)
+    operand, output = jnp.asarray(operand), jnp.asarray(output)
     if operand.ndim < 1 or output.shape[1:] != operand.shape[1:] or output.ndim != operand.ndim:
         raise ValueError(
             f"{op}: output must have the row shape of operand, got operand {operand.shape} and output {output.shape}"
         )
     if output.dtype != operand.dtype:
         raise TypeError(f"{op}: output must have the dtype of operand, {operand.dtype}, got {output.dtype}")
+    for name, array in (("operand", operand), ("output", output)):
+        if array.shape[0] > MAX_ROWS:
+            raise ValueError(f"{op}: {name} must have at most {MAX_ROWS} rows, got {array.shape}")
     offsets = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -81,11 +92,25 @@ def ragged_all_to_all(
         raise ValueError(
             f"{op}: at most {_ffi.MAX_EXPERTS} slices per rank, got {input_offsets.shape[0] // group.size}"
         )
-    operands = _checks.vary_alike(axis_name, operand, output, *(array.astype(jnp.int32) for array in offsets.values()))
+    if jnp.issubdtype(operand.dtype, jax.dtypes.prng_key):
+        words = (jax.random.key_data(keys) for keys in (operand, output))
+        words = ragged_all_to_all(*words, *offsets.values(), axis_name=axis_name)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(operand))
+    operands = _checks.vary_alike(axis_name, operand, output, *map(_to_int32, offsets.values()))
     operand, output, *indices = (_checks.not_batched(op, x) for x in operands)
     if group.resolve(op, "auto") == "xla":
-        return reference.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
+        result, wrong = reference.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
+        return undelivered_if(wrong, group, InvalidRoutingError(OUTSIDE), result)
     return _ragged_all_to_all(group, operand, output, *indices)
+
+
+def _to_int32(indices: jax.Array) -> jax.Array:
+    """What int32 does not hold becomes the nearest that it does, which lies outside every buffer, and is refused."""
+    at = jnp if isinstance(indices, jax.Array) else np  # jax may not hold the array of numpy
+    held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
+    if info.min < held.min or info.max > held.max:
+        indices = at.clip(indices, max(info.min, held.min), held.max)
+    return jnp.asarray(indices.astype(np.int32))
 
 
 _ragged_all_to_all = jax.custom_vjp(_ffi.ragged_all_to_all, nondiff_argnums=(0,))

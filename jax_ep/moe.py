@@ -90,7 +90,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.tokens`. H' is free.
-      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero.
+      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero. Where a leaf holds rows that no
+        rank has, no rank delivers ("ffi": `InvalidRoutingError`), or the sums of their tokens are NaN ("xla").
       group: the group of the dispatch.
       implementation: as for `dispatch`.
 
@@ -107,9 +108,11 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
     _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
     if not isinstance(routing, Routing):
         raise TypeError(f"combine: routing must be the Routing of a dispatch, got {_checks.describe(routing)}")
+    routing.check(op)
     config = routing.config
     if config.size != group.size:
         raise ValueError(f"combine: routing is of a group of {config.size} ranks, group has {group.size}")
+    routing.check_own(op, group.axis_name)
     _checks.check_rank(op, "expert_outputs", expert_outputs, 2, "[capacity, H']")
     _checks.check_dtype(op, "expert_outputs", expert_outputs, _checks.TOKEN_DTYPES)
     if expert_outputs.shape[0] != config.capacity:

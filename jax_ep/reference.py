@@ -52,7 +52,7 @@ def _layout(ids: jax.Array, config: DispatchConfig) -> _Layout:
 
 def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., H] -> float8_e4m3fn [..., H] and one float32 scale per 128 values, [..., H / 128]."""
-    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, FP8_BLOCK)
+    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], rows.shape[-1] // FP8_BLOCK, FP8_BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     inverses = jnp.where(largest == 0, 1.0, jnp.minimum(FP8_MAX / largest, jnp.finfo(jnp.float32).max))
     values = (blocks * inverses[..., None]).astype(jnp.float8_e4m3fn)
@@ -61,7 +61,7 @@ def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def dequantize_rows(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The inverse of `quantize_rows`, rounded to `dtype`."""
-    blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, FP8_BLOCK)
+    blocks = values.astype(jnp.float32).reshape(*scales.shape, FP8_BLOCK)
     return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
 
 
@@ -116,7 +116,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: str) -> j
     for k in range(top_k):
         rows = routing.rows[:, :, k]
         values = expert_outputs.at[rows].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
-        partial += jnp.where((rows >= 0)[..., None], routing.weights[:, :, k, None] * values, 0)
+        weights = jnp.where(rows < routing.config.capacity, routing.weights[:, :, k], jnp.nan)  # there is no such row
+        partial += jnp.where((rows >= 0)[..., None], weights[..., None] * values, 0)
     arrived = jax.lax.all_to_all(partial.astype(expert_outputs.dtype), axis_name, 0, 0)
     total = jnp.zeros(arrived.shape[1:], jnp.float32)
     for rank in range(size):
@@ -133,8 +134,11 @@ def ragged_all_to_all(
     recv_sizes: jax.Array,
     *,
     axis_name: str,
-) -> jax.Array:
-    """Like `jax.lax.ragged_all_to_all`, by gathering every rank's operand and picking the rows that are mine."""
+) -> tuple[jax.Array, jax.Array]:
+    """Like `jax.lax.ragged_all_to_all`, by gathering every rank's operand and picking the rows that are mine.
+
+    Returns also whether, on any rank, a slice lies outside its buffer or its size is not what the receiver expects.
+    """
     me = jax.lax.axis_index(axis_name)
     size = jax.lax.axis_size(axis_name)
 
@@ -143,7 +147,9 @@ def ragged_all_to_all(
 
     operands = jax.lax.all_gather(operand, axis_name)
     starts, sizes, places = map(chunks_for_me, (input_offsets, send_sizes, output_offsets))
-    del recv_sizes  # implied by the senders' sizes
+    fits = (send_sizes >= 0) & (input_offsets >= 0) & (input_offsets <= operand.shape[0] - send_sizes)
+    fits &= (output_offsets >= 0) & (output_offsets <= output.shape[0] - send_sizes)
+    wrong = jnp.any((send_sizes != 0) & ~fits) | jnp.any(sizes.reshape(-1) != recv_sizes)
     index = jnp.arange(output.shape[0])
     result = output
     for source in range(size):
@@ -152,4 +158,4 @@ def ragged_all_to_all(
             inside = (offset >= 0) & (offset < sizes[source, piece])
             picked = operands[source].at[offset + starts[source, piece]].get(mode="clip")
             result = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), picked, result)
-    return result
+    return result, jax.lax.psum(wrong.astype(jnp.int32), axis_name) > 0

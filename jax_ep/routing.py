@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ep import _checks
+
 FP8_BLOCK = 128  # values of a float8 row that share a scale
 
 
@@ -24,6 +26,27 @@ class DispatchConfig:
     @property
     def local_experts(self) -> int:
         return self.num_experts // self.size
+
+    def check(self, op: str, name: str, *, empty: bool) -> None:
+        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
+
+        Args:
+          empty: there are no assignments: then the capacity may be 0.
+        """
+        fields = ["size", "num_experts", "alignment", "capacity"]
+        if empty and self.capacity == 0:
+            fields.remove("capacity")
+        for field in fields:
+            _checks.check_positive(op, f"{name}.{field}", getattr(self, field))
+        if self.num_experts % self.size:
+            raise ValueError(
+                f"{op}: {name}.num_experts must be a multiple of {self.size} ranks, got {self.num_experts}"
+            )
+        if self.capacity % self.alignment or self.size * self.capacity >= 2**31:
+            raise ValueError(
+                f"{op}: {name}.capacity must be a multiple of alignment {self.alignment}, below 2**31 / {self.size}, "
+                f"got {self.capacity}"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +74,42 @@ class Routing:
     dropped: jax.Array
     invalid: jax.Array
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
+
+    def check(self, op: str) -> None:
+        """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves are as a dispatch returns them.
+
+        What the leaves hold is checked by the kernels.
+        """
+        if not isinstance(self.config, DispatchConfig):
+            raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {_checks.describe(self.config)}")
+        _checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
+        self.config.check(op, "routing.config", empty=self.targets.size == 0)
+        size, local_experts, (num_tokens, top_k) = self.config.size, self.config.local_experts, self.targets.shape
+        rows = size * num_tokens * top_k
+        if rows + local_experts * self.config.alignment >= 2**31:
+            raise ValueError(f"{op}: routing.targets must be of fewer than 2**31 / {size} values, got {rows // size}")
+        for name, shape, layout, dtype in (
+            ("targets", (num_tokens, top_k), "[T, K]", np.int32),
+            ("rows", (size, num_tokens, top_k), "[R, T, K]", np.int32),
+            ("weights", (size, num_tokens, top_k), "[R, T, K]", np.float32),
+            ("counts", (size, local_experts), "[R, E / R]", np.int32),
+            ("dropped", (1,), "[1]", np.int32),
+            ("invalid", (1,), "[1]", np.int32),
+        ):
+            leaf = getattr(self, name)
+            _checks.check_shape(op, f"routing.{name}", leaf, shape, layout)
+            _checks.check_dtype(op, f"routing.{name}", leaf, (np.dtype(dtype),))
+
+    def check_own(self, op: str, axis_name: str) -> None:
+        """Raises ValueError where types say that all ranks were given the routing of one."""
+        if self.config.size == 1 or not _checks.tracks_varying(axis_name):
+            return
+        for name in ("targets", "rows", "counts"):
+            if not _checks.varies(getattr(self, name), axis_name):
+                raise ValueError(
+                    f"{op}: routing.{name} must be that of each rank, got the same on all: pass the routing through "
+                    f"jax.shard_map by P({axis_name!r}), in and out"
+                )
 
 
 class Float8Rows(NamedTuple):

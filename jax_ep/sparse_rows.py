@@ -107,6 +107,9 @@ class SparseRows:
         _checks.check_positive(op, "num_rows", self.num_rows)
         if self.num_rows >= 2**31:
             raise ValueError(f"{op}: num_rows must be below 2**31, got {self.num_rows}")
+        for name in ("count", "ignored", "dropped"):
+            _checks.check_shape(op, name, getattr(self, name), (), "[]")
+            _checks.check_dtype(op, name, getattr(self, name), (np.dtype(np.int32),))
 
     @property
     def _counted(self) -> jax.Array:

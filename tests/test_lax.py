@@ -1,16 +1,18 @@
 """ragged_all_to_all: the semantics of `jax.lax.ragged_all_to_all`, against the oracle."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import helpers
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import Group, InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
@@ -66,13 +68,63 @@ def test_signature_is_that_of_jax() -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32, np.int8, np.uint8, np.int32])
-def test_dtypes(dtype: Any, group: Group, rng: np.random.Generator) -> None:
+ALL_DTYPES = sorted({np.dtype(x) for x in vars(jnp).values() if isinstance(x, type(jnp.int8))}, key=str)
+NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\w+", str(dtype))]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
+def test_dtypes(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None:
+    """All that jax has, bit by bit."""
     slices = draw_slices(rng, each=1)
-    operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 5)).astype(dtype)
-    actual = helpers.fetch(exchange(group)(operand, output, *slices))
+    operand, output = rng.integers(0, 2, (2, SIZE, ROWS, 5)).astype(dtype)
+    with jax.enable_x64(True):
+        actual = helpers.fetch(exchange(group)(operand, output, *slices))
     assert actual.dtype == dtype
-    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
+    expected = oracle.ragged_all_to_all(operand, output, slices)
+    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", ["operand", "output"])
+def test_narrow_dtypes_are_refused(dtype: np.dtype, name: str, group: Group) -> None:
+    """Some platforms pack them, so that they have no bytes of their own."""
+    arrays = {"operand": np.zeros((SIZE, ROWS), np.int8), "output": np.zeros((SIZE, ROWS), np.int8)}
+    arrays[name] = arrays[name].astype(dtype)
+    message = f"^ragged_all_to_all: {name} must be of a dtype of whole bytes, such as int8, got {dtype}"
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(exchange(group), *arrays.values(), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
+
+
+@pytest.mark.parametrize("dtype", ["object", "U3", "M8[s]", "i4,f4"])
+def test_dtypes_of_numpy_alone_are_refused(dtype: str, group: Group) -> None:
+    def body(*slices: jax.Array) -> jax.Array:
+        rows = np.zeros(ROWS, dtype)
+        return ragged_all_to_all(rows, rows, *slices, axis_name="ep")  # pyright: ignore[reportArgumentType]
+
+    with pytest.raises(TypeError, match=r"^ragged_all_to_all: operand must be of a dtype that jax has, got "):
+        jax.eval_shape(helpers.per_rank(body, group.mesh), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_constants_of_numpy_become_what_jax_has(dtype: Any, check_vma: bool, group: Group) -> None:
+    rows, slices = np.arange(ROWS, dtype=dtype), np.zeros(SIZE, np.int64)
+    body = jax.shard_map(
+        lambda x: x + ragged_all_to_all(rows, rows, *[slices] * 4, axis_name="ep")[:1],  # pyright: ignore[reportArgumentType]
+        mesh=group.mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+        check_vma=check_vma,
+    )
+    np.testing.assert_array_equal(helpers.fetch(jax.jit(body)(np.ones(SIZE, np.int32))), np.ones(SIZE))
+
+
+def test_keys_of_random_numbers(group: Group, rng: np.random.Generator) -> None:
+    slices = draw_slices(rng, each=1)
+    operand, output = jax.random.split(jax.random.key(0), (2, SIZE, ROWS))
+    actual = jax.random.key_data(exchange(group)(operand, output, *slices))
+    operand, output = (np.asarray(jax.random.key_data(keys)) for keys in (operand, output))
+    np.testing.assert_array_equal(helpers.fetch(actual), oracle.ragged_all_to_all(operand, output, slices))
 
 
 @pytest.mark.parametrize("each", [2, 3])
@@ -187,9 +239,8 @@ def less_sent_than_expected(slices: oracle.Slices) -> None:
     ids=lambda spoil: spoil.__name__,
 )
 def test_bad_slices_are_reported_and_the_group_goes_on(
-    spoil: Callable[[oracle.Slices], None], native: None, open_group: OpenGroup, rng: np.random.Generator
+    spoil: Callable[[oracle.Slices], None], implementation: str, group: Group, rng: np.random.Generator
 ) -> None:
-    group = open_group(SIZE)
     program = exchange(group)
     good = draw_slices(rng, each=1)
     good.send_sizes[1, 2] = good.recv_sizes[2, 1] = 1
@@ -197,8 +248,64 @@ def test_bad_slices_are_reported_and_the_group_goes_on(
     operand, output = rng.standard_normal((2, SIZE, ROWS + 1, 3)).astype(np.float32)
     bad = oracle.Slices(*(x.copy() for x in good))
     spoil(bad)
-    with helpers.expect_failure(group, InvalidRoutingError, "ragged_all_to_all: .* a slice lies outside its buffer or"):
-        helpers.fetch(program(operand, output, *bad))
+    message = "ragged_all_to_all: .* a slice lies outside its buffer or"
+    with helpers.expect_failure(group, InvalidRoutingError, message, implementation):
+        actual = helpers.fetch(program(operand, output, *bad))
+        assert np.isnan(actual[2]).all()
     group.check()  # reported once
     actual = helpers.fetch(program(operand, output, *good))
     np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, good))
+
+
+def test_no_rank_delivers_what_another_did_not_send(
+    implementation: str, group: Group, rng: np.random.Generator
+) -> None:
+    operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 3)).astype(np.int32)
+    bad = draw_slices(rng, each=1)
+    bad.send_sizes[1, 2] = bad.recv_sizes[2, 1] = 1
+    bad.input_offsets[1, 2] = ROWS
+    result = exchange(group)(operand, output, *bad)
+    for shard in result.addressable_shards:
+        with helpers.awaiting_failure(group, "InvalidRoutingError: ragged_all_to_all: .* outside", implementation):
+            np.testing.assert_array_equal(shard.data, np.full_like(shard.data, -1))
+    with pytest.raises(InvalidRoutingError, match=r"ragged_all_to_all: .* a slice lies outside its buffer or"):
+        group.check()
+
+
+@pytest.mark.parametrize("name", oracle.Slices._fields)
+@pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
+def test_beyond_32_bits(name: str, beyond: int, group: Group, implementation: str, rng: np.random.Generator) -> None:
+    """Reported, and not wrapped around to numbers that would do."""
+    operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
+    bad = draw_slices(rng, each=1, dtype=np.int64)
+    bad.send_sizes[1, 2] = bad.recv_sizes[2, 1] = 1
+    getattr(bad, name)[1, 2] += beyond
+    with jax.enable_x64(True):
+        result = exchange(group)(operand, output, *bad)
+    message = "ragged_all_to_all: .* a slice lies outside its buffer or"
+    with helpers.expect_failure(group, InvalidRoutingError, message, implementation):
+        helpers.fetch(result)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_constant_indices_beyond_32_bits(dtype: Any, group: Group, implementation: str) -> None:
+    """Of numpy, whose arrays jax would narrow without a word."""
+    offsets = np.zeros(SIZE, dtype)
+    offsets[0] = 2**32 if np.iinfo(dtype).bits == 64 else 2**32 - 1
+    ones = np.ones(SIZE, dtype)
+
+    def body(operand: jax.Array) -> jax.Array:
+        constants: Any = (offsets, ones, np.arange(SIZE, dtype=dtype), ones)
+        return ragged_all_to_all(operand, operand, *constants, axis_name="ep")
+
+    message = "ragged_all_to_all: .* a slice lies outside its buffer or"
+    with helpers.expect_failure(group, InvalidRoutingError, message, implementation):
+        helpers.fetch(helpers.per_rank(body, group.mesh)(np.ones((SIZE, ROWS), np.float32)))
+
+
+def test_too_many_rows(group: Group) -> None:
+    many, indices = jax.ShapeDtypeStruct((SIZE, 2**31 - 1), np.int8), np.zeros((SIZE, SIZE), np.int32)
+    with pytest.raises(
+        ValueError, match=r"^ragged_all_to_all: operand must have at most 2147418112 rows, got \(2147483"
+    ):
+        jax.eval_shape(exchange(group), many, many, *[indices] * 4)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import helpers
@@ -20,6 +21,7 @@ from jax_ep.sparse_union import choose_method
 
 ROWS, ENTRIES, WIDTH = 12, 6, 3
 IDS, VALUES = jnp.zeros(ENTRIES, jnp.int32), jnp.zeros((ENTRIES, WIDTH))
+RAW = SparseRows.from_entries(IDS, VALUES, num_rows=ROWS)
 
 
 def dense(ids: np.ndarray, values: np.ndarray, num_rows: int) -> np.ndarray:
@@ -129,6 +131,12 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
         ({"rows": SparseRows(IDS, VALUES[:, :0], jnp.int32(1), ROWS)}, ValueError, "values must have at least one col"),
         ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 0)}, ValueError, "num_rows must be at least 1, got 0"),
         ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 2**31)}, ValueError, "num_rows must be below 2**31"),
+        ({"rows": SparseRows(IDS, VALUES, IDS, ROWS)}, ValueError, "count must have shape [] = ()"),
+        ({"rows": SparseRows(IDS, VALUES, jnp.float32(1), ROWS)}, TypeError, "count must be of dtype int32, got flo"),
+        ({"rows": replace(RAW, ignored=IDS)}, ValueError, "ignored must have shape [] = ()"),
+        ({"rows": replace(RAW, dropped=None)}, TypeError, "dropped must be an array, got NoneType"),
+        ({"rows": replace(RAW, dropped=jnp.uint32(1))}, TypeError, "dropped must be of dtype int32, got uint32"),
+        ({"rows": jax.tree.map(lambda _: object(), RAW)}, TypeError, "indices must be an array, got object"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ({"capacity": 2.0}, TypeError, "capacity must be a Python int"),
         ({"capacity": 2**31}, ValueError, "capacity and the indices of all ranks must be below 2**31"),

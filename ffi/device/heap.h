@@ -85,6 +85,7 @@ struct alignas(128) Heap {
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
+  uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) OpRecord ops[kRecordedOps];                // by epoch
   alignas(128) uint64_t waited_ns[kMaxRanks];             // by peer: in waits that were not over at once

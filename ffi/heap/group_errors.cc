@@ -5,10 +5,24 @@
 
 #include "heap/group.h"
 #include "heap/sites.h"
+#include "kernels/args.h"
 #include "kernels/signature.h"
 
 namespace jax_ep {
 namespace {
+
+// Of an op that was handed a routing. The peer is the leaf, or -1 where another rank's keeps it from sending.
+void describe_routing(const Report& report, char* text, std::size_t size) {
+  constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
+  const char* op = name_of(report.op);
+  if (report.peer < 0)
+    std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);
+  else
+    std::snprintf(text, size, "%s: rank %d: routing.%s holds %lld, which is out of bounds: it must be below %lld%s", op,
+                  report.rank, kLeaves[report.peer], static_cast<long long>(report.seen),
+                  static_cast<long long>(report.expected),
+                  report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
+}
 
 // How near an error is to the root of a failure: one that says which rank is silent tells more than one that says that
 // somebody gave up. What ended the group on purpose is never replaced.
@@ -74,12 +88,15 @@ std::optional<GroupError> Group::take_error() {
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
   std::optional<GroupError> recoverable;
+  bool hearsay = false;  // what a rank knows from a peer: that one says more
   std::vector<uint64_t> latest = epochs_taken_;
   for (const Report* report : new_reports(/*fatal=*/false)) {
     const int line = line_of(report);
     if (report->epoch <= epochs_taken_[line]) continue;  // of one op it is one error on all its ranks
     latest[line] = std::max(latest[line], report->epoch);
-    if (!recoverable) recoverable = describe(*report);
+    if (recoverable && !hearsay) continue;
+    recoverable = describe(*report);
+    hearsay = report->failure == Failure::invalid_routing && report->peer < 0;
   }
   epochs_taken_ = latest;
   return recoverable;
@@ -183,10 +200,16 @@ GroupError Group::describe(const Report& report) const {
                     report.rank, seen, expected);
       return {"CapacityError", text, false};
     case Failure::invalid_routing:
-      std::snprintf(text, sizeof(text),
-                    "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
-                    "receiver expects (expected at most %lld, got %lld)",
-                    name_of(report.op), report.rank, report.peer, expected, seen);
+      if (report.op != OpKind::ragged_all_to_all)
+        describe_routing(report, text, sizeof(text));
+      else if (report.peer < 0)
+        std::snprintf(text, sizeof(text), "%s: rank %d: on another rank a slice lies outside its buffer or is too long",
+                      name_of(report.op), report.rank);
+      else
+        std::snprintf(text, sizeof(text),
+                      "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
+                      "receiver expects (expected at most %lld, got %lld)",
+                      name_of(report.op), report.rank, report.peer, expected, seen);
       return {"InvalidRoutingError", text, false};
     case Failure::none:
       break;

@@ -45,6 +45,9 @@ struct DispatchArgs {
   int64_t landing_bytes;
 };
 
+// Of the routing that scatter and combine are handed: which leaf is out of bounds, as the `peer` of a report.
+enum class RoutingLeaf : int32_t { targets, rows, counts };
+
 struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;

@@ -4,6 +4,7 @@
 
 #include "kernels/announcer.h"
 #include "kernels/args.h"
+#include "kernels/bound.h"
 #include "kernels/op.h"
 #include "kernels/row_sum.h"
 #include "kernels/schedule.h"
@@ -26,6 +27,8 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
+        row_bound_(RoutingLeaf::rows, args.capacity),
+        target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
         rows_(op.team,
               in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
@@ -65,6 +68,8 @@ class Combine {
       rows_.finish();
     else
       rows_.drop();
+    if (op_.team.ballot(row_bound_.broken())) wait_posted();
+    row_bound_.report_to_all(op_);
     announcer.finish(rows_);
   }
 
@@ -99,6 +104,8 @@ class Combine {
   JAX_EP_FN void complete() {
     rows_.finish();
     rows_.complete_to(rows_.mark());
+    row_bound_.report(op_);
+    target_bound_.report(op_);
   }
 
  private:
@@ -127,8 +134,9 @@ class Combine {
     const int64_t at = table(home, token) + k;
     return {args_.rows[at], args_.weights ? args_.weights[at] : 1.0f};
   }
-  JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) const {
-    return {assigned.row < 0 ? nullptr : outputs_ + int64_t{assigned.row} * args_.hidden + column, assigned.weight};
+  JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) {
+    const int row = row_bound_.place(assigned.row);
+    return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden + column, assigned.weight};
   }
 
   template <class Pointer>
@@ -186,10 +194,11 @@ class Combine {
   }
 
   // A bit for every rank that has a row of a token; `target` is that of this lane.
-  JAX_EP_FN uint64_t senders_of(int token, int target) const {
+  JAX_EP_FN uint64_t senders_of(int token, int target) {
     uint64_t senders = 0;
     for (int first = 0; first < args_.top_k; first += Team::lanes) {
       if (first > 0) target = target_of(token, first + op_.team.lane);
+      target = target_bound_.place(target);
       const int owner = target < 0 ? -1 : by_capacity_.quotient(target);
       for (int rank = 0; rank < op_.comm.size; ++rank)
         if (op_.team.ballot(owner == rank)) senders |= uint64_t{1} << rank;
@@ -231,6 +240,7 @@ class Combine {
   const CombineArgs& args_;
   const T* outputs_;
   const Divider by_capacity_;
+  Bound row_bound_, target_bound_;
   bool posted_ = false;
   RowSum<T, kPieces> rows_;
 };

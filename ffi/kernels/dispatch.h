@@ -35,7 +35,7 @@ class PlainDispatch {
     push_chunks(
         op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
         [&](int token) { return args_.tokens + token * bytes_; },
-        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); });
+        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {

@@ -145,7 +145,8 @@ class Op {
     int until = most;
     for (int first = 0; first < flags && until == most; first += Team::lanes) {
       const int i = first + team.lane;
-      const bool missing = i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < first_stamp();
+      const bool missing =
+          i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < first_stamp();
       if (const uint64_t missed = team.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / comm.size;
     }
     team.sync();
@@ -166,6 +167,12 @@ class Op {
   // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
     record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
+  }
+  // Tells the peers, which have begun this op and wait for what this rank delivers next, that rows will be missing.
+  JAX_EP_FN void refuse() const {
+    if (!ok()) return;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
+    team.sync();
   }
 
   // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
@@ -202,7 +209,9 @@ class Op {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
       give_up();
     }
-    const bool undelivered = failed || load_relaxed(&heap->reported) == epoch;
+    const bool refused = load_relaxed(&heap->refused) == epoch;
+    if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
+    const bool undelivered = failed || refused || load_relaxed(&heap->reported) == epoch;
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;

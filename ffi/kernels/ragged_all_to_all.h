@@ -21,6 +21,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
   if (op.team.lane == 0)
     op.report(Failure::invalid_routing, op.comm.rank, peer, sendable ? args.result_rows : args.operand_rows,
               (sendable ? to : from) + size);
+  op.refuse();  // for the peer waits for it
   return false;
 }
 

@@ -57,10 +57,11 @@ class RowSink {
   const PeerBuffer bases_;
 };
 
-// Pushes the tokens that items.next() hands out, until it gives -1, and announces their chunks.
-template <class Items, class Source, class Sink>
+// Pushes the tokens that items.next() hands out, until it gives -1, and announces their chunks; before the last,
+// settle() is called.
+template <class Items, class Source, class Sink, class Settle>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
-                           Source source, Sink sink) {
+                           Source source, Sink sink, Settle settle) {
   op.enter(Phase::send);
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule);
@@ -73,6 +74,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   const auto next = [&] { return items.next(); };
   const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
   mover.move(next, bytes, fanout, checked, sink, after);
+  settle();
   announcer.finish(mover);
 }
 
@@ -134,10 +136,11 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
 struct TokenRows {
   int first, count;
 };
-JAX_EP_FN TokenRows rows_of_token(const Team& team, const int32_t* rows, int top_k) {
+template <class RowAt>
+JAX_EP_FN TokenRows rows_of_token(const Team& team, int top_k, RowAt row_at) {
   TokenRows found{-1, 0};
   for (int begin = 0; begin < top_k; begin += Team::lanes) {
-    const int row = begin + team.lane < top_k ? rows[begin + team.lane] : -1;
+    const int row = begin + team.lane < top_k ? row_at(begin + team.lane) : -1;
     const uint64_t present = team.ballot(row >= 0);
     if (found.first < 0 && present) found.first = team.from_lane(row, lowest_bit(present));
     found.count += count_bits(present);
@@ -146,22 +149,28 @@ JAX_EP_FN TokenRows rows_of_token(const Team& team, const int32_t* rows, int top
 }
 
 // Copies each token from where it has landed, from(token, row), to its rows, of which `row` is the first: it may have
-// landed there. `table` has top_k rows for each.
-template <class Mover, class From>
+// landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none.
+template <class Mover, class From, class Valid>
 JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
-                            const int32_t* table, int top_k, From from) {
+                            const int32_t* table, int top_k, From from, Valid valid) {
+  const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the token has landed whose source was asked for last
   const auto source = [&](int token) -> const char* {
-    const TokenRows found = rows_of_token(team, table + int64_t{token} * top_k, top_k);
+    const TokenRows found = rows_of_token(team, top_k, [&](int k) { return row_at(token, k); });
     const char* landed = from(token, found.first);
     filled = landed == received + found.first * bytes ? found.first : -1;
     return found.count > (filled < 0 ? 0 : 1) ? landed : nullptr;
   };
   const auto sink = [&](int token, int k) -> char* {
-    const int row = k < top_k ? table[int64_t{token} * top_k + k] : -1;
+    const int row = k < top_k ? row_at(token, k) : -1;
     return row >= 0 && row != filled ? received + row * bytes : nullptr;
   };
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
+}
+template <class Mover, class From>
+JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
+                            const int32_t* table, int top_k, From from) {
+  copy_to_rows(team, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
 }
 
 // The same for rows so short that lanes copy several at once.
@@ -196,13 +205,15 @@ struct RowCounts {
   }
 };
 
-// Zeroes what holds no token: the padding of every segment, and all behind the last.
-JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, RowCounts counts, int capacity, int alignment) {
+// Zeroes what holds no token: the padding of every segment, and all behind the last. `counts`: RowCounts, or alike.
+template <class Counts>
+JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const Counts& counts, int capacity, int alignment) {
   const Team& team = op.team;
   const Place filler = team.filler;
   if (!op.ok() || filler.index < 0) return;
   op.enter(Phase::pad);
   const auto zero = [&](int begin, int end, int first, int step) {
+    begin = larger(0, smaller(begin, capacity));  // what a user's counts add up to may have wrapped around
     for (int row = begin + first; row < smaller(end, capacity); row += step)
       fill_row(team, received + row * bytes, 0, bytes);
   };

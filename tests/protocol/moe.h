@@ -95,6 +95,32 @@ inline void check_counts(const std::vector<Rank>& ranks) {
     }
 }
 
+// A row that rank 1 does not have: it is not read, no rank delivers, and all say so.
+inline void row_out_of_bounds(Group& group, int tokens, int index) {
+  std::vector<Rank> ranks(kRanks, Rank{tokens});
+  std::mt19937 random(3);
+  fill(ranks, random);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    run_kernel<float>(comm, ranks[rank].dispatch_args(Way::straight), team);
+  });
+  ranks[1].rows[index] = kCapacity + 7;
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    run_kernel<float>(comm, ranks[rank].combine_args(), team);
+  });
+  for (int rank = 0; rank < kRanks; ++rank) {
+    expect(std::isnan(ranks[rank].combined[0]), "no rank delivers what another did not send");
+    const auto seen = group.reported({0, rank});
+    expect(seen && seen->kind == "InvalidRoutingError" && !seen->fatal, "every rank reports it");
+  }
+  const auto error = group.take_error();
+  expect(error && error->message.find("rank 1: routing.rows holds") != std::string::npos, "the leaf is named");
+  expect(!group.take_error(), "and reported once");
+}
+inline void rows_out_of_bounds(int times) {
+  const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/true);
+  for (int i = 0; i < times; ++i) row_out_of_bounds(*group, kMostTokens, i * 7 % (kMostTokens * kTopK));
+}
+
 // A rank that never comes: the others give up within the timeout, and fill their results. Whether all name it.
 inline bool lost_rank_is_named(int tokens, Way way, double timeout_seconds) {
   Group group({{0, 1, 2, 3}}, timeout_seconds, /*poison=*/false);

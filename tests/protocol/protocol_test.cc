@@ -40,6 +40,7 @@ int main() {
   jax_ep::host_clock();
   jax_ep::round_trips(jax_ep::kMostTokens, 12);
   jax_ep::round_trips(40, 60);  // routed by one team of each rank
+  jax_ep::rows_out_of_bounds(12);
   jax_ep::two_processes();
   jax_ep::deaf_process();
   jax_ep::refused_group();

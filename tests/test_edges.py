@@ -1,0 +1,100 @@
+"""dispatch and combine of nothing: no tokens, no experts chosen, no values in a row; and ids that no table has."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sparse_cases as cases
+from conftest import OpenGroup
+
+from jax_ep import SparseRows, combine, dispatch, sparse_all_reduce
+
+SIZE, EXPERTS = 2, 4
+
+Shape = tuple[int, int, int]  # T, K, H
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((0, 2, 16), {}),
+        ((0, 2, 16), {"capacity": 4}),
+        ((0, 2, 128), {"wire_dtype": jnp.float8_e4m3fn}),
+        ((0, 2, 0), {"wire_dtype": jnp.float8_e4m3fn}),
+        ((5, 2, 0), {"wire_dtype": jnp.float8_e4m3fn}),
+        ((5, 0, 16), {}),
+        ((5, 0, 128), {"wire_dtype": jnp.float8_e4m3fn}),
+        ((5, 2, 0), {}),
+        ((0, 0, 0), {}),
+    ],
+    ids=str,
+)
+def test_nothing(
+    shape: Shape, options: dict[str, Any], implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    tokens, top_k, hidden = shape
+
+    def body(*larger: jax.Array) -> Any:
+        rows, ids, weights = larger[0][:tokens, :hidden], larger[1][:tokens, :top_k], larger[2][:tokens, :top_k]
+
+        def both(rows: jax.Array, weights: jax.Array) -> Any:
+            out = dispatch(
+                rows, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation, **options
+            )
+            combined = combine(out.tokens, out.routing, group=group, implementation=implementation)
+            return jnp.sum(combined), (out, combined)
+
+        return jax.value_and_grad(both, (0, 1), has_aux=True)(rows, weights)
+
+    # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
+    case = helpers.draw_case(rng, SIZE, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
+    (_, actual), gradients = helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+    group.check()
+    case = helpers.Case(case.tokens[:, :tokens, :hidden], *(x[:, :tokens, :top_k] for x in case[1:]))
+    helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+    for gradient, operand in zip(gradients, (case.tokens, case.weights), strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros_like(operand))
+
+
+def test_float8_rows_of_no_tokens(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+
+    def body(tokens: jax.Array, ids: jax.Array) -> Any:
+        options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False, "capacity": 4}
+        return dispatch(tokens[:0], ids[:0], group=group, num_experts=EXPERTS, implementation=implementation, **options)
+
+    case = helpers.draw_case(rng, SIZE, tokens=1, top_k=2, experts=EXPERTS, hidden=256)
+    rows = helpers.fetch(helpers.per_rank(body, group.mesh)(case.tokens, case.ids)).tokens
+    np.testing.assert_array_equal(rows.values.astype(np.float32), np.zeros((SIZE, 4, 256)))
+    np.testing.assert_array_equal(rows.scales, np.zeros((SIZE, 4, 2)))
+
+
+@pytest.mark.parametrize("count", [0, -1, -helpers.BIG, 3, 8, helpers.BIG])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_ids_and_counts_beyond_all(
+    count: int, dtype: Any, sharded: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """Ids of 64 bits must not wrap around to those of rows, and a count no array has counts what there is."""
+    group, num_rows, entries = open_group(SIZE), 33, 8
+    info = np.iinfo(dtype)
+    strange = [info.min, info.min + 1, -1, num_rows, num_rows + 1, info.max - 1, info.max]
+    if dtype is np.int64:
+        strange += [2**31, 2**32, 2**32 + 1, -(2**32), -(2**32) + 1]
+    ids = rng.integers(0, num_rows, (SIZE, entries)).astype(dtype)
+    ids[:, ::2] = rng.choice(np.array(strange, dtype), (SIZE, entries // 2))
+    values = cases.draw_values(rng, ids, 3)
+
+    def body(ids: jax.Array, values: jax.Array) -> SparseRows:
+        rows = SparseRows(ids, values, jnp.int32(count), num_rows)
+        return sparse_all_reduce(rows, group=group, capacity=20, sharded=sharded, implementation=implementation)
+
+    with jax.enable_x64(True):
+        actual = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, values))
+    counted = max(0, min(count, entries))
+    wanted = cases.expected(ids[:, :counted], values[:, :counted], num_rows=num_rows, capacity=20, sharded=sharded)
+    cases.assert_reduced(actual, wanted, np.float32)

@@ -1,0 +1,228 @@
+"""combine and its gradient with a routing that was changed on the way: refused by name, or never followed."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import Dispatched, Float8Rows, Group, InvalidRoutingError, Routing, SparseRows, combine, dispatch
+
+SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, CAPACITY = 2, 6, 3, 8, 16, 40
+LEAVES = ("targets", "rows", "weights", "counts", "dropped", "invalid")
+
+
+def dispatched(group: Group, rng: np.random.Generator) -> tuple[helpers.Case, Dispatched]:
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
+        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
+
+    case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    return case, helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+
+
+def combined(group: Group) -> Callable[..., Any]:
+    return helpers.per_rank(lambda rows, routing: combine(rows, routing, group=group), group.mesh)
+
+
+def gradient(group: Group) -> Callable[..., Any]:
+    """The cotangents of the rows and of the weights, for one of ones."""
+
+    def body(rows: jax.Array, routing: Routing) -> Any:
+        def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            return combine(rows, dataclasses.replace(routing, weights=weights), group=group)
+
+        out, pull = jax.vjp(weighted, rows, routing.weights)
+        return pull(jnp.ones_like(out))
+
+    return helpers.per_rank(body, group.mesh)
+
+
+def spoilt(routing: Routing, leaf: str, change: Callable[[np.ndarray], Any]) -> Routing:
+    return dataclasses.replace(routing, **{leaf: change(getattr(routing, leaf).copy())})
+
+
+def with_value(value: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Puts it into a leaf of rank 1, for a token of another rank where the leaf has those."""
+
+    def change(leaf: np.ndarray) -> np.ndarray:
+        leaf[1].reshape(-1)[1] = value
+        return leaf
+
+    return change
+
+
+def assert_works(group: Group, case: helpers.Case, out: Dispatched) -> None:
+    group.check()
+    actual = helpers.fetch(combined(group)(out.tokens, out.routing))
+    helpers.assert_combined(actual, out.tokens, np.asarray(out.routing.targets), case.weights)
+
+
+@pytest.mark.parametrize(
+    ("program", "leaf", "value", "limit"),
+    [
+        (program, leaf, value, limit)
+        for program, leaf, limit in (
+            (combined, "targets", SIZE * CAPACITY),
+            (combined, "rows", CAPACITY),
+            (gradient, "targets", SIZE * CAPACITY),
+            (gradient, "rows", CAPACITY),
+            (gradient, "counts", TOKENS * TOP_K + 1),
+        )
+        for value in (limit, helpers.BIG, *((-1, -helpers.BIG) if leaf == "counts" else ()))
+    ],
+)
+def test_out_of_bounds(
+    program: Any, leaf: str, value: int, limit: int, native: None, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    case, out = dispatched(group, rng)
+    bad = spoilt(out.routing, leaf, with_value(value))
+    with helpers.awaiting_failure(group, "InvalidRoutingError: combine.* out of bounds"):
+        results = helpers.fetch(program(group)(out.tokens, bad))
+        assert all(np.isnan(result[1]).all() for result in jax.tree.leaves(results))
+    message = rf"^combine.*: rank 1: routing\.{leaf} holds {value}, which is out of bounds: it must be below {limit}"
+    if program is gradient and leaf != "counts":  # found by combine itself too: the op that comes last has the word
+        message = rf"routing\.{leaf} holds {value}"
+    with pytest.raises(InvalidRoutingError, match=message):
+        group.check()
+    assert_works(group, case, out)
+
+
+def test_no_rank_delivers_what_another_did_not_send(
+    native: None, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(4)
+    case, out = dispatched(group, rng)
+    result = combined(group)(out.tokens, spoilt(out.routing, "rows", with_value(CAPACITY)))
+    for shard in result.addressable_shards:
+        with helpers.awaiting_failure(group, "InvalidRoutingError: combine: .* out of bounds"):
+            assert np.isnan(np.asarray(shard.data)).all()
+    with pytest.raises(InvalidRoutingError, match=r"^combine: rank 1: routing\.rows holds 40"):
+        group.check()
+    assert_works(group, case, out)
+
+
+def test_xla_gives_nan_for_rows_that_are_not(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    case, out = dispatched(group, rng)
+    program = helpers.per_rank(lambda *x: combine(*x, group=group, implementation="xla"), group.mesh)
+    actual = helpers.fetch(program(out.tokens, spoilt(out.routing, "rows", with_value(CAPACITY)))).copy()
+    assert np.isnan(actual[0, 0]).all()
+    actual[0, 0] = helpers.fetch(program(out.tokens, out.routing))[0, 0]
+    helpers.assert_combined(actual, out.tokens, np.asarray(out.routing.targets), case.weights)
+
+
+@pytest.mark.parametrize("program", [combined, gradient])
+@pytest.mark.parametrize("largest", [CAPACITY + 10, helpers.BIG])
+def test_anything_in_the_leaves(
+    program: Any, largest: int, native: None, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """Whatever they hold, the process lives on and the group works."""
+    group = open_group(SIZE)
+    case, out = dispatched(group, rng)
+    run = program(group)
+    for leaves in (["targets"], ["rows"], ["counts"], ["targets", "rows", "counts"]) * 3:
+        routing = out.routing
+        for leaf in leaves:
+            routing = spoilt(routing, leaf, lambda x: rng.integers(-largest, largest, x.shape).astype(np.int32))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            helpers.fetch(run(out.tokens, routing))
+        with contextlib.suppress(InvalidRoutingError):
+            group.check()
+    assert_works(group, case, out)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x: x[:0], ValueError, "must have shape"),
+        (lambda x: x[..., None], ValueError, "must have shape"),
+        (lambda x: x.astype(jnp.int16), TypeError, "must be of dtype (int|float)32, got int16"),
+        (lambda x: None, TypeError, "must be an array, got NoneType"),
+        (lambda x: object(), TypeError, "must be an array, got object"),
+        (lambda x: [1], TypeError, "must be an array, got list"),
+        (lambda x: np.zeros(x.shape, object), TypeError, "must be of dtype (int|float)32, got object"),
+    ],
+)
+def test_leaf_refused_by_name(
+    leaf: str, change: Any, error: type[Exception], message: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+
+    def body(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+        out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="xla")
+        routing = dataclasses.replace(out.routing, **{leaf: change(getattr(out.routing, leaf))})
+        return combine(out.tokens, routing, group=group, implementation="xla")
+
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    other = "rows" if leaf == "targets" else leaf  # targets say how many tokens there are
+    with pytest.raises(error, match=rf"^combine: routing\.({leaf}|{other}) {message}"):
+        jax.eval_shape(helpers.per_rank(body, group.mesh), case.tokens, case.ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"alignment": 0}, ValueError, "routing.config.alignment must be at least 1, got 0"),
+        ({"alignment": 7}, ValueError, "routing.config.capacity must be a multiple of alignment 7"),
+        ({"capacity": 4.0}, TypeError, "routing.config.capacity must be a Python int"),
+        ({"capacity": 4}, ValueError, "expert_outputs must have the 4 rows of the dispatch, got (40, 16)"),
+        ({"capacity": 2**30}, ValueError, "routing.config.capacity must be a multiple of alignment 4, below 2**31 / 2"),
+        ({"num_experts": 9}, ValueError, "routing.config.num_experts must be a multiple of 2 ranks, got 9"),
+        ({"num_experts": 4}, ValueError, "routing.counts must have shape [R, E / R] = (2, 2), got (2, 4)"),
+        ({"size": 1}, ValueError, "routing.rows must have shape [R, T, K] = (1, 6, 3), got (2, 6, 3)"),
+        (None, TypeError, "routing.config must be a DispatchConfig, got NoneType"),
+    ],
+)
+def test_config_refused_by_name(
+    change: Any, error: type[Exception], message: str, native: None, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    _, out = dispatched(group, rng)
+    config = change and dataclasses.replace(out.routing.config, **change)
+    with pytest.raises(error, match=f"^combine: {re.escape(message)}"):
+        jax.eval_shape(combined(group), out.tokens, dataclasses.replace(out.routing, config=config))
+
+
+def test_replicated(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """By P() every rank is given the same: that of all ranks, of another shape, or that of one."""
+    group = open_group(SIZE)
+    _, out = dispatched(group, rng)
+    rows = out.tokens.reshape(-1, HIDDEN)
+
+    def run(routing: Routing, **options: Any) -> None:
+        body = jax.shard_map(
+            lambda rows, routing: combine(rows, routing, group=group),
+            mesh=group.mesh,
+            in_specs=(P("ep"), P()),
+            out_specs=P("ep"),
+            **options,
+        )
+        jax.eval_shape(body, rows, routing)
+
+    for options in ({}, {"check_vma": False}):
+        with pytest.raises(ValueError, match=r"^combine: routing\.rows must have shape \[R, T, K\] = \(2, 12, 3\)"):
+            run(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out.routing), **options)
+    with pytest.raises(ValueError, match=r"^combine: routing\.targets must be that of each rank, got the same on all"):
+        run(jax.tree.map(lambda x: x[0], out.routing))
+
+
+@pytest.mark.parametrize("leaf", [None, object(), "text", 3])
+def test_pytrees_hold_anything(leaf: Any) -> None:
+    """As jax's own transformations put markers in the place of arrays."""
+    rows = SparseRows.from_entries(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), num_rows=4)
+    eight = Float8Rows(jnp.zeros((4, 128), jnp.float8_e4m3fn), jnp.zeros((4, 1)))
+    for tree in (rows, eight, Routing(*map(jnp.zeros, range(6)), config=None)):  # pyright: ignore[reportArgumentType]
+        leaves, structure = jax.tree.flatten(tree)
+        again = jax.tree.unflatten(structure, [leaf] * len(leaves))
+        assert type(again) is type(tree)
+        assert jax.tree.leaves(again, is_leaf=lambda x: x is None) == [leaf] * len(leaves)
