@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,12 +22,6 @@ namespace jax_ep {
 // The place of a device: its line along the group's axis, and its rank there.
 struct Seat {
   int line, rank;
-};
-
-// Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
-struct Neighbours {
-  std::vector<std::vector<int>> processes;  // by line and rank
-  std::vector<int> sockets;                 // by process, connected; -1 where there is none
 };
 
 const char* name_of(OpKind op);
@@ -77,10 +72,19 @@ class Group {
   // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
   void* reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* comm);
 
+  // When the other processes were last heard of. Neither this nor the next waits for anybody.
+  std::vector<Heartbeat> heartbeats() const;
+
+  // Whether the process of another rank is slow or dead, for the text of an error; nothing for a rank of this process.
+  std::string state_of(Seat seat) const;
+
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
 
  protected:
+  // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
+  void release_regions();
+
   // The kernels of `rank`, as this seat sees its heap, learn that the group has failed, for want of `culprit`.
   void raise_abort(Seat seat, int rank, int culprit);
 
@@ -89,8 +93,10 @@ class Group {
   std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
   void* make_heap(Seat seat);
+  std::set<int> processes_of(int line) const;
+  Epochs local_epochs() const;
   Region staging(Seat seat, int slot, std::size_t bytes);
-  void lose(int process);
+  void lose(int process, const std::string& why);
   GroupError describe(const Report& report) const;
 
   const std::vector<std::vector<int>> lines_;
@@ -103,9 +109,11 @@ class Group {
   std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
-  std::mutex staging_mutex_;
-  std::map<std::pair<int, int>, Region> staging_;  // by seat and slot
-  std::unique_ptr<Sharing> sharing_;               // none in a group of one process
+  std::mutex regions_mutex_;
+  bool released_ = false;
+  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
+  std::map<std::pair<int, int>, Region> staging_;       // by seat and slot
+  std::unique_ptr<Sharing> sharing_;                    // none in a group of one process
 };
 
 }  // namespace jax_ep

@@ -128,6 +128,8 @@ void CpuGroup::close() {
   changed_.notify_all();
   watch_.join();
   workers_.clear();
+  completions_.end();
+  release_regions();
 }
 
 }  // namespace jax_ep

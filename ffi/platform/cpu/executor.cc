@@ -35,7 +35,7 @@ void Worker::run() {
   }
 }
 
-Elastic::~Elastic() {
+void Elastic::end() {
   std::lock_guard lock(state_->mutex);
   state_->ending = true;
   state_->wake.notify_all();
