@@ -12,6 +12,7 @@ from jax_ep.errors import (
     GroupClosedError as GroupClosedError,
     InvalidRoutingError as InvalidRoutingError,
     JaxEpError as JaxEpError,
+    MismatchError as MismatchError,
     PeerLostError as PeerLostError,
     PeerTimeoutError as PeerTimeoutError,
     PlatformError as PlatformError,

@@ -3,6 +3,8 @@
 import functools
 import importlib
 import importlib.util
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,10 @@ def built_platforms() -> tuple[str, ...]:
     return tuple(platform for platform in PLATFORMS if is_built(platform))
 
 
+def loaded_platforms() -> tuple[str, ...]:
+    return tuple(platform for platform in PLATFORMS if f"_jax_ep_{platform}" in sys.modules)
+
+
 @functools.cache
 def library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
@@ -63,6 +69,20 @@ def library(platform: str) -> ModuleType:
     return library
 
 
+def _call_site() -> str:
+    """The file and function of the user's code that calls an op, for errors and flight records.
+
+    Without the line, which would make the compilation cache forget a program whenever the file changes above it.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("jax_ep", "jax", "contextlib", "functools"):
+            return f"{Path(frame.f_code.co_filename).name}, {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
 def _call(
     name: str,
     results: Any,
@@ -77,6 +97,7 @@ def _call(
     if group is not None:  # refused also where nothing but a gradient is batched, as by jax.jacrev
         operands = tuple(_checks.not_batched(op or name, x, group.mesh) for x in operands)
         attributes["group"] = np.int64(group.native_id)
+        attributes["site"] = _call_site()
     call = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
     return call(*operands, **attributes)
 

@@ -10,6 +10,7 @@ from jax_ep.errors import (
     GroupClosedError,
     InvalidRoutingError,
     JaxEpError,
+    MismatchError,
     PeerLostError,
     PeerTimeoutError,
     PlatformError,
@@ -22,6 +23,7 @@ _ERRORS: dict[str, type[JaxEpError]] = {
     "JaxEpError": JaxEpError,
     "PeerTimeoutError": PeerTimeoutError,
     "PeerLostError": PeerLostError,
+    "MismatchError": MismatchError,
     "CapacityError": CapacityError,
     "InvalidRoutingError": InvalidRoutingError,
     "GroupClosedError": GroupClosedError,
@@ -34,7 +36,10 @@ class NativeGroup(Protocol):
     id: int
 
     def close(self) -> None: ...
+    def release(self) -> None: ...
     def take_error(self) -> tuple[str, str] | None: ...
+    def await_failure(self, seconds: float) -> tuple[str, str] | None: ...
+    def history(self) -> list[tuple[int, int, int, list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
     def limit_processors(self, most: int) -> None: ...
@@ -59,7 +64,8 @@ def create_group(
     lines: list[list[int]],
     timeout: float,
     *,
-    group_id: int = 0,
+    content: int,
+    index: int = -1,
     processes: Sequence[Sequence[int]] = (),
     sockets: Sequence[int] = (),
 ) -> NativeGroup:
@@ -68,7 +74,8 @@ def create_group(
     Args:
       lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
       timeout: seconds.
-      group_id: by which compiled programs find the group, the same in all processes; 0 for any.
+      content: a hash of the devices, the mesh and the axis, by which compiled programs find the group.
+      index: how many groups of this content are open already, as all processes agreed; -1 counts them.
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
 
@@ -77,10 +84,16 @@ def create_group(
     """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     try:
-        return _ffi.library(platform).Group(lines, timeout, poison, processes, sockets, group_id)
+        return _ffi.library(platform).Group(lines, timeout, poison, processes, sockets, content, index)
     except RuntimeError as error:
         kind, _, message = str(error).partition(": ")
         raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
+
+
+def close_all() -> None:
+    """At exit: also groups that only compiled programs hold."""
+    for platform in _ffi.loaded_platforms():
+        _ffi.library(platform).close_all()
 
 
 class LaunchConfig(NamedTuple):
@@ -98,13 +111,44 @@ def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, 
     return None if found is None else LaunchConfig(*found)
 
 
+class OpRecord(NamedTuple):
+    """An op that a rank began. Times are nanoseconds of the device's clock; `end_ns` is 0 while it runs."""
+
+    epoch: int  # the number of the op on its rank
+    op: str
+    call: str  # with its shapes and its call site
+    outcome: str  # "running", "delivered" or "failed"
+    begin_ns: int
+    end_ns: int
+
+
+class RankReport(NamedTuple):
+    """What one rank did last."""
+
+    line: int
+    rank: int
+    finished: int  # ops
+    waited_ns: list[int]  # for each rank of the line, in waits that were not over at once
+    ops: list[OpRecord]  # the last 64 at most, in order
+
+
+def history(native: NativeGroup) -> list[RankReport]:
+    return [
+        RankReport(line, rank, finished, waited, [OpRecord(*record) for record in records])
+        for line, rank, finished, waited, records in native.history()
+    ]
+
+
+def as_error(kind: str, message: str) -> JaxEpError:
+    return _ERRORS[kind](message)
+
+
 def take_error(native: NativeGroup) -> JaxEpError | None:
     """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
     found = native.take_error()
     if found is None:
         return None
-    kind, message = found
-    return _ERRORS[kind](message)
+    return as_error(*found)
 
 
 class Span(NamedTuple):

@@ -13,6 +13,11 @@ class PeerLostError(JaxEpError):
     """A peer gave up and told this rank so. The group has failed: close it and open a new one."""
 
 
+class MismatchError(JaxEpError):
+    """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options: say, in another order,
+    or with a last batch of another size. The group has failed: close it and open a new one."""
+
+
 class CapacityError(JaxEpError):
     """A rank was sent more rows than its `capacity`. Nothing was delivered; the group remains usable."""
 

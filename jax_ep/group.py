@@ -16,7 +16,7 @@ from jax._src import distributed  # the key-value store of jax.distributed has n
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_ep import _bootstrap, _checks, _ffi, _native, profiling
+from jax_ep import _bootstrap, _checks, _ffi, _native, _watchdog, profiling
 from jax_ep.errors import CapacityError, GroupClosedError, PeerTimeoutError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
@@ -77,7 +77,9 @@ class Group:
             self._native = self._create_native()
             if max_sms is not None:
                 self._native.limit_processors(max_sms)
-            self._finalizer = weakref.finalize(self, self._native.close)
+            self._watchdog = _watchdog.Watchdog(self._native, repr(self))
+            self._finalizer = weakref.finalize(self, self._native.release)
+            self._finalizer.atexit = False  # then the watchdogs close all groups
             profiling.group_opened(self)
         _open_groups.add(self)
 
@@ -106,6 +108,15 @@ class Group:
             if error is not None:
                 raise error
 
+    def report(self) -> list[_native.RankReport]:
+        """The flight recorder: for every rank, the last 64 ops and how long it waited for each peer.
+
+        May be called at any time, from any thread, while ops run and after a failure. Ranks of other processes are
+        included, those of other hosts and with implementation="xla" are not. A failure writes it as JSON into the
+        folder that the environment variable JAX_EP_DUMP names.
+        """
+        return [] if self._native is None else _native.history(self._native)
+
     def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> _native.LaunchConfig:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
@@ -132,6 +143,8 @@ class Group:
             try:
                 profiling.group_closing(self)
             finally:
+                self._native.close()
+                self._watchdog.end()
                 self._finalizer()
 
     def resolve(self, op: str, implementation: str) -> str:
@@ -201,18 +214,17 @@ class Group:
             [_ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
         ]
         everyone = {process for line in processes for process in line}
-        if everyone == {me}:
-            return _native.create_group(self.platform, ordinals, self.timeout)
-        what = f"{[device.id for device in self.mesh.devices.flat]} {dict(self.mesh.shape)} {self.axis_name}"
-        _opened[what] += 1
-        key = hashlib.sha256(f"{what} {_opened[what]}".encode()).hexdigest()
-        group_id = int(key[:15], 16) + 2**61  # beyond those of groups of one process
+        what = f"{self.platform} {[(d.id, d.process_index) for d in self.mesh.devices.flat]} {dict(self.mesh.shape)}"
+        what += f" {self.axis_name}"
+        content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
         peers = {process for line in processes if me in line for process in line} - {me}
         if not peers:
-            return _native.create_group(self.platform, ordinals, self.timeout, group_id=group_id)
+            return _native.create_group(self.platform, ordinals, self.timeout, content=content)
+        _opened[what] += 1
+        key = hashlib.sha256(f"{what} {_opened[what]}".encode()).hexdigest()
         sockets = _connect(f"jax_ep/{key}", me, peers, leader=min(everyone), timeout=self.timeout)
         return _native.create_group(
-            self.platform, ordinals, self.timeout, group_id=group_id, processes=processes, sockets=sockets
+            self.platform, ordinals, self.timeout, content=content, processes=processes, sockets=sockets
         )
 
     def __enter__(self) -> Self:

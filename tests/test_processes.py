@@ -34,13 +34,21 @@ on_gpus = pytest.mark.skipif(ON_CPU or PROCESSES < 2, reason="needs several GPUs
 def launch(
     folder: Path, *arguments: str, processes: int = PROCESSES, environment: dict[str, str] | None = None
 ) -> None:
-    """Runs the worker in all processes; its output is shown where it fails."""
-    tests = Path(worker.__file__).parent
+    """Runs the worker in all processes."""
+    options = (str(folder), f"--cpu-devices={CPU_DEVICES}", *arguments)
+    launch_script(Path(worker.__file__), *options, processes=processes, environment=environment)
+
+
+def launch_script(
+    script: Path, *arguments: str, processes: int = PROCESSES, environment: dict[str, str] | None = None
+) -> str:
+    """Runs a script of this folder in all processes; returns its output, which is shown where it fails."""
+    tests = script.parent
     paths = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
     given = os.environ | {"PYTHONPATH": paths} | ({"JAX_PLATFORMS": "cpu"} if ON_CPU else {}) | (environment or {})
     command = [sys.executable, "-m", "jax_ep.launch", f"-n={processes}", f"--gpus={min(processes, PROCESSES)}"]
     result = subprocess.run(
-        [*command, worker.__file__, str(folder), f"--cpu-devices={CPU_DEVICES}", *arguments],
+        [*command, str(script), *arguments],
         env=given,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -50,6 +58,7 @@ def launch(
     )
     assert result.returncode == 0, result.stdout
     assert f"process 0 of {processes} is done" in result.stdout, result.stdout
+    return result.stdout
 
 
 def assemble(folder: Path, like: dict[str, Any], size: int = SIZE) -> dict[str, Any]:

@@ -23,26 +23,39 @@ bool decode_factors(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer result, b
 }
 
 LaunchResult matmul_reduce_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> result,
-                                ffi::Result<ffi::AnyBuffer> partial, int64_t group, bool transpose_b, bool scatter) {
-  const Caller caller = find_caller(call, group);
+                                ffi::Result<ffi::AnyBuffer> partial, int64_t group, std::string_view site, bool transpose_b, bool scatter) {
+  const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   MatmulReduceArgs args{};
   if (!decode_factors(a, b, *result, transpose_b, &args)) return fail_call(bad_dtype("matmul with a reduction"));
+  const int64_t ranks = caller.group->size();
+  Shapes shapes("matmul with a reduction");
+  shapes.expect("b", b, {transpose_b ? args.n : args.k, transpose_b ? args.k : args.n})
+      .expect("result", *result, {scatter ? args.m / ranks : args.m, args.n})
+      .expect("partial", *partial, {args.m, args.n})
+      .require("the rows must be a multiple of the ranks", !scatter || args.m % ranks == 0);
+  if (shapes.error()) return fail_call(*shapes.error());
   args.scatter = scatter;
   args.result = bytes_of(result);
   args.partial = bytes_of(partial);
-  return launch_matmul(call, caller.group, caller.seat, args);
+  return launch_matmul(call, caller.group, caller.seat, caller.site, args);
 }
 
 LaunchResult gather_matmul_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> result,
-                                ffi::Result<ffi::AnyBuffer> gathered, int64_t group, bool transpose_b) {
-  const Caller caller = find_caller(call, group);
+                                ffi::Result<ffi::AnyBuffer> gathered, int64_t group, std::string_view site, bool transpose_b) {
+  const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   GatherMatmulArgs args{};
   if (!decode_factors(a, b, *result, transpose_b, &args)) return fail_call(bad_dtype("all_gather_matmul"));
+  const int64_t ranks = caller.group->size();
+  Shapes shapes("all_gather_matmul");
+  shapes.expect("b", b, {transpose_b ? args.n : args.k, transpose_b ? args.k : args.n})
+      .expect("result", *result, {ranks * args.m, args.n})
+      .expect("gathered", *gathered, {ranks * args.m, args.k});
+  if (shapes.error()) return fail_call(*shapes.error());
   args.result = bytes_of(result);
   args.gathered = bytes_of(gathered);
-  return launch_matmul(call, caller.group, caller.seat, args);
+  return launch_matmul(call, caller.group, caller.seat, caller.site, args);
 }
 
 }  // namespace
@@ -55,6 +68,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(matmul_reduce_handler, matmul_reduce_impl,
                                   .Ret<ffi::AnyBuffer>()  // result
                                   .Ret<ffi::AnyBuffer>()  // partial
                                   .Attr<int64_t>("group")
+                                  .Attr<std::string_view>("site")
                                   .Attr<bool>("transpose_b")
                                   .Attr<bool>("scatter"),
                               {kTraits});
@@ -67,6 +81,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(gather_matmul_handler, gather_matmul_impl,
                                   .Ret<ffi::AnyBuffer>()  // result
                                   .Ret<ffi::AnyBuffer>()  // gathered
                                   .Attr<int64_t>("group")
+                                  .Attr<std::string_view>("site")
                                   .Attr<bool>("transpose_b"),
                               {kTraits});
 

@@ -1,6 +1,7 @@
 // The Python module of one platform's library: groups, handlers, and the sizes that Python must know.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <array>
 #include <optional>
@@ -8,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "binding/call_site.h"
 #include "binding/decode.h"
 #include "binding/extra.h"
 #include "binding/handlers.h"
@@ -23,7 +25,7 @@ py::capsule capsule(Function* handler) {
   return py::capsule(reinterpret_cast<void*>(handler));
 }
 
-// The handlers by op; the platform adds the stages it needs besides "execute".
+// The stages of each op's handler.
 py::dict handlers() {
   std::vector<NamedHandler> named{
       {"dispatch", dispatch_handler},         {"scatter", scatter_handler},
@@ -33,22 +35,19 @@ py::dict handlers() {
   py::dict all;
   for (const auto& [name, handler] : named) {
     py::dict stages;
+    stages["instantiate"] = capsule(call_site_handler);
     stages["execute"] = capsule(handler);
-    if (instantiate_handler()) stages["instantiate"] = capsule(instantiate_handler());
     all[name] = stages;
   }
   return all;
 }
 
 py::dict types() {
-  py::dict all;
-  if (XLA_FFI_TypeId* id = call_site_type()) {
-    static constexpr XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
-    py::dict type;
-    type["type_id"] = py::capsule(static_cast<void*>(id));
-    type["type_info"] = py::capsule(static_cast<const void*>(&info));
-    all["jax_ep_call_site"] = type;
-  }
+  static constexpr XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
+  py::dict type, all;
+  type["type_id"] = py::capsule(static_cast<void*>(&CallSite::id));
+  type["type_info"] = py::capsule(static_cast<const void*>(&info));
+  all["jax_ep_call_site"] = type;
   return all;
 }
 
@@ -71,25 +70,68 @@ py::dict op_kinds() {
   return kinds;
 }
 
-// A group as Python holds it: registered while open.
+// (epoch, op, call, outcome, begin_ns, end_ns)
+using PyRecord = std::tuple<uint64_t, const char*, std::string, const char*, uint64_t, uint64_t>;
+// (line, rank, finished, waited_ns, records)
+using PyHistory = std::tuple<int, int, uint64_t, std::vector<uint64_t>, std::vector<PyRecord>>;
+
+PyHistory to_python(const RankHistory& history) {
+  static constexpr const char* kOutcomes[] = {"running", "delivered", "failed"};
+  std::vector<PyRecord> records;
+  for (const OpRecord& op : history.ops)
+    records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, op.site),
+                         kOutcomes[static_cast<int>(op.outcome)], op.begin_ns, op.end_ns);
+  return {history.seat.line, history.seat.rank, history.finished, history.waited_ns, std::move(records)};
+}
+
+using PyError = std::optional<std::pair<std::string, std::string>>;
+
+PyError to_python(const std::optional<GroupError>& error) {
+  if (!error) return std::nullopt;
+  return std::pair{error->kind, error->message};
+}
+
+// A group as Python holds it: registered while open. A child that was forked has none of the group's threads: there
+// everything is left as it is.
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
-         std::vector<int> sockets, int64_t id)
+         std::vector<int> sockets, int64_t content, int index)
       : group_(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
                                                Neighbours{std::move(processes), std::move(sockets)})),
-        id_(register_group(group_, id)) {}
+        registered_(register_group(group_, content, index)) {}
+  ~Handle() {
+    if (is_forked()) new std::shared_ptr<PlatformGroup>(std::move(group_));
+  }
 
-  int64_t id() const { return id_; }
+  int64_t id() const { return registered_.id; }
   void close() {
+    if (is_forked()) return;
     group_->close();
-    forget_group(id_);
+    forget_group(registered_.id);
   }
-  std::optional<std::pair<std::string, std::string>> take_error() {
-    const std::optional<GroupError> error = group_->take_error();
-    if (!error) return std::nullopt;
-    return std::pair{error->kind, error->message};
+  // Nobody in Python holds the group any more: it is closed with the last program that was compiled for it.
+  void release() {
+    if (is_forked()) return;
+    recorder_ = nullptr;
+    std::atomic_store(&group_, {});
   }
+  // In short waits: between them the watchdog, who calls this, does not keep a released group alive.
+  PyError await_failure(double seconds) {
+    constexpr double kPeriod = 0.05;
+    for (; seconds > 0; seconds -= kPeriod) {
+      const std::shared_ptr<PlatformGroup> group = std::atomic_load(&group_);
+      if (!group) return std::pair{"GroupClosedError", "the group was released"};
+      if (const auto error = group->await_failure(kPeriod)) return to_python(error);
+    }
+    return std::nullopt;
+  }
+  std::vector<PyHistory> history() const {
+    std::vector<PyHistory> all;
+    for (const RankHistory& each : group_->history()) all.push_back(to_python(each));
+    return all;
+  }
+  PyError take_error() { return to_python(group_->take_error()); }
   void start_recording() {
     if (!recorder_) recorder_ = std::make_unique<Recorder>(group_, group_->most_squads());
     recorder_->start();
@@ -108,9 +150,12 @@ class Handle {
   void stage_all() { group_->stage_all(); }
 
  private:
+  bool is_forked() const { return getpid() != process_; }
+
+  const pid_t process_ = getpid();
   std::shared_ptr<PlatformGroup> group_;
   std::unique_ptr<Recorder> recorder_;
-  int64_t id_;
+  Registered registered_;
 };
 
 }  // namespace
@@ -121,6 +166,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("max_ranks") = kMaxRanks;
   module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
+  module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
   module.def("types", &types);
   module.def("route_scratch", &route_scratch);
   module.def("bitmap_scratch", &bitmap_scratch);
@@ -130,11 +176,14 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
-                    int64_t>(),
+                    int64_t, int>(),
            unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)
-      .def("take_error", &Handle::take_error)
+      .def("release", &Handle::release, unlocked)
+      .def("take_error", &Handle::take_error, unlocked)
+      .def("await_failure", &Handle::await_failure, unlocked)
+      .def("history", &Handle::history, unlocked)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
       .def("limit_processors", &Handle::limit_processors)

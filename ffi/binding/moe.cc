@@ -9,12 +9,31 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
                            ffi::Result<ffi::AnyBuffer> received, ffi::Result<F32> scales, ffi::Result<I32> group_sizes,
                            ffi::Result<I32> targets, ffi::Result<I32> rows, ffi::Result<F32> arrived,
                            ffi::Result<I32> counts, ffi::Result<I32> dropped, ffi::Result<I32> invalid,
-                           ffi::Result<I32> scratch, ffi::Result<U8> landing, int64_t group, int32_t alignment,
+                           ffi::Result<I32> scratch, ffi::Result<U8> landing, int64_t group, std::string_view site, int32_t alignment,
                            bool drop, bool wire_float8) {
-  const Caller caller = find_caller(call, group);
+  const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
   if (!dtype) return fail_call(bad_dtype("dispatch"));
+  const int64_t ranks = caller.group->size(), num_tokens = dim(expert_ids, 0), top_k = dim(expert_ids, 1);
+  const int64_t capacity = dim(*received, 0), hidden = dim(tokens, 1), local = dim(*group_sizes, 0);
+  const bool rows_float8 = dim(*scales, 1) > 0;
+  const int early = early_tokens(num_tokens, top_k, wire_float8, rows_float8);
+  Shapes shapes("dispatch");
+  shapes.expect("tokens", tokens, {num_tokens, hidden})
+      .expect("weights", weights, {num_tokens, top_k})
+      .expect("received", *received, {capacity, hidden})
+      .expect("scales", *scales, {capacity, rows_float8 ? hidden / kScaleBlock : 0})
+      .expect("targets", *targets, {num_tokens, top_k})
+      .expect("rows", *rows, {ranks, num_tokens, top_k})
+      .expect("arrived", *arrived, {ranks, num_tokens, top_k})
+      .expect("counts", *counts, {ranks, local})
+      .expect("scratch", *scratch, {route_scratch(static_cast<int>(local * ranks))})
+      .expect("landing", *landing,
+              {ranks * early, landing_slot_bytes(hidden, size_of(*dtype), wire_float8, rows_float8)})
+      .require("there are more experts than a mailbox holds", local * ranks <= kMaxExperts)
+      .require("alignment must be positive", alignment > 0);
+  if (shapes.error()) return fail_call(*shapes.error());
   DispatchArgs args{};
   args.dtype = *dtype;
   args.num_tokens = dim(expert_ids, 0);
@@ -25,7 +44,7 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.alignment = alignment;
   args.drop = drop;
   args.wire_float8 = wire_float8;
-  args.rows_float8 = dim(*scales, 1) > 0;
+  args.rows_float8 = rows_float8;
   args.tokens = bytes_of(tokens);
   args.expert_ids = expert_ids.typed_data();
   args.weights = weights.typed_data();
@@ -40,18 +59,26 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
   args.invalid = invalid->typed_data();
   args.scratch = scratch->typed_data();
   args.few = are_few(args.num_tokens, args.top_k);
-  args.early = early_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
+  args.early = early;
   args.landing = reinterpret_cast<char*>(landing->typed_data());
   args.landing_bytes = static_cast<int64_t>(landing->size_bytes());
-  return launch(call, caller.group, caller.seat, args);
+  return launch(call, caller.group, caller.seat, caller.site, args);
 }
 
 LaunchResult scatter_impl(Call call, ffi::AnyBuffer tokens, I32 targets, I32 rows, I32 counts,
-                          ffi::Result<ffi::AnyBuffer> received, int64_t group, int32_t alignment) {
-  const Caller caller = find_caller(call, group);
+                          ffi::Result<ffi::AnyBuffer> received, int64_t group, std::string_view site, int32_t alignment) {
+  const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
   if (!dtype) return fail_call(bad_dtype("combine's backward pass"));
+  const int64_t ranks = caller.group->size(), num_tokens = dim(targets, 0), top_k = dim(targets, 1);
+  Shapes shapes("combine's backward pass");
+  shapes.expect("tokens", tokens, {num_tokens, dim(tokens, 1)})
+      .expect("rows", rows, {ranks, num_tokens, top_k})
+      .expect("counts", counts, {ranks, dim(counts, 1)})
+      .expect("received", *received, {dim(*received, 0), dim(tokens, 1)})
+      .require("alignment must be positive", alignment > 0);
+  if (shapes.error()) return fail_call(*shapes.error());
   ScatterArgs args{};
   args.dtype = *dtype;
   args.num_tokens = dim(targets, 0);
@@ -65,16 +92,25 @@ LaunchResult scatter_impl(Call call, ffi::AnyBuffer tokens, I32 targets, I32 row
   args.rows = rows.typed_data();
   args.counts = counts.typed_data();
   args.received = bytes_of(received);
-  return launch(call, caller.group, caller.seat, args);
+  return launch(call, caller.group, caller.seat, caller.site, args);
 }
 
 LaunchResult combine_impl(Call call, ffi::AnyBuffer outputs, F32 weights, F32 scalars, I32 targets, I32 rows,
                           ffi::Result<ffi::AnyBuffer> combined, ffi::Result<F32> returned,
-                          ffi::Result<ffi::AnyBuffer> landing, int64_t group) {
-  const Caller caller = find_caller(call, group);
+                          ffi::Result<ffi::AnyBuffer> landing, int64_t group, std::string_view site) {
+  const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(outputs.element_type());
   if (!dtype) return fail_call(bad_dtype("combine"));
+  const int64_t ranks = caller.group->size(), num_tokens = dim(targets, 0), top_k = dim(targets, 1);
+  Shapes shapes("combine");
+  shapes.expect("rows", rows, {ranks, num_tokens, top_k})
+      .expect("combined", *combined, {num_tokens, dim(outputs, 1)})
+      .expect("landing", *landing, {ranks, num_tokens, dim(outputs, 1)});
+  if (weights.element_count()) shapes.expect("weights", weights, {ranks, num_tokens, top_k});
+  if (scalars.element_count())
+    shapes.expect("scalars", scalars, {ranks, num_tokens, top_k}).expect("returned", *returned, {num_tokens, top_k});
+  if (shapes.error()) return fail_call(*shapes.error());
   CombineArgs args{};
   args.dtype = *dtype;
   args.num_tokens = dim(targets, 0);
@@ -89,7 +125,7 @@ LaunchResult combine_impl(Call call, ffi::AnyBuffer outputs, F32 weights, F32 sc
   args.combined = bytes_of(combined);
   args.returned = data_or_null(*returned);
   args.landing = bytes_of(landing);
-  return launch(call, caller.group, caller.seat, args);
+  return launch(call, caller.group, caller.seat, caller.site, args);
 }
 
 }  // namespace
@@ -112,6 +148,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dispatch_handler, dispatch_impl,
                                   .Ret<I32>()             // scratch
                                   .Ret<U8>()              // landing
                                   .Attr<int64_t>("group")
+                                  .Attr<std::string_view>("site")
                                   .Attr<int32_t>("alignment")
                                   .Attr<bool>("drop")
                                   .Attr<bool>("wire_float8"),
@@ -126,6 +163,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(scatter_handler, scatter_impl,
                                   .Arg<I32>()             // counts
                                   .Ret<ffi::AnyBuffer>()  // received
                                   .Attr<int64_t>("group")
+                                  .Attr<std::string_view>("site")
                                   .Attr<int32_t>("alignment"),
                               {kTraits});
 
@@ -140,7 +178,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(combine_handler, combine_impl,
                                   .Ret<ffi::AnyBuffer>()  // combined
                                   .Ret<F32>()             // returned
                                   .Ret<ffi::AnyBuffer>()  // landing
-                                  .Attr<int64_t>("group"),
+                                  .Attr<int64_t>("group")
+                                  .Attr<std::string_view>("site"),
                               {kTraits});
 
 }  // namespace jax_ep

@@ -11,7 +11,7 @@ namespace jax_ep {
 // find the abort word. One team of a squad stands for all, and alone learns the status: it raises the abort word, if
 // need be, before that squad_sync().
 JAX_EP_FN Status squad_barrier(BarrierWords* words, const Team& team, int squads, bool join, const uint64_t* abort_word,
-                               uint64_t deadline_ns) {
+                               uint64_t timeout_ns) {
   team.squad_sync();
   int status = static_cast<int>(Status::ok);
   if (team.member.index == 0 && team.lane == 0 && squads > 1 && join) {
@@ -20,7 +20,7 @@ JAX_EP_FN Status squad_barrier(BarrierWords* words, const Team& team, int squads
       store_relaxed(&words->arrived, uint64_t{0});
       store_release_here(&words->released, round + 1);
     } else {
-      status = static_cast<int>(spin_until(&words->released, round + 1, abort_word, deadline_ns));
+      status = static_cast<int>(spin_until(&words->released, round + 1, abort_word, timeout_ns).status);
     }
   }
   return static_cast<Status>(team.broadcast(status));

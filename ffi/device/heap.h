@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "device/dtype.h"
+
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
@@ -27,7 +29,18 @@ enum class OpKind : int32_t {
   all_gather_matmul
 };
 
-enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing };
+// What an op is called with. Ranks that run an op together call it with equal signatures; kernels/signature.h says what
+// sizes and flags mean.
+constexpr int kSignatureSizes = 6;
+struct Signature {
+  OpKind op;
+  DType dtype, other_dtype;  // rows, or a product's result; a product's operands
+  uint32_t flags;
+  int64_t sizes[kSignatureSizes];
+};
+static_assert(sizeof(Signature) == 64, "no padding, which would be compared too");
+
+enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing, mismatch };
 
 // What a rank reports to the host: the first team of an op to fail claims it in the heap and fills it in.
 struct Report {
@@ -52,13 +65,28 @@ struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// Flags hold the epoch of the last op they stand for, so nothing is ever reset between ops.
+// An entry of a rank's flight recorder: whoever posts begins it, whoever finishes the op ends it.
+enum class Outcome : uint32_t { running, delivered, failed };
+struct OpRecord {
+  uint64_t epoch;
+  uint64_t begin_ns, end_ns;  // by the device's clock
+  Outcome outcome;
+  int32_t site;  // of the call, a number of this process
+  Signature signature;
+};
+constexpr int kRecordedOps = 64;
+
+// A flag holds the stamp of the last op that it stands for: the op's epoch, and in the low bits the tag of what it was
+// called with. So nothing is ever reset between ops, and a rank that runs another op is noticed where it is waited for.
+constexpr int kTagBits = 24;
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
   uint64_t never;     // an abort word that nobody raises
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
+  alignas(128) OpRecord ops[kRecordedOps];                // by epoch
+  alignas(128) uint64_t waited_ns[kMaxRanks];             // by peer: in waits that were not over at once
   alignas(128) uint64_t posted[kMaxRanks];                // by source: its addresses are here
   alignas(128) uint64_t chosen[kMaxRanks];                // by source: the rest of its mail is here
   alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have
@@ -80,6 +108,9 @@ struct Comm {
   int size;
   bool poison;  // debug: fill results and used mail with 0xFF
   uint64_t timeout_ns;
+  Signature signature;  // of the op
+  uint32_t tag;         // a hash of it, of kTagBits
+  int32_t site;
   Report* report;  // host memory
   Heap* heaps[kMaxRanks];
   // By buffer of the mail and peer: from the address here to the address there. Zero within one process.

@@ -5,20 +5,37 @@
 
 namespace jax_ep {
 
-enum class Status : int { ok, timeout, aborted };
+enum class Status : int { ok, timeout, aborted, mismatch };
 
-// Waits until *flag is at least `value`. Polls without ordering, which would cost the other teams their caches, and
-// orders once at the end: or at once, if nothing is to be waited for.
-JAX_EP_FN Status spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t deadline_ns) {
-  if (load_acquire(flag) >= value) return Status::ok;
+struct Waited {
+  Status status;
+  uint64_t seen;  // in the flag, last
+  uint64_t ns;    // that the wait took, zero for a short one
+};
+
+// A waiter that has not seen the clock for so long was stopped itself, perhaps with all its peers.
+constexpr uint64_t kStoppedNs = 1'000'000'000;
+
+// Waits until *flag is at least `value`, for at most `timeout_ns` in which this waiter ran. Polls without ordering,
+// which would cost the other teams their caches, and orders once at the end: or at once, if nothing is to be waited
+// for.
+JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
+  uint64_t seen = load_acquire(flag), began = 0, looked = 0;
+  if (seen >= value) return {Status::ok, seen, 0};
   for (unsigned tries = 0;; ++tries) {
-    const uint64_t seen = load_relaxed(flag), lost = load_relaxed(abort_word);  // both on their way at once
-    if (seen >= value) {
-      load_acquire(flag);
-      return Status::ok;
+    seen = load_relaxed(flag);
+    const uint64_t lost = load_relaxed(abort_word);  // both on their way at once
+    if (seen >= value) return {Status::ok, load_acquire(flag), looked - began};
+    if (lost) return {Status::aborted, seen, looked - began};
+    if (tries % 64 == 63) {
+      const uint64_t now = clock_ns();
+      if (!looked)
+        began = now;
+      else if (now - looked > kStoppedNs)
+        began += now - looked;
+      looked = now;
+      if (now - began > timeout_ns) return {Status::timeout, seen, now - began};
     }
-    if (lost) return Status::aborted;
-    if (tries % 64 == 63 && clock_ns() > deadline_ns) return Status::timeout;
     pause(tries);
   }
 }

@@ -1,8 +1,9 @@
 #include "heap/group.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <stdexcept>
+
+#include "kernels/signature.h"
 
 namespace jax_ep {
 namespace {
@@ -11,28 +12,7 @@ constexpr std::size_t kLeastStaging = 1 << 16;  // bytes
 
 }  // namespace
 
-const char* name_of(OpKind op) {
-  switch (op) {
-    case OpKind::dispatch:
-      return "dispatch";
-    case OpKind::scatter:
-      return "combine's backward pass";
-    case OpKind::combine:
-      return "combine";
-    case OpKind::ragged_all_to_all:
-      return "ragged_all_to_all";
-    case OpKind::sparse_union:
-    case OpKind::sparse_reduce:
-      return "sparse_all_reduce";
-    case OpKind::matmul_all_reduce:
-      return "matmul_all_reduce";
-    case OpKind::matmul_reduce_scatter:
-      return "matmul_reduce_scatter";
-    case OpKind::all_gather_matmul:
-      return "all_gather_matmul";
-  }
-  return "an op";
-}
+const char* name_of(OpKind op) { return names_of(op).op; }
 
 Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
     : lines_(std::move(lines)), timeout_seconds_(timeout_seconds), processes_(std::move(neighbours.processes)) {
@@ -129,12 +109,10 @@ Region Group::staging(Seat seat, int slot, std::size_t bytes) {
 }
 
 void Group::release_regions() {
-  {
-    std::lock_guard lock(regions_mutex_);
-    released_ = true;
-    staging_.clear();
-    regions_.clear();
-  }
+  std::lock_guard lock(regions_mutex_);
+  released_ = true;
+  staging_.clear();
+  regions_.clear();
   if (sharing_) sharing_->unmap();
 }
 
@@ -170,8 +148,8 @@ void Group::give_up(Seat seat, GroupError error) {
 }
 
 void Group::raise_abort(Seat seat, int rank, int culprit) {
-  std::lock_guard lock(regions_mutex_);
-  if (released_) return;  // the heaps may be another group's by now
+  std::shared_lock lock(regions_mutex_);
+  if (sharing_ && released_) return;  // the heaps may be another group's by now
   signal_device(device_of(seat), &comm(seat).heaps[rank]->abort, static_cast<uint8_t>(culprit + 1));
 }
 
@@ -203,77 +181,6 @@ std::vector<Heartbeat> Group::heartbeats() const {
 std::string Group::state_of(Seat seat) const {
   if (is_local(seat) || local_devices(seat.line).empty()) return "";
   return sharing_->state_of(processes_[seat.line][seat.rank]);
-}
-
-void Group::fail(GroupError error) {
-  std::lock_guard lock(mutex_);
-  const bool better = failure_ && failure_->kind == "PeerLostError" && error.kind == "PeerTimeoutError";
-  if (!failure_ || better) failure_ = std::move(error);
-}
-
-std::optional<GroupError> Group::failure() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
-}
-
-std::optional<GroupError> Group::take_error() {
-  std::optional<GroupError> recoverable;
-  for (int line = 0; line < line_count(); ++line) {
-    uint64_t latest = epochs_taken_[line];
-    for (int rank = 0; rank < size(); ++rank) {
-      const Report* report = comm({line, rank}).report;
-      if (!report) continue;  // of another process
-      const uint64_t epoch = __atomic_load_n(&report->epoch, __ATOMIC_ACQUIRE);
-      if (epoch == 0) continue;
-      GroupError error = describe(*report);
-      if (error.fatal) {
-        fail(std::move(error));
-      } else if (epoch > epochs_taken_[line]) {
-        latest = std::max(latest, epoch);
-        if (!recoverable) recoverable = std::move(error);
-      }
-    }
-    epochs_taken_[line] = latest;
-  }
-  const std::optional<GroupError> failed = failure();
-  return failed ? failed : recoverable;
-}
-
-std::optional<GroupError> Group::reported(Seat seat) const {
-  const Comm& here = comm(seat);
-  const uint64_t epoch = __atomic_load_n(&here.report->epoch, __ATOMIC_ACQUIRE);
-  if (epoch == 0 || epoch != here.heaps[seat.rank]->epoch) return std::nullopt;
-  return describe(*here.report);
-}
-
-GroupError Group::describe(const Report& report) const {
-  char text[256];
-  const char* op = name_of(report.op);
-  const long long expected = report.expected, seen = report.seen;
-  switch (report.failure) {
-    case Failure::timeout:
-      std::snprintf(text, sizeof(text),
-                    "%s: rank %d waited %g s for rank %d in vain (expected flag %lld, saw %lld); the group has failed",
-                    op, report.rank, timeout_seconds_, report.peer, expected, seen);
-      return {"PeerTimeoutError", text, true};
-    case Failure::peer_lost:
-      std::snprintf(text, sizeof(text), "%s: rank %d gave up because rank %d did not answer; the group has failed", op,
-                    report.rank, report.peer);
-      return {"PeerLostError", text, true};
-    case Failure::capacity:
-      std::snprintf(text, sizeof(text), "%s: rank %d needs %lld rows but capacity is %lld", op, report.rank, seen,
-                    expected);
-      return {"CapacityError", text, false};
-    case Failure::invalid_routing:
-      std::snprintf(text, sizeof(text),
-                    "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
-                    "receiver expects (expected at most %lld, got %lld)",
-                    op, report.rank, report.peer, expected, seen);
-      return {"InvalidRoutingError", text, false};
-    case Failure::none:
-      break;
-  }
-  return {"JaxEpError", "an op failed without a reason", true};
 }
 
 }  // namespace jax_ep

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,7 +27,21 @@ struct Seat {
   int line, rank;
 };
 
+// What a rank did last, and how long it waited for whom.
+struct RankHistory {
+  Seat seat;
+  uint64_t finished;                // ops
+  std::vector<OpRecord> ops;        // the last that it began, in order
+  std::vector<uint64_t> waited_ns;  // by peer
+};
+
+// Whether a failure ends the group.
+constexpr bool is_fatal(Failure failure) { return failure != Failure::capacity && failure != Failure::invalid_routing; }
+
 const char* name_of(OpKind op);
+
+// "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
+std::string describe_call(const Signature& signature, int32_t site);
 
 class Group {
  public:
@@ -55,9 +72,16 @@ class Group {
   // Keeps memory that kernels use for as long as the group.
   void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
-  // Fails the group for good. The first failure is kept, but one that names a silent peer replaces one that does not.
+  // Fails the group for good. The first failure is kept, but one that is nearer to the root replaces it.
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
+
+  // Waits for the group to fail or to be closed, for so many seconds, and takes what kernels have reported: what a
+  // watchdog thread calls again and again.
+  std::optional<GroupError> await_failure(double seconds);
+
+  // The flight recorder: of every rank of the lines that have ranks in this process. Kernels may run meanwhile.
+  std::vector<RankHistory> history() const;
 
   // The same because this rank cannot run its op: no peer need wait for it until the timeout.
   void give_up(Seat seat, GroupError error);
@@ -65,8 +89,8 @@ class Group {
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
 
-  // The error that the kernel of the last op reported at this seat.
-  std::optional<GroupError> reported(Seat seat) const;
+  // The error that the kernel of the last op reported at this seat. It fails the group if it must.
+  std::optional<GroupError> reported(Seat seat);
 
   // Where peers shall write instead of into `data`, the buffer `slot` of an op's mail: `data` itself if they can, or
   // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
@@ -97,7 +121,17 @@ class Group {
   Epochs local_epochs() const;
   Region staging(Seat seat, int slot, std::size_t bytes);
   void lose(int process, const std::string& why);
+
+  // Errors (group_errors.cc).
+  void take_failures();
+  std::vector<const Report*> new_reports(bool fatal) const;
+  int line_of(const Report* report) const;
   GroupError describe(const Report& report) const;
+  std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
+  std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
+  int silent_rank(int line, const Report& report) const;
+  std::string progress(int line, int rank, uint64_t epoch) const;
+  const Heap* heap_of(int line, int rank) const;
 
   const std::vector<std::vector<int>> lines_;
   const double timeout_seconds_;
@@ -105,11 +139,12 @@ class Group {
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
+  std::condition_variable failed_;
   std::optional<GroupError> failure_;
   std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
-  std::mutex regions_mutex_;
+  mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
   std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
   std::map<std::pair<int, int>, Region> staging_;       // by seat and slot

@@ -6,6 +6,7 @@
 
 #include "heap/group.h"
 #include "kernels/posted.h"
+#include "kernels/signature.h"
 
 namespace jax_ep {
 
@@ -22,10 +23,13 @@ struct Reached {
   std::vector<Copy> before, after;  // of the kernel: between XLA's buffers and staging
 };
 
-// Throws std::runtime_error and GroupException.
+// `site`: of the call, for the flight recorder. Throws std::runtime_error and GroupException.
 template <class Args>
-Reached<Args> reach(Group& group, Seat seat, const Args& args) {
+Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0) {
   Reached<Args> reached{group.comm(seat), args, {}, {}};
+  reached.comm.signature = signature_of(args);
+  reached.comm.tag = tag_of(reached.comm.signature);
+  reached.comm.site = site;
   int slot = 0;
   for_each_posted(reached.args, group.size(), [&](auto& buffer, int64_t size, Use use) {
     using Pointer = std::remove_reference_t<decltype(buffer)>;

@@ -29,7 +29,7 @@ class Op {
         team(team),
         heap(comm.heaps[comm.rank]),
         epoch(load_relaxed(&heap->epoch) + 1),
-        deadline_(clock_ns() + comm.timeout_ns),
+        stamp_(epoch << kTagBits | comm.tag),
         kind_(kind),
         track_(find_track(heap, team)),
         status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
@@ -72,6 +72,8 @@ class Op {
     team.sync();
     if (!ok() || team.index != poster) return;
     enter(Phase::post);
+    if (team.lane == 0) *record_of(heap) = {epoch, clock_ns(), 0, Outcome::running, comm.site, comm.signature};
+    team.sync();
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
       box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
@@ -79,7 +81,7 @@ class Op {
       box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
       box->buffers[3] = static_cast<char*>(d) + comm.shifts[3][peer];
       box->buffers[4] = static_cast<char*>(e) + comm.shifts[4][peer];
-      store_release(&comm.heaps[peer]->posted[comm.rank], epoch);
+      store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     }
   }
 
@@ -92,11 +94,11 @@ class Op {
     if (!ok() || team.index != 0) return;
     enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
-      store_release(&(comm.heaps[peer]->*flags)[comm.rank], epoch);
+      store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_);
   }
   // The same within this rank, when its teams that are to be waited for have met.
   JAX_EP_FN void note(uint64_t* flag) {
-    if (ok() && team.index == 0 && team.lane == 0) store_release_here(flag, epoch);
+    if (ok() && team.index == 0 && team.lane == 0) store_release_here(flag, stamp_);
   }
   JAX_EP_FN void wait_noted(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
@@ -114,7 +116,7 @@ class Op {
     if (!team.broadcast(last)) return;
     team.sync();
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
-      store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], epoch);
+      store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_);
   }
 
   JAX_EP_FN void wait_posted() { wait_told(&Heap::posted); }
@@ -139,7 +141,7 @@ class Op {
     int until = most;
     for (int first = 0; first < flags && until == most; first += Team::lanes) {
       const int i = first + team.lane;
-      const bool missing = i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < epoch;
+      const bool missing = i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < first_stamp();
       if (const uint64_t missed = team.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / comm.size;
     }
     team.sync();
@@ -196,9 +198,12 @@ class Op {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
       give_up();
     }
-    if (failed || load_relaxed(&heap->reported) == epoch) fill(results, {0, 1});
+    const bool undelivered = failed || load_relaxed(&heap->reported) == epoch;
+    if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
+    record_of(heap)->end_ns = clock_ns();
+    record_of(heap)->outcome = undelivered ? Outcome::failed : Outcome::delivered;
     store_relaxed(&heap->routers.arrived, uint64_t{0});
     store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
@@ -206,6 +211,13 @@ class Op {
     store_relaxed(&heap->push_ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
   }
+
+  // The least stamp of this op, whatever it is called with; a later op's is more. A flag that is of this epoch, but of
+  // another tag, was raised by a rank that runs another op, or the op with other shapes.
+  JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
+  JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
+
+  JAX_EP_FN OpRecord* record_of(Heap* of) const { return &of->ops[epoch % kRecordedOps]; }
 
   // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
   JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
@@ -218,15 +230,15 @@ class Op {
 
   JAX_EP_FN void meet(BarrierWords* words, int squads) {
     // A team that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
-    const uint64_t deadline = deadline_ + kBarrierGraceNs;
-    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, deadline);
+    const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
+    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, timeout);
     if (ok()) settle(status, comm.rank, 0, 0);
     team.squad_sync();
     if (ok() && load_relaxed(&heap->abort))  // the team that stood at the barrier for this one may have failed
       settle(Status::aborted, comm.rank, 0, 0);
   }
 
-  // Waits for `count` flags to reach this op's epoch, a lane each. For one of this rank's own longer: see meet().
+  // Waits for `count` flags of this op, a lane each. For one of this rank's own longer: see meet().
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
     if (ok()) enter(Phase::wait);
@@ -234,12 +246,15 @@ class Op {
       const int i = first + team.lane;
       Status status = Status::ok;
       if (i < count) {
-        const uint64_t* flag = flag_of(i);
         const int peer = peer_of(i);
-        status = spin_until(flag, epoch, &heap->abort, deadline_ + (peer == comm.rank ? kBarrierGraceNs : 0));
-        if (status == Status::timeout) settle(status, peer, epoch, load_relaxed(flag));
+        const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
+        const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
+        status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
+        if (waited.ns) fetch_add(&heap->waited_ns[peer], waited.ns);
+        if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
       }
-      const int late = team.sum(status == Status::timeout), lost = team.sum(status == Status::aborted);
+      const int late = team.sum(status == Status::timeout || status == Status::mismatch);
+      const int lost = team.sum(status == Status::aborted);
       if (late)
         status_ = Status::timeout;
       else if (lost)
@@ -252,8 +267,9 @@ class Op {
   JAX_EP_FN void settle(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
-    if (status == Status::timeout) {
-      report(Failure::timeout, comm.rank, peer, expected, seen);  // before others of this rank see the abort word
+    if (status == Status::timeout || status == Status::mismatch) {
+      // Before others of this rank see the abort word.
+      report(status == Status::timeout ? Failure::timeout : Failure::mismatch, comm.rank, peer, expected, seen);
       compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(peer) + 1);
     } else {
       report(Failure::peer_lost, comm.rank, static_cast<int>(load_relaxed(&heap->abort)) - 1, expected, seen);
@@ -261,7 +277,8 @@ class Op {
   }
 
   // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too.
-  // A peer that does not answer in time is dead, or has not begun: then it looks at its abort word first.
+  // A peer that has not begun looks at its abort word first; one that has is waited for longer, as it may be about to
+  // write here.
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);
@@ -269,9 +286,11 @@ class Op {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
       store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
     }
-    const uint64_t grace = clock_ns() + kGraceNs;
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
-      spin_until(&heap->acknowledged[peer], 1, &heap->never, grace);
+    uint64_t spent = 0;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+      const uint64_t grace = load_acquire(&heap->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
+      spent += spin_until(&heap->acknowledged[peer], 1, &heap->never, grace < spent ? 0 : grace - spent).ns;
+    }
     team.sync();
   }
 
@@ -288,7 +307,7 @@ class Op {
 
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;
 
-  const uint64_t deadline_;
+  const uint64_t stamp_;
   const OpKind kind_;
   Track* const track_;
   Status status_;

@@ -28,8 +28,8 @@ std::unique_ptr<CpuGroup> make_group() {
   return std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1, 2, 3}}, kTimeoutSeconds, /*poison=*/false);
 }
 
-void arrive(CpuGroup& group, const Site& site, int rank, Task task, Outcome& outcome) {
-  group.arrive(&site, 1, OpKind::ragged_all_to_all, {0, rank}, std::move(task),
+void arrive(CpuGroup& group, const int& site, int rank, Task task, Outcome& outcome) {
+  group.arrive(&site, 1, Arriving{}, {0, rank}, std::move(task),
                [&outcome](std::optional<GroupError> error) { outcome.set_value(std::move(error)); });
 }
 
@@ -45,7 +45,7 @@ void exchange(const Comm& comm) {
 // A rank that cannot run its op: all learn why, and at once.
 void lone_failure() {
   const auto group = make_group();
-  const Site site;
+  const int site = 0;
   Outcome outcomes[kRanks];
   for (int rank = 0; rank < kRanks; ++rank)
     arrive(
@@ -62,7 +62,7 @@ void lone_failure() {
 // A rank is parked when another op fails, whose last arrivals keep the watching thread busy.
 void parked_when_an_op_fails() {
   const auto group = make_group();
-  const Site parking, site;
+  const int parking = 0, site = 0;
   Outcome parked, outcomes[kRanks];
   arrive(*group, parking, 0, [] {}, parked);
   for (int rank = 0; rank < kRanks; ++rank)
@@ -74,12 +74,53 @@ void parked_when_an_op_fails() {
 // A rank is parked when the group fails elsewhere, as it does when a process is lost; then others arrive.
 void parked_when_the_group_fails() {
   const auto group = make_group();
-  const Site site;
+  const int site = 0;
   Outcome parked, late;
   arrive(*group, site, 0, [] {}, parked);
   group->fail({"PeerLostError", "gone", true});
   arrive(*group, site, 1, [] {}, late);
   expect(outcome_of(late)->message == "gone" && outcome_of(parked)->message == "gone", "all learn of a failure");
+}
+
+// A rank fails while another still writes: results come when nobody can write into them any more, and with them the
+// error.
+void results_wait_for_slow_ranks() {
+  const auto group = make_group();
+  const int site = 0;
+  Outcome outcomes[kRanks];
+  std::atomic<bool> writing = true;
+  for (int rank = 0; rank < kRanks; ++rank)
+    group->arrive(
+        &site, 1, {}, {0, rank},
+        [&writing, rank] {
+          if (rank != kLost) throw std::runtime_error("no memory");
+          std::this_thread::sleep_for(std::chrono::milliseconds(500));
+          writing = false;
+        },
+        [&, rank](std::optional<GroupError> error) {
+          expect(!writing, "no result of a failed op is handed out while a rank is in it");
+          outcomes[rank].set_value(std::move(error));
+        });
+  for (Outcome& outcome : outcomes) expect(outcome_of(outcome).has_value(), "all ranks learn of the failure");
+}
+
+// Ranks of one line that stand at different calls until the timeout are told so.
+void ranks_at_different_calls() {
+  const auto group = std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1}}, 0.2, /*poison=*/false);
+  const int here = 0, there = 0;
+  Outcome outcomes[2];
+  const auto signature = [](OpKind op, int64_t tokens) { return Signature{op, {}, {}, 0, {tokens}}; };
+  const auto take = [&](int rank) {
+    return [&outcomes, rank](std::optional<GroupError> error) { outcomes[rank].set_value(std::move(error)); };
+  };
+  group->arrive(&here, 1, {signature(OpKind::dispatch, 64), 0}, {0, 0}, [] {}, take(0));
+  group->arrive(&there, 1, {signature(OpKind::combine, 32), 0}, {0, 1}, [] {}, take(1));
+  for (Outcome& outcome : outcomes) {
+    const auto error = outcome_of(outcome);
+    expect(error && error->kind == "MismatchError", "nobody is late");
+    for (const char* part : {"dispatch float32 T=64", "combine float32 T=32", "rank 1 waits in"})
+      expect(error->message.find(part) != std::string::npos, part);
+  }
 }
 
 }  // namespace
@@ -89,6 +130,8 @@ int main() {
   jax_ep::lone_failure();
   for (int i = 0; i < 100; ++i) jax_ep::parked_when_an_op_fails();
   jax_ep::parked_when_the_group_fails();
+  jax_ep::results_wait_for_slow_ranks();
+  jax_ep::ranks_at_different_calls();
   std::puts("groups on the CPU: all checks passed");
   return 0;
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <random>
 
+#include "kernels/signature.h"
 #include "ranks.h"
 
 namespace jax_ep {
@@ -122,6 +123,33 @@ inline void lost_rank(int tokens, Way way) {
     timeout_seconds *= 2;
     expect(timeout_seconds < 10, "every rank names the lost one");
   }
+}
+
+// One rank runs another op, or the op with another number of tokens: nothing is pushed, and the error names both calls.
+inline void different_ops(bool other_op) {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(3);
+  fill(ranks, random);
+  if (!other_op) ranks[2].count = kMostTokens;
+  const auto signed_by = [](Comm comm, const auto& args) {
+    comm.signature = signature_of(args);
+    comm.tag = tag_of(comm.signature);
+    return comm;
+  };
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    const CombineArgs combine = ranks[rank].combine_args();
+    const DispatchArgs dispatch = ranks[rank].dispatch_args(Way::few);
+    if (rank == 2 && other_op)
+      run_kernel<float>(signed_by(comm, combine), combine, team);
+    else
+      run_kernel<float>(signed_by(comm, dispatch), dispatch, team);
+  });
+  const auto error = group.take_error();
+  expect(error && error->kind == "MismatchError", "ranks that run different ops learn of it");
+  for (const char* part : {"dispatch float32 T=40", other_op ? "combine float32 T=40" : "T=530", "rank 2"})
+    expect(error->message.find(part) != std::string::npos, part);
+  for (const float x : ranks[0].received) expect(std::isnan(x), "nothing is delivered");
 }
 
 }  // namespace jax_ep

@@ -20,6 +20,8 @@ namespace jax_ep {
 constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
+// And for one that has begun the op: it is in the middle of a row, or its process has just been taken off the GPU.
+constexpr uint64_t kBegunGraceNs = 10'000'000'000;
 constexpr int kGroupTokens = 8;
 constexpr int kLanePieces = 8, kRowPieces = 14;  // half a row of 7168 values of 16 bits
 

@@ -1,6 +1,7 @@
 #include "platform/cpu/cpu_group.h"
 
 #include <algorithm>
+#include <cstdio>
 
 namespace jax_ep {
 
@@ -12,7 +13,7 @@ CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, 
 
 CpuGroup::~CpuGroup() { close(); }
 
-void CpuGroup::arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task task, Completion done) {
+void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done) {
   std::unique_lock lock(gather_mutex_);
   if (const std::optional<GroupError> error = failure()) {
     changed_.notify_one();  // nobody else may have said so to who is parked
@@ -25,7 +26,7 @@ void CpuGroup::arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task 
   }
   const Key key{site, run, seat.line};
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds()));
-  Gathering& gathering = gatherings_.try_emplace(key, Gathering{op, Clock::now() + timeout, {}}).first->second;
+  Gathering& gathering = gatherings_.try_emplace(key, Gathering{what, Clock::now() + timeout, {}}).first->second;
   gathering.arrivals.insert_or_assign(seat.rank, Arrival{std::move(task), std::move(done)});
   if (gathering.arrivals.size() == local_devices(seat.line).size()) {
     start(seat.line, std::move(gathering.arrivals));
@@ -36,10 +37,11 @@ void CpuGroup::arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task 
 
 // Under the lock, so that every rank's worker meets the ops in one order: no two of them can wait for each other.
 void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
+  const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
   for (auto& [rank, arrival] : arrivals) {
     const Seat seat{line, rank};
     workers_[line * size() + rank]->enqueue(
-        [this, seat, arrival = std::move(arrival)] { run(seat, arrival.task, arrival.done); });
+        [this, seat, running, arrival = std::move(arrival)] { run(seat, arrival, *running); });
   }
 }
 
@@ -54,38 +56,52 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
   }
 }
 
-void CpuGroup::run(Seat seat, const Task& task, const Completion& done) {
+std::optional<GroupError> CpuGroup::outcome(Seat seat, const Task& task) {
   const Comm& here = comm(seat);
   while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&here.heaps[seat.rank]->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  std::optional<GroupError> error = perform(task);
-  if (error)
+  if (std::optional<GroupError> error = perform(task)) {
     give_up(seat, *error);
-  else
-    error = reported(seat);
-  if (!error && load_acquire(&here.heaps[seat.rank]->abort))
-    error = failure();  // an op that began after it has no report
-  if (error && error->fatal) {
-    std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
-    fail(*error);
-    changed_.notify_one();
+    return error;
   }
-  completions_.run([done, error = std::move(error)] { done(error); });
+  if (std::optional<GroupError> error = reported(seat)) return error;
+  if (load_acquire(&here.heaps[seat.rank]->abort)) return failure();  // an op that began after it has no report
+  return std::nullopt;
+}
+
+void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
+  std::optional<GroupError> error = outcome(seat, arrival.task);
+  const bool failed = error && error->fatal;
+  std::function<void()> complete = [done = arrival.done, error = std::move(error)] { done(error); };
+  std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
+  if (failed) {
+    running.held.push_back(std::move(complete));
+    changed_.notify_one();
+  } else {
+    completions_.run(std::move(complete));
+  }
+  if (--running.tasks > 0) return;
+  for (std::function<void()>& held : running.held) completions_.run(std::move(held));
 }
 
 // Waits for the earliest deadline among the gatherings; when one passes, the group fails and everybody is released.
+// Time in which this process was stopped does not count.
 void CpuGroup::watch() {
   std::unique_lock lock(gather_mutex_);
   while (!closed_) {
     if (const std::optional<GroupError> error = failure()) release(*error);
     const auto late = [](const auto& a, const auto& b) { return a.second.deadline < b.second.deadline; };
     const auto first = std::min_element(gatherings_.begin(), gatherings_.end(), late);
+    const Clock::time_point now = Clock::now();
     if (first == gatherings_.end()) {
       changed_.wait(lock);
-    } else if (Clock::now() >= first->second.deadline) {
-      fail(nobody_came(std::get<2>(first->first), first->second));
+    } else if (now >= first->second.deadline) {
+      fail(nobody_came(first->first, first->second));
     } else {
-      changed_.wait_until(lock, first->second.deadline);
+      changed_.wait_until(lock, std::min(first->second.deadline, now + kLook));
+      const Clock::duration away = Clock::now() - now - kLook;
+      if (away < std::chrono::nanoseconds(kStoppedNs)) continue;
+      for (auto& [key, gathering] : gatherings_) gathering.deadline += away;
     }
   }
 }
@@ -99,16 +115,32 @@ void CpuGroup::release(const GroupError& error) {
   stalled_.clear();
 }
 
-GroupError CpuGroup::nobody_came(int line, const Gathering& gathering) const {
-  std::string missing;
-  for (int rank = 0; rank < size(); ++rank)
-    if (is_local({line, rank}) && !gathering.arrivals.count(rank))
+// Where else a rank has come to in the line and waits there, if it does.
+const CpuGroup::Gathering* CpuGroup::elsewhere(const Key& key, int rank) const {
+  for (const auto& [other, gathering] : gatherings_)
+    if (other != key && std::get<2>(other) == std::get<2>(key) && gathering.arrivals.count(rank)) return &gathering;
+  return nullptr;
+}
+
+GroupError CpuGroup::nobody_came(const Key& key, const Gathering& gathering) const {
+  std::string missing, diverged;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (!is_local({std::get<2>(key), rank}) || gathering.arrivals.count(rank)) continue;
+    if (const Gathering* there = elsewhere(key, rank))
+      diverged +=
+          "; rank " + std::to_string(rank) + " waits in " + describe_call(there->what.signature, there->what.site);
+    else
       missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%g", timeout_seconds());
-  return {"PeerTimeoutError",
-          std::string(name_of(gathering.op)) + ": " + missing + " did not arrive within " + seconds +
-              " s of the first rank; the group has failed",
+  }
+  char text[64];
+  std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), gathering.arrivals.begin()->first);
+  const std::string call = describe_call(gathering.what.signature, gathering.what.site);
+  if (missing.empty())
+    return {"MismatchError",
+            call + ": not all ranks came" + text + diverged +
+                ": all ranks must run the same ops in one order; the group has failed",
+            true};
+  return {"PeerTimeoutError", call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed",
           true};
 }
 

@@ -14,13 +14,17 @@
 #include <vector>
 
 #include "device/platform.h"
+#include "device/spin.h"
 #include "heap/group.h"
 #include "platform/cpu/executor.h"
 
 namespace jax_ep {
 
-// Identifies a call site of a compiled program; XLA makes one per custom call.
-struct Site {};
+// What a rank has come to run.
+struct Arriving {
+  Signature signature;
+  int32_t site;  // a number, for errors
+};
 
 using Task = std::function<void()>;
 using Completion = std::function<void(std::optional<GroupError>)>;
@@ -30,9 +34,10 @@ class CpuGroup final : public Group {
   CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
   ~CpuGroup() override;
 
-  // One rank has come to a site in a run of its program. When all ranks of its line have that are of this process,
-  // their tasks run; `done` is called exactly once, on a thread that may block.
-  void arrive(const Site* site, int64_t run, OpKind op, Seat seat, Task task, Completion done);
+  // One rank has come to a call site, known by its address, in a run of its program. When all ranks of its line have
+  // that are of this process, their tasks run; `done` is called exactly once, on a thread that may block. If the op has
+  // failed, that is when all those tasks have ended: a slow one may still write into the buffers of the others.
+  void arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done);
 
   // The most squads that an op has.
   int most_squads() const { return 1; }
@@ -46,23 +51,32 @@ class CpuGroup final : public Group {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kLook{500};  // so often the deadlines are looked at
   struct Arrival {
     Task task;
     Completion done;
   };
   struct Gathering {
-    OpKind op;
+    Arriving what;
     Clock::time_point deadline;
     std::map<int, Arrival> arrivals;  // by rank
   };
-  using Key = std::tuple<const Site*, int64_t, int>;  // site, run, line
+  using Key = std::tuple<const void*, int64_t, int>;  // site, run, line
+
+  // The tasks of one op that still run, and what waits for them to end. Under gather_mutex_.
+  struct Running {
+    std::size_t tasks;
+    std::vector<std::function<void()>> held;
+  };
 
   void start(int line, std::map<int, Arrival> arrivals);
   static std::optional<GroupError> perform(const Task& task);
-  void run(Seat seat, const Task& task, const Completion& done);
+  void run(Seat seat, const Arrival& arrival, Running& running);
+  std::optional<GroupError> outcome(Seat seat, const Task& task);
   void watch();
   void release(const GroupError& error);
-  GroupError nobody_came(int line, const Gathering& gathering) const;
+  GroupError nobody_came(const Key& key, const Gathering& gathering) const;
+  const Gathering* elsewhere(const Key& key, int rank) const;
 
   std::mutex gather_mutex_;
   std::condition_variable changed_;

@@ -1,5 +1,7 @@
 #include "platform/cpu/executor.h"
 
+#include <system_error>
+
 namespace jax_ep {
 
 Worker::Worker() : thread_([this] { run(); }) {}
@@ -35,6 +37,10 @@ void Worker::run() {
   }
 }
 
+Elastic::Elastic() : state_(std::make_shared<State>()) {
+  std::thread([state = state_] { serve(state); }).detach();
+}
+
 void Elastic::end() {
   std::lock_guard lock(state_->mutex);
   state_->ending = true;
@@ -44,8 +50,12 @@ void Elastic::end() {
 void Elastic::run(std::function<void()> job) {
   std::lock_guard lock(state_->mutex);
   state_->jobs.push_back(std::move(job));
-  if (state_->idle < state_->jobs.size()) std::thread([state = state_] { serve(state); }).detach();
   state_->wake.notify_one();
+  if (state_->idle >= state_->jobs.size()) return;
+  try {
+    std::thread([state = state_] { serve(state); }).detach();
+  } catch (const std::system_error&) {  // whoever is free next takes the job
+  }
 }
 
 void Elastic::serve(const std::shared_ptr<State>& state) {

@@ -28,10 +28,11 @@ class Worker {
 };
 
 // Runs every job at once, whatever the others do: what XLA continues with may block in a collective of its own.
-// Its threads are not waited for; they end when they find nothing left to do.
+// Its threads are not waited for; they end when they find nothing left to do. Where the system has no thread to give,
+// jobs wait for one of those that there are; the first is there from the beginning.
 class Elastic {
  public:
-  Elastic() : state_(std::make_shared<State>()) {}
+  Elastic();  // throws std::system_error
   ~Elastic() { end(); }
   void run(std::function<void()> job);
   // Idle threads end, and so does every other one after its job. What comes later still runs.

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "binding/call_site.h"
 #include "binding/registry.h"
 #include "heap/reach.h"
 #include "kernels/kernels.h"
@@ -24,20 +25,12 @@ inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup&, O
 using LaunchResult = ffi::Future;
 constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
 
-struct CallSite : Site {
-  static ffi::TypeId id;
-};
-
 // What a handler learns from XLA about its call.
 struct Call {
-  CallSite* site;
+  const CallSite* site;
   int64_t run;
   int device;
 };
-
-// The stage that makes the sites, and their type.
-XLA_FFI_Handler* instantiate_handler();
-XLA_FFI_TypeId* call_site_type();
 
 inline ffi::Future fail_call(ffi::Error error) {
   ffi::Promise promise;
@@ -47,19 +40,20 @@ inline ffi::Future fail_call(ffi::Error error) {
 }
 
 template <class Args>
-void run_here(Group& group, Seat seat, const Args& args) {
-  const Reached<Args> reached = reach(group, seat, args);
+void run_here(Group& group, Seat seat, int32_t site, const Args& args) {
+  const Reached<Args> reached = reach(group, seat, args, site);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
   run_any(reached.comm, reached.args, Team{});
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
 template <class Args>
-ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, const Args& args) {
+ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, int32_t site,
+                   const Args& args) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Task task = [group = group.get(), seat, args] { run_here(*group, seat, args); };
-  group->arrive(call.site, call.run, kind_of(args), seat, std::move(task),
+  Task task = [group = group.get(), seat, site, args] { run_here(*group, seat, site, args); };
+  group->arrive(call.site, call.run, {signature_of(args), site}, seat, std::move(task),
                 [promise](const std::optional<GroupError>& error) mutable {
                   error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
                 });
@@ -67,8 +61,9 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Sea
 }
 
 template <class Args>
-ffi::Future launch_matmul(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, const Args& args) {
-  return launch(call, group, seat, args);
+ffi::Future launch_matmul(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, int32_t site,
+                          const Args& args) {
+  return launch(call, group, seat, site, args);
 }
 
 }  // namespace jax_ep

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "binding/call_site.h"
 #include "binding/registry.h"
 #include "heap/reach.h"
 #include "kernels/sizes.h"
@@ -63,13 +64,6 @@ struct Call {
   int device;
 };
 
-// A GPU's stream orders the ops of a rank; no call site needs an identity.
-struct CallSite {
-  static ffi::TypeId id;
-};
-inline XLA_FFI_Handler* instantiate_handler() { return nullptr; }
-inline XLA_FFI_TypeId* call_site_type() { return nullptr; }
-
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
 // What an op has to do: its tokens or entries, or the rows that it zeroes at least.
@@ -108,10 +102,11 @@ inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& err
 
 // `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
 template <class Args, class Start>
-ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const Args& args, Start start) try {
+ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, int32_t site, const Args& args,
+                       Start start) try {
   if (const std::optional<GroupError> failed = group.failure()) return to_ffi(*failed);
   if (group.stalled(seat)) return ffi::Error::Success();
-  const Reached<Args> reached = reach(group, seat, args);
+  const Reached<Args> reached = reach(group, seat, args, site);
   std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
   if (!error) error = start(reached);
   if (!error) error = explain(copy_all(reached.after, call.stream));
@@ -124,16 +119,18 @@ ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, const 
 }
 
 template <class Args>
-ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
-  return launch_with(call, *group, seat, args, [&](const Reached<Args>& reached) {
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
+                  const Args& args) {
+  return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
     const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
     return explain(launch_kernel(config, call.stream, reached.comm, reached.args));
   });
 }
 
 template <class Args>
-ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, const Args& args) {
-  return launch_with(call, *group, seat, args, [&](const Reached<Args>& reached) {
+ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
+                         const Args& args) {
+  return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
     return launch_matmul(group->processors(), call.stream, reached.comm, reached.args);
   });
 }

@@ -1,0 +1,83 @@
+"""A thread per group that notices a failure when it happens, logs it and writes the flight record."""
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+
+from jax_ep import _native
+
+_LOGGER = logging.getLogger("jax_ep")
+_PERIOD_SECONDS = 1.0
+_DUMP = "JAX_EP_DUMP"  # the folder for flight records
+_watching: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
+
+
+class Watchdog:
+    """Watches a group from when it is opened until it fails or is closed.
+
+    Args:
+      native: the group, as its library holds it.
+      name: of the group, for the log.
+    """
+
+    def __init__(self, native: _native.NativeGroup, name: str):
+        self._native = native
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=_watch, args=(native, name, self._ended), name="jax_ep watchdog", daemon=True
+        )
+        self._thread.start()
+        _watching.add(self)
+
+    def end(self) -> None:
+        """Called when the group is closed; the thread may be in the middle of a report."""
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10 * _PERIOD_SECONDS)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before the interpreter ends: a thread that comes back from native code later would end the process instead."""
+    _native.close_all()
+    for watchdog in list(_watching):
+        watchdog.end()
+
+
+def _watch(native: _native.NativeGroup, name: str, ended: threading.Event) -> None:
+    while not ended.is_set():
+        found = native.await_failure(_PERIOD_SECONDS)
+        if found is not None:
+            kind, message = found
+            if kind != "GroupClosedError":
+                _LOGGER.error("%s: %s: %s%s", name, kind, message, _dump(native, name, kind, message))
+            return
+
+
+def _dump(native: _native.NativeGroup, name: str, kind: str, message: str) -> str:
+    """Writes the flight record where JAX_EP_DUMP says; returns what to add to the log."""
+    folder = os.environ.get(_DUMP)
+    if not folder:
+        return f"; set {_DUMP} to a folder for the last ops of every rank"
+    record = {
+        "group": name,
+        "error": kind,
+        "message": message,
+        "time": time.time(),
+        "process": os.getpid(),
+        "ranks": [
+            rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in _native.history(native)
+        ],
+    }
+    try:
+        path = Path(folder) / f"jax_ep-{os.getpid()}-{time.time_ns()}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1))
+    except OSError as error:
+        return f"; its flight record could not be written to {_DUMP}={folder!r}: {error}"
+    return f"; flight record: {path}"

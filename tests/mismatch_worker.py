@@ -1,0 +1,81 @@
+"""Run by `jax_ep.launch` in every process of `test_mismatch.py`: processes that call the ops differently."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_ep import (
+    Group,
+    JaxEpError,
+    MismatchError,
+    PeerLostError,
+    dispatch,
+    group as group_module,
+    matmul_all_reduce,
+)
+
+EXPERTS, TOP_K = 8, 2
+
+
+def dispatched(group: Group, x: jax.Array, experts: int = EXPERTS) -> jax.Array:
+    ids = (jnp.arange(x.shape[0] * TOP_K, dtype=jnp.int32) % EXPERTS).reshape(-1, TOP_K)
+    out = dispatch(x, ids, group=group, num_experts=experts, capacity=4096, implementation="ffi")
+    return jnp.sum(out.tokens.astype(jnp.float32), axis=1)
+
+
+def multiplied(group: Group, x: jax.Array) -> jax.Array:
+    return jnp.sum(matmul_all_reduce(x, x.T, group=group, implementation="ffi").astype(jnp.float32), axis=1)
+
+
+# By name: what even and what odd processes run, as (op, tokens, dtype), and what the error says of the odd ones.
+Call = tuple[Callable[..., jax.Array], int, Any]
+CASES: dict[str, tuple[Call, Call, str]] = {
+    "tokens": ((dispatched, 64, np.float32), (dispatched, 40, np.float32), "dispatch float32 T=40 "),
+    "many tokens": ((dispatched, 64, np.float32), (dispatched, 1100, np.float32), "dispatch float32 T=1100 "),
+    "dtype": ((dispatched, 64, np.float32), (dispatched, 64, jnp.bfloat16), "dispatch bfloat16 T=64 "),
+    "experts": (
+        (dispatched, 64, np.float32),
+        (lambda group, x: dispatched(group, x, 2 * EXPERTS), 64, np.float32),
+        f"K=2 H=16 E={2 * EXPERTS} ",
+    ),
+    "op": ((dispatched, 64, np.float32), (multiplied, 64, np.float32), "matmul_all_reduce float32 M=64 "),
+}
+
+
+def run(group: Group, call: Call) -> None:
+    op, tokens, dtype = call
+    x = np.ones((group.size, tokens, 16), dtype)
+    spread = jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
+    jax.block_until_ready(helpers.per_rank(lambda x: op(group, x), group.mesh)(spread))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cpu-devices", type=int, default=1)
+    jax.config.update("jax_num_cpu_devices", parser.parse_args().cpu_devices)
+    group_module._CPU_PROCESSES_SHARE = True
+    mesh = helpers.mesh_of(ep=jax.device_count())
+    for name, (even, odd, seen) in CASES.items():
+        with Group(mesh, "ep", timeout=60.0) as group:
+            run(group, even)
+            mine = odd if jax.process_index() % 2 else even
+            with pytest.raises((JaxEpError, jax.errors.JaxRuntimeError, ValueError)):
+                run(group, mine)
+                group.check()
+            with pytest.raises((MismatchError, PeerLostError)) as caught:
+                group.check()
+            print(f"{name}: {caught.value}", flush=True)
+            if isinstance(caught.value, MismatchError):
+                assert seen in str(caught.value), (name, str(caught.value))
+    print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

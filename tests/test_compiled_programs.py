@@ -1,0 +1,194 @@
+"""Programs that were compiled before: kept in a file, exported, cached, or older than the group that serves them."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from jax import export
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_ep import Group, GroupClosedError, combine, dispatch
+
+EXPERTS = 8
+OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def case_of(size: int) -> helpers.Case:
+    return helpers.draw_case(np.random.default_rng(helpers.SEED), size, 6, 2, EXPERTS, 16)
+
+
+def compiled(group: Group, case: helpers.Case) -> Any:
+    return helpers.dispatch_combine(group, **OPTIONS).lower(*case).compile()
+
+
+def assert_right(program: Callable[..., Any], case: helpers.Case) -> None:
+    helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+
+
+def in_new_process(script: str, *arguments: str) -> str:
+    """Runs a script with this module as `here`; returns what it prints."""
+    folder = Path(__file__).parent
+    prelude = (
+        f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
+        "import conftest, pickle, jax, helpers, test_compiled_programs as here\n"
+        "from jax_ep import Group\nfrom jax.experimental import serialize_executable\n"
+        "open_group = lambda size: Group(helpers.mesh_of(ep=size), 'ep', timeout=10.0)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", prelude + script, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def save(group: Group, path: Path) -> helpers.Case:
+    case = case_of(group.size)
+    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled(group, case))))
+    return case
+
+
+LOAD = """
+saved = pickle.loads(open(sys.argv[1], 'rb').read())
+program = serialize_executable.deserialize_and_load(*saved, execution_devices=jax.devices()[:2])
+case = here.case_of(2)
+"""
+
+
+def test_a_saved_program_finds_its_group_whatever_was_opened_before(open_group: OpenGroup, tmp_path: Path) -> None:
+    save(open_group(2), tmp_path / "program")
+    script = "other, group = open_group(4), open_group(2)\n" + LOAD + "here.assert_right(program, case); print('right')"
+    assert "right" in in_new_process(script, str(tmp_path / "program"))
+
+
+@pytest.mark.parametrize("open_first", ["open_group(2).close()\n", "other = open_group(4)\n"])
+def test_a_saved_program_without_its_group_says_what_to_open(
+    open_first: str, open_group: OpenGroup, tmp_path: Path
+) -> None:
+    """Where ids were counters, a group of 4 ranks got the calls of one of 2, and wrote beyond their buffers."""
+    save(open_group(2), tmp_path / "program")
+    script = (
+        open_first
+        + LOAD
+        + "import pytest\n"
+        + "with pytest.raises(jax.errors.JaxRuntimeError, match='open a jax_ep.Group over the mesh and axis'):\n"
+        + "    helpers.fetch(program(*case))\n"
+        + "print('refused')"
+    )
+    assert "refused" in in_new_process(script, str(tmp_path / "program"))
+
+
+def test_a_saved_program_loaded_before_its_group_is_opened(open_group: OpenGroup, tmp_path: Path) -> None:
+    save(open_group(2), tmp_path / "program")
+    script = "open_group(4).close()\n" + LOAD + "group = open_group(2)\nhere.assert_right(program, case); print('right')"
+    assert "right" in in_new_process(script, str(tmp_path / "program"))
+
+
+def test_the_compilation_cache_serves_another_process(tmp_path: Path) -> None:
+    script = (
+        "jax.config.update('jax_compilation_cache_dir', sys.argv[1])\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)\n"
+        "groups = [open_group(size) for size in map(int, sys.argv[2])]\n"
+        "group = next(group for group in groups if group.size == 2)\n"
+        "program = helpers.dispatch_combine(group, **here.OPTIONS)\n"
+        "here.assert_right(program, here.case_of(2)); print('right')"
+    )
+    assert "right" in in_new_process(script, str(tmp_path), "2")
+    kept = {path.name for path in tmp_path.rglob("*-cache")}
+    assert kept
+    assert "right" in in_new_process(script, str(tmp_path), "42")
+    assert {path.name for path in tmp_path.rglob("*-cache")} == kept  # nothing was compiled anew
+
+
+def test_an_exported_program(open_group: OpenGroup) -> None:
+    group, other = open_group(2), open_group(4)
+    case = case_of(2)
+    body = helpers.round_trip(group, **OPTIONS)
+    program = helpers.per_rank(lambda *operands: body(*operands)[1], group.mesh)
+    operands = jax.device_put(tuple(case), NamedSharding(group.mesh, PartitionSpec("ep")))
+    wanted = helpers.fetch(program(*operands))
+    names = ("jax_ep_dispatch", "jax_ep_combine")
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    data = export.export(program, disabled_checks=checks)(*operands).serialize(vjp_order=0)
+    group.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"open a jax_ep\.Group"):
+        helpers.fetch(jax.jit(export.deserialize(data).call)(*operands))
+    again = open_group(2)
+    np.testing.assert_array_equal(helpers.fetch(jax.jit(export.deserialize(data).call)(*operands)), wanted)
+    again.check()
+    other.check()
+
+
+def test_a_new_group_serves_programs_of_a_closed_one(open_group: OpenGroup) -> None:
+    group = open_group(4)
+    case = case_of(4)
+    program, ahead = helpers.dispatch_combine(group, **OPTIONS), compiled(group, case)
+    assert_right(program, case)
+    group.close()
+    for each in (program, ahead):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+            helpers.fetch(each(*case))
+    open_group(4)
+    assert_right(ahead, case)
+    assert_right(program, case)
+
+
+def test_two_groups_of_one_content_do_not_mix(open_group: OpenGroup) -> None:
+    first, second = open_group(4), open_group(4)
+    case = case_of(4)
+    programs = [compiled(group, case) for group in (first, second)]
+    first.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+        helpers.fetch(programs[0](*case))
+    assert_right(programs[1], case)
+    open_group(4)
+    assert_right(programs[0], case)
+    assert_right(programs[1], case)
+
+
+def test_a_program_compiled_ahead_keeps_its_group() -> None:
+    group = Group(helpers.mesh_of(ep=2), "ep")
+    case = case_of(2)
+    native_id, program = group.native_id, compiled(group, case)
+    dropped = weakref.ref(group)
+    del group
+    jax.clear_caches()
+    gc.collect()
+    assert dropped() is None
+    assert_right(program, case)
+    with Group(helpers.mesh_of(ep=2), "ep") as another:  # in another place than the one that lives on
+        assert another.native_id != native_id
+    del program
+    deadline = time.monotonic() + 10
+    found = 0
+    while found != native_id and time.monotonic() < deadline:
+        gc.collect()
+        with Group(helpers.mesh_of(ep=2), "ep") as another:  # in the place of the one that has ended now
+            found = another.native_id
+    assert found == native_id
+
+
+def test_a_closed_group_is_named_when_traced(open_group: OpenGroup) -> None:
+    group = open_group(2)
+    group.close()
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        out = dispatch(tokens, ids, weights, group=group, **OPTIONS)
+        return combine(out.tokens, out.routing, group=group)
+
+    with pytest.raises(GroupClosedError, match="closed"):
+        helpers.per_rank(body, group.mesh)(*case_of(2))

@@ -1,0 +1,200 @@
+"""What a group tells by itself: failures in the log and in a file, the last ops of every rank; and time that a stopped
+process does not count."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from conftest import OpenGroup
+
+from jax_ep import Group, PeerTimeoutError
+
+SIZE, EXPERTS, STALLED = 4, 8, 3
+OPTIONS = {"num_experts": EXPERTS, "implementation": "ffi"}
+ON_CPU = jax.default_backend() == "cpu"
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def case_of(rng: np.random.Generator) -> helpers.Case:
+    return helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+
+
+def fail(group: Group, case: helpers.Case) -> None:
+    """A rank stalls; nobody calls `check()`."""
+    assert group._native is not None
+    group._native.stall(STALLED, "protocol")
+    with helpers.awaiting_failure(group, f"rank {STALLED}"):
+        helpers.fetch(helpers.dispatch_combine(group, **OPTIONS)(*case))
+
+
+def await_log(caplog: pytest.LogCaptureFixture, text: str, seconds: float = 10) -> str:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for record in caplog.records:
+            if text in record.getMessage():
+                assert record.levelno == logging.ERROR
+                return record.getMessage()
+        time.sleep(0.01)
+    raise AssertionError(f"{text!r} was not logged: {caplog.text}")
+
+
+def test_a_failure_is_logged_and_dumped(
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
+    group = open_group(SIZE, timeout=0.5)
+    case = case_of(rng)
+    helpers.fetch(helpers.dispatch_combine(group, **OPTIONS)(*case))
+    fail(group, case)
+    message = await_log(caplog, "flight record: ")
+    assert "PeerTimeoutError" in message
+    assert f"rank {STALLED} in vain: it has not begun this op; its last was combine float32 T=4 K=2 H=16" in message
+    [path] = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["error"] == "PeerTimeoutError"
+    assert [rank["rank"] for rank in record["ranks"]] == list(range(SIZE))
+    for rank in record["ranks"]:
+        calls = [(op["op"], op["outcome"]) for op in rank["ops"]]
+        assert calls[:2] == [("dispatch", "delivered"), ("combine", "delivered")]
+        if rank["rank"] != STALLED:
+            assert calls[2][0] == "dispatch"
+    assert max(rank["waited_ns"][STALLED] for rank in record["ranks"]) > 0.4e9
+    with pytest.raises(PeerTimeoutError):
+        group.check()
+
+
+def test_the_next_execution_raises(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """A compiled training loop that calls nothing else of this library."""
+    group = open_group(SIZE, timeout=0.5)
+    case = case_of(rng)
+    program = helpers.dispatch_combine(group, **OPTIONS)
+    helpers.fetch(program(*case))
+    fail(group, case)
+    time.sleep(0.5)  # a GPU's watchdog looks 20 times a second
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"PeerTimeoutError.*rank {STALLED}"):
+        helpers.fetch(program(*case))
+
+
+def test_report(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    program = helpers.dispatch_combine(group, **OPTIONS)
+    rounds = 40  # more ops than are kept
+    for _ in range(rounds):
+        helpers.fetch(program(*case_of(rng)))
+    report = group.report()
+    assert [rank.rank for rank in report] == list(range(SIZE))
+    for rank in report:
+        assert rank.finished == 2 * rounds
+        assert [op.epoch for op in rank.ops] == list(range(2 * rounds - 63, 2 * rounds + 1))
+        assert {op.outcome for op in rank.ops} == {"delivered"}
+        assert all(op.begin_ns < op.end_ns for op in rank.ops)
+        assert [op.op for op in rank.ops[-2:]] == ["dispatch", "combine"]
+        assert rank.ops[-2].call.startswith("dispatch float32 T=4 K=2 H=16 E=8 ")
+        assert rank.ops[-2].call.endswith("(helpers.py, both)")
+        assert len(rank.waited_ns) == SIZE
+
+
+def test_report_of_a_group_without_kernels(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax_ep._ffi.is_built", lambda platform: False)
+    assert open_group(SIZE).report() == []
+
+
+def test_a_closed_group_has_no_watchdog(open_group: OpenGroup) -> None:
+    open_group(SIZE).close()
+    before = {thread for thread in threading.enumerate() if thread.name == "jax_ep watchdog"}
+    group = open_group(SIZE)
+    assert {thread for thread in threading.enumerate() if thread.name == "jax_ep watchdog"} > before
+    group.close()
+    assert {thread for thread in threading.enumerate() if thread.name == "jax_ep watchdog"} <= before
+
+
+STOPPED = """
+import sys; sys.path[:0] = sys.argv[1:3]
+import conftest, helpers, jax, numpy as np, test_watchdog as here, threading, time
+from jax_ep import Group
+group = Group(helpers.mesh_of(ep=here.SIZE), "ep", timeout=2.0)
+case = here.case_of(np.random.default_rng(helpers.SEED))
+program = helpers.dispatch_combine(group, **here.OPTIONS)
+helpers.fetch(program(*case))
+group._native.stall(here.STALLED, sys.argv[3])
+found = program(*case)
+time.sleep(0.5)
+print("stop me", flush=True)
+assert sys.stdin.readline() == "go on\\n"
+time.sleep(1.0)
+group._native.stall(-1, sys.argv[3])
+helpers.assert_round_trip(helpers.fetch(found), case, num_experts=here.EXPERTS)
+group.check()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU's kernels go on when their process is stopped")
+def test_a_stopped_process_does_not_count_the_time(tmp_path: Path) -> None:
+    """Ctrl-Z, or a container that is paused, for longer than the timeout."""
+    tests = Path(__file__).parent
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(tests), str(tests.parent), "protocol"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stop me\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(process.pid, signal.SIGCONT)
+        output, _ = process.communicate("go on\n", timeout=60)
+    assert output == "right\n"
+
+
+FORKED = """
+import sys; sys.path[:0] = sys.argv[1:3]
+import conftest, helpers, os, numpy as np, test_watchdog as here, warnings
+from jax_ep import Group
+warnings.simplefilter("ignore")  # jax warns of forks
+group = Group(helpers.mesh_of(ep=here.SIZE), "ep")
+case = here.case_of(np.random.default_rng(helpers.SEED))
+program = helpers.dispatch_combine(group, **here.OPTIONS)
+helpers.fetch(program(*case))
+child = os.fork()
+if child == 0:
+    group.close()
+    group.close()
+    del program, group
+    os._exit(7)  # jax itself does not survive another end there
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert code == 7, code
+helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=here.EXPERTS)
+group.check()
+print("right")
+"""
+
+
+@pytest.mark.skipif(not ON_CPU, reason="CUDA does not survive a fork")
+def test_a_forked_child_may_close_the_group() -> None:
+    tests = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tests), str(tests.parent)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (0, "right\n"), run.stderr
