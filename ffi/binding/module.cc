@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -79,8 +80,8 @@ PyHistory to_python(const RankHistory& history) {
   static constexpr const char* kOutcomes[] = {"running", "delivered", "failed"};
   std::vector<PyRecord> records;
   for (const OpRecord& op : history.ops)
-    records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, op.site),
-                         kOutcomes[static_cast<int>(op.outcome)], op.begin_ns, op.end_ns);
+    records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
+                         kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
   return {history.seat.line, history.seat.rank, history.finished, history.waited_ns, std::move(records)};
 }
 

@@ -73,7 +73,7 @@ xla::ffi::Error to_ffi(const GroupError& error) {
   ErrorCode code = ErrorCode::kAborted;
   if (error.kind == "PeerTimeoutError") code = ErrorCode::kDeadlineExceeded;
   if (error.kind == "CapacityError") code = ErrorCode::kResourceExhausted;
-  if (error.kind == "InvalidRoutingError") code = ErrorCode::kInvalidArgument;
+  if (error.kind == "InvalidRoutingError") code = ErrorCode::kOutOfRange;  // jax turns some codes into ValueError
   if (error.kind == "GroupClosedError") code = ErrorCode::kFailedPrecondition;
   return {code, error.kind + ": " + error.message};
 }

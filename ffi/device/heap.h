@@ -65,13 +65,14 @@ struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// An entry of a rank's flight recorder: whoever posts begins it, whoever finishes the op ends it.
-enum class Outcome : uint32_t { running, delivered, failed };
+// An entry of a rank's flight recorder: whoever posts begins it, whoever finishes the op ends it. The host reads it word
+// by word meanwhile.
+enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
   uint64_t epoch;
   uint64_t begin_ns, end_ns;  // by the device's clock
-  Outcome outcome;
-  int32_t site;  // of the call, a number of this process
+  uint64_t outcome;
+  uint64_t site;  // of the call: a number of its text
   Signature signature;
 };
 constexpr int kRecordedOps = 64;
@@ -94,6 +95,8 @@ struct alignas(128) Heap {
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank
+  alignas(128) uint64_t routing, members;                 // squads that have begun to route, and with the op
+  uint64_t posters;                                       // teams that have asked to post
   alignas(128) uint64_t exited;                           // teams that are done with the op
   alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
   alignas(128) uint64_t push_ticket;                      // the next row for whoever is free to push

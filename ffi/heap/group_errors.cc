@@ -134,7 +134,7 @@ std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const 
 std::string Group::describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const {
   const std::optional<OpRecord> op = record(line, rank, epoch);
   if (!op) return otherwise;
-  return describe_call(op->signature, op->site);
+  return describe_call(op->signature, static_cast<int32_t>(op->site));
 }
 
 // Whom everybody waits for: a rank that has not begun the op, rather than one that itself waits for it.
@@ -147,7 +147,7 @@ int Group::silent_rank(int line, const Report& report) const {
 
 std::string Group::progress(int line, int rank, uint64_t epoch) const {
   if (const auto begun = record(line, rank, epoch))
-    return begun->outcome == Outcome::running ? "it is in this op" : "it has left this op";
+    return begun->outcome == static_cast<uint64_t>(Outcome::running) ? "it is in this op" : "it has left this op";
   const std::string last = epoch > 1 ? describe_op(line, rank, epoch - 1, "") : "";
   return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last);
 }

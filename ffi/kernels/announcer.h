@@ -6,29 +6,24 @@
 
 namespace jax_ep {
 
-// Hands out items in order: to every pushing team one by its place, further ones to whoever is free, as links and
-// processors are not equally fast. Where teams may come late, none has a place.
+// Hands out items in order, to whoever is free: links and processors are not equally fast, and some teams may not have
+// begun. The first is asked for where this is made.
 class PushItems {
  public:
-  JAX_EP_FN PushItems(Op& op, int items, bool late = false)
-      : op_(op), items_(items), by_place_(late ? 0 : op.team.pusher.count), begun_(late) {
-    if (late) asked_ = op.ask_for_push_ticket();
-  }
+  JAX_EP_FN PushItems(Op& op, int items) : op_(op), items_(items), asked_(op.ask_for_push_ticket()) {}
 
   // The next item of this team, or -1.
   JAX_EP_FN int next() {
-    const int item = begun_ ? by_place_ + op_.take_ticket(asked_) : op_.team.pusher.index;
+    const int item = op_.take_ticket(asked_);
     if (item >= items_) return -1;
-    begun_ = true;
     asked_ = op_.ask_for_push_ticket();
     return item;
   }
 
  private:
   Op& op_;
-  const int items_, by_place_;
-  uint64_t asked_ = 0;
-  bool begun_;
+  const int items_;
+  uint64_t asked_;
 };
 
 // Counts the items that this team has put, and tells when those of a chunk are written: when the next are already on

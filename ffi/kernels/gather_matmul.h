@@ -63,7 +63,7 @@ class RowPieces {
 JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), place = op.comm.rank * args.m * row_bytes;
   const RowPieces pieces(args.m, row_bytes, op.team.count);
-  PushItems items(op, pieces.count(), /*late=*/true);
+  PushItems items(op, pieces.count());
   op.wait_posted();
   if (!op.ok()) return;
   op.enter(Phase::send);

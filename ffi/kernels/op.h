@@ -72,7 +72,7 @@ class Op {
     team.sync();
     if (!ok() || team.index != poster) return;
     enter(Phase::post);
-    if (team.lane == 0) *record_of(heap) = {epoch, clock_ns(), 0, Outcome::running, comm.site, comm.signature};
+    if (team.lane == 0) begin_record();
     team.sync();
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
@@ -85,20 +85,24 @@ class Op {
     }
   }
 
+  // Whether this rank has posted: looked at once.
+  JAX_EP_FN bool has_posted() const { return load_acquire(&heap->posted[comm.rank]) >= first_stamp(); }
+
   // What a rank tells every peer, and waits to be told by every peer.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
 
-  // Raises this rank's flag at every peer, when the teams that wrote what it stands for have met.
-  JAX_EP_FN void tell(Flags flags) {
+  // Raises this rank's flag at every peer, when the teams that wrote what it stands for have met. One team is the
+  // `teller`.
+  JAX_EP_FN void tell(Flags flags, bool teller) {
     team.sync();
-    if (!ok() || team.index != 0) return;
+    if (!ok() || !teller) return;
     enter(Phase::post);
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
       store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_);
   }
   // The same within this rank, when its teams that are to be waited for have met.
-  JAX_EP_FN void note(uint64_t* flag) {
-    if (ok() && team.index == 0 && team.lane == 0) store_release_here(flag, stamp_);
+  JAX_EP_FN void note(uint64_t* flag, bool teller) {
+    if (ok() && teller && team.lane == 0) store_release_here(flag, stamp_);
   }
   JAX_EP_FN void wait_noted(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
@@ -202,11 +206,15 @@ class Op {
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
-    record_of(heap)->end_ns = clock_ns();
-    record_of(heap)->outcome = undelivered ? Outcome::failed : Outcome::delivered;
+    OpRecord* const record = record_of_op();
+    store_relaxed(&record->end_ns, clock_ns());
+    store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
     store_relaxed(&heap->routers.arrived, uint64_t{0});
     store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
+    store_relaxed(&heap->routing, uint64_t{0});
+    store_relaxed(&heap->members, uint64_t{0});
+    store_relaxed(&heap->posters, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
     store_relaxed(&heap->push_ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
@@ -217,7 +225,15 @@ class Op {
   JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
 
-  JAX_EP_FN OpRecord* record_of(Heap* of) const { return &of->ops[epoch % kRecordedOps]; }
+  JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
+  JAX_EP_FN void begin_record() const {
+    constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
+    const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(comm.site), comm.signature};
+    uint64_t words[kWords];
+    memcpy(words, &begun, sizeof(begun));
+    auto* const record = reinterpret_cast<uint64_t*>(record_of_op());
+    for (int i = 0; i < kWords; ++i) store_relaxed(record + i, words[i]);
+  }
 
   // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
   JAX_EP_FN int count_pushed(int chunk, int share, int whole) {

@@ -3,6 +3,7 @@
 
 #include "device/rows.h"
 #include "kernels/args.h"
+#include "kernels/members.h"
 #include "kernels/op.h"
 
 namespace jax_ep {
@@ -51,18 +52,23 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   }
 }
 
-JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& team) {
-  Op op(comm, team, OpKind::ragged_all_to_all);
-  if (op.ok() && team.index == 0)
-    for (int i = team.lane; i < comm.size * args.slices; i += Team::lanes)
-      op.mail(i / args.slices, comm.rank)->counts[i % args.slices] = args.send_sizes[i];
+JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
+  if (op.ok() && op.team.index == 0)
+    for (int i = op.team.lane; i < op.comm.size * args.slices; i += Team::lanes)
+      op.mail(i / args.slices, op.comm.rank)->counts[i % args.slices] = args.send_sizes[i];
   op.post(args.result);
   op.wait_posted();
   check_sizes(op, args);
   push_slices(op, args);
   op.wait_delivered(0);
+}
+
+JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& all) {
+  const Team team = join_op(comm, all);
+  Op op(comm, team, OpKind::ragged_all_to_all);
+  if (team.squad.index >= 0) exchange_slices(op, args);
   const Buffer results[] = {{args.result, args.result_rows * args.row_bytes}};
-  op.finish(results);
+  op.finish(results, all.count);
 }
 
 }  // namespace jax_ep

@@ -6,6 +6,7 @@
 #include "kernels/args.h"
 #include "kernels/op.h"
 #include "kernels/peer_buffer.h"
+#include "kernels/post_dispatch.h"
 #include "kernels/rows.h"
 #include "kernels/segments.h"
 #include "kernels/tally.h"
@@ -14,9 +15,10 @@ namespace jax_ep {
 
 class Router {
  public:
-  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args, const DispatchPost& post)
       : op_(op),
         args_(args),
+        post_(post),
         tally_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
@@ -25,16 +27,17 @@ class Router {
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
     count();
-    op_.tell(&Heap::chosen);
+    op_.tell(&Heap::chosen, tally_.is_first());
+    post_.post_if_late(op_, args_);
     op_.wait_told(&Heap::chosen);
     op_.enter(Phase::layout);
     lay_out();
     tally_.barrier();
-    op_.note(&op_.heap->laid_out);
+    op_.note(&op_.heap->laid_out, tally_.is_first());
     op_.wait_posted();
     if (op_.ok()) place();
     tally_.barrier();
-    op_.tell(&Heap::placed);
+    op_.tell(&Heap::placed, tally_.is_first());
   }
 
  private:
@@ -43,7 +46,7 @@ class Router {
   // After it the peers have this rank's counts.
   JAX_EP_FN void count() {
     op_.enter(Phase::count);
-    if (op_.team.index == 0 && op_.team.lane == 0) *args_.dropped = 0;
+    if (tally_.is_first() && op_.team.lane == 0) *args_.dropped = 0;
     tally_.count([&](int item) { return choice(item); },
                  [&](int e, int total) {
                    if (e == args_.num_experts)
@@ -110,6 +113,7 @@ class Router {
 
   Op& op_;
   const DispatchArgs& args_;
+  const DispatchPost& post_;
   Tally tally_;
   const Segments segments_;
   const int local_;

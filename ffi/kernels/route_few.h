@@ -5,6 +5,7 @@
 
 #include "kernels/args.h"
 #include "kernels/op.h"
+#include "kernels/post_dispatch.h"
 #include "kernels/rows.h"
 #include "kernels/segments.h"
 #include "kernels/tally.h"
@@ -13,9 +14,10 @@ namespace jax_ep {
 
 class FewRouter {
  public:
-  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
+  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args, const DispatchPost& post)
       : op_(op),
         args_(args),
+        post_(post),
         tally_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size),
@@ -26,15 +28,16 @@ class FewRouter {
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
     send_choices();
+    post_.post_if_late(op_, args_);
     op_.wait_told(&Heap::chosen);
     count();
     op_.enter(Phase::layout);
     segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
-    op_.note(&op_.heap->laid_out);
+    op_.note(&op_.heap->laid_out, tally_.is_first());
     if (op_.ok()) place();
     tally_.barrier();
-    op_.note(&op_.heap->placed[op_.comm.rank]);
+    op_.note(&op_.heap->placed[op_.comm.rank], tally_.is_first());
   }
 
  private:
@@ -42,7 +45,7 @@ class FewRouter {
 
   JAX_EP_FN void send_choices() {
     const Team& team = op_.team;
-    if (team.squad.index > 0) return;
+    if (!tally_.is_first_squad()) return;
     op_.enter(Phase::count);
     constexpr int kAhead = Tally::kAhead;
     const int step = team.member.count * Team::lanes;
@@ -64,7 +67,7 @@ class FewRouter {
       }
     }
     team.squad_sync();
-    op_.tell(&Heap::chosen);
+    op_.tell(&Heap::chosen, tally_.is_first());
   }
 
   // An item of all ranks' assignments in order.
@@ -77,10 +80,10 @@ class FewRouter {
   JAX_EP_FN void count() {
     op_.enter(Phase::count);
     const Team& team = op_.team;
-    for (int i = team.index * Team::lanes + team.lane; i < op_.comm.size * local_;
+    for (int i = tally_.place().index * Team::lanes + team.lane; i < op_.comm.size * local_;
          i += tally_.place().count * Team::lanes)
       args_.counts[i] = 0;
-    if (team.index == 0 && team.lane == 0) *args_.dropped = *args_.invalid = 0;
+    if (tally_.is_first() && team.lane == 0) *args_.dropped = *args_.invalid = 0;
     tally_.count([&](int item) { return choice(item); },
                  [&](int e, int total) {
                    if (e < args_.num_experts) totals()[e] = total;
@@ -115,6 +118,7 @@ class FewRouter {
 
   Op& op_;
   const DispatchArgs& args_;
+  const DispatchPost& post_;
   Tally tally_;
   const Segments segments_;
   const int local_, per_rank_;

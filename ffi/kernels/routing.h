@@ -41,7 +41,7 @@ class Routing {
 class RoutedTokens {
  public:
   JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const Routing& routing)
-      : op_(op), routing_(routing), early_(args.early), items_(op, args.num_tokens, /*late=*/true) {}
+      : op_(op), routing_(routing), early_(args.early), items_(op, args.num_tokens) {}
 
   JAX_EP_FN int next() {
     const int token = items_.next();

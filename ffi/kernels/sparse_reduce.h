@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "kernels/members.h"
 #include "kernels/row_sum.h"
 #include "kernels/run_sums.h"
 #include "kernels/sparse_landing.h"
@@ -204,10 +205,7 @@ class SparseReduce {
 };
 
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Team& team) {
-  Op op(comm, team, OpKind::sparse_reduce);
-  const Buffer results[] = {{args.result, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))}};
-  op.poison(results);
+JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
   SparseReduce<T> reduction(op, args);
   const int full = reduction.rank_without_room();
   if (full < 0) reduction.prepare();
@@ -218,10 +216,21 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const 
     reduction.reduce();
     reduction.pad();
     reduction.wait();
-  } else if (op.ok() && team.index == 0 && team.lane == 0) {
+  } else if (op.ok() && op.team.index == 0 && op.team.lane == 0) {
     op.report(Failure::capacity, full, full, args.capacity, reduction.rows_of(full));
   }
-  op.finish(results);
+}
+
+template <class T>
+JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Team& all) {
+  const Team team = join_op(comm, all);
+  Op op(comm, team, OpKind::sparse_reduce);
+  const Buffer results[] = {{args.result, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))}};
+  if (team.squad.index >= 0) {
+    op.poison(results);
+    reduce_rows<T>(op, args);
+  }
+  op.finish(results, all.count);
 }
 
 }  // namespace jax_ep

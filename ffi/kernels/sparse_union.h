@@ -2,6 +2,7 @@
 // from a prefix of its popcounts which slot each id has. No sort, no search, and the same answer on every rank.
 #pragma once
 
+#include "kernels/members.h"
 #include "kernels/op.h"
 #include "kernels/sparse_args.h"
 
@@ -148,16 +149,19 @@ class SparseUnion {
   int32_t* const team_counts_;
 };
 
-JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Team& team) {
+JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Team& all) {
+  const Team team = join_op(comm, all);
   Op op(comm, team, OpKind::sparse_union);
   const int64_t table = int64_t{comm.size} * args.entries * 4;
   const Buffer results[] = {{args.indices, int64_t{args.capacity} * 4},
                             {args.slots, table},
                             {args.bounds, (comm.size + 1) * 4, Undelivered::size},
                             {args.all_missing, kMissing * 4, Undelivered::size}};
-  op.poison(results);
-  SparseUnion(op, args).run();
-  op.finish(results);
+  if (team.squad.index >= 0) {
+    op.poison(results);
+    SparseUnion(op, args).run();
+  }
+  op.finish(results, all.count);
 }
 
 }  // namespace jax_ep

@@ -22,10 +22,9 @@ namespace jax_ep {
 
 // Assignments that make it worth while for one more squad to take part in routing.
 constexpr int kRouterAssignments = 256;
-// How long a rank that gives up waits for peers to say that they write no more; a preempted thread needs long.
-constexpr uint64_t kGraceNs = 800'000'000;
-// And for one that has begun the op. Results of a failed op are held back here until all have left it: see CpuGroup.
-constexpr uint64_t kBegunGraceNs = kGraceNs;
+// How long a rank that gives up waits for peers to say that they write no more. No result depends on it here: those of
+// one process are held back until all its ranks have left the op (CpuGroup), and other processes write to staging.
+constexpr uint64_t kGraceNs = 100'000'000, kBegunGraceNs = kGraceNs;
 // Tokens that a team takes at a time when it expands or reduces.
 constexpr int kGroupTokens = 64;
 // Pieces of a row that one lane has in flight.

@@ -65,8 +65,11 @@ std::optional<GroupError> CpuGroup::outcome(Seat seat, const Task& task) {
     return error;
   }
   if (std::optional<GroupError> error = reported(seat)) return error;
-  if (load_acquire(&here.heaps[seat.rank]->abort)) return failure();  // an op that began after it has no report
-  return std::nullopt;
+  const uint64_t abort = load_acquire(&here.heaps[seat.rank]->abort);
+  if (!abort) return std::nullopt;
+  fail({"PeerLostError",  // an op that began after it has no report
+        "the group has failed at a peer, because rank " + std::to_string(abort - 1) + " did not answer", true});
+  return failure();
 }
 
 void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
@@ -98,7 +101,8 @@ void CpuGroup::watch() {
     } else if (now >= first->second.deadline) {
       fail(nobody_came(first->first, first->second));
     } else {
-      changed_.wait_until(lock, std::min(first->second.deadline, now + kLook));
+      const Clock::time_point look = std::min(first->second.deadline, now + kLook);  // others may erase the gathering
+      changed_.wait_until(lock, look);
       const Clock::duration away = Clock::now() - now - kLook;
       if (away < std::chrono::nanoseconds(kStoppedNs)) continue;
       for (auto& [key, gathering] : gatherings_) gathering.deadline += away;
