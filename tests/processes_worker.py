@@ -215,7 +215,7 @@ def main() -> None:
         if options.lose:
             lose_process(group)
         save_shards(results(group), options.folder / f"{jax.process_index()}.npz")
-    with Group(group.mesh, "ep", timeout=1.0) as group:  # a second one, which maps nothing new
+    with Group(group.mesh, "ep", timeout=1.0) as group:  # a second one, in the memory of the first on GPUs
         check_errors(group)
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
 

@@ -6,14 +6,21 @@
 #include "kernels/signature.h"
 
 namespace jax_ep {
+namespace {
+
+constexpr std::size_t kLeastStaging = 1 << 16;  // bytes
+
+}  // namespace
 
 const char* name_of(OpKind op) { return names_of(op).op; }
 
 Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
     : lines_(std::move(lines)), timeout_seconds_(timeout_seconds), processes_(std::move(neighbours.processes)) {
   if (!processes_.empty())
-    sharing_ = std::make_unique<Sharing>(std::move(neighbours.sockets), local_devices(), timeout_seconds,
-                                         [this](int process) { lose(process); });
+    sharing_ = std::make_unique<Sharing>(
+        Neighbours{processes_, std::move(neighbours.sockets)}, local_devices(), timeout_seconds,
+        Sharing::Hooks{[this](int process, const std::string& why) { lose(process, why); },
+                       [this] { return open_ ? local_epochs() : Epochs{}; }});
   if (lines_.empty() || lines_.front().empty()) throw std::invalid_argument("a group needs at least one device");
   if (size() > kMaxRanks)
     throw std::invalid_argument("a group has at most " + std::to_string(kMaxRanks) + " ranks, got " +
@@ -51,11 +58,14 @@ void* Group::make_heap(Seat seat) {
     memory_.push_back(allocate_on_device(device, sizeof(Heap)));
     return memory_.back().get();
   }
-  const Region region = allocate_region(device, sizeof(Heap), local_devices(seat.line));
+  regions_.push_back(allocate_region(device, sizeof(Heap), local_devices(seat.line)));
+  const Region region = *regions_.back();
   clear_on_device(device, region.base, sizeof(Heap));
-  sharing_->share(region, index);
+  sharing_->share(region, processes_of(seat.line), index);
   return region.base;
 }
+
+std::set<int> Group::processes_of(int line) const { return {processes_[line].begin(), processes_[line].end()}; }
 
 std::vector<int> Group::local_devices(int line) const {
   std::vector<int> devices;
@@ -80,30 +90,43 @@ void* Group::reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* com
     data = region->base;
   }
   if (!sharing_) return data;
-  const std::vector<char*> bases = sharing_->share(*region);
+  const std::vector<char*> bases = sharing_->share(*region, processes_of(seat.line));
   for (int peer = 0; peer < size(); ++peer)
     comm->shifts[slot][peer] = bases[processes_[seat.line][peer]] - region->base;
   return data;
 }
 
-// Grows by doubling. The old region stays: a captured graph may still use it.
+// Grows by doubling, so that there are few sizes. The old region stays: a captured graph may still use it.
 Region Group::staging(Seat seat, int slot, std::size_t bytes) {
-  std::lock_guard lock(staging_mutex_);
+  std::lock_guard lock(regions_mutex_);
+  if (released_) throw GroupException({"GroupClosedError", "the group was closed before the op ran", true});
   Region& region = staging_[{index_of(seat), slot}];
-  if (region.bytes < bytes)
-    region = allocate_region(device_of(seat), std::max(bytes, 2 * region.bytes), local_devices(seat.line));
-  return region;
+  if (region.bytes >= bytes) return region;
+  std::size_t enough = kLeastStaging;
+  while (enough < bytes) enough *= 2;
+  regions_.push_back(allocate_region(device_of(seat), enough, local_devices(seat.line)));
+  return region = *regions_.back();
+}
+
+void Group::release_regions() {
+  std::lock_guard lock(regions_mutex_);
+  released_ = true;
+  staging_.clear();
+  regions_.clear();
+  if (sharing_) sharing_->unmap();
 }
 
 // On the sharing thread.
-void Group::lose(int process) {
+void Group::lose(int process, const std::string& why) {
   std::map<int, int> culprits;  // by line of this process
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
       if (processes_[line][rank] == process && !local_devices(line).empty()) culprits.emplace(line, rank);
   if (culprits.empty()) return;
   const int first = culprits.begin()->second;
-  fail({"PeerLostError", "the process of rank " + std::to_string(first) + " has ended; the group has failed", true});
+  const std::string who =
+      "the process of rank " + std::to_string(first) + " (process " + std::to_string(process) + ") ";
+  fail({"PeerLostError", who + why + "; the group has failed", true});
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
@@ -125,6 +148,8 @@ void Group::give_up(Seat seat, GroupError error) {
 }
 
 void Group::raise_abort(Seat seat, int rank, int culprit) {
+  std::shared_lock lock(regions_mutex_);
+  if (sharing_ && released_) return;  // the heaps may be another group's by now
   signal_device(device_of(seat), &comm(seat).heaps[rank]->abort, static_cast<uint8_t>(culprit + 1));
 }
 
@@ -138,6 +163,24 @@ std::optional<Seat> Group::find_seat(int ordinal) const {
 void Group::close() {
   fail({"GroupClosedError", "the group was closed before the op ran", true});
   if (sharing_) sharing_->close();
+}
+
+Epochs Group::local_epochs() const {
+  Epochs epochs;
+  for (int line = 0; line < line_count(); ++line)
+    for (int rank = 0; rank < size(); ++rank)
+      if (const Seat seat{line, rank}; is_local(seat))
+        epochs[index_of(seat)] = read_word(device_of(seat), &comm(seat).heaps[rank]->epoch);
+  return epochs;
+}
+
+std::vector<Heartbeat> Group::heartbeats() const {
+  return sharing_ ? sharing_->heartbeats() : std::vector<Heartbeat>{};
+}
+
+std::string Group::state_of(Seat seat) const {
+  if (is_local(seat) || local_devices(seat.line).empty()) return "";
+  return sharing_->state_of(processes_[seat.line][seat.rank]);
 }
 
 }  // namespace jax_ep

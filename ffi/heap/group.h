@@ -9,6 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,12 +37,6 @@ struct RankHistory {
 
 // Whether a failure ends the group.
 constexpr bool is_fatal(Failure failure) { return failure != Failure::capacity && failure != Failure::invalid_routing; }
-
-// Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
-struct Neighbours {
-  std::vector<std::vector<int>> processes;  // by line and rank
-  std::vector<int> sockets;                 // by process, connected; -1 where there is none
-};
 
 const char* name_of(OpKind op);
 
@@ -100,10 +96,19 @@ class Group {
   // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
   void* reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* comm);
 
+  // When the other processes were last heard of. Neither this nor the next waits for anybody.
+  std::vector<Heartbeat> heartbeats() const;
+
+  // Whether the process of another rank is slow or dead, for the text of an error; nothing for a rank of this process.
+  std::string state_of(Seat seat) const;
+
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
 
  protected:
+  // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
+  void release_regions();
+
   // The kernels of `rank`, as this seat sees its heap, learn that the group has failed, for want of `culprit`.
   void raise_abort(Seat seat, int rank, int culprit);
 
@@ -112,8 +117,10 @@ class Group {
   std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
   void* make_heap(Seat seat);
+  std::set<int> processes_of(int line) const;
+  Epochs local_epochs() const;
   Region staging(Seat seat, int slot, std::size_t bytes);
-  void lose(int process);
+  void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
   void take_failures();
@@ -137,9 +144,11 @@ class Group {
   std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
-  std::mutex staging_mutex_;
-  std::map<std::pair<int, int>, Region> staging_;  // by seat and slot
-  std::unique_ptr<Sharing> sharing_;               // none in a group of one process
+  mutable std::shared_mutex regions_mutex_;
+  bool released_ = false;
+  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
+  std::map<std::pair<int, int>, Region> staging_;       // by seat and slot
+  std::unique_ptr<Sharing> sharing_;                    // none in a group of one process
 };
 
 }  // namespace jax_ep

@@ -112,6 +112,7 @@ std::optional<GroupError> Group::reported(Seat seat) {
 }
 
 std::vector<RankHistory> Group::history() const {
+  std::shared_lock lock(regions_mutex_);
   std::vector<RankHistory> all;
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank) {
@@ -129,8 +130,9 @@ std::vector<RankHistory> Group::history() const {
   return all;
 }
 
-// As this process sees it, where it has ranks of the line.
+// As this process sees it, where it has ranks of the line and still maps it; for as long as the caller holds the lock.
 const Heap* Group::heap_of(int line, int rank) const {
+  if (sharing_ && released_) return nullptr;
   for (int here = 0; here < size(); ++here)
     if (is_local({line, here})) return comm({line, here}).heaps[rank];
   return nullptr;
@@ -138,6 +140,7 @@ const Heap* Group::heap_of(int line, int rank) const {
 
 // What a rank has begun under a number, if it has.
 std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const {
+  std::shared_lock lock(regions_mutex_);
   const Heap* heap = heap_of(line, rank);
   if (!heap) return std::nullopt;
   OpRecord found{};

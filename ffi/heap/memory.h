@@ -24,6 +24,9 @@ void signal_device(int ordinal, uint64_t* word, uint8_t value);
 // Copies 64-bit words from or to memory on a device, each whole: kernels may use them meanwhile.
 void copy_whole_words(void* to, const void* from, std::size_t words);
 
+// A word on a device, whatever runs there. Throws std::runtime_error.
+uint64_t read_word(int ordinal, const uint64_t* word);
+
 // One moment by the clock that kernels read, and by the host's steady clock.
 struct ClockSample {
   uint64_t device_ns, host_ns;

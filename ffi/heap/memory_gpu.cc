@@ -1,8 +1,10 @@
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "heap/memory.h"
 #include "platform/gpu/capture_scope.h"
@@ -28,19 +30,61 @@ uint64_t ask_for_time(ClockFace* face, uint64_t question) {
   return 0;
 }
 
+// Memory that its group has let go of, for the next one. None is ever freed: a captured graph of a closed group may
+// still be launched, and must find its abort word.
+class FreeList {
+ public:
+  using Key = std::pair<int, std::size_t>;  // device, or kHost, and bytes
+  static constexpr int kHost = -1;
+
+  // What was let go of first, or null.
+  void* take(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = free_.lower_bound(key);
+    if (found == free_.end() || found->first != key) return nullptr;
+    void* const memory = found->second;
+    free_.erase(found);
+    return memory;
+  }
+
+  std::shared_ptr<void> until_let_go(const Key& key, void* memory) {
+    return {memory, [this, key](void* done) {
+              const std::lock_guard lock(mutex_);
+              free_.emplace(key, done);
+            }};
+  }
+
+ private:
+  std::mutex mutex_;
+  std::multimap<Key, void*> free_;
+};
+
+FreeList& free_list() {
+  static auto* const list = new FreeList;
+  return *list;
+}
+
+// Host memory that kernels can write.
+void* make_on_host(std::size_t bytes) {
+  void* memory = nullptr;
+  gpu::check(gpu::allocate_host(&memory, bytes), "allocating host memory");
+  return memory;
+}
+
 }  // namespace
 
-// Neither is ever freed: a captured graph of a closed group may still be launched, and must find its abort word.
 std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
-  void* memory = nullptr;
-  gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
+  void* memory = free_list().take({ordinal, bytes});
+  if (!memory) gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
+  std::shared_ptr<void> kept = free_list().until_let_go({ordinal, bytes}, memory);
   clear_on_device(ordinal, memory, bytes);
-  return {memory, [](void*) {}};
+  return kept;
 }
 
 void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
+  gpu::check(gpu::synchronize(), "clearing the symmetric heap");  // kernels of the group that had it may still run
   gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
   gpu::check(gpu::synchronize(), "clearing the symmetric heap");
 }
@@ -52,15 +96,34 @@ void signal_device(int ordinal, uint64_t* word, uint8_t value) {
 }
 
 std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
-  void* memory = nullptr;
-  gpu::check(gpu::allocate_host(&memory, bytes), "allocating host memory");
+  void* memory = free_list().take({FreeList::kHost, bytes});
+  if (!memory) memory = make_on_host(bytes);
   std::memset(memory, 0, bytes);
-  return {memory, [](void*) {}};
+  return free_list().until_let_go({FreeList::kHost, bytes}, memory);
 }
 
 void copy_whole_words(void* to, const void* from, std::size_t words) {
   gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
   gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
+}
+
+// On a stream of its own: what runs on others, and may wait for peers, does not hold it up.
+uint64_t read_word(int ordinal, const uint64_t* word) {
+  static std::mutex mutex;
+  static auto* const streams = new std::map<int, gpu::Stream>;  // by device
+  const gpu::DeviceScope scope(ordinal);
+  const gpu::CaptureAllowsAll capture;
+  const std::lock_guard lock(mutex);
+  const auto [found, first] = streams->try_emplace(ordinal);
+  if (first) {
+    const gpu::Error error = gpu::create_stream(&found->second);
+    if (error != gpu::kSuccess) streams->erase(found);
+    gpu::check(error, "creating a stream");
+  }
+  uint64_t value = 0;
+  gpu::check(gpu::copy_to_host(&value, word, sizeof(value), found->second), "reading a word of the symmetric heap");
+  gpu::check(gpu::synchronize_stream(found->second), "reading a word of the symmetric heap");
+  return value;
 }
 
 // The quickest of several answers: the device read its clock about half way between question and answer.
@@ -69,7 +132,7 @@ ClockSample read_clock(int ordinal) {
   static std::mutex mutex;
   static ClockFace* face = nullptr;
   const std::lock_guard lock(mutex);
-  if (!face) face = static_cast<ClockFace*>(allocate_on_host(sizeof(ClockFace)).get());
+  if (!face) face = static_cast<ClockFace*>(make_on_host(sizeof(ClockFace)));
   *face = {};
   const gpu::DeviceScope scope(ordinal);
   gpu::check(launch_clock(face, kQuestions), "asking a device for its time");

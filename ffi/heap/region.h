@@ -3,12 +3,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 namespace jax_ep {
 
-// Lives as long as the process, with its descriptor: a captured graph of a closed group may still be launched.
+// What another process gave is not what it said it was.
+class FalseRegion : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 struct Region {
   char* base;
   std::size_t bytes;
@@ -16,16 +23,23 @@ struct Region {
   int descriptor;  // by which another process maps it
 };
 
-// Memory on a device that the devices `users` of this process can write to. Throws std::runtime_error.
-Region allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users);
+// Memory on a device that the devices `users` of this process can write to, until the last holder lets go. On a CPU it
+// is then freed. On a GPU a captured graph of a closed group may still be launched: there the region stays as it is,
+// mapping, number and descriptor, and is handed out again when such a one is asked for. Throws std::runtime_error.
+std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users);
 
-// The region that holds all of `data`, if it is in memory that other processes can map.
+// The region that holds all of `data`, if it is in memory that other processes can map. It lives as long as the
+// process.
 std::optional<Region> find_region(int ordinal, const void* data, std::size_t bytes);
 
-// Maps a region of another process for the devices `users`. Throws std::runtime_error.
+// Maps a region of another process for the devices `users`. Throws std::runtime_error, and FalseRegion where it can
+// tell.
 char* map_region(int descriptor, std::size_t bytes, const std::vector<int>& users);
 
 // Lets further devices of this process write to a mapped region. Throws std::runtime_error.
 void allow_users(char* base, std::size_t bytes, const std::vector<int>& users);
+
+// Ends a mapping that nobody uses any more. False where it must stay: see allocate_region.
+bool unmap_region(char* base, std::size_t bytes);
 
 }  // namespace jax_ep

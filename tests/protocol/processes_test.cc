@@ -1,12 +1,18 @@
 // Two real processes with the memory code of a GPU, over a GPU that is the host: rows go straight into the peers' pools
-// where those can be mapped, also after they have grown, and through staging elsewhere.
+// where those can be mapped, also after they have grown, and through staging elsewhere. Groups that are closed leave
+// their memory to the next ones.
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -86,15 +92,89 @@ void in_process(int process, int socket) {
   group.close();
 }
 
+int count_of(const char* folder) {
+  int count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  return count;
+}
+
+int lines_of(const char* path) {
+  std::ifstream file(path);
+  int lines = 0;
+  for (std::string line; std::getline(file, line);) ++lines;
+  return lines;
+}
+
+// Groups one after another use the memory of the first ones, which stays mapped here and at the peer.
+void open_many(int process, const std::vector<int>& sockets) {
+  const std::vector<int> line = process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 0, 1};
+  std::vector<char> unmappable(2 * 4096);
+  int descriptors = 0, mappings = 0;
+  std::set<const Heap*> heaps;
+  for (std::size_t i = 0; i < sockets.size(); ++i) {
+    std::vector<int> joined(2, -1);
+    joined[1 - process] = sockets[i];
+    Group group({line}, 20.0, /*poison=*/false, Neighbours{{{0, 0, 1, 1}}, joined});
+    for (const Heap* heap : group.comm({0, 2 * process}).heaps)
+      if (heap) heaps.insert(heap);
+    const auto body = [&](int rank) { exchange(group, 2 * process + rank, unmappable.data() + 4096 * rank, true); };
+    std::thread other([&] { body(1); });
+    body(0);
+    other.join();
+    group.close();
+    const int now = count_of("/proc/self/fd") + static_cast<int>(i);  // one more of the given sockets is closed
+    if (i == 2) descriptors = now, mappings = lines_of("/proc/self/maps"), heaps.clear();
+    if (i < 3) continue;
+    expect(now == descriptors, "no descriptor is left of a group");
+    expect(lines_of("/proc/self/maps") <= mappings + 2,
+           "no mapping is left of a group");  // the allocator's come and go
+  }
+  expect(heaps.size() <= 2 * kRanks, "heaps are used again");
+}
+
+// Memory that one holder has let go of is the next one's, and clear; a region's descriptor ends with this program.
+void used_again() {
+  void* memory[3];
+  for (void*& each : memory) {
+    const std::shared_ptr<void> held = allocate_on_device(0, 4096), other = allocate_on_device(0, 8192);
+    const std::shared_ptr<void> host = allocate_on_host(4096);
+    each = held.get();
+    expect(held != host && *static_cast<char*>(held.get()) == 0, "memory is clear, and of its own kind");
+    std::memset(held.get(), 1, 4096);
+  }
+  expect(memory[0] == memory[1] && memory[1] == memory[2], "memory is used again");
+
+  Region first;
+  {
+    const auto held = allocate_region(0, 4096, {0, 1});
+    first = *held;
+    expect(allocate_region(0, 4096, {0, 1})->id != first.id, "a region has one holder");
+  }
+  expect(allocate_region(0, 4096, {0})->id != first.id, "a region is for the devices that were named");
+  const auto again = allocate_region(0, 4096, {0, 1});
+  const auto another = allocate_region(0, 4096, {0, 1});
+  expect(again->id == first.id || another->id == first.id, "a region is used again, with its number");
+  expect(fcntl(again->descriptor, F_GETFD) & FD_CLOEXEC, "its descriptor ends with this program");
+}
+
 }  // namespace
 }  // namespace jax_ep
 
 int main() {
+  constexpr int kGroups = 20;
   int sockets[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) != 0) return 1;
+  std::vector<int> many[2];
+  for (int i = 0, pair[2]; i < kGroups; ++i) {
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) != 0) return 1;
+    for (int side : {0, 1}) many[side].push_back(pair[side]);
+  }
   const pid_t child = fork();
+  for (const int socket : many[child != 0]) close(socket);
   close(sockets[child == 0 ? 0 : 1]);
   jax_ep::in_process(child == 0, sockets[child == 0]);
+  jax_ep::open_many(child == 0, many[child == 0]);
+  jax_ep::used_again();
   if (child == 0) _exit(0);
   int status = 1;
   waitpid(child, &status, 0);

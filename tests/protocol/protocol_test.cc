@@ -2,7 +2,7 @@
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
 #include "matmul.h"
 #include "moe.h"
-#include "processes.h"
+#include "processes_ending.h"
 #include "recordings.h"
 #include "sparse.h"
 
@@ -45,6 +45,9 @@ int main() {
   jax_ep::deaf_process();
   jax_ep::refused_group();
   jax_ep::lost_process();
+  jax_ep::closed_at_once();
+  jax_ep::lines_of_different_processes();
+  jax_ep::heartbeats();
   jax_ep::recordings_of_running_ops();
   jax_ep::recording_cut_short();
   jax_ep::lost_rank(jax_ep::kMostTokens, jax_ep::Way::straight);

@@ -131,8 +131,8 @@ GroupError CpuGroup::nobody_came(const Key& key, const Gathering& gathering) con
   for (int rank = 0; rank < size(); ++rank) {
     if (!is_local({std::get<2>(key), rank}) || gathering.arrivals.count(rank)) continue;
     if (const Gathering* there = elsewhere(key, rank))
-      diverged += "; rank " + std::to_string(rank) + " waits in " +
-                  describe_call(there->what.signature, there->what.site);
+      diverged +=
+          "; rank " + std::to_string(rank) + " waits in " + describe_call(there->what.signature, there->what.site);
     else
       missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
   }
@@ -164,6 +164,8 @@ void CpuGroup::close() {
   changed_.notify_all();
   watch_.join();
   workers_.clear();
+  completions_.end();
+  release_regions();
 }
 
 }  // namespace jax_ep

@@ -41,7 +41,7 @@ Elastic::Elastic() : state_(std::make_shared<State>()) {
   std::thread([state = state_] { serve(state); }).detach();
 }
 
-Elastic::~Elastic() {
+void Elastic::end() {
   std::lock_guard lock(state_->mutex);
   state_->ending = true;
   state_->wake.notify_all();

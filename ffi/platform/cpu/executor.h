@@ -33,8 +33,10 @@ class Worker {
 class Elastic {
  public:
   Elastic();  // throws std::system_error
-  ~Elastic();
+  ~Elastic() { end(); }
   void run(std::function<void()> job);
+  // Idle threads end, and so does every other one after its job. What comes later still runs.
+  void end();
 
  private:
   struct State {

@@ -29,6 +29,11 @@ inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) 
 inline Error copy(void* to, const void* from, std::size_t bytes) {
   return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
 }
+inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream);
+}
+// That does not wait for the default stream, nor holds it up.
+inline Error create_stream(Stream* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); }
 inline Error synchronize() { return cudaDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return cudaStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }

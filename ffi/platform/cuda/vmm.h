@@ -62,6 +62,14 @@ inline Error map_memory(void* base, std::size_t bytes, Allocation allocation) {
   static auto* const map = driver<decltype(cuMemMap)>("cuMemMap");
   return call_driver(map, as_driver(base), bytes, 0, allocation, 0);
 }
+inline Error unmap_memory(void* base, std::size_t bytes) {
+  static auto* const unmap = driver<decltype(cuMemUnmap)>("cuMemUnmap");
+  return call_driver(unmap, as_driver(base), bytes);
+}
+inline Error free_addresses(void* base, std::size_t bytes) {
+  static auto* const free = driver<decltype(cuMemAddressFree)>("cuMemAddressFree");
+  return call_driver(free, as_driver(base), bytes);
+}
 inline Error allow_access(void* base, std::size_t bytes, int device) {
   static auto* const allow = driver<decltype(cuMemSetAccess)>("cuMemSetAccess");
   const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};

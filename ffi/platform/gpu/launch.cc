@@ -27,6 +27,7 @@ void PlatformGroup::close() {
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
       if (is_local({line, rank})) raise_abort({line, rank}, rank, /*culprit=*/0);
+  release_regions();
 }
 
 }  // namespace jax_ep

@@ -39,6 +39,11 @@ inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) 
 inline Error copy(void* to, const void* from, std::size_t bytes) {
   return hipMemcpy(to, from, bytes, hipMemcpyDefault);
 }
+inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToHost, stream);
+}
+// That does not wait for the default stream, nor holds it up.
+inline Error create_stream(Stream* stream) { return hipStreamCreateWithFlags(stream, hipStreamNonBlocking); }
 inline Error synchronize() { return hipDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return hipStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }

@@ -38,6 +38,8 @@ inline Error reserve_addresses(void** base, std::size_t bytes) {
 inline Error map_memory(void* base, std::size_t bytes, Allocation allocation) {
   return hipMemMap(base, bytes, 0, allocation, 0);
 }
+inline Error unmap_memory(void* base, std::size_t bytes) { return hipMemUnmap(base, bytes); }
+inline Error free_addresses(void* base, std::size_t bytes) { return hipMemAddressFree(base, bytes); }
 inline Error allow_access(void* base, std::size_t bytes, int device) {
   const hipMemAccessDesc access{{hipMemLocationTypeDevice, device}, hipMemAccessFlagsProtReadWrite};
   return hipMemSetAccess(base, bytes, &access, 1);

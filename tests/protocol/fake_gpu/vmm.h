@@ -63,6 +63,13 @@ inline Error map_memory(void* base, std::size_t bytes, Allocation allocation) {
   fake_mappings().by_base[static_cast<char*>(base)] = {bytes, allocation};
   return mmap(base, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->file, 0) == base ? kSuccess : kFailed;
 }
+inline Error unmap_memory(void* base, std::size_t bytes) {
+  const std::lock_guard lock(fake_mappings().mutex);
+  fake_mappings().by_base.erase(static_cast<char*>(base));
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;  // still reserved
+  return mmap(base, bytes, PROT_NONE, flags, -1, 0) == base ? kSuccess : kFailed;
+}
+inline Error free_addresses(void* base, std::size_t bytes) { return munmap(base, bytes) == 0 ? kSuccess : kFailed; }
 inline Error allow_access(void* base, std::size_t bytes, int) {
   return mprotect(base, bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess : kFailed;
 }

@@ -1,0 +1,65 @@
+"""Opens and closes many groups, and looks at what they leave. Run by `test_group_resources.py`, in one process and by
+`jax_ep.launch` in two."""
+
+import gc
+import os
+from pathlib import Path
+
+import helpers
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_ep import Group, group as group_module
+
+SIZE, EXPERTS = 4, 8
+WARM_UP, OPENINGS = 8, 50
+MOST_MB = 24  # the allocator's own; a heap has 5 MB
+
+
+def resources() -> dict[str, int]:
+    """Of this process: open files, mappings, threads, and MB of memory."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "shared mappings": Path("/proc/self/maps").read_text().count("memfd:jax_ep"),
+        "threads": int(status["Threads"]),
+        "MB": int(status["VmRSS"].split()[0]) // 1024,
+    }
+
+
+def run(group: Group) -> None:
+    case = helpers.draw_case(np.random.default_rng(1), group.size, 4, 2, EXPERTS, 16)
+    sharding = NamedSharding(group.mesh, P("ep"))
+    operands = [jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for x in case]
+    jax.block_until_ready(helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")(*operands))
+
+
+def open_and_close(size: int) -> None:
+    """Groups over several processes are kept when they are closed, as what was compiled for them may keep them."""
+    mesh = helpers.mesh_of(ep=size)
+    kept: list[Group] = []
+    before: dict[str, int] = {}
+    for i in range(WARM_UP + OPENINGS):
+        if i == WARM_UP:
+            gc.collect()
+            before = resources()
+        with Group(mesh, "ep", timeout=60.0) as group:
+            if i % 4 == 0:
+                run(group)
+        if jax.process_count() > 1:
+            kept.append(group)
+    gc.collect()
+    after = resources()
+    print(before, after)
+    assert after["descriptors"] <= before["descriptors"]
+    assert after["shared mappings"] <= before["shared mappings"]
+    assert after["threads"] <= before["threads"] + 2  # XLA starts some of its own late
+    assert after["MB"] <= before["MB"] + MOST_MB
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 1)
+    group_module._CPU_PROCESSES_SHARE = True
+    open_and_close(jax.device_count())
+    print(f"process {jax.process_index()} is done", flush=True)
