@@ -39,7 +39,7 @@ class NativeGroup(Protocol):
     def release(self) -> None: ...
     def take_error(self) -> tuple[str, str] | None: ...
     def await_failure(self, seconds: float) -> tuple[str, str] | None: ...
-    def history(self) -> list[tuple[int, int, int, list[int], list[tuple[Any, ...]]]]: ...
+    def history(self) -> list[tuple[int, int, int, str, list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
     def limit_processors(self, most: int) -> None: ...
@@ -128,14 +128,15 @@ class RankReport(NamedTuple):
     line: int
     rank: int
     finished: int  # ops
+    process: str  # how that of the rank is, by its heartbeats; empty for a rank of this process
     waited_ns: list[int]  # for each rank of the line, in waits that were not over at once
     ops: list[OpRecord]  # the last 64 at most, in order
 
 
 def history(native: NativeGroup) -> list[RankReport]:
     return [
-        RankReport(line, rank, finished, waited, [OpRecord(*record) for record in records])
-        for line, rank, finished, waited, records in native.history()
+        RankReport(line, rank, finished, process, waited, [OpRecord(*record) for record in records])
+        for line, rank, finished, process, waited, records in native.history()
     ]
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from pathlib import Path
 
 from jax_ep import _native
@@ -14,7 +13,7 @@ from jax_ep import _native
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
 _DUMP = "JAX_EP_DUMP"  # the folder for flight records
-_watching: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
+_watching: set[threading.Thread] = set()
 
 
 class Watchdog:
@@ -26,13 +25,12 @@ class Watchdog:
     """
 
     def __init__(self, native: _native.NativeGroup, name: str):
-        self._native = native
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=_watch, args=(native, name, self._ended), name="jax_ep watchdog", daemon=True
         )
+        _watching.add(self._thread)
         self._thread.start()
-        _watching.add(self)
 
     def end(self) -> None:
         """Called when the group is closed; the thread may be in the middle of a report."""
@@ -45,18 +43,19 @@ class Watchdog:
 def _end_all() -> None:
     """Before the interpreter ends: a thread that comes back from native code later would end the process instead."""
     _native.close_all()
-    for watchdog in list(_watching):
-        watchdog.end()
+    for thread in list(_watching):
+        thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
 def _watch(native: _native.NativeGroup, name: str, ended: threading.Event) -> None:
-    while not ended.is_set():
-        found = native.await_failure(_PERIOD_SECONDS)
-        if found is not None:
-            kind, message = found
-            if kind != "GroupClosedError":
-                _LOGGER.error("%s: %s: %s%s", name, kind, message, _dump(native, name, kind, message))
-            return
+    try:
+        found = None
+        while found is None and not ended.is_set():
+            found = native.await_failure(_PERIOD_SECONDS)
+        if found is not None and found[0] != "GroupClosedError":
+            _LOGGER.error("%s: %s: %s%s", name, *found, _dump(native, name, *found))
+    finally:
+        _watching.discard(threading.current_thread())
 
 
 def _dump(native: _native.NativeGroup, name: str, kind: str, message: str) -> str:

@@ -249,6 +249,7 @@ class Group:
         ordinals = [
             [_ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
         ]
+        _ffi.library(self.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
         everyone = {process for line in processes for process in line}
         what = f"{self.platform} {[(d.id, d.process_index) for d in self.mesh.devices.flat]} {dict(self.mesh.shape)}"
         what += f" {self.axis_name}"

@@ -14,6 +14,7 @@
 #include "binding/decode.h"
 #include "binding/extra.h"
 #include "binding/handlers.h"
+#include "heap/memory.h"
 #include "heap/recorder.h"
 
 namespace py = pybind11;
@@ -73,8 +74,8 @@ py::dict op_kinds() {
 
 // (epoch, op, call, outcome, begin_ns, end_ns)
 using PyRecord = std::tuple<uint64_t, const char*, std::string, const char*, uint64_t, uint64_t>;
-// (line, rank, finished, waited_ns, records)
-using PyHistory = std::tuple<int, int, uint64_t, std::vector<uint64_t>, std::vector<PyRecord>>;
+// (line, rank, finished, process, waited_ns, records)
+using PyHistory = std::tuple<int, int, uint64_t, std::string, std::vector<uint64_t>, std::vector<PyRecord>>;
 
 PyHistory to_python(const RankHistory& history) {
   static constexpr const char* kOutcomes[] = {"running", "delivered", "failed"};
@@ -82,7 +83,8 @@ PyHistory to_python(const RankHistory& history) {
   for (const OpRecord& op : history.ops)
     records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
                          kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
-  return {history.seat.line, history.seat.rank, history.finished, history.waited_ns, std::move(records)};
+  return {history.seat.line, history.seat.rank, history.finished, history.process, history.waited_ns,
+          std::move(records)};
 }
 
 using PyError = std::optional<std::pair<std::string, std::string>>;
@@ -98,11 +100,10 @@ class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
          std::vector<int> sockets, int64_t content, int index)
-      : registration_(register_group(
-            std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
-                                            Neighbours{std::move(processes), std::move(sockets)}),
-            content, index)),
-        id_(registration_->id) {}
+      : registration_(register_group(content, index)), id_(registration_->id) {
+    registration_->open(std::make_shared<PlatformGroup>(
+        std::move(lines), timeout, poison, Neighbours{std::move(processes), std::move(sockets)}, id_));
+  }
   ~Handle() {
     if (is_forked()) new std::shared_ptr<Registration>(std::move(registration_));
   }
@@ -190,6 +191,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("max_ranks") = kMaxRanks;
   module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
+  module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
   module.def("types", &types);
   module.def("route_scratch", &route_scratch);

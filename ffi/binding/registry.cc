@@ -29,13 +29,13 @@ int64_t id_of(int64_t content, int index) { return content + index; }
 }  // namespace
 
 void Registration::end() {
-  const std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});
-  if (!ended) return;
+  const std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});  // is destroyed after the lock
   std::lock_guard lock(registry().mutex);
-  registry().open.erase(id);
+  if (!ended_) registry().open.erase(id);
+  ended_ = true;
 }
 
-std::shared_ptr<Registration> register_group(std::shared_ptr<Group> group, int64_t content, int index) {
+std::shared_ptr<Registration> register_group(int64_t content, int index) {
   std::lock_guard lock(registry().mutex);
   int place = std::max(index, 0);
   while (registry().open.count(id_of(content, place))) {
@@ -44,7 +44,7 @@ std::shared_ptr<Registration> register_group(std::shared_ptr<Group> group, int64
                                   " over these devices is open already in this process");
     ++place;
   }
-  auto made = std::make_shared<Registration>(std::move(group), id_of(content, place));
+  auto made = std::make_shared<Registration>(id_of(content, place));
   registry().open.emplace(made->id, made);
   return made;
 }

@@ -14,26 +14,29 @@ namespace jax_ep {
 // Whoever holds the registration keeps the group open: its owner, and the programs that were compiled for it.
 class Registration {
  public:
-  Registration(std::shared_ptr<Group> group, int64_t id) : id(id), group_(std::move(group)) {}
+  explicit Registration(int64_t id) : id(id) {}
   ~Registration() { end(); }
   Registration(const Registration&) = delete;
   Registration& operator=(const Registration&) = delete;
 
   const int64_t id;
 
-  // Null when it has ended.
+  // Null before it is opened, and when it has ended.
   std::shared_ptr<Group> group() const { return std::atomic_load(&group_); }
+
+  void open(std::shared_ptr<Group> group) { std::atomic_store(&group_, std::move(group)); }
 
   // The group was closed: its id is free, and its memory too, whoever still holds the registration.
   void end();
 
  private:
   std::shared_ptr<Group> group_;
+  bool ended_ = false;  // under the registry's mutex
 };
 
-// `content`: a hash. `index`: how many groups of this content are open, as their processes agreed, or -1 to count.
-// Throws std::invalid_argument if that place is taken.
-std::shared_ptr<Registration> register_group(std::shared_ptr<Group> group, int64_t content, int index = -1);
+// The place of a group that is about to be opened. `content`: a hash. `index`: how many groups of this content are open,
+// as their processes agreed, or -1 to count. Throws std::invalid_argument if that place is taken.
+std::shared_ptr<Registration> register_group(int64_t content, int index = -1);
 
 // Null if there is none.
 std::shared_ptr<Registration> find_registration(int64_t id);

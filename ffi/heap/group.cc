@@ -14,8 +14,12 @@ constexpr std::size_t kLeastStaging = 1 << 16;  // bytes
 
 const char* name_of(OpKind op) { return names_of(op).op; }
 
-Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours)
-    : lines_(std::move(lines)), timeout_seconds_(timeout_seconds), processes_(std::move(neighbours.processes)) {
+Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours,
+             int64_t id)
+    : lines_(std::move(lines)),
+      timeout_seconds_(timeout_seconds),
+      processes_(std::move(neighbours.processes)),
+      id_(id) {
   if (!processes_.empty())
     sharing_ = std::make_unique<Sharing>(
         Neighbours{processes_, std::move(neighbours.sockets)}, local_devices(), timeout_seconds,
@@ -44,7 +48,7 @@ void Group::open_line(int line, bool poison) {
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
     comm.report = nullptr;
     if (is_local({line, comm.rank})) {
-      memory_.push_back(allocate_on_host(sizeof(Report)));
+      memory_.push_back(allocate_on_host(sizeof(Report), id_));
       comm.report = static_cast<Report*>(memory_.back().get());
     }
     comms_.push_back(comm);
@@ -55,10 +59,10 @@ void* Group::make_heap(Seat seat) {
   const int device = device_of(seat), index = index_of(seat);
   if (!is_local(seat)) return sharing_->await_heap(processes_[seat.line][seat.rank], index);
   if (!sharing_) {
-    memory_.push_back(allocate_on_device(device, sizeof(Heap)));
+    memory_.push_back(allocate_on_device(device, sizeof(Heap), id_));
     return memory_.back().get();
   }
-  regions_.push_back(allocate_region(device, sizeof(Heap), local_devices(seat.line)));
+  regions_.push_back(allocate_region(device, sizeof(Heap), local_devices(seat.line), id_));
   const Region region = *regions_.back();
   clear_on_device(device, region.base, sizeof(Heap));
   sharing_->share(region, processes_of(seat.line), index);
@@ -104,7 +108,7 @@ Region Group::staging(Seat seat, int slot, std::size_t bytes) {
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
   while (enough < bytes) enough *= 2;
-  regions_.push_back(allocate_region(device_of(seat), enough, local_devices(seat.line)));
+  regions_.push_back(allocate_region(device_of(seat), enough, local_devices(seat.line), id_));
   return region = *regions_.back();
 }
 
@@ -130,7 +134,10 @@ void Group::lose(int process, const std::string& why) {
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
-      if (is_local({line, rank})) raise_abort({line, rank}, rank, culprit);
+      if (is_local({line, rank})) {
+        raise_abort({line, rank}, rank, culprit);
+        raise_acknowledged({line, rank}, culprit);
+      }
 }
 
 void Group::give_up(Seat seat, GroupError error) {
@@ -151,6 +158,12 @@ void Group::raise_abort(Seat seat, int rank, int culprit) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;  // the heaps may be another group's by now
   signal_device(device_of(seat), &comm(seat).heaps[rank]->abort, static_cast<uint8_t>(culprit + 1));
+}
+
+void Group::raise_acknowledged(Seat seat, int peer) {
+  std::shared_lock lock(regions_mutex_);
+  if (sharing_ && released_) return;
+  signal_device(device_of(seat), &comm(seat).heaps[seat.rank]->acknowledged[peer], 1);
 }
 
 std::optional<Seat> Group::find_seat(int ordinal) const {

@@ -31,6 +31,7 @@ struct Seat {
 struct RankHistory {
   Seat seat;
   uint64_t finished;                // ops
+  std::string process;              // how that of the rank is, if it is another: see Group::state_of
   std::vector<OpRecord> ops;        // the last that it began, in order
   std::vector<uint64_t> waited_ns;  // by peer
 };
@@ -47,7 +48,9 @@ class Group {
  public:
   // `lines` holds device ordinals in rank order, -1 for a device of another process. With neighbours, returns when all
   // of them have created their part. Throws std::invalid_argument, std::runtime_error and GroupException.
-  Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
+  // `id`: by which programs know it; a later group with this id may get its memory.
+  Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
+        int64_t id = 0);
   virtual ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -55,6 +58,7 @@ class Group {
   int size() const { return static_cast<int>(lines_.front().size()); }
   int line_count() const { return static_cast<int>(lines_.size()); }
   double timeout_seconds() const { return timeout_seconds_; }
+  int64_t id() const { return id_; }
   const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
 
   int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
@@ -120,6 +124,8 @@ class Group {
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
   Region staging(Seat seat, int slot, std::size_t bytes);
+  // A rank whose process has ended writes nothing any more: nobody who gives up need wait for it.
+  void raise_acknowledged(Seat seat, int peer);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
@@ -136,6 +142,7 @@ class Group {
   const std::vector<std::vector<int>> lines_;
   const double timeout_seconds_;
   const std::vector<std::vector<int>> processes_;
+  const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;

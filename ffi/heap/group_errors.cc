@@ -118,7 +118,7 @@ std::vector<RankHistory> Group::history() const {
     for (int rank = 0; rank < size(); ++rank) {
       const Heap* heap = heap_of(line, rank);
       if (!heap) continue;
-      RankHistory found{{line, rank}, 0, std::vector<OpRecord>(kRecordedOps), std::vector<uint64_t>(size())};
+      RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), std::vector<uint64_t>(size())};
       read_words(&found.finished, &heap->epoch, 1);
       read_words(found.waited_ns.data(), heap->waited_ns, size());
       read_words(found.ops.data(), heap->ops, kRecordedOps);
@@ -163,10 +163,12 @@ int Group::silent_rank(int line, const Report& report) const {
 }
 
 std::string Group::progress(int line, int rank, uint64_t epoch) const {
+  const std::string state = state_of({line, rank}), process = state.empty() ? "" : "; " + state;
   if (const auto begun = record(line, rank, epoch))
-    return begun->outcome == static_cast<uint64_t>(Outcome::running) ? "it is in this op" : "it has left this op";
+    return (begun->outcome == static_cast<uint64_t>(Outcome::running) ? "it is in this op" : "it has left this op") +
+           process;
   const std::string last = epoch > 1 ? describe_op(line, rank, epoch - 1, "") : "";
-  return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last);
+  return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last) + process;
 }
 
 int Group::line_of(const Report* report) const {

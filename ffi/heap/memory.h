@@ -10,10 +10,16 @@
 namespace jax_ep {
 
 // Zeroed memory on a device. Throws std::runtime_error.
-std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes);
+//
+// On a GPU memory is kept when it is let go of, for the next of this size that is asked for with the same `owner`: a
+// captured graph of a closed group may still be launched, and must meet that group's memory or its successor's.
+std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t owner = 0);
 
 // Zeroed host memory that kernels can write.
-std::shared_ptr<void> allocate_on_host(std::size_t bytes);
+std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner = 0);
+
+// Until all that was launched on the devices is done: before memory of a closed group is used again anywhere.
+void await_devices(const std::vector<int>& ordinals);
 
 // Clears memory of a device, and waits for it.
 void clear_on_device(int ordinal, void* memory, std::size_t bytes);

@@ -7,9 +7,11 @@
 
 namespace jax_ep {
 
-std::shared_ptr<void> allocate_on_device(int, std::size_t bytes) { return allocate_on_host(bytes); }
+std::shared_ptr<void> allocate_on_device(int, std::size_t bytes, int64_t) { return allocate_on_host(bytes); }
 
-std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
+void await_devices(const std::vector<int>&) {}  // a group's threads end with it
+
+std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t) {
   constexpr std::size_t kLine = 128;
   void* memory = std::aligned_alloc(kLine, (bytes + kLine - 1) / kLine * kLine);
   if (!memory) throw std::bad_alloc();

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "heap/memory.h"
 #include "platform/gpu/capture_scope.h"
@@ -30,11 +30,11 @@ uint64_t ask_for_time(ClockFace* face, uint64_t question) {
   return 0;
 }
 
-// Memory that its group has let go of, for the next one. None is ever freed: a captured graph of a closed group may
-// still be launched, and must find its abort word.
+// Memory that its group has let go of, for the next one of the same owner. None is ever freed: a captured graph of a
+// closed group may still be launched, and must find its abort word.
 class FreeList {
  public:
-  using Key = std::pair<int, std::size_t>;  // device, or kHost, and bytes
+  using Key = std::tuple<int64_t, int, std::size_t>;  // owner, device or kHost, and bytes
   static constexpr int kHost = -1;
 
   // What was let go of first, or null.
@@ -73,11 +73,11 @@ void* make_on_host(std::size_t bytes) {
 
 }  // namespace
 
-std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes) {
+std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t owner) {
   const gpu::DeviceScope scope(ordinal);
-  void* memory = free_list().take({ordinal, bytes});
+  void* memory = free_list().take({owner, ordinal, bytes});
   if (!memory) gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
-  std::shared_ptr<void> kept = free_list().until_let_go({ordinal, bytes}, memory);
+  std::shared_ptr<void> kept = free_list().until_let_go({owner, ordinal, bytes}, memory);
   clear_on_device(ordinal, memory, bytes);
   return kept;
 }
@@ -89,17 +89,24 @@ void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
   gpu::check(gpu::synchronize(), "clearing the symmetric heap");
 }
 
+void await_devices(const std::vector<int>& ordinals) {
+  for (const int ordinal : ordinals) {
+    const gpu::DeviceScope scope(ordinal);
+    gpu::check(gpu::synchronize(), "waiting for a device");
+  }
+}
+
 void signal_device(int ordinal, uint64_t* word, uint8_t value) {
   const gpu::DeviceScope scope(ordinal);
   const gpu::CaptureAllowsAll capture;
   gpu::check(gpu::fill(word, value, 1), "writing to the symmetric heap");
 }
 
-std::shared_ptr<void> allocate_on_host(std::size_t bytes) {
-  void* memory = free_list().take({FreeList::kHost, bytes});
+std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner) {
+  void* memory = free_list().take({owner, FreeList::kHost, bytes});
   if (!memory) memory = make_on_host(bytes);
   std::memset(memory, 0, bytes);
-  return free_list().until_let_go({FreeList::kHost, bytes}, memory);
+  return free_list().until_let_go({owner, FreeList::kHost, bytes}, memory);
 }
 
 void copy_whole_words(void* to, const void* from, std::size_t words) {

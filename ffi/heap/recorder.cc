@@ -70,7 +70,7 @@ void Recorder::add_rank(Seat seat) {
   const std::size_t tracks = squads_ * kTrackRoles, ring = ring_length(tracks);
   const int device = group_->device_of(seat);
   const auto allocate = [&](std::size_t bytes) {
-    std::shared_ptr<void> memory = allocate_on_device(device, bytes);
+    std::shared_ptr<void> memory = allocate_on_device(device, bytes, group_->id());
     group_->keep(memory);
     return memory.get();
   };

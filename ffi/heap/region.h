@@ -25,8 +25,10 @@ struct Region {
 
 // Memory on a device that the devices `users` of this process can write to, until the last holder lets go. On a CPU it
 // is then freed. On a GPU a captured graph of a closed group may still be launched: there the region stays as it is,
-// mapping, number and descriptor, and is handed out again when such a one is asked for. Throws std::runtime_error.
-std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users);
+// mapping, number and descriptor, and is handed out again when the same `owner` asks for such a one (memory.h). Throws
+// std::runtime_error.
+std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users,
+                                              int64_t owner = 0);
 
 // The region that holds all of `data`, if it is in memory that other processes can map. It lives as long as the
 // process.

@@ -45,7 +45,7 @@ void check_size(int descriptor, std::size_t bytes) {
 
 }  // namespace
 
-std::shared_ptr<const Region> allocate_region(int, std::size_t bytes, const std::vector<int>& users) {
+std::shared_ptr<const Region> allocate_region(int, std::size_t bytes, const std::vector<int>& users, int64_t) {
   static std::atomic<uint64_t> made{0};
   auto descriptor = std::make_shared<Descriptor>(make_descriptor(bytes));
   Region region{nullptr, bytes, ++made, descriptor->get()};

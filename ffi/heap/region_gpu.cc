@@ -18,6 +18,7 @@ struct Kept {
   Region region;
   int ordinal;
   std::vector<int> users;
+  int64_t owner;
   bool free;
 };
 
@@ -93,7 +94,8 @@ std::shared_ptr<const Region> until_let_go(Kept* kept) {
 
 }  // namespace
 
-std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users) {
+std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users,
+                                              int64_t owner) {
   const gpu::DeviceScope scope(ordinal);
   const gpu::CaptureAllowsAll capture;
   std::size_t granularity = 0;
@@ -101,11 +103,11 @@ std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, co
   bytes = (bytes + granularity - 1) / granularity * granularity;
   std::lock_guard lock(known().mutex);
   for (auto& [allocation, kept] : known().made)
-    if (kept.free && kept.ordinal == ordinal && kept.region.bytes == bytes && kept.users == users)
+    if (kept.free && kept.owner == owner && kept.ordinal == ordinal && kept.region.bytes == bytes && kept.users == users)
       return until_let_go(&kept);
   gpu::Allocation allocation{};
   const Region region = make_region(ordinal, bytes, users, &allocation);
-  return until_let_go(&known().made.emplace(allocation, Kept{region, ordinal, users, false}).first->second);
+  return until_let_go(&known().made.emplace(allocation, Kept{region, ordinal, users, owner, false}).first->second);
 }
 
 std::optional<Region> find_region(int ordinal, const void* data, std::size_t bytes) {

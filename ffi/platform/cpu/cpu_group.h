@@ -31,7 +31,8 @@ using Completion = std::function<void(std::optional<GroupError>)>;
 
 class CpuGroup final : public Group {
  public:
-  CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
+  CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
+           int64_t id = 0);
   ~CpuGroup() override;
 
   // One rank has come to a call site, known by its address, in a run of its program. When all ranks of its line have

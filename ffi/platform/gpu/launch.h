@@ -25,7 +25,8 @@ constexpr ffi::Traits kTraits = ffi::Traits::kCmdBufferCompatible;
 
 class PlatformGroup final : public Group {
  public:
-  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {});
+  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
+           int64_t id = 0);
 
   // Also raises the abort words, for graphs that were captured and may be launched again.
   void close() override;
