@@ -69,9 +69,7 @@ def _dump(native: _native.NativeGroup, name: str, kind: str, message: str) -> st
         "message": message,
         "time": time.time(),
         "process": os.getpid(),
-        "ranks": [
-            rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in _native.history(native)
-        ],
+        "ranks": [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in _native.history(native)],
     }
     try:
         path = Path(folder) / f"jax_ep-{os.getpid()}-{time.time_ns()}.json"

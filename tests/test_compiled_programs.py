@@ -93,7 +93,9 @@ def test_a_saved_program_without_its_group_says_what_to_open(
 
 def test_a_saved_program_loaded_before_its_group_is_opened(open_group: OpenGroup, tmp_path: Path) -> None:
     save(open_group(2), tmp_path / "program")
-    script = "open_group(4).close()\n" + LOAD + "group = open_group(2)\nhere.assert_right(program, case); print('right')"
+    script = (
+        "open_group(4).close()\n" + LOAD + "group = open_group(2)\nhere.assert_right(program, case); print('right')"
+    )
     assert "right" in in_new_process(script, str(tmp_path / "program"))
 
 

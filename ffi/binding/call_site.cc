@@ -17,10 +17,18 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attribute
   return made;
 }
 
+ffi::Error check_group(ffi::Dictionary attributes) {
+  const auto id = attributes.get<int64_t>("group");
+  const std::shared_ptr<Group> group = id.has_value() ? find_group(*id) : nullptr;
+  const std::optional<GroupError> failed = group ? group->failure() : std::nullopt;
+  return failed ? to_ffi(*failed) : ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::TypeId CallSite::id = {};
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(call_site_handler, make_call_site, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group, ffi::Ffi::BindInitialize().Attrs());
 
 }  // namespace jax_ep

@@ -77,10 +77,9 @@ class Shapes {
   Shapes& expect(const char* name, const Buffer& buffer, std::initializer_list<int64_t> wanted) {
     const auto found = buffer.dimensions();
     if (!error_ && !(found.size() == wanted.size() && std::equal(found.begin(), found.end(), wanted.begin())))
-      error_ = ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op_) + ": " + name + " must be " +
-                                                                text(wanted.begin(), wanted.end()) +
-                                                                " in this group, got " +
-                                                                text(found.begin(), found.end()));
+      error_ = ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                          std::string(op_) + ": " + name + " must be " + text(wanted.begin(), wanted.end()) +
+                              " in this group, got " + text(found.begin(), found.end()));
     return *this;
   }
   // A size that no buffer has.

@@ -23,7 +23,8 @@ bool decode_factors(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer result, b
 }
 
 LaunchResult matmul_reduce_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> result,
-                                ffi::Result<ffi::AnyBuffer> partial, int64_t group, std::string_view site, bool transpose_b, bool scatter) {
+                                ffi::Result<ffi::AnyBuffer> partial, int64_t group, std::string_view site,
+                                bool transpose_b, bool scatter) {
   const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   MatmulReduceArgs args{};
@@ -42,7 +43,8 @@ LaunchResult matmul_reduce_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, f
 }
 
 LaunchResult gather_matmul_impl(Call call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> result,
-                                ffi::Result<ffi::AnyBuffer> gathered, int64_t group, std::string_view site, bool transpose_b) {
+                                ffi::Result<ffi::AnyBuffer> gathered, int64_t group, std::string_view site,
+                                bool transpose_b) {
   const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   GatherMatmulArgs args{};

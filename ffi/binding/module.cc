@@ -38,6 +38,7 @@ py::dict handlers() {
   for (const auto& [name, handler] : named) {
     py::dict stages;
     stages["instantiate"] = capsule(call_site_handler);
+    stages["initialize"] = capsule(group_check_handler);
     stages["execute"] = capsule(handler);
     all[name] = stages;
   }
@@ -83,8 +84,8 @@ PyHistory to_python(const RankHistory& history) {
   for (const OpRecord& op : history.ops)
     records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
                          kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
-  return {history.seat.line, history.seat.rank, history.finished, history.process, history.waited_ns,
-          std::move(records)};
+  return {history.seat.line, history.seat.rank, history.finished,
+          history.process,   history.waited_ns, std::move(records)};
 }
 
 using PyError = std::optional<std::pair<std::string, std::string>>;
@@ -101,8 +102,8 @@ class Handle {
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
          std::vector<int> sockets, int64_t content, int index)
       : registration_(register_group(content, index)), id_(registration_->id) {
-    registration_->open(std::make_shared<PlatformGroup>(
-        std::move(lines), timeout, poison, Neighbours{std::move(processes), std::move(sockets)}, id_));
+    registration_->open(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                                        Neighbours{std::move(processes), std::move(sockets)}, id_));
   }
   ~Handle() {
     if (is_forked()) new std::shared_ptr<Registration>(std::move(registration_));

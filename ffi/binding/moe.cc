@@ -9,8 +9,8 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
                            ffi::Result<ffi::AnyBuffer> received, ffi::Result<F32> scales, ffi::Result<I32> group_sizes,
                            ffi::Result<I32> targets, ffi::Result<I32> rows, ffi::Result<F32> arrived,
                            ffi::Result<I32> counts, ffi::Result<I32> dropped, ffi::Result<I32> invalid,
-                           ffi::Result<I32> scratch, ffi::Result<U8> landing, int64_t group, std::string_view site, int32_t alignment,
-                           bool drop, bool wire_float8) {
+                           ffi::Result<I32> scratch, ffi::Result<U8> landing, int64_t group, std::string_view site,
+                           int32_t alignment, bool drop, bool wire_float8) {
   const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());
@@ -66,7 +66,8 @@ LaunchResult dispatch_impl(Call call, ffi::AnyBuffer tokens, I32 expert_ids, F32
 }
 
 LaunchResult scatter_impl(Call call, ffi::AnyBuffer tokens, I32 targets, I32 rows, I32 counts,
-                          ffi::Result<ffi::AnyBuffer> received, int64_t group, std::string_view site, int32_t alignment) {
+                          ffi::Result<ffi::AnyBuffer> received, int64_t group, std::string_view site,
+                          int32_t alignment) {
   const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(tokens.element_type());

@@ -40,8 +40,8 @@ LaunchResult sparse_reduce_impl(Call call, ffi::AnyBuffer values, I32 slots, I32
                                 ffi::Result<I32> next, ffi::Result<I32> members, ffi::Result<I32> begins,
                                 ffi::Result<I32> listed, ffi::Result<I32> long_slots, ffi::Result<I32> long_lists,
                                 ffi::Result<I32> sent, ffi::Result<ffi::Buffer<ffi::U8>> landing,
-                                ffi::Result<F32> partials, int64_t group, std::string_view site, float scale, bool by_count, bool sharded,
-                                bool drop) {
+                                ffi::Result<F32> partials, int64_t group, std::string_view site, float scale,
+                                bool by_count, bool sharded, bool drop) {
   const Caller caller = find_caller(call, group, site);
   if (caller.error) return fail_call(*caller.error);
   const std::optional<DType> dtype = dtype_of(values.element_type());

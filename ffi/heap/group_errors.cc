@@ -118,7 +118,8 @@ std::vector<RankHistory> Group::history() const {
     for (int rank = 0; rank < size(); ++rank) {
       const Heap* heap = heap_of(line, rank);
       if (!heap) continue;
-      RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), std::vector<uint64_t>(size())};
+      RankHistory found{
+          {line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), std::vector<uint64_t>(size())};
       read_words(&found.finished, &heap->epoch, 1);
       read_words(found.waited_ns.data(), heap->waited_ns, size());
       read_words(found.ops.data(), heap->ops, kRecordedOps);

@@ -103,7 +103,8 @@ std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, co
   bytes = (bytes + granularity - 1) / granularity * granularity;
   std::lock_guard lock(known().mutex);
   for (auto& [allocation, kept] : known().made)
-    if (kept.free && kept.owner == owner && kept.ordinal == ordinal && kept.region.bytes == bytes && kept.users == users)
+    if (kept.free && kept.owner == owner && kept.ordinal == ordinal && kept.region.bytes == bytes &&
+        kept.users == users)
       return until_let_go(&kept);
   gpu::Allocation allocation{};
   const Region region = make_region(ordinal, bytes, users, &allocation);

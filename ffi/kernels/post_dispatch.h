@@ -1,5 +1,5 @@
-// Who tells the peers of a dispatch where its buffers are: a team of the second squad, so that nobody waits who routes; or
-// one of the first, if the second finds no room while other kernels run.
+// Who tells the peers of a dispatch where its buffers are: a team of the second squad, so that nobody waits who routes;
+// or one of the first, if the second finds no room while other kernels run.
 #pragma once
 
 #include "kernels/args.h"

@@ -74,8 +74,7 @@ inline Signature signature_of(const DispatchArgs& a) {
           {a.num_tokens, a.top_k, a.hidden, a.num_experts, a.capacity, a.alignment}};
 }
 inline Signature signature_of(const ScatterArgs& a) {
-  return {
-      kind_of(a), a.dtype, a.dtype, 0, {a.num_tokens, a.top_k, a.hidden, a.local_experts, a.capacity, a.alignment}};
+  return {kind_of(a), a.dtype, a.dtype, 0, {a.num_tokens, a.top_k, a.hidden, a.local_experts, a.capacity, a.alignment}};
 }
 inline Signature signature_of(const CombineArgs& a) {
   return {kind_of(a),
@@ -88,8 +87,7 @@ inline Signature signature_of(const RaggedArgs& a) {
   return {kind_of(a), DType::float32, DType::float32, 0, {a.slices, a.operand_rows, a.result_rows, a.row_bytes}};
 }
 inline Signature signature_of(const SparseUnionArgs& a) {
-  return {
-      kind_of(a), DType::float32, DType::float32, flag_bits(a.sharded), {a.entries, a.num_rows, a.capacity}};
+  return {kind_of(a), DType::float32, DType::float32, flag_bits(a.sharded), {a.entries, a.num_rows, a.capacity}};
 }
 inline Signature signature_of(const SparseReduceArgs& a) {
   uint32_t scale = 0;

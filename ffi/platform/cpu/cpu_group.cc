@@ -5,7 +5,8 @@
 
 namespace jax_ep {
 
-CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours, int64_t id)
+CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours,
+                   int64_t id)
     : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id) {
   for (int i = 0; i < line_count() * size(); ++i) workers_.push_back(std::make_unique<Worker>());
   watch_ = std::thread([this] { watch(); });

@@ -9,6 +9,7 @@ namespace jax_ep::gpu {
 
 using Stream = cudaStream_t;
 using Error = cudaError_t;
+using Event = cudaEvent_t;
 
 constexpr Error kSuccess = cudaSuccess;
 constexpr Error kPeerAlreadyEnabled = cudaErrorPeerAccessAlreadyEnabled;
@@ -34,6 +35,13 @@ inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream 
 }
 // That does not wait for the default stream, nor holds it up.
 inline Error create_stream(Stream* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); }
+inline bool is_capturing(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+inline Error create_event(Event* event) { return cudaEventCreateWithFlags(event, cudaEventDisableTiming); }
+inline Error record_event(Event event, Stream stream) { return cudaEventRecord(event, stream); }
+inline Error wait_event(Stream stream, Event event) { return cudaStreamWaitEvent(stream, event, 0); }
 inline Error synchronize() { return cudaDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return cudaStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }

@@ -20,6 +20,7 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
       if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
     }
   budget_.blocks = default_blocks(processors_);
+  orders_.resize(line_count() * size());
 }
 
 void PlatformGroup::close() {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "kernels/sizes.h"
 #include "platform/gpu/device_scope.h"
 #include "platform/gpu/kernel_launch.h"
+#include "platform/gpu/stream_order.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -26,7 +28,7 @@ constexpr ffi::Traits kTraits = ffi::Traits::kCmdBufferCompatible;
 class PlatformGroup final : public Group {
  public:
   PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
-           int64_t id = 0);
+                int64_t id = 0);
 
   // Also raises the abort words, for graphs that were captured and may be launched again.
   void close() override;
@@ -47,10 +49,13 @@ class PlatformGroup final : public Group {
   void stall(int rank, const std::string&) { stalled_ = rank; }
   bool stalled(Seat seat) const { return seat.rank == stalled_; }
 
+  gpu::StreamOrder& order(Seat seat) { return orders_[seat.line * size() + seat.rank]; }
+
  private:
   int processors_ = 0;
   Budget budget_{};
   int stalled_ = -1;
+  std::deque<gpu::StreamOrder> orders_;  // by seat
 };
 
 inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
@@ -107,6 +112,7 @@ ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, int32_
                        Start start) try {
   if (const std::optional<GroupError> failed = group.failure()) return to_ffi(*failed);
   if (group.stalled(seat)) return ffi::Error::Success();
+  const gpu::StreamOrder::Turn turn(group.order(seat), call.stream);
   const Reached<Args> reached = reach(group, seat, args, site);
   std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
   if (!error) error = start(reached);

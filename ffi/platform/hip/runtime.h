@@ -9,6 +9,7 @@ namespace jax_ep::gpu {
 
 using Stream = hipStream_t;
 using Error = hipError_t;
+using Event = hipEvent_t;
 
 constexpr Error kSuccess = hipSuccess;
 constexpr Error kPeerAlreadyEnabled = hipErrorPeerAccessAlreadyEnabled;
@@ -44,6 +45,13 @@ inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream 
 }
 // That does not wait for the default stream, nor holds it up.
 inline Error create_stream(Stream* stream) { return hipStreamCreateWithFlags(stream, hipStreamNonBlocking); }
+inline bool is_capturing(Stream stream) {
+  hipStreamCaptureStatus status = hipStreamCaptureStatusNone;
+  return hipStreamIsCapturing(stream, &status) == hipSuccess && status != hipStreamCaptureStatusNone;
+}
+inline Error create_event(Event* event) { return hipEventCreateWithFlags(event, hipEventDisableTiming); }
+inline Error record_event(Event event, Stream stream) { return hipEventRecord(event, stream); }
+inline Error wait_event(Stream stream, Event event) { return hipStreamWaitEvent(stream, event, 0); }
 inline Error synchronize() { return hipDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return hipStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }
