@@ -1,6 +1,7 @@
 """Run by `jax_ep.launch` in every process of `test_mismatch.py`: processes that call the ops differently."""
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_ep import (
     Group,
-    JaxEpError,
     MismatchError,
     PeerLostError,
     dispatch,
@@ -66,9 +66,8 @@ def main() -> None:
         with Group(mesh, "ep", timeout=60.0) as group:
             run(group, even)
             mine = odd if jax.process_index() % 2 else even
-            with pytest.raises((JaxEpError, jax.errors.JaxRuntimeError, ValueError)):
+            with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):  # a GPU delivers NaN
                 run(group, mine)
-                group.check()
             with pytest.raises((MismatchError, PeerLostError)) as caught:
                 group.check()
             print(f"{name}: {caught.value}", flush=True)

@@ -6,9 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 
-inline void check(cudaError_t error, const char* what) {
+inline void end_at_error(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   std::printf("ERROR %s: %s\n", what, cudaGetErrorString(error));
   std::exit(1);
 }
-#define CHECK(call) check((call), #call)
+#define CHECK(call) end_at_error((call), #call)

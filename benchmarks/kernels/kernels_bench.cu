@@ -4,7 +4,7 @@
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
 //     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/*.cu ffi/platform/gpu/launch_config.cc
-//     ffi/heap/{group,mappings,memory_gpu,note,region_gpu,sharing}.cc -o kernels_bench
+//     ffi/heap/{group,group_errors,mappings,memory_gpu,note,region_gpu,sharing,sites}.cc -o kernels_bench
 //     ./kernels_bench [ranks [early]]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -7,7 +7,7 @@
 //     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
 //     ffi/platform/cuda/{matmul_{reduce,exchange},gather_matmul,gemm}.cu
 //     ffi/platform/cuda/{overlap,gather,reduce}_config.cc ffi/platform/gpu/*.cu ffi/gemm/{config,tensor_map}.cc
-//     ffi/heap/{group,mappings,memory_gpu,note,region_gpu,sharing}.cc -ldl -o overlap_bench
+//     ffi/heap/{group,group_errors,mappings,memory_gpu,note,region_gpu,sharing,sites}.cc -ldl -o overlap_bench
 //   ./overlap_bench check 2 && ./overlap_bench stress 2 && ./overlap_bench time 2
 #include <numeric>
 #include <string>

@@ -19,8 +19,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attribute
 
 ffi::Error check_group(ffi::Dictionary attributes) {
   const auto id = attributes.get<int64_t>("group");
-  const std::shared_ptr<Group> group = id.has_value() ? find_group(*id) : nullptr;
-  const std::optional<GroupError> failed = group ? group->failure() : std::nullopt;
+  if (!id.has_value()) return ffi::Error::Success();
+  const std::shared_ptr<Group> group = find_group(*id);
+  if (!group) return to_ffi(group_not_open());
+  const std::optional<GroupError> failed = group->failure();
   return failed ? to_ffi(*failed) : ffi::Error::Success();
 }
 

@@ -28,10 +28,7 @@ struct Caller {
 inline Caller find_caller(const Call& call, int64_t id, std::string_view site) {
   Caller caller{std::static_pointer_cast<PlatformGroup>(find_group(id)), {}, number_of_site(site), std::nullopt};
   if (!caller.group) {
-    caller.error = to_ffi({"GroupClosedError",
-                           "the group of this program is closed, or was never opened here: open a jax_ep.Group over "
-                           "the mesh and axis that the program was compiled for",
-                           true});
+    caller.error = to_ffi(group_not_open());
   } else if (const std::optional<Seat> seat = caller.group->find_seat(call.device)) {
     caller.seat = *seat;
   } else {

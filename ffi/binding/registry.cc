@@ -74,6 +74,13 @@ void close_all() {
   }
 }
 
+GroupError group_not_open() {
+  return {"GroupClosedError",
+          "the group of this program is closed, or was never opened here: open a jax_ep.Group over the mesh and axis "
+          "that the program was compiled for",
+          true};
+}
+
 xla::ffi::Error to_ffi(const GroupError& error) {
   using xla::ffi::ErrorCode;
   ErrorCode code = ErrorCode::kAborted;

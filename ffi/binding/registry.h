@@ -45,6 +45,9 @@ std::shared_ptr<Group> find_group(int64_t id);
 // At exit: closes what is still open. Does nothing in a child that was forked, which has none of the groups' threads.
 void close_all();
 
+// What a program is told whose group find_group does not find.
+GroupError group_not_open();
+
 xla::ffi::Error to_ffi(const GroupError& error);
 
 }  // namespace jax_ep
