@@ -27,6 +27,9 @@ OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
 pytestmark = pytest.mark.usefixtures("native")
 
 
+SIZE = min(4, helpers.largest_size())
+
+
 def case_of(size: int) -> helpers.Case:
     return helpers.draw_case(np.random.default_rng(helpers.SEED), size, 6, 2, EXPERTS, 16)
 
@@ -41,6 +44,7 @@ def assert_right(program: Callable[..., Any], case: helpers.Case) -> None:
 
 def in_new_process(script: str, *arguments: str) -> str:
     """Runs a script with this module as `here`; returns what it prints."""
+    helpers.mesh_of(ep=4)  # or the test is skipped
     folder = Path(__file__).parent
     prelude = (
         f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
@@ -136,35 +140,36 @@ def test_an_exported_program(open_group: OpenGroup) -> None:
 
 
 def test_a_new_group_serves_programs_of_a_closed_one(open_group: OpenGroup) -> None:
-    group = open_group(4)
-    case = case_of(4)
+    group = open_group(SIZE)
+    case = case_of(SIZE)
     program, ahead = helpers.dispatch_combine(group, **OPTIONS), compiled(group, case)
-    assert_right(program, case)
+    for _ in range(5):  # on a GPU a captured graph, whose replays call none of our handlers
+        assert_right(program, case)
     group.close()
     for each in (program, ahead):
         with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
             helpers.fetch(each(*case))
-    open_group(4)
+    open_group(SIZE)
     assert_right(ahead, case)
     assert_right(program, case)
 
 
 def test_two_groups_of_one_content_do_not_mix(open_group: OpenGroup) -> None:
-    first, second = open_group(4), open_group(4)
-    case = case_of(4)
+    first, second = open_group(SIZE), open_group(SIZE)
+    case = case_of(SIZE)
     programs = [compiled(group, case) for group in (first, second)]
     first.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
         helpers.fetch(programs[0](*case))
     assert_right(programs[1], case)
-    open_group(4)
+    open_group(SIZE)
     assert_right(programs[0], case)
     assert_right(programs[1], case)
 
 
 def test_a_program_compiled_ahead_keeps_its_group() -> None:
-    group = Group(helpers.mesh_of(ep=2), "ep")
-    case = case_of(2)
+    group = Group(helpers.mesh_of(ep=SIZE), "ep")
+    case = case_of(SIZE)
     native_id, program = group.native_id, compiled(group, case)
     dropped = weakref.ref(group)
     del group
@@ -172,20 +177,20 @@ def test_a_program_compiled_ahead_keeps_its_group() -> None:
     gc.collect()
     assert dropped() is None
     assert_right(program, case)
-    with Group(helpers.mesh_of(ep=2), "ep") as another:  # in another place than the one that lives on
+    with Group(helpers.mesh_of(ep=SIZE), "ep") as another:  # in another place than the one that lives on
         assert another.native_id != native_id
     del program
     deadline = time.monotonic() + 10
     found = 0
     while found != native_id and time.monotonic() < deadline:
         gc.collect()
-        with Group(helpers.mesh_of(ep=2), "ep") as another:  # in the place of the one that has ended now
+        with Group(helpers.mesh_of(ep=SIZE), "ep") as another:  # in the place of the one that has ended now
             found = another.native_id
     assert found == native_id
 
 
 def test_a_closed_group_is_named_when_traced(open_group: OpenGroup) -> None:
-    group = open_group(2)
+    group = open_group(SIZE)
     group.close()
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -193,4 +198,4 @@ def test_a_closed_group_is_named_when_traced(open_group: OpenGroup) -> None:
         return combine(out.tokens, out.routing, group=group)
 
     with pytest.raises(GroupClosedError, match="closed"):
-        helpers.per_rank(body, group.mesh)(*case_of(2))
+        helpers.per_rank(body, group.mesh)(*case_of(SIZE))

@@ -187,7 +187,7 @@ def test_random_routings(config: Config, open_group: OpenGroup, monkeypatch: pyt
     dispatched, combined, failed = (x.tolist() for x in helpers.fetch(program(seeds)))
     assert dispatched == [0] * size
     assert combined == [0] * size
-    if config.overflow == "raise" and config.room is not None:
+    if config.overflow == "raise" and config.room is not None and size > 1:  # one rank's rows always fit
         assert 0 < failed[0] < routings
         with pytest.raises(CapacityError):
             group.check()
