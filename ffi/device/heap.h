@@ -97,7 +97,6 @@ struct alignas(128) Heap {
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank
   alignas(128) uint64_t routing, members;                 // squads that have begun to route, and with the op
-  uint64_t posters;                                       // teams that have asked to post
   alignas(128) uint64_t exited;                           // teams that are done with the op
   alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
   alignas(128) uint64_t push_ticket;                      // the next row for whoever is free to push

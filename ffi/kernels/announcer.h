@@ -7,23 +7,29 @@
 namespace jax_ep {
 
 // Hands out items in order, to whoever is free: links and processors are not equally fast, and some teams may not have
-// begun. The first is asked for where this is made.
+// begun. The first is asked for where this is made. `by_place`: every pushing team has a first item of its own and asks
+// for further ones only, which saves a tenth of the time of few tokens; then all must begin.
 class PushItems {
  public:
-  JAX_EP_FN PushItems(Op& op, int items) : op_(op), items_(items), asked_(op.ask_for_push_ticket()) {}
+  JAX_EP_FN PushItems(Op& op, int items, bool by_place = false)
+      : op_(op), items_(items), by_place_(by_place ? op.team.pusher.count : 0), begun_(!by_place) {
+    if (begun_) asked_ = op.ask_for_push_ticket();
+  }
 
   // The next item of this team, or -1.
   JAX_EP_FN int next() {
-    const int item = op_.take_ticket(asked_);
+    const int item = begun_ ? by_place_ + op_.take_ticket(asked_) : op_.team.pusher.index;
     if (item >= items_) return -1;
+    begun_ = true;
     asked_ = op_.ask_for_push_ticket();
     return item;
   }
 
  private:
   Op& op_;
-  const int items_;
-  uint64_t asked_;
+  const int items_, by_place_;
+  uint64_t asked_ = 0;
+  bool begun_;
 };
 
 // Counts the items that this team has put, and tells when those of a chunk are written: when the next are already on

@@ -42,7 +42,7 @@ class Combine {
     const int parts = parts_of_a_row(rows, op_.team.pusher.count);
     const Schedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule, peers * parts);
-    PushItems items(op_, rows * parts);
+    PushItems items(op_, rows * parts, args_.num_tokens <= kFewTokens);
     const auto home_of = [&](int row) { return (op_.comm.rank + 1 + row % peers) % op_.comm.size; };
     // What an item needs to know is asked for while the one before it is summed.
     const auto ask = [&](int item) {

@@ -213,7 +213,7 @@ JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args, const DispatchPo
 
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
-  const DispatchPost post(comm, team);
+  const DispatchPost post(team);
   Op op(comm, team, OpKind::dispatch);
   const int64_t local = args.num_experts / comm.size;
   const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;

@@ -72,8 +72,8 @@ class Op {
     team.sync();
     if (!ok() || team.index != poster) return;
     enter(Phase::post);
-    if (team.lane == 0) begin_record();
-    team.sync();
+    constexpr bool kRecordsFirst = Team::lanes == 1;  // a host that reads a GPU's records comes much later
+    if (kRecordsFirst) begin_record();
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
       box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
@@ -83,10 +83,13 @@ class Op {
       box->buffers[4] = static_cast<char*>(e) + comm.shifts[4][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     }
+    if (!kRecordsFirst && team.lane == 0) begin_record();
   }
 
-  // Whether this rank has posted: looked at once.
-  JAX_EP_FN bool has_posted() const { return load_acquire(&heap->posted[comm.rank]) >= first_stamp(); }
+  // Whether this rank has posted: the flag itself, as a comparison would wait for it at once, and whether it is still
+  // of an op before.
+  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
+  JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
   // What a rank tells every peer, and waits to be told by every peer.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
@@ -215,18 +218,17 @@ class Op {
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
-    OpRecord* const record = record_of_op();
-    store_relaxed(&record->end_ns, clock_ns());
-    store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
     store_relaxed(&heap->routers.arrived, uint64_t{0});
     store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
     store_relaxed(&heap->routing, uint64_t{0});
     store_relaxed(&heap->members, uint64_t{0});
-    store_relaxed(&heap->posters, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
     store_relaxed(&heap->push_ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
+    OpRecord* const record = record_of_op();
+    store_relaxed(&record->end_ns, clock_ns());
+    store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
   }
 
   // The least stamp of this op, whatever it is called with; a later op's is more. A flag that is of this epoch, but of
@@ -293,7 +295,8 @@ class Op {
     if (status == Status::ok) return;
     status_ = status;
     if (status == Status::timeout || status == Status::mismatch) {
-      // Before others of this rank see the abort word.
+      // Before others of this rank see the abort word, and then do not post.
+      if (load_relaxed(&record_of_op()->epoch) != epoch) begin_record();
       report(status == Status::timeout ? Failure::timeout : Failure::mismatch, comm.rank, peer, expected, seen);
       compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(peer) + 1);
     } else {

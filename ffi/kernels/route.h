@@ -28,8 +28,9 @@ class Router {
     if (!tally_.takes_part()) return;
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
-    post_.post_if_late(op_, args_);
+    const uint64_t posted = post_.ask(op_);
     op_.wait_told(&Heap::chosen);
+    post_.post_if_late(op_, args_, posted);
     op_.enter(Phase::layout);
     lay_out();
     tally_.barrier();

@@ -34,7 +34,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::rows, args.capacity);
   if (op.ok() && team.pusher.index >= 0)
     push_chunks(
-        op, mover, PushItems(op, args.num_tokens), args.num_tokens, bytes, args.top_k,
+        op, mover, PushItems(op, args.num_tokens, args.num_tokens <= kFewTokens), args.num_tokens, bytes, args.top_k,
         [&](int token) { return args.tokens + token * bytes; },
         [&](int token, int k) { return sink.row(token, k, bytes, targets.place(sink.packed(token, k))); },
         [&] { targets.report_to_all(op); });
