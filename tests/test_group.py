@@ -86,7 +86,8 @@ def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: py
         with pytest.raises(RuntimeError, match="at last") as raised:
             Group(helpers.mesh_of(ep=SIZE), "ep")
         kept.append(raised)
-    assert threads_and_files() == before
+    after = threads_and_files()
+    assert (after[0] <= before[0], after[1]) == (True, before[1])  # XLA's own threads may end meanwhile
 
 
 def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ class DispatchPost {
     if (first_) send(op, args);
   }
 
-  // Those that route ask when they have told the peers what they chose, and post when they have heard from them: by
-  // then the answer is there.
+  // Those that route ask when they have heard what the peers chose, and post when they have counted that: by then the
+  // answer is there.
   JAX_EP_FN uint64_t ask(const Op& op) const { return late_ ? op.ask_posted() : ~uint64_t{0}; }
   JAX_EP_FN void post_if_late(Op& op, const DispatchArgs& args, uint64_t asked) const {
     if (late_ && op.is_earlier(asked)) send(op, args);

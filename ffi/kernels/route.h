@@ -28,11 +28,11 @@ class Router {
     if (!tally_.takes_part()) return;
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
-    const uint64_t posted = post_.ask(op_);
     op_.wait_told(&Heap::chosen);
-    post_.post_if_late(op_, args_, posted);
+    const uint64_t posted = post_.ask(op_);
     op_.enter(Phase::layout);
     lay_out();
+    post_.post_if_late(op_, args_, posted);
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());
     op_.wait_posted();

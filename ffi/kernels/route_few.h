@@ -28,10 +28,10 @@ class FewRouter {
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
     send_choices();
-    const uint64_t posted = post_.ask(op_);
     op_.wait_told(&Heap::chosen);
-    post_.post_if_late(op_, args_, posted);
+    const uint64_t posted = post_.ask(op_);
     count();
+    post_.post_if_late(op_, args_, posted);
     op_.enter(Phase::layout);
     segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
