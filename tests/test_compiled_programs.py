@@ -35,7 +35,7 @@ def case_of(size: int) -> helpers.Case:
 
 
 def compiled(group: Group, case: helpers.Case) -> Any:
-    return helpers.dispatch_combine(group, **OPTIONS).lower(*case).compile()
+    return jax.jit(helpers.dispatch_combine(group, **OPTIONS)).lower(*case).compile()
 
 
 def assert_right(program: Callable[..., Any], case: helpers.Case) -> None:
@@ -129,7 +129,7 @@ def test_an_exported_program(open_group: OpenGroup) -> None:
     wanted = helpers.fetch(program(*operands))
     names = ("jax_ep_dispatch", "jax_ep_combine")
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
-    data = export.export(program, disabled_checks=checks)(*operands).serialize(vjp_order=0)
+    data = export.export(jax.jit(program), disabled_checks=checks)(*operands).serialize(vjp_order=0)
     group.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"open a jax_ep\.Group"):
         helpers.fetch(jax.jit(export.deserialize(data).call)(*operands))
