@@ -1,5 +1,6 @@
-// Whether ops end while another kernel holds all SMs but one, and whether ops that come on several streams keep one
-// order. One GPU, one rank. Results must be those of an undisturbed run, bit for bit.
+// Whether ops end while another kernel holds all SMs but one, whether ops that come on several streams keep one order,
+// and whether ranks that call an op with different shapes are told. On one GPU; results must be those of an undisturbed
+// run, bit for bit.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
 //     benchmarks/kernels/residency.cu ffi/platform/gpu/*.cu ffi/platform/gpu/launch_config.cc
@@ -17,6 +18,7 @@
 
 #include "check.h"
 #include "heap/group.h"
+#include "kernels/signature.h"
 #include "kernels/sizes.h"
 #include "platform/gpu/kernel_launch.h"
 #include "platform/gpu/stream_order.h"
@@ -220,6 +222,30 @@ bool keep_order(const std::vector<Case>& cases, Group& group, int times, cudaStr
   return wrong == 0 && !failed;
 }
 
+// Two ranks on this GPU call an op with different shapes: both fail before anything is sent, long before the timeout.
+bool mismatch_is_named(cudaStream_t (&streams)[2]) {
+  Group group({{0, 0}}, 20.0, /*poison=*/false);
+  constexpr LaunchConfig kSmall{32, 256, 4, 128 + 7 * 4096};
+  const auto begin = std::chrono::steady_clock::now();
+  for (int rank = 0; rank < 2; ++rank) {
+    RaggedArgs a{};
+    a.slices = 1, a.operand_rows = a.result_rows = 1000 * (rank + 1), a.row_bytes = 64;
+    a.operand = Array(a.operand_rows * 64).as<char>(), a.result = Array(a.operand_rows * 64).as<char>();
+    a.input_offsets = a.output_offsets = a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
+    Comm comm = group.comm({0, rank});
+    comm.signature = signature_of(a);
+    comm.tag = tag_of(comm.signature);
+    CHECK(launch_kernel(kSmall, streams[rank], comm, a));
+  }
+  CHECK(cudaDeviceSynchronize());
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  const auto error = group.take_error();
+  std::printf("two ranks that differ, after %.2f s: %s\n", took.count(),
+              error ? (error->kind + ": " + error->message).c_str() : "NO ERROR");
+  return error && error->kind == "MismatchError" && error->message.find("operand rows=1000") != std::string::npos &&
+         error->message.find("operand rows=2000") != std::string::npos;
+}
+
 }  // namespace
 
 int main() {
@@ -239,6 +265,7 @@ int main() {
   bool good = true;
   for (const Case& op : cases) good &= ends_beside(op, group, sms - 1, streams[0], streams[1]);
   good &= keep_order(cases, poisoned, 1000, streams);
+  good &= mismatch_is_named(streams);
   std::puts(good ? "residency: all checks passed" : "residency: FAILED");
   return good ? 0 : 1;
 }

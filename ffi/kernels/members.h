@@ -14,7 +14,7 @@ constexpr uint64_t kJoinNs = Team::lanes == 1 ? 10'000'000 : 20'000;
 
 // `words` counts who has begun in its low half; the high half is the number of members, once it is settled. The number
 // of this squad among them, and theirs; -1 where it comes too late. One lane of a squad calls.
-JAX_EP_FN Place join(uint64_t* words, int squads) {
+JAX_EP_COLD_FN Place join(uint64_t* words, int squads) {
   const auto settled = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
   const uint64_t before = fetch_add(words, uint64_t{1});

@@ -22,6 +22,18 @@ JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   store_release(&to->epoch, what.epoch);
 }
 
+// Writes what a rank begins, word by word: the host may read it meanwhile. (By value: a reference into the arguments of
+// a kernel would have all of them copied to each thread's memory.)
+JAX_EP_COLD_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, Signature signature) {
+  constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
+  const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(site), signature};
+  uint64_t words[kWords];
+  memcpy(words, &begun, sizeof(begun));
+  for (int i = 0; i < kWords; ++i) store_relaxed(reinterpret_cast<uint64_t*>(record) + i, words[i]);
+}
+
+JAX_EP_COLD_FN void add_wait(uint64_t* sum, uint64_t ns) { fetch_add(sum, ns); }
+
 class Op {
  public:
   JAX_EP_FN Op(const Comm& comm, const Team& team, OpKind kind)
@@ -207,14 +219,16 @@ class Op {
   template <int N>
   JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
     team.sync();  // what lane 0 has seen of the other teams, all lanes see
-    const bool failed = load_acquire(&heap->abort) != 0;
+    const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
+    const bool failed = load_acquire(&heap->abort) != 0;  // all on their way at once
     if (failed) {
       if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
       give_up();
     }
-    const bool refused = load_relaxed(&heap->refused) == epoch;
+    const bool refused = refused_in == epoch;
     if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
-    const bool undelivered = failed || refused || load_relaxed(&heap->reported) == epoch;
+    const bool undelivered = failed || refused || reported_in == epoch;
+    if (failed && load_relaxed(&record_of_op()->epoch) != epoch) begin_record();  // it failed before it could post
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
@@ -237,14 +251,7 @@ class Op {
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
 
   JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
-  JAX_EP_FN void begin_record() const {
-    constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
-    const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(comm.site), comm.signature};
-    uint64_t words[kWords];
-    memcpy(words, &begun, sizeof(begun));
-    auto* const record = reinterpret_cast<uint64_t*>(record_of_op());
-    for (int i = 0; i < kWords; ++i) store_relaxed(record + i, words[i]);
-  }
+  JAX_EP_FN void begin_record() const { write_record(record_of_op(), epoch, comm.site, comm.signature); }
 
   // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
   JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
@@ -277,7 +284,7 @@ class Op {
         const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
         const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
         status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
-        if (waited.ns) fetch_add(&heap->waited_ns[peer], waited.ns);
+        if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
         if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
       }
       const int late = team.sum(status == Status::timeout || status == Status::mismatch);
@@ -295,8 +302,7 @@ class Op {
     if (status == Status::ok) return;
     status_ = status;
     if (status == Status::timeout || status == Status::mismatch) {
-      // Before others of this rank see the abort word, and then do not post.
-      if (load_relaxed(&record_of_op()->epoch) != epoch) begin_record();
+      // Before others of this rank see the abort word.
       report(status == Status::timeout ? Failure::timeout : Failure::mismatch, comm.rank, peer, expected, seen);
       compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(peer) + 1);
     } else {
