@@ -70,7 +70,7 @@ def main() -> None:
                 run(group, mine)
             with pytest.raises((MismatchError, PeerLostError)) as caught:
                 group.check()
-            print(f"{name}: {caught.value}", flush=True)
+            print(f"\n[{name}] {caught.value}\n", flush=True)  # processes write side by side
             if isinstance(caught.value, MismatchError):
                 assert seen in str(caught.value), (name, str(caught.value))
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)

@@ -23,7 +23,7 @@ def test_processes_that_differ(tmp_path: Path) -> None:
     """Today's last batch has another size in one of them, or they took another branch."""
     output = launch_script(Path(worker.__file__), f"--cpu-devices={CPU_DEVICES}")
     for name in worker.CASES:
-        errors = re.findall(rf"^{name}: (.*)$", output, re.MULTILINE)
+        errors = re.findall(rf"^\[{name}\] (.*)$", output, re.MULTILINE)
         assert len(errors) == PROCESSES, output
         assert any("all ranks must run the same ops" in error for error in errors), errors
 

@@ -10,7 +10,7 @@ namespace jax_ep {
 class DispatchPost {
  public:
   JAX_EP_FN explicit DispatchPost(const Team& team)
-      : first_(team.index == (Team::lanes == 1 ? 0 : smaller(2, team.squad.count) * team.member.count - 1)),
+      : first_(team.index == (Team::lanes == 1 ? 0 : team.count - 1)),
         late_(Team::lanes > 1 && team.squad.count > 1 && team.index == team.member.count - 1) {}
 
   // All teams call, before they route.
