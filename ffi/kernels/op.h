@@ -204,7 +204,7 @@ class Op {
     const bool refused = refused_in == epoch;
     if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
     const bool undelivered = failed || refused || reported_in == epoch;
-    if (failed && load_relaxed(&record_of_op()->epoch) != epoch) begin_record();  // it failed before it could post
+    if (failed && reported_in == epoch && !has_record()) begin_record();  // it failed before it could post
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
@@ -216,6 +216,7 @@ class Op {
     store_relaxed(&heap->ticket, uint64_t{0});
     store_relaxed(&heap->push_ticket, uint64_t{0});
     store_release(&heap->epoch, epoch);
+    if (failed && !has_record()) return;  // it never began
     OpRecord* const record = record_of_op();
     store_relaxed(&record->end_ns, clock_ns());
     store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
@@ -227,6 +228,7 @@ class Op {
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
 
   JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
+  JAX_EP_FN bool has_record() const { return load_relaxed(&record_of_op()->epoch) == epoch; }
   JAX_EP_FN void begin_record() const { write_record(record_of_op(), epoch, comm.site, comm.signature); }
 
   // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
