@@ -2,6 +2,8 @@
 // no hurry.
 #pragma once
 
+#include <cstring>
+
 #include "device/heap.h"
 #include "device/platform.h"
 
