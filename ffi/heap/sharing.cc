@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <stdexcept>
 
+#include "heap/thread_name.h"
+
 namespace jax_ep {
 namespace {
 
@@ -119,6 +121,7 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
 
 // The thread, until this process closes.
 void Sharing::serve() {
+  name_thread("jax_ep sharing");
   Clock::time_point next_beat = Clock::now() + Pulse::kPeriod;
   for (;;) {
     listen_until(next_beat);
@@ -336,10 +339,9 @@ std::string Sharing::state_here(int process) const {
 std::vector<Heartbeat> Sharing::heartbeats() const {
   std::lock_guard lock(mutex_);
   std::vector<Heartbeat> all;
-  for (std::size_t i = 0; i < peers_.size(); ++i) {
-    const int process = static_cast<int>(i);
-    const Pulse& pulse = peers_[i].pulse;
-    if (peers_[i].other) all.push_back({process, pulse.seconds_silent(), pulse.epochs(), state_here(process)});
+  for (int process = 0; process < static_cast<int>(peers_.size()); ++process) {
+    const Pulse& pulse = peers_[process].pulse;
+    if (peers_[process].other) all.push_back({process, pulse.seconds_silent(), pulse.epochs(), state_here(process)});
   }
   return all;
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "heap/thread_name.h"
+
 namespace jax_ep {
 
 CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours,
@@ -91,6 +93,7 @@ void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
 // Waits for the earliest deadline among the gatherings; when one passes, the group fails and everybody is released.
 // Time in which this process was stopped does not count.
 void CpuGroup::watch() {
+  name_thread("jax_ep watch");
   std::unique_lock lock(gather_mutex_);
   while (!closed_) {
     if (const std::optional<GroupError> error = failure()) release(*error);

@@ -2,6 +2,8 @@
 
 #include <system_error>
 
+#include "heap/thread_name.h"
+
 namespace jax_ep {
 
 Worker::Worker() : thread_([this] { run(); }) {}
@@ -24,6 +26,7 @@ void Worker::enqueue(std::function<void()> job) {
 }
 
 void Worker::run() {
+  name_thread("jax_ep rank");
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return ending_ || !jobs_.empty(); });
@@ -59,6 +62,7 @@ void Elastic::run(std::function<void()> job) {
 }
 
 void Elastic::serve(const std::shared_ptr<State>& state) {
+  name_thread("jax_ep results");
   std::unique_lock lock(state->mutex);
   for (;;) {
     ++state->idle;
