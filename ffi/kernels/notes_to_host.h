@@ -6,6 +6,7 @@
 
 #include "device/heap.h"
 #include "device/platform.h"
+#include "device/spin.h"
 
 namespace jax_ep {
 
@@ -20,6 +21,19 @@ JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   to->expected = what.expected;
   to->seen = what.seen;
   store_release(&to->epoch, what.epoch);
+}
+
+// Leaves a report of a wait that ended by something else than its flag, and raises the abort word unless it is raised:
+// it says who was waited for in vain, its rank + 1.
+JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
+  if (status == Status::aborted) {
+    what.failure = Failure::peer_lost;
+    what.peer = static_cast<int>(load_relaxed(&heap->abort)) - 1;
+    return record(heap, to, what);
+  }
+  what.failure = status == Status::timeout ? Failure::timeout : Failure::mismatch;
+  record(heap, to, what);  // before others of this rank see the abort word
+  compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 
 // Writes what a rank begins, word by word: the host may read it meanwhile. (By value: a reference into the arguments of

@@ -53,12 +53,14 @@ class Op {
 
   // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
   // met.
-  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) { post_by(0, a, b, c, d); }
-  // The same by another team than the first.
-  JAX_EP_FN void post_by(int poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr,
+  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
+    post_by(team.index == 0, a, b, c, d);
+  }
+  // One team of the rank is the `poster`.
+  JAX_EP_FN void post_by(bool poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr,
                          void* e = nullptr) {
     team.sync();
-    if (!ok() || team.index != poster) return;
+    if (!ok() || !poster) return;
     enter(Phase::post);
     constexpr bool kRecordsFirst = Team::lanes == 1;  // a host that reads a GPU's records comes much later
     if (kRecordsFirst) begin_record();
@@ -73,11 +75,6 @@ class Op {
     }
     if (!kRecordsFirst && team.lane == 0) begin_record();
   }
-
-  // Whether this rank has posted: the flag itself, as a comparison would wait for it at once, and whether it is still
-  // of an op before.
-  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
-  JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
   // What a rank tells every peer, and waits to be told by every peer.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
@@ -265,27 +262,20 @@ class Op {
         if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
         if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
       }
-      const int late = team.sum(status == Status::timeout || status == Status::mismatch);
-      const int lost = team.sum(status == Status::aborted);
-      if (late)
+      if (!team.ballot(status != Status::ok)) continue;
+      if (team.ballot(status != Status::ok && status != Status::aborted))
         status_ = Status::timeout;
-      else if (lost)
+      else
         settle(Status::aborted, comm.rank, 0, 0);
     }
     team.sync();
   }
 
-  // Ends this team's part. The abort word says who was waited for in vain: its rank + 1.
+  // Ends this team's part.
   JAX_EP_FN void settle(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
-    if (status == Status::timeout || status == Status::mismatch) {
-      // Before others of this rank see the abort word.
-      report(status == Status::timeout ? Failure::timeout : Failure::mismatch, comm.rank, peer, expected, seen);
-      compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(peer) + 1);
-    } else {
-      report(Failure::peer_lost, comm.rank, static_cast<int>(load_relaxed(&heap->abort)) - 1, expected, seen);
-    }
+    record_failed_wait(heap, comm.report, status, {epoch, Failure::none, kind_, comm.rank, peer, expected, seen});
   }
 
   // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too.

@@ -93,7 +93,7 @@ struct ExchangeBeside {
   }
 
   JAX_EP_FN void announce_tiles(Op& op) const {
-    if (block == 0) op.post_by(op.team.index, work.args.partial);
+    if (block == 0) op.post_by(true, work.args.partial);
     op.wait_posted();
     if (op.team.lane == 0) beside.landing = op.ok() ? reinterpret_cast<char*>(exchange.landing(op)) : nullptr;
     count(&beside.posted);
