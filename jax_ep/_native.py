@@ -130,13 +130,14 @@ class RankReport(NamedTuple):
     finished: int  # ops
     process: str  # how that of the rank is, by its heartbeats; empty for a rank of this process
     waited_ns: list[int]  # for each rank of the line, in waits that were not over at once
+    received_bytes: list[int]  # from each rank of the line: rows that came from there, over all ops
     ops: list[OpRecord]  # the last 64 at most, in order
 
 
 def history(native: NativeGroup) -> list[RankReport]:
     return [
-        RankReport(line, rank, finished, process, waited, [OpRecord(*record) for record in records])
-        for line, rank, finished, process, waited, records in native.history()
+        RankReport(line, rank, finished, process, waited, received, [OpRecord(*record) for record in records])
+        for line, rank, finished, process, waited, received, records in native.history()
     ]
 
 

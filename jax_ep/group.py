@@ -135,7 +135,8 @@ class Group:
                 raise error
 
     def report(self) -> list[_native.RankReport]:
-        """The flight recorder: for every rank, the last 64 ops and how long it waited for each peer.
+        """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer and how many bytes
+        of rows it received from there.
 
         May be called at any time, from any thread, while ops run and after a failure. Ranks of other processes are
         included, those of other hosts and with implementation="xla" are not. A failure writes it as JSON into the

@@ -75,8 +75,9 @@ py::dict op_kinds() {
 
 // (epoch, op, call, outcome, begin_ns, end_ns)
 using PyRecord = std::tuple<uint64_t, const char*, std::string, const char*, uint64_t, uint64_t>;
-// (line, rank, finished, process, waited_ns, records)
-using PyHistory = std::tuple<int, int, uint64_t, std::string, std::vector<uint64_t>, std::vector<PyRecord>>;
+// (line, rank, finished, process, waited_ns, received_bytes, records)
+using PyHistory =
+    std::tuple<int, int, uint64_t, std::string, std::vector<uint64_t>, std::vector<uint64_t>, std::vector<PyRecord>>;
 
 PyHistory to_python(const RankHistory& history) {
   static constexpr const char* kOutcomes[] = {"running", "delivered", "failed"};
@@ -84,8 +85,8 @@ PyHistory to_python(const RankHistory& history) {
   for (const OpRecord& op : history.ops)
     records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
                          kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
-  return {history.seat.line, history.seat.rank, history.finished,
-          history.process,   history.waited_ns, std::move(records)};
+  return {history.seat.line, history.seat.rank,      history.finished,  history.process,
+          history.waited_ns, history.received_bytes, std::move(records)};
 }
 
 using PyError = std::optional<std::pair<std::string, std::string>>;

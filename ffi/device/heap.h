@@ -89,6 +89,7 @@ struct alignas(128) Heap {
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) OpRecord ops[kRecordedOps];                // by epoch
   alignas(128) uint64_t waited_ns[kMaxRanks];             // by peer: in waits that were not over at once
+  alignas(128) uint64_t received_bytes[kMaxRanks];        // by peer: of rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                // by source: its addresses are here
   alignas(128) uint64_t chosen[kMaxRanks];                // by source: the rest of its mail is here
   alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have

@@ -30,10 +30,10 @@ struct Seat {
 // What a rank did last, and how long it waited for whom.
 struct RankHistory {
   Seat seat;
-  uint64_t finished;                // ops
-  std::string process;              // how that of the rank is, if it is another: see Group::state_of
-  std::vector<OpRecord> ops;        // the last that it began, in order
-  std::vector<uint64_t> waited_ns;  // by peer
+  uint64_t finished;                                // ops
+  std::string process;                              // how that of the rank is, if it is another: see Group::state_of
+  std::vector<OpRecord> ops;                        // the last that it began, in order
+  std::vector<uint64_t> waited_ns, received_bytes;  // by peer
 };
 
 // Whether a failure ends the group.

@@ -118,10 +118,11 @@ std::vector<RankHistory> Group::history() const {
     for (int rank = 0; rank < size(); ++rank) {
       const Heap* heap = heap_of(line, rank);
       if (!heap) continue;
-      RankHistory found{
-          {line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), std::vector<uint64_t>(size())};
+      const std::vector<uint64_t> zeros(size());
+      RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), zeros, zeros};
       read_words(&found.finished, &heap->epoch, 1);
       read_words(found.waited_ns.data(), heap->waited_ns, size());
+      read_words(found.received_bytes.data(), heap->received_bytes, size());
       read_words(found.ops.data(), heap->ops, kRecordedOps);
       const auto unused = [](const OpRecord& op) { return op.epoch == 0; };
       found.ops.erase(std::remove_if(found.ops.begin(), found.ops.end(), unused), found.ops.end());

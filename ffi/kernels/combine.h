@@ -219,6 +219,7 @@ class Combine {
     });
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
+    op_.count_received_by(true, [&](int rank) { return senders >> rank & 1 ? width * int64_t{sizeof(T)} : 0; });
     if (op_.team.broadcast(known.target) < -1)  // its dispatch failed: then its sum is NaN, not zero
       fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else

@@ -58,7 +58,9 @@ class PlainDispatch {
  private:
   template <class From>
   JAX_EP_FN void copy(int source, Stride tokens, From from) {
-    copy_to_rows(op_.team, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+    const int here =
+        copy_to_rows(op_.team, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+    if (op_.team.lane == 0) op_.count_received(source, here * bytes_);
   }
 
   Op& op_;
@@ -97,13 +99,17 @@ class EncodedDispatch {
     MessageStream<T, Decode<T>> decoder(op_.team, args_.hidden, stream_, {writer_});
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       stream_.acquire();
+      int here = 0;
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
         const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) {
           return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
         });
-        if (!rows.empty()) decoder.begin(landing_.slot_here(source, token), rows);
+        if (rows.empty()) continue;
+        decoder.begin(landing_.slot_here(source, token), rows);
+        ++here;
       }
+      if (op_.team.lane == 0) op_.count_received(source, here * landing_.slot_bytes());
     });
     decoder.finish();
     writer_.complete_to(writer_.mark());
@@ -164,8 +170,9 @@ class Float8Dispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.early);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      copy_to_rows(op_.team, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table, args_.top_k,
-                   [&](int token, int row) { return landing_.here(source, token, row); });
+      const int here = copy_to_rows(op_.team, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+                                    args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
+      if (op_.team.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
       copy_to_short_rows(op_.team, scales, scale_bytes, table, tokens, args_.top_k,
                          [&](int token, int row) { return landing_.scales_here(source, token, row); });
     });

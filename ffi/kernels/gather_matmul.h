@@ -66,6 +66,7 @@ JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
   PushItems items(op, pieces.count());
   op.wait_posted();
   if (!op.ok()) return;
+  op.count_received_by(op.team.index == 0, [&](int) { return args.m * row_bytes; });
   op.enter(Phase::send);
   const PeerBuffer gathered(op, 0);
   Announcer announcer(op, pieces);

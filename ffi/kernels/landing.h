@@ -25,6 +25,7 @@ class Landing {
         scales_(op, args.targets, args.top_k, args.capacity, 3),
         slots_(op, 4) {}
 
+  JAX_EP_FN int64_t slot_bytes() const { return slot_bytes_; }
   JAX_EP_FN bool is_early(int token) const { return token < args_.early; }
 
   // What push_items asks for before it needs it, of a token's k-th assignment.

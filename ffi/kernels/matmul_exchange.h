@@ -35,6 +35,11 @@ class MatmulExchange {
   JAX_EP_FN T* sent(T* landing, int row, int column) const { return landing + at(row, column); }
   JAX_EP_FN T* landing(const Op& op) const { return static_cast<T*>(op.mail_from(peer)->buffers[0]); }
 
+  // One team of the rank is the `counter`.
+  JAX_EP_FN void count_received(const Op& op, bool counter) const {
+    op.count_received_by(counter, [&](int) { return (kept_.end - kept_.begin) * int64_t{n_} * sizeof(T); });
+  }
+
   // Adds what has landed of some rows and columns.
   JAX_EP_FN void add(const Team& team, Range rows, Range columns) const {
     Pieces pieces(overlap(rows, kept_), columns, n_);
@@ -100,6 +105,7 @@ template <class T>
 JAX_EP_FN void exchange_products(Op& op, const MatmulReduceArgs& args) {
   const MatmulExchange<T> exchange(op.comm, args);
   op.post(args.partial);
+  exchange.count_received(op, op.team.index == 0);
   op.wait_posted();
   const RowBlocks blocks(args.m);
   const auto own_rows = [&](int block) {

@@ -61,6 +61,7 @@ class MatmulReduce {
   // Until every rank has written its sums here, and fetches nothing any more.
   JAX_EP_FN void conclude() {
     op_.deliver(blocks_.chunks, 1, op_.team.count);
+    op_.count_received_by(op_.team.index == 0, [&](int rank) { return received_from(rank); });
     op_.wait_delivered(blocks_.chunks);
   }
 
@@ -72,10 +73,20 @@ class MatmulReduce {
 
   // An equal share of every block, so that all ranks have as much to do at any time; or what of it this rank keeps.
   JAX_EP_FN Range own_rows(int block) const {
-    const Range rows = blocks_.chunk(block);
-    if (args_.scatter) return overlap(rows, kept_);
-    const Range mine = share(rows.end - rows.begin, op_.comm.rank, op_.comm.size);
-    return {rows.begin + mine.begin, rows.begin + mine.end};
+    return args_.scatter ? overlap(blocks_.chunk(block), kept_) : rows_of(op_.comm.rank, block);
+  }
+  JAX_EP_FN Range rows_of(int rank, int block) const {
+    const Range rows = blocks_.chunk(block), theirs = share(rows.end - rows.begin, rank, op_.comm.size);
+    return {rows.begin + theirs.begin, rows.begin + theirs.end};
+  }
+  // Bytes: a rank's part of the sums of this rank, and the sums of that one.
+  JAX_EP_FN int64_t received_from(int rank) const {
+    int64_t rows = 0;
+    for (int block = 0; block < blocks_.chunks; ++block) {
+      const Range mine = own_rows(block), theirs = rows_of(rank, block);
+      rows += larger(0, mine.end - mine.begin) + (args_.scatter ? 0 : theirs.end - theirs.begin);
+    }
+    return rows * args_.n * static_cast<int>(sizeof(T));
   }
   JAX_EP_FN int pieces_per_block() const {
     const int rows = args_.scatter ? blocks_.block_rows : (blocks_.block_rows + op_.comm.size - 1) / op_.comm.size;

@@ -152,6 +152,17 @@ class Op {
   // The same for later: the word itself, as a comparison would wait for it at once.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
 
+  // Counts bytes of rows that came from a rank. One lane calls.
+  JAX_EP_FN void count_received(int source, int64_t bytes) const {
+    if (source != comm.rank && bytes) atomic_add(&heap->received_bytes[source], static_cast<uint64_t>(bytes));
+  }
+  // So many bytes_from(source), for every peer. One team of the rank is the `counter`.
+  template <class BytesFrom>
+  JAX_EP_FN void count_received_by(bool counter, BytesFrom bytes_from) const {
+    for (int source = team.lane; counter && source < comm.size; source += Team::lanes)
+      count_received(source, bytes_from(source));
+  }
+
   // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
     record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});

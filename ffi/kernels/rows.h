@@ -149,15 +149,18 @@ JAX_EP_FN TokenRows rows_of_token(const Team& team, int top_k, RowAt row_at) {
 }
 
 // Copies each token from where it has landed, from(token, row), to its rows, of which `row` is the first: it may have
-// landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none.
+// landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none. Returns how many
+// tokens have a row.
 template <class Mover, class From, class Valid>
-JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
-                            const int32_t* table, int top_k, From from, Valid valid) {
+JAX_EP_FN int copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
+                           const int32_t* table, int top_k, From from, Valid valid) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the token has landed whose source was asked for last
+  int here = 0;
   const auto source = [&](int token) -> const char* {
     const TokenRows found = rows_of_token(team, top_k, [&](int k) { return row_at(token, k); });
     const char* landed = from(token, found.first);
+    here += found.count > 0;
     filled = landed == received + found.first * bytes ? found.first : -1;
     return found.count > (filled < 0 ? 0 : 1) ? landed : nullptr;
   };
@@ -166,11 +169,12 @@ JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char*
     return row >= 0 && row != filled ? received + row * bytes : nullptr;
   };
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
+  return here;
 }
 template <class Mover, class From>
-JAX_EP_FN void copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
-                            const int32_t* table, int top_k, From from) {
-  copy_to_rows(team, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
+JAX_EP_FN int copy_to_rows(const Team& team, Mover& mover, Stride tokens, char* received, int64_t bytes,
+                           const int32_t* table, int top_k, From from) {
+  return copy_to_rows(team, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
 }
 
 // The same for rows so short that lanes copy several at once.

@@ -43,9 +43,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team&
   zero_padding(op, args.received, bytes, bounded, args.capacity, args.alignment);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
-    copy_to_rows(
+    const int here = copy_to_rows(
         op.team, mover, {tokens.begin, tokens.end, 1}, args.received, bytes, table, args.top_k,
         [&](int, int row) { return args.received + row * bytes; }, [&](int row) { return rows.place(row); });
+    if (team.lane == 0) op.count_received(source, here * bytes);
   });
   mover.complete_to(mover.mark());
   rows.report(op);

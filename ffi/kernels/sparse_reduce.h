@@ -54,7 +54,7 @@ class SparseReduce {
     if (!op_.ok()) return;
     op_.enter(Phase::send);
     for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
-                 [&](const Row& row) { send(row); });
+                 [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
     op_.deliver(kParts, 1, op_.team.count);
   }
 
@@ -65,7 +65,7 @@ class SparseReduce {
     op_.enter(Phase::reduce);
     for_each_row([&] { return op_.ask_for_ticket(); },
                  [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
-                 [&](const Row& row) { sum(row); });
+                 [&](const Row& row) { sum(row); }, [](const Row&) {});
     op_.deliver(kSums, 1, op_.team.count);  // and no peer's rows are read any more
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
@@ -114,9 +114,10 @@ class SparseReduce {
   }
 
   // Calls visit(row), on all lanes, for the rows that are wanted, until they are where they belong; groups of slots go
-  // to whoever is free.
-  template <class Ask, class Wanted, class Visit>
-  JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit) {
+  // to whoever is free. Calls look(row) before for all rows, each lane for one of its own, or for one that nobody
+  // holds.
+  template <class Ask, class Wanted, class Visit, class Look>
+  JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
     const Groups groups = slot_groups();
     for (uint64_t asked = ask(); op_.may_push();) {
@@ -130,6 +131,7 @@ class SparseReduce {
         const int slot = first + op_.team.lane;
         Row mine{slot, slot < end ? runs_.holding(slot) : Holding{0, 0, 0}, -1, home};
         if (mine.held.ranks) mine.owner = owner_of(mine);
+        look(mine);
         for (uint64_t left = op_.team.ballot(mine.held.ranks && wanted(mine)); left && op_.may_push(); left &= left - 1)
           visit(op_.team.from_lane(mine, lowest_bit(left)));
       }
@@ -146,6 +148,16 @@ class SparseReduce {
     return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.slot);
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
+
+  // Bytes from every peer: rows that it sums for this rank, and its parts of those that this rank sums.
+  JAX_EP_FN void count_rows(const Row& row) const {
+    const bool for_all = !args_.sharded, mine = row.owner == op_.comm.rank;
+    for (int rank = 0; rank < op_.comm.size; ++rank) {
+      const bool summed_there = row.owner == rank && (for_all || row.home == op_.comm.rank);
+      const int parts = op_.team.sum(summed_there || (mine && row.held.ranks >> rank & 1));
+      if (op_.team.lane == 0 && parts) op_.count_received(rank, parts * row_bytes_);
+    }
+  }
 
   JAX_EP_FN bool sends(const Row& row) const {
     if (!is_shared(row)) return row.owner == op_.comm.rank;

@@ -68,6 +68,9 @@ JAX_EP_FN uint64_t draw(uint64_t* numbers) {
 }
 // Among the teams of one rank, without order. Two of them return what was there before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return atomicAdd(p, value); }
+JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
 JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return atomicExch(p, value); }
 JAX_EP_FN void atomic_min(int32_t* p, int32_t value) { atomicMin(p, value); }
 JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { atomicOr(p, bits); }

@@ -54,6 +54,9 @@ JAX_EP_FN uint64_t draw(uint64_t* numbers) {
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
+  __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) {
   return __hip_atomic_exchange(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }

@@ -87,6 +87,7 @@ JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
 JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
 // Among the teams of one rank, without order. Two of them return what was there before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
 JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
   int32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);

@@ -94,6 +94,7 @@ struct ExchangeBeside {
 
   JAX_EP_FN void announce_tiles(Op& op) const {
     if (block == 0) op.post_by(true, work.args.partial);
+    exchange.count_received(op, block == 0);
     op.wait_posted();
     if (op.team.lane == 0) beside.landing = op.ok() ? reinterpret_cast<char*>(exchange.landing(op)) : nullptr;
     count(&beside.posted);

@@ -1,0 +1,113 @@
+"""Bytes that `Group.report()` counts, against numpy: what has to cross, each token once per pair of ranks."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matmul_cases
+import numpy as np
+import pytest
+import sparse_cases
+from conftest import OpenGroup
+
+from jax_ep import Group, combine, dispatch
+from jax_ep.lax import ragged_all_to_all
+
+EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 24, 3, 256
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def received(group: Group) -> np.ndarray:
+    """[receiver, source]"""
+    return np.array([rank.received_bytes for rank in group.report()])
+
+
+def tokens_between(case: helpers.Case, size: int) -> np.ndarray:
+    """[source, owner]: tokens of `source` with an expert at `owner`; zero on the diagonal."""
+    owners = case.ids // (EXPERTS // size)
+    counts = np.stack([(owners == owner).any(axis=-1).sum(axis=-1) for owner in range(size)], axis=1)
+    return counts * ~np.eye(size, dtype=bool)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("options", "row_bytes"),
+    [
+        ({}, HIDDEN * 4),
+        ({"wire_dtype": jnp.float8_e4m3fn, "dequantize": False}, HIDDEN + HIDDEN // 128 * 4),
+    ],
+    ids=["plain", "float8 rows"],
+)
+def test_dispatch(
+    options: dict[str, Any], row_bytes: int, tokens: int, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(4)
+    case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi", **options)
+
+    helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+    np.testing.assert_array_equal(received(group), tokens_between(case, 4).T * row_bytes)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
+def test_combine_and_gradients(tokens: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(4)
+    case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
+
+    def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
+        return combine(out.tokens, out.routing, group=group, implementation="ffi").sum()
+
+    helpers.fetch(helpers.per_rank(jax.value_and_grad(loss), group.mesh)(*case))
+    there = tokens_between(case, 4)
+    # There and back, and both ways again for the gradients.
+    np.testing.assert_array_equal(received(group), 2 * (there + there.T) * HIDDEN * 4)
+
+
+def test_ragged_all_to_all(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(2)
+    sizes = rng.integers(0, 5, (2, 2)).astype(np.int32)
+    starts = np.zeros((2, 2), np.int32) + [0, 5]
+    to = np.broadcast_to(np.array([[0, 0], [5, 5]], np.int32), (2, 2))
+
+    def body(operand: jax.Array, *slices: jax.Array) -> jax.Array:
+        return ragged_all_to_all(operand, jnp.zeros_like(operand), *slices, axis_name="ep")
+
+    operand = rng.standard_normal((2, 10, 3)).astype(np.float32)
+    helpers.fetch(helpers.per_rank(body, group.mesh)(operand, starts, sizes, to, sizes.T.copy()))
+    np.testing.assert_array_equal(received(group), sizes.T * ~np.eye(2, dtype=bool) * 12)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_sparse(sharded: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    size, rows, width = 4, 100, 16
+    group = open_group(size)
+    ids = sparse_cases.zipf(rng, size, 40, rows)
+    values = sparse_cases.draw_values(rng, ids, width)
+    helpers.fetch(sparse_cases.program(group, rows, capacity=rows, sharded=sharded, implementation="ffi")(ids, values))
+    block, total = (rows + size - 1) // size, 0
+    for row in np.unique(ids):
+        holders = {rank for rank in range(size) if row in ids[rank]}
+        total += len(holders) - 1  # to the rank that sums them
+        total += row // block not in holders if sharded else size - 1
+    assert received(group).sum() == total * width * 4
+    assert np.trace(received(group)) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("op", matmul_cases.OPS)
+def test_products(op: str, size: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(size)
+    m, k, n = 48, 32, 40
+    operands = matmul_cases.draw(rng, size, (m, k, n), helpers.DTYPES[0])
+    helpers.fetch(matmul_cases.program(op, group, implementation="ffi")(*operands))
+    rows = {
+        "all_gather_matmul": operands[0].shape[1] * k,
+        "matmul_reduce_scatter": m * n // size,
+        "matmul_all_reduce": m * n if size == 2 else 2 * m * n // size,  # two ranks exchange their products
+    }[op]
+    np.testing.assert_array_equal(received(group), rows * 2 * ~np.eye(size, dtype=bool))
