@@ -119,16 +119,22 @@ def _die_with(launcher: int) -> None:
         _leave(128 + signal.SIGKILL)
 
 
+_kept: list[Any] = []  # until the process ends
+
+
 class _LastToLeave:
-    """The coordinator's service, which ends when all other processes have: they would complain that it went away."""
+    """The coordinator's service, which ends with process 0, when all other processes have ended.
+
+    XLA's GPU clients watch the service until their process ends, and complain if it goes away: that of process 0 too.
+    """
 
     def __init__(self, service: Any, pipe: int):
         self._service, self._pipe = service, pipe
 
     def shutdown(self) -> None:
-        """On the way out jax calls this in process 0, after all have said that they leave."""
+        """On the way out jax calls this in process 0, after all have said that they leave, and drops this object."""
         select.select([self._pipe], [], [], _GRACE_SECONDS)
-        self._service.shutdown()
+        _kept.append(self._service)
 
 
 def _start_all(count: int, command: list[str]) -> int:
