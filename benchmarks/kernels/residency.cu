@@ -216,10 +216,10 @@ bool keep_order(const std::vector<Case>& cases, Group& group, int times, cudaStr
     CHECK(cudaDeviceSynchronize());
     for (size_t op = 0; op < cases.size(); ++op) wrong += !unchanged(cases[op], wanted[op]);
   }
-  const bool failed = group.take_error().has_value();
+  const auto error = group.take_error();
   std::printf("%d x %zu ops on two streams, poisoned: %d wrong%s\n", times, cases.size(), wrong,
-              failed ? ", and the group FAILED" : "");
-  return wrong == 0 && !failed;
+              error ? ("; " + error->kind + ": " + error->message).c_str() : "");
+  return wrong == 0 && !error;
 }
 
 // Two ranks on this GPU call an op with different shapes: both fail before anything is sent, long before the timeout.

@@ -40,7 +40,9 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 64, "no padding, which would be compared too");
 
-enum class Failure : int32_t { none, timeout, peer_lost, capacity, invalid_routing, mismatch };
+// Those from `timeout` on end the group.
+enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
+constexpr Failure kFirstFatal = Failure::timeout;
 
 // What a rank reports to the host: the first team of an op to fail claims it in the heap and fills it in.
 struct Report {

@@ -36,8 +36,7 @@ struct RankHistory {
   std::vector<uint64_t> waited_ns, received_bytes;  // by peer
 };
 
-// Whether a failure ends the group.
-constexpr bool is_fatal(Failure failure) { return failure != Failure::capacity && failure != Failure::invalid_routing; }
+constexpr bool is_fatal(Failure failure) { return failure >= kFirstFatal; }
 
 const char* name_of(OpKind op);
 

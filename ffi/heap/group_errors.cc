@@ -192,8 +192,12 @@ GroupError Group::describe(const Report& report) const {
       return {"PeerTimeoutError", op + text + progress(line, culprit, report.epoch) + "; the group has failed", true};
     }
     case Failure::peer_lost:
-      std::snprintf(text, sizeof(text), ": rank %d gave up because rank %d did not answer; the group has failed",
-                    report.rank, report.peer);
+      if (report.peer == report.rank)
+        std::snprintf(text, sizeof(text), ": the peers of rank %d gave up, as it did not answer; the group has failed",
+                      report.rank);
+      else
+        std::snprintf(text, sizeof(text), ": rank %d gave up because rank %d did not answer; the group has failed",
+                      report.rank, report.peer);
       return {"PeerLostError", op + text, true};
     case Failure::mismatch:
       return {"MismatchError",

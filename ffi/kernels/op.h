@@ -54,6 +54,7 @@ class Op {
   // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
   // met.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
+    record_begin(is_recorder());
     post_by(team.index == 0, a, b, c, d);
   }
   // One team of the rank is the `poster`.
@@ -62,8 +63,6 @@ class Op {
     team.sync();
     if (!ok() || !poster) return;
     enter(Phase::post);
-    constexpr bool kRecordsFirst = Team::lanes == 1;  // a host that reads a GPU's records comes much later
-    if (kRecordsFirst) begin_record();
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
       box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
@@ -73,8 +72,21 @@ class Op {
       box->buffers[4] = static_cast<char*>(e) + comm.shifts[4][peer];
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     }
-    if (!kRecordsFirst && team.lane == 0) begin_record();
   }
+
+  // Begins this rank's entry in the flight recorder, before the op posts. One team of the rank is the `recorder`.
+  JAX_EP_FN void record_begin(bool recorder) const {
+    if (ok() && recorder && team.lane == 0) begin_record();
+  }
+  // A team that nobody waits for at that time: the last of the second squad. A thread of the CPU posts itself.
+  JAX_EP_FN bool is_recorder() const {
+    return team.index == (Team::lanes == 1 ? 0 : smaller(2, team.squad.count) * team.member.count - 1);
+  }
+
+  // Whether this rank has posted: the flag itself, as a comparison would wait for it at once, and whether it is still
+  // of an op before.
+  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
+  JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
   // What a rank tells every peer, and waits to be told by every peer.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
@@ -204,9 +216,10 @@ class Op {
   JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
     team.sync();  // what lane 0 has seen of the other teams, all lanes see
     const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
+    const uint64_t now = clock_ns();
     const bool failed = load_acquire(&heap->abort) != 0;  // all on their way at once
     if (failed) {
-      if (ok()) settle(Status::aborted, comm.rank, 0, 0);  // names the culprit where no wait of this rank did
+      if (!has_told_failure(comm.report)) settle(Status::aborted, comm.rank, 0, 0);  // peers gave up before this op
       give_up();
     }
     const bool refused = refused_in == epoch;
@@ -223,11 +236,12 @@ class Op {
     store_relaxed(&heap->members, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
     store_relaxed(&heap->push_ticket, uint64_t{0});
+    if (!failed || has_record()) {  // else it never began
+      OpRecord* const record = record_of_op();
+      store_relaxed(&record->end_ns, now);
+      store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
+    }
     store_release(&heap->epoch, epoch);
-    if (failed && !has_record()) return;  // it never began
-    OpRecord* const record = record_of_op();
-    store_relaxed(&record->end_ns, clock_ns());
-    store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
   }
 
   // The least stamp of this op, whatever it is called with; a later op's is more. A flag that is of this epoch, but of

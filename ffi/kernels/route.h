@@ -6,6 +6,7 @@
 #include "kernels/args.h"
 #include "kernels/op.h"
 #include "kernels/peer_buffer.h"
+#include "kernels/post_dispatch.h"
 #include "kernels/rows.h"
 #include "kernels/segments.h"
 #include "kernels/tally.h"
@@ -14,9 +15,10 @@ namespace jax_ep {
 
 class Router {
  public:
-  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args, const DispatchPost& post)
       : op_(op),
         args_(args),
+        post_(post),
         tally_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
@@ -24,12 +26,13 @@ class Router {
   // Other teams do not wait for it before they need what it finds: see Routing.
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
-    post_dispatch(op_, args_, tally_.is_poster());
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
     op_.wait_told(&Heap::chosen);
+    const uint64_t posted = post_.ask(op_);
     op_.enter(Phase::layout);
     lay_out();
+    post_.post_if_late(op_, args_, posted);
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());
     op_.wait_posted();
@@ -111,6 +114,7 @@ class Router {
 
   Op& op_;
   const DispatchArgs& args_;
+  const DispatchPost& post_;
   Tally tally_;
   const Segments segments_;
   const int local_;

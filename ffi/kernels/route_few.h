@@ -5,6 +5,7 @@
 
 #include "kernels/args.h"
 #include "kernels/op.h"
+#include "kernels/post_dispatch.h"
 #include "kernels/rows.h"
 #include "kernels/segments.h"
 #include "kernels/tally.h"
@@ -13,9 +14,10 @@ namespace jax_ep {
 
 class FewRouter {
  public:
-  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
+  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args, const DispatchPost& post)
       : op_(op),
         args_(args),
+        post_(post),
         tally_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size),
@@ -25,10 +27,11 @@ class FewRouter {
   // Other teams do not wait for it before they need what it finds: see Routing.
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
-    post_dispatch(op_, args_, tally_.is_poster());
     send_choices();
     op_.wait_told(&Heap::chosen);
+    const uint64_t posted = post_.ask(op_);
     count();
+    post_.post_if_late(op_, args_, posted);
     op_.enter(Phase::layout);
     segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
@@ -46,10 +49,9 @@ class FewRouter {
     if (!tally_.is_first_squad()) return;
     op_.enter(Phase::count);
     constexpr int kAhead = Tally::kAhead;
-    const int senders = larger(1, team.member.count - 1);  // the last posts meanwhile
-    const int step = senders * Team::lanes;
-    for (int first = team.member.index * Team::lanes + team.lane;
-         op_.ok() && team.member.index < senders && first < per_rank_; first += kAhead * step) {
+    const int step = team.member.count * Team::lanes;
+    for (int first = team.member.index * Team::lanes + team.lane; op_.ok() && first < per_rank_;
+         first += kAhead * step) {
       Choice choices[kAhead];
       for (int i = 0; i < kAhead; ++i) {
         const int item = smaller(first + i * step, per_rank_ - 1);
@@ -117,6 +119,7 @@ class FewRouter {
 
   Op& op_;
   const DispatchArgs& args_;
+  const DispatchPost& post_;
   Tally tally_;
   const Segments segments_;
   const int local_, per_rank_;

@@ -15,11 +15,6 @@ struct Choice {
   float weight;
 };
 
-// Every rank's routers tell its peers where the buffers of a dispatch are.
-JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args, bool poster) {
-  op.post_by(poster, args.received, args.rows, args.arrived, args.scales, args.landing);
-}
-
 class Tally {
  public:
   // Of `items` assignments. There is a bin for every expert, and one behind them for ids out of range. All teams of a
@@ -37,8 +32,6 @@ class Tally {
   // Among the routers: the first team, and the place of this one.
   JAX_EP_FN bool is_first() const { return team_.index == 0; }
   JAX_EP_FN bool is_first_squad() const { return team_.squad.index == 0; }
-  // The team that tells the peers where the buffers of the op are.
-  JAX_EP_FN bool is_poster() const { return is_first_squad() && team_.member.index == team_.member.count - 1; }
   JAX_EP_FN Place place() const { return {team_.index, team_.count}; }
   JAX_EP_FN void barrier() const { op_.router_barrier(squads_); }
 

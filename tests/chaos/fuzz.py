@@ -60,6 +60,7 @@ def try_program(report: Report, index: int, values: range) -> None:
     with open_group(rng) as group:
         program = kind(rng, group, implementation_of(rng, group))
         report.programs += 1
+        report.trying(str(program))
         for value in values:
             faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True)
             try:
@@ -74,12 +75,14 @@ def try_program(report: Report, index: int, values: range) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, 10_000)
+    options.add_argument("--verbose", action="store_true", help="name every program before it runs")
     options.add_argument("--values", type=int, default=30, help="sets of values per program")
     options.add_argument("--program", type=int, help="this one alone")
     options.add_argument("--value", type=int, help="this set of values alone")
     given = options.parse_args(arguments)
+    faulthandler.enable()  # a crash says where, and --verbose says in which program
     prepare_devices()
-    report = Report("fuzz", given.seed, devices_here())
+    report = Report("fuzz", given.seed, devices_here(), verbose=given.verbose)
     if given.program is not None:
         values = range(given.values) if given.value is None else range(given.value, given.value + 1)
         try_program(report, given.program, values)

@@ -29,6 +29,7 @@ class Report:
     script: str
     seed: int
     where: str
+    verbose: bool = False
     configurations: int = 0
     programs: int = 0
     faults: int = 0
@@ -39,6 +40,10 @@ class Report:
 
     def __post_init__(self) -> None:
         print(f"{self.script}: seed {self.seed}, {self.where}", flush=True)
+
+    def trying(self, what: str) -> None:
+        if self.verbose:
+            print(f"{self.seconds():.1f} s: {what}", flush=True)
 
     def seconds(self) -> float:
         return time.monotonic() - self.began

@@ -21,6 +21,7 @@ from jax_ep import Group, JaxEpError, group as group_module
 from .compare import assert_near
 from .faulty_ops import Op, draw_ops
 
+OPEN_SECONDS = 30.0  # for a group: a busy machine needs more than the timeout of its ops
 OPS_AT_ONCE = 3  # of a group: each is compiled
 AWAITING = (jax.errors.JaxRuntimeError, ValueError)  # the latter where a program runs inline, on one device
 
@@ -60,7 +61,7 @@ class Member:
     def open(self, members: list[int], seed: list[int], timeout: float, poison: bool) -> dict[str, Any]:
         os.environ["JAX_EP_DEBUG_POISON"] = str(int(poison))
         devices = [device for device in jax.devices() if device.process_index in members]
-        self.group = Group(Mesh(np.array(devices), ("ep",)), "ep", timeout=timeout)
+        self.group = Group(Mesh(np.array(devices), ("ep",)), "ep", timeout=timeout, open_timeout=OPEN_SECONDS)
         drawn = draw_ops(np.random.default_rng(seed), self.group, OPS_AT_ONCE)
         self.ops = [Prepared(name, op, self.group.mesh) for name, op in drawn.items()]
         return {"ops": list(drawn)}

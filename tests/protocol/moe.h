@@ -151,6 +151,27 @@ inline void lost_rank(int tokens, Way way) {
   }
 }
 
+// Peers gave up between two ops of a rank, which may have been stopped meanwhile: its next op says so, once.
+inline void given_up_between_ops() {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(4);
+  fill(ranks, random);
+  for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.comm({0, rank}).heaps[rank]->abort, uint64_t{1 + 1});
+  const auto dispatch = [&](const Comm& comm, int rank, const Team& team) {
+    run_kernel<float>(comm, ranks[rank].dispatch_args(Way::few), team);
+  };
+  on_all_ranks(group, dispatch);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    expect(std::isnan(ranks[rank].received[0]), "nothing is delivered");
+    const auto seen = group.reported({0, rank});
+    expect(seen && seen->kind == "PeerLostError", "every rank tells the host");
+  }
+  on_all_ranks(group, dispatch);
+  for (int rank = 0; rank < kRanks; ++rank)
+    expect(group.comm({0, rank}).report->epoch == 1, "the first op that failed has the word");
+}
+
 // One rank runs another op, or the op with another number of tokens: nothing is pushed, and the error names both calls.
 inline void different_ops(bool other_op) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);

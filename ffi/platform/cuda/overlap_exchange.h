@@ -93,6 +93,7 @@ struct ExchangeBeside {
   }
 
   JAX_EP_FN void announce_tiles(Op& op) const {
+    op.record_begin(block == 0);
     if (block == 0) op.post_by(true, work.args.partial);
     exchange.count_received(op, block == 0);
     op.wait_posted();
