@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("native"),
 ]
 
-# M, K, N. Two ranks exchange smaller products than the first two: see ffi/platform/cuda/reduce_config.cc.
+# M, K, N. Two ranks exchange smaller products than the first two: see ffi/kernels/matmul/reduce_config.cc.
 FETCHED = {"matmul_all_reduce": (4096, 64, 4096), "matmul_reduce_scatter": (4608, 64, 4096)}
 SMALL = (528, 64, 264)
 

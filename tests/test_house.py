@@ -57,34 +57,57 @@ def headers(text: str) -> Iterator[tuple[str, str]]:
         yield match[1] or "", match[2] or ""
 
 
-def device_includes_only_device(root: Path) -> list[str]:
-    return [
-        f"{path} includes {quoted or angled}"
-        for path, text in native_files(root, "device")
-        for quoted, angled in headers(text)
-        if not quoted.startswith("device/")
-        and not STANDARD_HEADER.fullmatch(angled)
-        and not PLATFORM_HEADER.fullmatch(angled)
-    ]
+# What each folder of ffi/ may include: itself, and those before it. rows and gemm do not know each other.
+MAY_INCLUDE = {
+    "comm": (),
+    "rows": ("comm",),
+    "gemm": (),
+    "kernels": ("comm", "rows", "gemm"),
+    "runtime": ("comm", "rows", "gemm", "kernels"),
+    "bindings": ("comm", "rows", "gemm", "kernels", "runtime"),
+}
+CHOSEN_BY_PATH = ("launch.h", "runtime.h", "vmm.h")  # of runtime/<platform>: for runtime and bindings alone
 
 
-def kernels_include_only_device_and_kernels(root: Path) -> list[str]:
+def folders_include_only_those_below(root: Path) -> list[str]:
+    found = []
+    for folder, below in MAY_INCLUDE.items():
+        chosen = CHOSEN_BY_PATH if folder in ("runtime", "bindings") else ()
+        for path, text in native_files(root, folder):
+            for quoted, _ in headers(text):
+                known = quoted.startswith(tuple(f"{each}/" for each in (folder, *below))) or quoted in chosen
+                xla = quoted.startswith("xla/ffi/") and folder in ("runtime", "bindings")
+                if quoted and not known and not xla:
+                    found.append(f"{path} includes {quoted}")
+    return found
+
+
+def families_know_no_other(root: Path) -> list[str]:
+    """kernels/<family> includes itself and what lies in kernels/ for all."""
     return [
-        f"{path} includes {quoted or angled}"
+        f"{path} includes {quoted}"
         for path, text in native_files(root, "kernels")
-        for quoted, angled in headers(text)
-        if not quoted.startswith(("device/", "kernels/")) and not STANDARD_HEADER.fullmatch(angled)
+        for quoted, _ in headers(text)
+        if path.count("/") == 2 and quoted.startswith("kernels/") and quoted.count("/") == 2
+        if quoted.split("/")[1] != path.split("/")[1]
     ]
 
 
-def gemm_includes_only_gemm_and_cuda(root: Path) -> list[str]:
+def devices_know_only_their_compiler(root: Path) -> list[str]:
+    """Where kernels are written: no header of an operating system, of XLA or of a library."""
+
+    def may_include(path: str, header: str) -> bool:
+        if path.startswith("comm/") and PLATFORM_HEADER.fullmatch(header):
+            return True
+        if path.startswith(("gemm/", "kernels/matmul/")) and CUDA_HEADER.fullmatch(header):
+            return True
+        return STANDARD_HEADER.fullmatch(header) is not None
+
     return [
-        f"{path} includes {quoted or angled}"
-        for path, text in native_files(root, "gemm")
-        for quoted, angled in headers(text)
-        if not quoted.startswith("gemm/")
-        and not STANDARD_HEADER.fullmatch(angled)
-        and not CUDA_HEADER.fullmatch(angled)
+        f"{path} includes {angled}"
+        for path, text in native_files(root, "comm", "rows", "gemm", "kernels")
+        for _, angled in headers(text)
+        if angled and not may_include(path, angled)
     ]
 
 
@@ -99,7 +122,7 @@ def gemm_assembly_only_in_ptx(root: Path) -> list[str]:
 def binding_knows_no_offsets(root: Path) -> list[str]:
     return [
         f"{path} includes {quoted}"
-        for path, text in native_files(root, "binding")
+        for path, text in native_files(root, "bindings")
         for quoted, _ in headers(text)
         if quoted.endswith("layout.h")
     ]
@@ -108,25 +131,25 @@ def binding_knows_no_offsets(root: Path) -> list[str]:
 def only_platform_h_asks_for_the_platform(root: Path) -> list[str]:
     return [
         f"{path} asks {condition.strip()}"
-        for path, text in native_files(root, "device", "kernels")
+        for path, text in native_files(root, "comm", "rows", "kernels")
         for condition in CONDITION.findall(text)
-        if path != "device/platform.h" and PLATFORM_MACRO.search(condition)
+        if path != "comm/platform.h" and PLATFORM_MACRO.search(condition)
     ]
 
 
 def assembly_only_for_memory_order(root: Path) -> list[str]:
-    """In device/target/, where every platform has its own."""
+    """In comm/target/, where every platform has its own."""
     return [
         f"{path} contains assembly"
-        for path, text in native_files(root, "device", "kernels")
-        if ASSEMBLY.search(text) and not path.startswith("device/target/")
+        for path, text in native_files(root, "comm", "rows", "kernels")
+        if ASSEMBLY.search(text) and not path.startswith("comm/target/")
     ]
 
 
 def protocol_throws_nothing(root: Path) -> list[str]:
     return [
         f"{path} throws"
-        for path, text in native_files(root, "device", "kernels", "gemm")
+        for path, text in native_files(root, "comm", "rows", "kernels", "gemm")
         if re.search(r"\bthrow\b", text)
     ]
 
@@ -179,12 +202,14 @@ def python_touches_no_pointer(root: Path) -> list[str]:
     ]
 
 
-def heap_knows_no_xla(root: Path) -> list[str]:
+def runtime_knows_xla_in_three_places(root: Path) -> list[str]:
+    """How a custom call finds its group, and how its kernel is launched."""
+    places = re.compile(r"runtime/(call_site|registry|extra|\w+/launch)\.(h|cc)")
     return [
         f"{path} includes {quoted or angled}"
-        for path, text in native_files(root, "heap")
+        for path, text in native_files(root, "runtime")
         for quoted, angled in headers(text)
-        if (quoted or angled).startswith(("xla/", "pybind11/", "binding/"))
+        if (quoted or angled).startswith(("xla/", "pybind11/")) and not places.fullmatch(path)
     ]
 
 
@@ -211,25 +236,25 @@ def files_are_short(root: Path) -> list[str]:
 
 # Every rule, and files that break it: the path, what it holds, and nothing else in the tree.
 BROKEN: list[tuple[Rule, str, str]] = [
-    (device_includes_only_device, "ffi/device/a.h", '#include "xla/ffi/api/ffi.h"'),
-    (device_includes_only_device, "ffi/device/a.h", "#include <pybind11/pybind11.h>"),
-    (device_includes_only_device, "ffi/device/target/a.h", '#include "kernels/dispatch.h"'),
-    (device_includes_only_device, "ffi/device/a.h", '  #  include "heap/group.h"'),
-    (device_includes_only_device, "ffi/device/a.h", '#include "platform/cpu/executor.h"'),
-    (device_includes_only_device, "ffi/device/a.h", "#include <unistd.h>"),
-    (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "binding/decode.h"'),
-    (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", '#include "heap/group.h"'),
-    (kernels_include_only_device_and_kernels, "ffi/kernels/a.h", "#include <cuda_runtime.h>"),
-    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/a.h", '#include "kernels/op.h"'),
-    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/ptx/a.h", '#include "xla/ffi/api/ffi.h"'),
-    (gemm_includes_only_gemm_and_cuda, "ffi/gemm/a.h", "#include <cublas_v2.h>"),
+    (folders_include_only_those_below, "ffi/comm/a.h", '#include "xla/ffi/api/ffi.h"'),
+    (folders_include_only_those_below, "ffi/comm/target/a.h", '  #  include "rows/movers.h"'),
+    (folders_include_only_those_below, "ffi/rows/a.h", '#include "gemm/kernel.h"'),
+    (folders_include_only_those_below, "ffi/gemm/ptx/a.h", '#include "comm/op.h"'),
+    (folders_include_only_those_below, "ffi/kernels/moe/a.h", '#include "runtime/group.h"'),
+    (folders_include_only_those_below, "ffi/kernels/a.h", '#include "launch.h"'),
+    (folders_include_only_those_below, "ffi/runtime/cpu/a.cc", '#include "bindings/decode.h"'),
+    (families_know_no_other, "ffi/kernels/moe/a.h", '#include "kernels/sparse/args.h"'),
+    (devices_know_only_their_compiler, "ffi/comm/a.h", "#include <pybind11/pybind11.h>"),
+    (devices_know_only_their_compiler, "ffi/comm/a.h", "#include <unistd.h>"),
+    (devices_know_only_their_compiler, "ffi/kernels/a.h", "#include <cuda_runtime.h>"),
+    (devices_know_only_their_compiler, "ffi/gemm/a.h", "#include <cublas_v2.h>"),
     (gemm_assembly_only_in_ptx, "ffi/gemm/kernel.h", 'asm volatile("wgmma.fence.sync.aligned;");'),
-    (binding_knows_no_offsets, "ffi/binding/a.cc", '#include "device/layout.h"'),
-    (only_platform_h_asks_for_the_platform, "ffi/device/a.h", "#ifdef __CUDACC__\n#endif"),
-    (only_platform_h_asks_for_the_platform, "ffi/device/target/a.h", "#if __CUDA_ARCH__ >= 900\n#endif"),
+    (binding_knows_no_offsets, "ffi/bindings/a.cc", '#include "comm/layout.h"'),
+    (only_platform_h_asks_for_the_platform, "ffi/comm/a.h", "#ifdef __CUDACC__\n#endif"),
+    (only_platform_h_asks_for_the_platform, "ffi/comm/target/a.h", "#if __CUDA_ARCH__ >= 900\n#endif"),
     (only_platform_h_asks_for_the_platform, "ffi/kernels/a.h", "#if 0\n#elif defined(__HIP_PLATFORM_AMD__)\n#endif"),
     (only_platform_h_asks_for_the_platform, "ffi/kernels/a.h", "#if !defined(__x86_64__)\n#endif"),
-    (assembly_only_for_memory_order, "ffi/device/copy.h", 'asm volatile("membar.sys;");'),
+    (assembly_only_for_memory_order, "ffi/comm/copy.h", 'asm volatile("membar.sys;");'),
     (assembly_only_for_memory_order, "ffi/kernels/a.h", '__asm__("nop");'),
     (protocol_throws_nothing, "ffi/kernels/a.h", "void f() { throw 1; }"),
     (protocol_throws_nothing, "ffi/gemm/a.cc", "void f() { throw 1; }"),
@@ -244,9 +269,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (init_only_exports, "jax_ep/__init__.py", "def f(): ..."),
     (python_touches_no_pointer, "jax_ep/a.py", "import ctypes.util"),
     (python_touches_no_pointer, "pallas_kernels/a.py", "from ctypes import c_int"),
-    (heap_knows_no_xla, "ffi/heap/a.cc", '#include "xla/ffi/api/ffi.h"'),
-    (heap_knows_no_xla, "ffi/heap/a.h", "#include <pybind11/stl.h>"),
-    (heap_knows_no_xla, "ffi/heap/a.h", '#include "binding/registry.h"'),
+    (runtime_knows_xla_in_three_places, "ffi/runtime/a.cc", '#include "xla/ffi/api/ffi.h"'),
+    (runtime_knows_xla_in_three_places, "ffi/runtime/gpu/a.h", "#include <pybind11/stl.h>"),
     (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "import jax.numpy as jnp"),
     (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "from jax_ep import _ffi"),
     (files_are_short, "ffi/kernels/a.h", "\n" * LONGEST_FILE),
@@ -255,15 +279,16 @@ BROKEN: list[tuple[Rule, str, str]] = [
 
 # What must pass, for no rule may be so strict that it cannot be kept.
 KEPT = {
-    "ffi/device/platform.h": '#if defined(__CUDACC__)\n#include "device/target/cuda.h"\n#endif',
-    "ffi/device/target/cuda.h": '#include <cuda_runtime.h>\nasm volatile("fence;");',
-    "ffi/device/target/hip.h": "#include <hip/hip_runtime.h>\n",
-    "ffi/device/a.h": '// never asm or throw, nor __CUDACC__\n#include "device/platform.h"\n#include <cstdint>',
-    "ffi/kernels/a.h": '#pragma once\n#include "device/layout.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
+    "ffi/comm/platform.h": '#if defined(__CUDACC__)\n#include "comm/target/cuda.h"\n#endif',
+    "ffi/comm/target/cuda.h": '#include <cuda_runtime.h>\nasm volatile("fence;");',
+    "ffi/comm/target/hip.h": "#include <hip/hip_runtime.h>\n",
+    "ffi/comm/a.h": '// never asm or throw, nor __CUDACC__\n#include "comm/platform.h"\n#include <cstdint>',
+    "ffi/kernels/a.h": '#pragma once\n#include "comm/layout.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
     "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include <optional>\n#include "gemm/ptx/tma.h"',
     "ffi/gemm/ptx/a.h": 'asm volatile("setmaxnreg;");',
-    "ffi/binding/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
-    "ffi/heap/a.h": '#include "device/heap.h"\n#include "platform/gpu/device_scope.h"\n#include <poll.h>',
+    "ffi/bindings/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
+    "ffi/runtime/a.h": '#include "comm/heap.h"\n#include "runtime/gpu/a.h"\n#include "vmm.h"\n#include <poll.h>',
+    "ffi/runtime/gpu/launch.h": '#include "xla/ffi/api/ffi.h"',
     "jax_ep/_bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
     "jax_ep/__init__.py": '"""Doc."""\nfrom jax_ep.a import b as b\n__all__ = ["b"]',
     "jax_ep/_ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
@@ -285,7 +310,7 @@ def test_the_house_keeps(rule: Rule) -> None:
 
 
 def test_the_rules_have_something_to_read() -> None:
-    for folder in ("device", "kernels", "gemm", "binding"):
+    for folder in MAY_INCLUDE:
         assert list(native_files(ROOT, folder)), f"ffi/{folder} is empty"
     assert list(python_files(ROOT, "jax_ep"))
 

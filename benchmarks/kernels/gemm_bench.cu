@@ -2,9 +2,8 @@
 // difficulty, with the largest error of each; then TFLOP/s, beside cuBLAS where it is found ($CUBLAS names the
 // library).
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi benchmarks/kernels/gemm_bench.cu
-//     ffi/platform/cuda/gemm.cu ffi/gemm/config.cc ffi/gemm/tensor_map.cc -ldl -o gemm_bench
-//   ./gemm_bench check | time | sweep
+//   cmake -S tests -B build && cmake --build build --target gemm_bench
+//   build/gemm_bench check | time | sweep
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>

@@ -2,10 +2,8 @@
 // several launch configurations. Prints microseconds per op and checks that combine(dispatch(x)) is x times its
 // weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
-//     benchmarks/kernels/kernels_bench.cu ffi/platform/gpu/*.cu ffi/platform/gpu/launch_config.cc
-//     ffi/heap/{group,group_errors,mappings,memory_gpu,note,region_gpu,sharing,sites}.cc -o kernels_bench
-//     ./kernels_bench [ranks [early]]
+//   cmake -S tests -B build && cmake --build build --target kernels_bench
+//   build/kernels_bench [ranks [early]]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -21,9 +19,9 @@
 #include <vector>
 
 #include "graph_times.h"
-#include "heap/group.h"
 #include "kernels/sizes.h"
-#include "platform/gpu/kernel_launch.h"
+#include "runtime/gpu/kernel_launch.h"
+#include "runtime/group.h"
 
 using namespace jax_ep;
 

@@ -3,12 +3,8 @@
 // `time`, `bands`, `blocks` and `sweep` time them inside CUDA graphs beside the product alone, all but the first in
 // other configurations too.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Iffi -Iffi/platform/cuda
-//     -D"JAX_EP_COLD_FN=__device__ __forceinline__" benchmarks/kernels/overlap_bench.cu
-//     ffi/platform/cuda/{matmul_{reduce,exchange},gather_matmul,gemm}.cu
-//     ffi/platform/cuda/{overlap,gather,reduce}_config.cc ffi/platform/gpu/*.cu ffi/gemm/{config,tensor_map}.cc
-//     ffi/heap/{group,group_errors,mappings,memory_gpu,note,region_gpu,sharing,sites}.cc -ldl -o overlap_bench
-//   ./overlap_bench check 2 && ./overlap_bench stress 2 && ./overlap_bench time 2
+//   cmake -S tests -B build && cmake --build build --target overlap_bench
+//   build/overlap_bench check 2 && build/overlap_bench stress 2 && build/overlap_bench time 2
 #include <numeric>
 #include <string>
 

@@ -13,8 +13,8 @@
 
 #include "check.h"
 #include "gemm/gemm.h"
-#include "heap/group.h"
-#include "platform/cuda/matmul.h"
+#include "runtime/cuda/matmul.h"
+#include "runtime/group.h"
 
 using namespace jax_ep;
 

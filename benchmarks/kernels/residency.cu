@@ -2,10 +2,8 @@
 // and whether ranks that call an op with different shapes are told. On one GPU; results must be those of an undisturbed
 // run, bit for bit.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Iffi -Iffi/platform/cuda -Iffi/platform/gpu
-//     benchmarks/kernels/residency.cu ffi/platform/gpu/*.cu ffi/platform/gpu/launch_config.cc
-//     ffi/heap/{group,group_errors,mappings,memory_gpu,note,region_gpu,sharing,sites}.cc -o residency
-//     ./residency
+//   cmake -S tests -B build && cmake --build build --target residency
+//   build/residency
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -17,11 +15,11 @@
 #include <vector>
 
 #include "check.h"
-#include "heap/group.h"
 #include "kernels/signature.h"
 #include "kernels/sizes.h"
-#include "platform/gpu/kernel_launch.h"
-#include "platform/gpu/stream_order.h"
+#include "runtime/gpu/kernel_launch.h"
+#include "runtime/gpu/stream_order.h"
+#include "runtime/group.h"
 
 using namespace jax_ep;
 

@@ -1,14 +1,14 @@
 // All ops, and the choice of the instantiation that fits the rows' dtype.
 #pragma once
 
-#include "kernels/combine.h"
-#include "kernels/dispatch.h"
-#include "kernels/gather_matmul.h"
-#include "kernels/matmul_reduce.h"
-#include "kernels/ragged_all_to_all.h"
-#include "kernels/scatter.h"
-#include "kernels/sparse_reduce.h"
-#include "kernels/sparse_union.h"
+#include "kernels/matmul/gather.h"
+#include "kernels/matmul/reduce.h"
+#include "kernels/moe/combine.h"
+#include "kernels/moe/dispatch.h"
+#include "kernels/moe/scatter.h"
+#include "kernels/ragged/ragged_all_to_all.h"
+#include "kernels/sparse/reduce.h"
+#include "kernels/sparse/union.h"
 
 namespace jax_ep {
 

@@ -1,10 +1,11 @@
 // Which buffers of an op peers write into, or read: what its kernel posts, in the order in which it does.
 #pragma once
 
-#include "device/layout.h"
-#include "kernels/args.h"
-#include "kernels/matmul_args.h"
-#include "kernels/sparse_args.h"
+#include "comm/layout.h"
+#include "kernels/matmul/args.h"
+#include "kernels/moe/args.h"
+#include "kernels/ragged/args.h"
+#include "kernels/sparse/args.h"
 
 namespace jax_ep {
 

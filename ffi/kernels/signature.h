@@ -4,9 +4,10 @@
 #include <cstring>
 #include <string>
 
-#include "kernels/args.h"
-#include "kernels/matmul_args.h"
-#include "kernels/sparse_args.h"
+#include "kernels/matmul/args.h"
+#include "kernels/moe/args.h"
+#include "kernels/ragged/args.h"
+#include "kernels/sparse/args.h"
 
 namespace jax_ep {
 

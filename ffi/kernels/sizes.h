@@ -1,8 +1,8 @@
 // The sizes of buffers that Python must know when it traces an op.
 #pragma once
 
-#include "device/heap.h"
-#include "device/layout.h"
+#include "comm/heap.h"
+#include "comm/layout.h"
 
 namespace jax_ep {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gemm/config.h"
-#include "platform/cuda/overlap_config.h"
+#include "kernels/matmul/overlap_config.h"
 
 using namespace jax_ep::gemm;
 

@@ -1,5 +1,5 @@
 // The two halves of a signal, alone, so that check_order.sh can read what they compile to.
-#include "device/platform.h"
+#include "comm/platform.h"
 
 extern "C" __global__ void publish(uint64_t* flag, uint64_t* data) {
   *data = 1;

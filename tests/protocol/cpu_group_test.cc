@@ -1,5 +1,5 @@
 // A group on the CPU, without XLA: ranks that fail alone, and ranks that are parked when they do.
-#include "platform/cpu/cpu_group.h"
+#include "runtime/cpu/cpu_group.h"
 
 #include <cstdio>
 #include <future>

@@ -1,11 +1,11 @@
 // The launch of every op where a block has only four teams, as on AMD: all of them can be there.
-#include "platform/gpu/launch_config.h"
+#include "runtime/gpu/launch_config.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 
-#include "device/platform.h"
+#include "comm/platform.h"
 #include "runtime.h"
 
 namespace jax_ep {

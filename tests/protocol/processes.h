@@ -9,8 +9,8 @@
 #include <chrono>
 #include <future>
 
-#include "heap/reach.h"
 #include "moe.h"
+#include "runtime/reach.h"
 
 namespace jax_ep {
 

@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "expect.h"
-#include "heap/reach.h"
 #include "kernels/kernels.h"
-#include "platform/gpu/kernel_launch.h"
+#include "runtime/gpu/kernel_launch.h"
+#include "runtime/reach.h"
 #include "vmm.h"
 
 namespace jax_ep {

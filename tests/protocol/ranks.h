@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "expect.h"
-#include "heap/group.h"
 #include "kernels/kernels.h"
+#include "runtime/group.h"
 
 namespace jax_ep {
 

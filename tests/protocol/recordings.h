@@ -6,9 +6,9 @@
 #include <set>
 #include <utility>
 
-#include "heap/host_clock.h"
-#include "heap/recorder.h"
 #include "moe.h"
+#include "runtime/host_clock.h"
+#include "runtime/recorder.h"
 
 namespace jax_ep {
 

@@ -1,4 +1,4 @@
-// A GPU runtime that is the host, for what heap/ asks of one; a twin of ffi/platform/cuda/runtime.h.
+// A GPU runtime that is the host, for what runtime/ asks of one; a twin of ffi/runtime/cuda/runtime.h.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Virtual memory of a GPU that is the host: allocations are anonymous files; a twin of ffi/platform/cuda/vmm.h.
+// Virtual memory of a GPU that is the host: allocations are anonymous files; a twin of ffi/runtime/cuda/vmm.h.
 #pragma once
 
 #include <sys/mman.h>

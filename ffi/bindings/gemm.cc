@@ -1,0 +1,99 @@
+// FFI handlers of the grouped products. They need no group of ranks: everything is on the device of the call.
+#include "gemm/gemm.h"
+
+#include "bindings/handlers.h"
+#include "runtime/cuda/matmul.h"
+#include "runtime/extra.h"
+
+namespace jax_ep {
+namespace {
+
+namespace ffi = xla::ffi;
+using Sizes = ffi::Buffer<ffi::S32>;
+
+std::optional<gemm::DType> gemm_dtype(ffi::DataType type) {
+  if (type == ffi::BF16) return gemm::DType::bfloat16;
+  if (type == ffi::F16) return gemm::DType::float16;
+  if (type == ffi::F32) return gemm::DType::float32;
+  return std::nullopt;
+}
+
+int dim(ffi::AnyBuffer buffer, size_t axis) { return static_cast<int>(buffer.dimensions()[axis]); }
+
+ffi::Error start(gemm::Arguments arguments, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, Sizes sizes,
+                 ffi::AnyBuffer out) {
+  const auto in = gemm_dtype(a.element_type()), result = gemm_dtype(out.element_type());
+  if (!in || !result || a.element_type() != b.element_type())
+    return {ffi::ErrorCode::kInvalidArgument, "grouped product: operands must be bfloat16 or float16, both alike"};
+  arguments.in = *in;
+  arguments.out = *result;
+  arguments.a = a.untyped_data();
+  arguments.b = b.untyped_data();
+  arguments.out_data = out.untyped_data();
+  arguments.group_sizes = sizes.typed_data();
+  arguments.groups = static_cast<int>(sizes.element_count());
+  if (const auto error = gemm::launch(arguments, stream))
+    return {ffi::ErrorCode::kInvalidArgument, "grouped product: " + *error};
+  return ffi::Error::Success();
+}
+
+// lhs [m, k], rhs [groups, k, n], or [groups, n, k] if transposed -> [m, n].
+ffi::Error grouped_matmul_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, Sizes sizes,
+                               ffi::Result<ffi::AnyBuffer> out, bool transpose_rhs) {
+  gemm::Arguments arguments{};
+  arguments.grouping = gemm::Grouping::rows;
+  arguments.m = dim(lhs, 0);
+  arguments.k = dim(lhs, 1);
+  arguments.n = dim(*out, 1);
+  arguments.b_is_k_by_n = !transpose_rhs;
+  return start(arguments, stream, lhs, rhs, sizes, *out);
+}
+
+// lhs [rows, m], rhs [rows, n] -> [groups, m, n]: lhs' x rhs over the rows of each group.
+ffi::Error grouped_outer_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, Sizes sizes,
+                              ffi::Result<ffi::AnyBuffer> out) {
+  gemm::Arguments arguments{};
+  arguments.grouping = gemm::Grouping::contraction;
+  arguments.m = dim(lhs, 1);
+  arguments.k = dim(lhs, 0);
+  arguments.n = dim(rhs, 1);
+  arguments.a_is_k_by_m = arguments.b_is_k_by_n = true;
+  return start(arguments, stream, lhs, rhs, sizes, *out);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul_handler, grouped_matmul_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // lhs
+                                  .Arg<ffi::AnyBuffer>()  // rhs
+                                  .Arg<Sizes>()           // group_sizes
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("transpose_rhs"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_outer_handler, grouped_outer_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // lhs
+                                  .Arg<ffi::AnyBuffer>()  // rhs
+                                  .Arg<Sizes>()           // group_sizes
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<NamedHandler> extra_handlers() {
+  return {{"grouped_matmul", grouped_matmul_handler},
+          {"grouped_outer", grouped_outer_handler},
+          {"matmul_reduce", matmul_reduce_handler},
+          {"gather_matmul", gather_matmul_handler}};
+}
+
+std::optional<std::string> load_extra_kernels() {
+  cudaError_t error = gemm::load();
+  if (error == cudaSuccess) error = load_matmul_reduce();
+  if (error == cudaSuccess) error = load_gather_matmul();
+  if (error == cudaSuccess) return std::nullopt;
+  return cudaGetErrorString(error);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,223 @@
+// The Python module of one platform's library: groups, handlers, and the sizes that Python must know.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "bindings/decode.h"
+#include "bindings/handlers.h"
+#include "runtime/call_site.h"
+#include "runtime/extra.h"
+#include "runtime/memory.h"
+#include "runtime/recorder.h"
+
+namespace py = pybind11;
+
+namespace jax_ep {
+namespace {
+
+template <class Function>
+py::capsule capsule(Function* handler) {
+  return py::capsule(reinterpret_cast<void*>(handler));
+}
+
+// The stages of each op's handler.
+py::dict handlers() {
+  std::vector<NamedHandler> named{
+      {"dispatch", dispatch_handler},         {"scatter", scatter_handler},
+      {"combine", combine_handler},           {"ragged_all_to_all", ragged_all_to_all_handler},
+      {"sparse_union", sparse_union_handler}, {"sparse_reduce", sparse_reduce_handler}};
+  for (const NamedHandler& extra : extra_handlers()) named.push_back(extra);
+  py::dict all;
+  for (const auto& [name, handler] : named) {
+    py::dict stages;
+    stages["instantiate"] = capsule(call_site_handler);
+    stages["initialize"] = capsule(group_check_handler);
+    stages["execute"] = capsule(handler);
+    all[name] = stages;
+  }
+  return all;
+}
+
+py::dict types() {
+  static constexpr XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
+  py::dict type, all;
+  type["type_id"] = py::capsule(static_cast<void*>(&CallSite::id));
+  type["type_info"] = py::capsule(static_cast<const void*>(&info));
+  all["jax_ep_call_site"] = type;
+  return all;
+}
+
+// (squad, role, epoch, op, phase, begin_ns, end_ns)
+using PySpan = std::tuple<int, int, uint64_t, const char*, const char*, int64_t, int64_t>;
+// (line, rank, lost, unfinished, spans)
+using PyRecording = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
+
+PyRecording to_python(const Recording& recording) {
+  std::vector<PySpan> spans;
+  for (const Span& s : recording.spans)
+    spans.emplace_back(s.squad, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
+  return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
+}
+
+py::dict op_kinds() {
+  py::dict kinds;
+  for (const OpKind op : {OpKind::dispatch, OpKind::combine, OpKind::ragged_all_to_all})
+    kinds[name_of(op)] = static_cast<int>(op);
+  return kinds;
+}
+
+// (epoch, op, call, outcome, begin_ns, end_ns)
+using PyRecord = std::tuple<uint64_t, const char*, std::string, const char*, uint64_t, uint64_t>;
+// (line, rank, finished, process, waited_ns, received_bytes, records)
+using PyHistory =
+    std::tuple<int, int, uint64_t, std::string, std::vector<uint64_t>, std::vector<uint64_t>, std::vector<PyRecord>>;
+
+PyHistory to_python(const RankHistory& history) {
+  static constexpr const char* kOutcomes[] = {"running", "delivered", "failed"};
+  std::vector<PyRecord> records;
+  for (const OpRecord& op : history.ops)
+    records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
+                         kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
+  return {history.seat.line, history.seat.rank,      history.finished,  history.process,
+          history.waited_ns, history.received_bytes, std::move(records)};
+}
+
+using PyError = std::optional<std::pair<std::string, std::string>>;
+
+PyError to_python(const std::optional<GroupError>& error) {
+  if (!error) return std::nullopt;
+  return std::pair{error->kind, error->message};
+}
+
+// A group as Python holds it: registered while open. A child that was forked has none of the group's threads: there
+// everything is left as it is. Once the group is closed or released, there is nothing more to tell.
+class Handle {
+ public:
+  Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
+         std::vector<int> sockets, int64_t content, int index)
+      : registration_(register_group(content, index)), id_(registration_->id) {
+    registration_->open(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                                        Neighbours{std::move(processes), std::move(sockets)}, id_));
+  }
+  ~Handle() {
+    if (is_forked()) new std::shared_ptr<Registration>(std::move(registration_));
+  }
+
+  int64_t id() const { return id_; }
+  void close() {
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    if (!group || is_forked()) return;
+    group->close();
+    recorder_ = nullptr;
+    std::atomic_load(&registration_)->end();
+  }
+  // Nobody in Python holds the group any more: it is closed with the last program that was compiled for it.
+  void release() {
+    if (is_forked()) return;
+    recorder_ = nullptr;
+    std::atomic_store(&registration_, {});
+  }
+  // In short waits: between them the watchdog, who calls this, does not keep a released group alive.
+  PyError await_failure(double seconds) {
+    constexpr double kPeriod = 0.05;
+    for (; seconds > 0; seconds -= kPeriod) {
+      const std::shared_ptr<PlatformGroup> group = open_group();
+      if (!group) return std::pair{"GroupClosedError", "the group was closed"};
+      if (const auto error = group->await_failure(kPeriod)) return to_python(error);
+    }
+    return std::nullopt;
+  }
+  std::vector<PyHistory> history() const {
+    std::vector<PyHistory> all;
+    if (const std::shared_ptr<PlatformGroup> group = open_group())
+      for (const RankHistory& each : group->history()) all.push_back(to_python(each));
+    return all;
+  }
+  PyError take_error() {
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    return group ? to_python(group->take_error()) : std::nullopt;
+  }
+  void start_recording() {
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    if (!group) return;
+    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_squads());
+    recorder_->start();
+  }
+  std::vector<PyRecording> stop_recording() {
+    std::vector<PyRecording> all;
+    if (!recorder_) return all;
+    for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
+    return all;
+  }
+  void limit_processors(int most) {
+    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->limit_processors(most);
+  }
+  // Blocks, threads, pushing warps of a block, bytes of shared memory of a warp; nothing on a CPU.
+  std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
+    const std::shared_ptr<PlatformGroup> group = open_group();
+    return group ? describe_launch(*group, static_cast<OpKind>(op), num_tokens, encoded) : std::nullopt;
+  }
+  // Test hooks.
+  void stall(int rank, const std::string& where) {
+    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stall(rank, where);
+  }
+  void stage_all() {
+    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stage_all();
+  }
+
+ private:
+  bool is_forked() const { return getpid() != process_; }
+  std::shared_ptr<PlatformGroup> open_group() const {
+    const std::shared_ptr<Registration> registration = std::atomic_load(&registration_);
+    return registration ? std::static_pointer_cast<PlatformGroup>(registration->group()) : nullptr;
+  }
+
+  const pid_t process_ = getpid();
+  std::shared_ptr<Registration> registration_;
+  const int64_t id_;
+  std::unique_ptr<Recorder> recorder_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(JAX_EP_MODULE, module) {
+  module.attr("version") = JAX_EP_VERSION;
+  module.attr("max_experts") = kMaxExperts;
+  module.attr("max_ranks") = kMaxRanks;
+  module.attr("op_kinds") = op_kinds();
+  module.def("handlers", &handlers);
+  module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
+  module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
+  module.def("types", &types);
+  module.def("route_scratch", &route_scratch);
+  module.def("bitmap_scratch", &bitmap_scratch);
+  module.def("sparse_landing_bytes", &sparse_landing_bytes);
+  module.def("early_tokens", &early_tokens);
+  module.def("landing_slot_bytes", &landing_slot_bytes);
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<Handle>(module, "Group")
+      .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
+                    int64_t, int>(),
+           unlocked)
+      .def_property_readonly("id", &Handle::id)
+      .def("close", &Handle::close, unlocked)
+      .def("release", &Handle::release, unlocked)
+      .def("take_error", &Handle::take_error, unlocked)
+      .def("await_failure", &Handle::await_failure, unlocked)
+      .def("history", &Handle::history, unlocked)
+      .def("start_recording", &Handle::start_recording, unlocked)
+      .def("stop_recording", &Handle::stop_recording, unlocked)
+      .def("limit_processors", &Handle::limit_processors)
+      .def("launch_config", &Handle::launch_config)
+      .def("stall", &Handle::stall)
+      .def("stage_all", &Handle::stage_all);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,96 @@
+// Pushing, shared among the teams of a rank: who takes which item, and how the peers learn of a chunk.
+#pragma once
+
+#include "comm/layout.h"
+#include "comm/op.h"
+
+namespace jax_ep {
+
+// Hands out items in order, to whoever is free: links and processors are not equally fast, and some teams may not have
+// begun. The first is asked for where this is made. `by_place`: every pushing team has a first item of its own and asks
+// for further ones only, which saves a tenth of the time of few tokens; then all must begin.
+class PushItems {
+ public:
+  JAX_EP_FN PushItems(Op& op, int items, bool by_place = false)
+      : op_(op), items_(items), by_place_(by_place ? op.team.pusher.count : 0), begun_(!by_place) {
+    if (begun_) asked_ = op.ask_for_push_ticket();
+  }
+
+  // The next item of this team, or -1.
+  JAX_EP_FN int next() {
+    const int item = begun_ ? by_place_ + op_.take_ticket(asked_) : op_.team.pusher.index;
+    if (item >= items_) return -1;
+    begun_ = true;
+    asked_ = op_.ask_for_push_ticket();
+    return item;
+  }
+
+ private:
+  Op& op_;
+  const int items_, by_place_;
+  uint64_t asked_ = 0;
+  bool begun_;
+};
+
+// Counts the items that this team has put, and tells when those of a chunk are written: when the next are already on
+// their way, so that the wire does not run dry.
+template <class Chunks>
+class Announcer {
+ public:
+  // A token consists of `parts` items.
+  JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int parts = 1) : op_(op), chunks_(chunks), parts_(parts) {}
+
+  // An item of `token` was put. `rows` has mark and complete_to.
+  template <class Rows>
+  JAX_EP_FN void after(int token, Rows& rows) {
+    const int chunk = chunks_.chunk_of(token);
+    if (chunk != chunk_) announce(written_, rows);
+    chunk_ = chunk;
+    ++put_;
+    written_ = rows.mark();
+  }
+
+  // An item of `token` was begun, and with that the one begun before it was put.
+  template <class Rows>
+  JAX_EP_FN void begun(int token, Rows& rows) {
+    if (begun_ >= 0) after(begun_, rows);
+    begun_ = token;
+  }
+
+  // An item of `token` turned out to be nothing. What was begun is put by rows.finish() only if it is of another chunk.
+  template <class Rows>
+  JAX_EP_FN void skipped(int token, Rows& rows) {
+    if (begun_ >= 0 && chunks_.chunk_of(token) != chunk_) {
+      rows.finish();
+      after(begun_, rows);
+      begun_ = -1;
+    }
+    after(token, rows);
+  }
+
+  // Everything was put. Chunks without items are announced by one team.
+  template <class Rows>
+  JAX_EP_FN void finish(Rows& rows) {
+    if (begun_ >= 0) after(begun_, rows);
+    announce(rows.mark(), rows);
+    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0 && op_.team.pusher.index == 0)
+      for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
+  }
+
+ private:
+  template <class Rows>
+  JAX_EP_FN void announce(int mark, Rows& rows) {
+    if (put_ == 0) return;
+    rows.complete_to(mark);
+    const Range tokens = chunks_.chunk(chunk_);
+    op_.deliver(chunk_, put_, (tokens.end - tokens.begin) * parts_);
+    put_ = 0;
+  }
+
+  Op& op_;
+  const Chunks& chunks_;
+  const int parts_;
+  int chunk_ = 0, put_ = 0, written_ = 0, begun_ = -1;
+};
+
+}  // namespace jax_ep

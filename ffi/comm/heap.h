@@ -1,0 +1,126 @@
+// The symmetric heap: one `Heap` per rank, of the same layout on all, mapped by every peer.
+#pragma once
+
+#include <cstdint>
+
+#include "comm/dtype.h"
+
+namespace jax_ep {
+
+constexpr int kMaxRanks = 64;
+constexpr int kMaxExperts = 4096;
+constexpr int kChunkTokens = 512;
+constexpr int kMaxChunks = 16;
+constexpr int kMaxFlags = 1024;  // chunks of tokens are few; blocks of a matrix' rows are many
+constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
+constexpr int kFewAssignments = kMaxExperts;
+constexpr int kEarlyTokens = 1024;  // of many: so many travel while the places of all are worked out
+constexpr int kMailBuffers = 5;
+
+enum class OpKind : int32_t {
+  dispatch,
+  scatter,
+  combine,
+  ragged_all_to_all,
+  sparse_union,
+  sparse_reduce,
+  matmul_all_reduce,
+  matmul_reduce_scatter,
+  all_gather_matmul
+};
+
+// What an op is called with. Ranks that run an op together call it with equal signatures; kernels/signature.h says what
+// sizes and flags mean.
+constexpr int kSignatureSizes = 6;
+struct Signature {
+  OpKind op;
+  DType dtype, other_dtype;  // rows, or a product's result; a product's operands
+  uint32_t flags;
+  int64_t sizes[kSignatureSizes];
+};
+static_assert(sizeof(Signature) == 64, "no padding, which would be compared too");
+
+// Those from `timeout` on end the group.
+enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
+constexpr Failure kFirstFatal = Failure::timeout;
+
+// What a rank reports to the host: the first team of an op to fail claims it in the heap and fills it in.
+struct Report {
+  uint64_t epoch;  // of the op that failed, written last
+  Failure failure;
+  OpKind op;
+  int32_t rank;  // that reports; for `capacity`, the rank that lacks room
+  int32_t peer;
+  int64_t expected;
+  int64_t seen;
+};
+
+// What a source rank posts at a peer when an op begins: where the peer may write, and what it will send.
+struct Mail {
+  void* buffers[kMailBuffers];  // as the peer sees them
+  int32_t counts[kMaxExperts];  // or, of few tokens, the experts that they chose
+  float weights[kFewAssignments];
+};
+
+// A barrier among some squads. Those that meet at different barriers must not share its words.
+struct alignas(128) BarrierWords {
+  uint64_t arrived, released;
+};
+
+// An entry of a rank's flight recorder: whoever posts begins it, whoever finishes the op ends it. The host reads it
+// word by word meanwhile.
+enum class Outcome : uint64_t { running, delivered, failed };
+struct OpRecord {
+  uint64_t epoch;
+  uint64_t begin_ns, end_ns;  // by the device's clock
+  uint64_t outcome;
+  uint64_t site;  // of the call: a number of its text
+  Signature signature;
+};
+constexpr int kRecordedOps = 64;
+
+// A flag holds the stamp of the last op that it stands for: the op's epoch, and in the low bits the tag of what it was
+// called with. So nothing is ever reset between ops, and a rank that runs another op is noticed where it is waited for.
+constexpr int kTagBits = 24;
+struct alignas(128) Heap {
+  uint64_t epoch;     // ops finished by this rank
+  uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
+  uint64_t never;     // an abort word that nobody raises
+  uint64_t reported;  // epoch of the last op that claimed the report
+  uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
+  uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
+  alignas(128) OpRecord ops[kRecordedOps];                // by epoch
+  alignas(128) uint64_t waited_ns[kMaxRanks];             // by peer: in waits that were not over at once
+  alignas(128) uint64_t received_bytes[kMaxRanks];        // by peer: of rows, over all ops
+  alignas(128) uint64_t posted[kMaxRanks];                // by source: its addresses are here
+  alignas(128) uint64_t chosen[kMaxRanks];                // by source: the rest of its mail is here
+  alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have
+  alignas(128) uint64_t placed[kMaxRanks];                // by source: its assignments have their rows here
+  alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
+  alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
+  BarrierWords routers, everyone;                         // barriers among squads of this rank
+  alignas(128) uint64_t routing, members;                 // squads that have begun to route, and with the op
+  alignas(128) uint64_t exited;                           // teams that are done with the op
+  alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
+  alignas(128) uint64_t push_ticket;                      // the next row for whoever is free to push
+  alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
+  // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
+  Mail mail[2][kMaxRanks];
+};
+
+// Handed to every kernel by value.
+struct Comm {
+  int rank;
+  int size;
+  bool poison;  // debug: fill results and used mail with 0xFF
+  uint64_t timeout_ns;
+  Signature signature;  // of the op
+  uint32_t tag;         // a hash of it, of kTagBits
+  int32_t site;
+  Report* report;  // host memory
+  Heap* heaps[kMaxRanks];
+  // By buffer of the mail and peer: from the address here to the address there. Zero within one process.
+  int64_t shifts[kMailBuffers][kMaxRanks];
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,57 @@
+// What an op leaves for the host: why it failed, and its entry in the flight recorder. Out of line, as it is rare or in
+// no hurry.
+#pragma once
+
+#include <cstring>
+
+#include "comm/heap.h"
+#include "comm/platform.h"
+#include "comm/spin.h"
+
+namespace jax_ep {
+
+// Leaves a report for the host, unless this op, or a later one, has left one.
+JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
+  const uint64_t before = load_relaxed(&heap->reported);
+  if (before >= what.epoch || !compare_exchange(&heap->reported, before, what.epoch)) return;
+  to->failure = what.failure;
+  to->op = what.op;
+  to->rank = what.rank;
+  to->peer = what.peer;
+  to->expected = what.expected;
+  to->seen = what.seen;
+  store_release(&to->epoch, what.epoch);
+}
+
+// Whether a rank has told the host that the group has failed, in this op or before.
+JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
+  return load_acquire(&report->epoch) != 0 && report->failure >= kFirstFatal;
+}
+
+// Leaves a report of a wait that ended by something else than its flag, and raises the abort word unless it is raised:
+// it says who was waited for in vain, its rank + 1.
+JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
+  if (status == Status::aborted) {
+    what.failure = Failure::peer_lost;
+    what.peer = static_cast<int>(load_relaxed(&heap->abort)) - 1;
+    return record(heap, to, what);
+  }
+  what.failure = status == Status::timeout ? Failure::timeout : Failure::mismatch;
+  record(heap, to, what);  // before others of this rank see the abort word
+  compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
+}
+
+// Writes what a rank begins, word by word: the host may read it meanwhile. (By value: a reference into the arguments of
+// a kernel would have all of them copied to each thread's memory.)
+JAX_EP_COLD_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, Signature signature) {
+  constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
+  const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(site), signature};
+  uint64_t words[kWords];
+  memcpy(words, &begun, sizeof(begun));
+  for (int i = 0; i < kWords; ++i) store_relaxed(reinterpret_cast<uint64_t*>(record) + i, words[i]);
+}
+
+// Adds the time of a wait that was not over at once.
+JAX_EP_COLD_FN void add_wait(uint64_t* sum, uint64_t ns) { fetch_add(sum, ns); }
+
+}  // namespace jax_ep

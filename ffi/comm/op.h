@@ -1,0 +1,343 @@
+// The life of one op on one rank: begin, post, deliver, finish. Every kernel of this library is written over it.
+#pragma once
+
+#include "comm/barrier.h"
+#include "comm/heap.h"
+#include "comm/layout.h"
+#include "comm/notes_to_host.h"
+#include "comm/recording.h"
+#include "comm/result.h"
+
+namespace jax_ep {
+
+class Op {
+ public:
+  JAX_EP_FN Op(const Comm& comm, const Team& team, OpKind kind)
+      : comm(comm),
+        team(team),
+        heap(comm.heaps[comm.rank]),
+        epoch(load_relaxed(&heap->epoch) + 1),
+        stamp_(epoch << kTagBits | comm.tag),
+        kind_(kind),
+        track_(find_track(heap, team)),
+        status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
+
+  const Comm& comm;
+  const Team& team;
+  Heap* const heap;
+  const uint64_t epoch;
+
+  JAX_EP_FN bool ok() const { return status_ == Status::ok; }
+
+  // From here on this team is busy with `phase`.
+  JAX_EP_FN void enter(Phase phase) const {
+    if (track_) append(track_, epoch, kind_, phase);
+  }
+
+  // The box in which `source` leaves its mail at `rank` for this op.
+  JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
+  JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
+
+  // Every team that is to meet must call it, failed or not.
+  JAX_EP_FN void barrier() {
+    enter(Phase::barrier);
+    meet(&heap->everyone, team.squad.count);
+  }
+  // Among the teams of the first squads only.
+  JAX_EP_FN void router_barrier(int squads) {
+    if (squads == 1)
+      team.squad_sync();  // nobody else stands at it
+    else
+      meet(&heap->routers, squads);
+  }
+
+  // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
+  // met.
+  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
+    record_begin(is_recorder());
+    post_by(team.index == 0, a, b, c, d);
+  }
+  // One team of the rank is the `poster`.
+  JAX_EP_FN void post_by(bool poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr,
+                         void* e = nullptr) {
+    team.sync();
+    if (!ok() || !poster) return;
+    enter(Phase::post);
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+      Mail* box = mail(peer, comm.rank);
+      box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
+      box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
+      box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
+      box->buffers[3] = static_cast<char*>(d) + comm.shifts[3][peer];
+      box->buffers[4] = static_cast<char*>(e) + comm.shifts[4][peer];
+      store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
+    }
+  }
+
+  // Begins this rank's entry in the flight recorder, before the op posts. One team of the rank is the `recorder`.
+  JAX_EP_FN void record_begin(bool recorder) const {
+    if (ok() && recorder && team.lane == 0) begin_record();
+  }
+  // A team that nobody waits for at that time: the last of the second squad. A thread of the CPU posts itself.
+  JAX_EP_FN bool is_recorder() const {
+    return team.index == (Team::lanes == 1 ? 0 : smaller(2, team.squad.count) * team.member.count - 1);
+  }
+
+  // Whether this rank has posted: the flag itself, as a comparison would wait for it at once, and whether it is still
+  // of an op before.
+  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
+  JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
+
+  // What a rank tells every peer, and waits to be told by every peer.
+  using Flags = uint64_t (Heap::*)[kMaxRanks];
+
+  // Raises this rank's flag at every peer, when the teams that wrote what it stands for have met. One team is the
+  // `teller`.
+  JAX_EP_FN void tell(Flags flags, bool teller) {
+    team.sync();
+    if (!ok() || !teller) return;
+    enter(Phase::post);
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_);
+  }
+  // The same within this rank, when its teams that are to be waited for have met.
+  JAX_EP_FN void note(uint64_t* flag, bool teller) {
+    if (ok() && teller && team.lane == 0) store_release_here(flag, stamp_);
+  }
+  JAX_EP_FN void wait_noted(const uint64_t* flag) {
+    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
+  }
+  JAX_EP_FN void wait_told(Flags flags) {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
+  }
+
+  // Called when a team's share of a chunk is written. Whoever makes it whole tells the peers.
+  JAX_EP_FN void deliver(int chunk, int share, int whole) {
+    int last = 0;
+    if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
+      last = share == whole || count_pushed(chunk, share, whole) == whole;
+    }
+    if (!team.broadcast(last)) return;
+    team.sync();
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+      store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_);
+  }
+
+  JAX_EP_FN void wait_posted() { wait_told(&Heap::posted); }
+  // Until a chunk is here, from one source or from all.
+  JAX_EP_FN void wait_delivered(int source, int chunk) {
+    wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
+  }
+  // Until so many are here, counted over the sources from `first` on; each source has `chunks`.
+  JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
+    wait_each(
+        count, [&](int i) { return (first + i) / chunks; },
+        [&](int i) { return &heap->delivered[(first + i) / chunks][(first + i) % chunks]; });
+  }
+  JAX_EP_FN void wait_delivered(int chunk) {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
+  }
+
+  // Where the chunks end that follow each other from `chunk` on and are here from all. One look at memory serves for as
+  // many as there are lanes.
+  JAX_EP_FN int delivered_until(int chunk, int end) const {
+    const int most = smaller(end, chunk + larger(1, Team::lanes / comm.size)), flags = (most - chunk) * comm.size;
+    int until = most;
+    for (int first = 0; first < flags && until == most; first += Team::lanes) {
+      const int i = first + team.lane;
+      const bool missing =
+          i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < first_stamp();
+      if (const uint64_t missed = team.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / comm.size;
+    }
+    team.sync();
+    return until;
+  }
+
+  // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they
+  // need it, so that nobody waits for the memory.
+  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
+  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
+  JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
+
+  // Looked at before every row: a peer that gave up must not be written to.
+  JAX_EP_FN bool may_push() const { return !ask_abort(); }
+  // The same for later: the word itself, as a comparison would wait for it at once.
+  JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
+
+  // Counts bytes of rows that came from a rank. One lane calls.
+  JAX_EP_FN void count_received(int source, int64_t bytes) const {
+    if (source != comm.rank && bytes) atomic_add(&heap->received_bytes[source], static_cast<uint64_t>(bytes));
+  }
+  // So many bytes_from(source), for every peer. One team of the rank is the `counter`.
+  template <class BytesFrom>
+  JAX_EP_FN void count_received_by(bool counter, BytesFrom bytes_from) const {
+    for (int source = team.lane; counter && source < comm.size; source += Team::lanes)
+      count_received(source, bytes_from(source));
+  }
+
+  // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
+  JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
+    record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
+  }
+  // Tells the peers, which have begun this op and wait for what this rank delivers next, that rows will be missing.
+  JAX_EP_FN void refuse() const {
+    if (!ok()) return;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
+    team.sync();
+  }
+
+  // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
+  template <int N>
+  JAX_EP_FN void poison(const Buffer (&results)[N]) {
+    if (!comm.poison) return;
+    enter(Phase::poison);
+    fill(results, {team.index, team.count});
+    barrier();
+  }
+
+  // Ends the op; every team must call it. The last one to come settles a failure: it returns only when no peer can
+  // write into this rank's buffers any more.
+  template <int N>
+  JAX_EP_FN void finish(const Buffer (&results)[N]) {
+    finish(results, team.count);
+  }
+  // The same where so many teams come, among them some that had no other part in the op.
+  template <int N>
+  JAX_EP_FN void finish(const Buffer (&results)[N], int teams) {
+    team.sync();
+    int last = 0;
+    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams) - 1;
+    if (team.broadcast(last)) finish_last(results);
+    enter(Phase::none);
+  }
+
+ private:
+  template <int N>
+  JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
+    team.sync();  // what lane 0 has seen of the other teams, all lanes see
+    const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
+    const uint64_t now = clock_ns();
+    const bool failed = load_acquire(&heap->abort) != 0;  // all on their way at once
+    if (failed) {
+      if (!has_told_failure(comm.report)) settle(Status::aborted, comm.rank, 0, 0);  // peers gave up before this op
+      give_up();
+    }
+    const bool refused = refused_in == epoch;
+    if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
+    const bool undelivered = failed || refused || reported_in == epoch;
+    if (failed && reported_in == epoch && !has_record()) begin_record();  // it failed before it could post
+    if (undelivered) fill(results, {0, 1});
+    if (comm.poison && !failed) poison_mail();
+    if (team.lane != 0) return;
+    store_relaxed(&heap->routers.arrived, uint64_t{0});
+    store_relaxed(&heap->everyone.arrived, uint64_t{0});
+    store_relaxed(&heap->exited, uint64_t{0});
+    store_relaxed(&heap->routing, uint64_t{0});
+    store_relaxed(&heap->members, uint64_t{0});
+    store_relaxed(&heap->ticket, uint64_t{0});
+    store_relaxed(&heap->push_ticket, uint64_t{0});
+    if (!failed || has_record()) {  // else it never began
+      OpRecord* const record = record_of_op();
+      store_relaxed(&record->end_ns, now);
+      store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
+    }
+    store_release(&heap->epoch, epoch);
+  }
+
+  // The least stamp of this op, whatever it is called with; a later op's is more. A flag that is of this epoch, but of
+  // another tag, was raised by a rank that runs another op, or the op with other shapes.
+  JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
+  JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
+
+  JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
+  JAX_EP_FN bool has_record() const { return load_relaxed(&record_of_op()->epoch) == epoch; }
+  JAX_EP_FN void begin_record() const { write_record(record_of_op(), epoch, comm.site, comm.signature); }
+
+  // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
+  JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
+    const int pushed = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share;
+    if (pushed == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    return pushed;
+  }
+
+  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? draw(tickets) : 0; }
+
+  JAX_EP_FN void meet(BarrierWords* words, int squads) {
+    // A team that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
+    const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
+    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, timeout);
+    if (ok()) settle(status, comm.rank, 0, 0);
+    team.squad_sync();
+    if (ok() && load_relaxed(&heap->abort))  // the team that stood at the barrier for this one may have failed
+      settle(Status::aborted, comm.rank, 0, 0);
+  }
+
+  // Waits for `count` flags of this op, a lane each. For one of this rank's own longer: see meet().
+  template <class PeerOf, class FlagOf>
+  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
+    if (ok()) enter(Phase::wait);
+    for (int first = 0; first < count && ok(); first += Team::lanes) {
+      const int i = first + team.lane;
+      Status status = Status::ok;
+      if (i < count) {
+        const int peer = peer_of(i);
+        const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
+        const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
+        status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
+        if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
+        if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
+      }
+      if (!team.ballot(status != Status::ok)) continue;
+      if (team.ballot(status != Status::ok && status != Status::aborted))
+        status_ = Status::timeout;
+      else
+        settle(Status::aborted, comm.rank, 0, 0);
+    }
+    team.sync();
+  }
+
+  // Ends this team's part.
+  JAX_EP_FN void settle(Status status, int peer, int64_t expected, int64_t seen) {
+    if (status == Status::ok) return;
+    status_ = status;
+    record_failed_wait(heap, comm.report, status, {epoch, Failure::none, kind_, comm.rank, peer, expected, seen});
+  }
+
+  // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too.
+  // A peer that has not begun looks at its abort word first; one that has is waited for longer, as it may be about to
+  // write here.
+  JAX_EP_FN void give_up() {
+    enter(Phase::give_up);
+    const uint64_t culprit = load_relaxed(&heap->abort);
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+      compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
+      store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
+    }
+    uint64_t spent = 0;
+    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+      const uint64_t grace = load_acquire(&heap->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
+      spent += spin_until(&heap->acknowledged[peer], 1, &heap->never, grace < spent ? 0 : grace - spent).ns;
+    }
+    team.sync();
+  }
+
+  template <int N>
+  JAX_EP_FN void fill(const Buffer (&results)[N], Place place) const {
+    for (const Buffer& result : results) fill_share(team, result, place);
+    team.sync();
+  }
+
+  JAX_EP_FN void poison_mail() const {
+    for (int source = 0; source < comm.size; ++source)
+      fill_share(team, Buffer(mail(comm.rank, source), sizeof(Mail)), {0, 1});
+  }
+
+  static constexpr uint64_t kBarrierGraceNs = 200'000'000;
+
+  const uint64_t stamp_;
+  const OpKind kind_;
+  Track* const track_;
+  Status status_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,53 @@
+// The only spinning. A wait ends by its flag, by the group's abort word or by its deadline, and says which.
+#pragma once
+
+#include "comm/platform.h"
+
+namespace jax_ep {
+
+enum class Status : int { ok, timeout, aborted, mismatch };
+
+struct Waited {
+  Status status;
+  uint64_t seen;  // in the flag, last
+  uint64_t ns;    // that the wait took, zero for a short one
+};
+
+// A waiter that has not seen the clock for so long was stopped itself, perhaps with all its peers.
+constexpr uint64_t kStoppedNs = 1'000'000'000;
+
+constexpr unsigned kShortWait = 64;  // looks at the flag before the first at the clock
+
+// A wait that is not short, by the clock.
+JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
+  uint64_t began = clock_ns(), looked = began;
+  for (unsigned tries = 1;; ++tries) {
+    const uint64_t seen = load_relaxed(flag), lost = load_relaxed(abort_word);  // both on their way at once
+    if (seen >= value) return {Status::ok, load_acquire(flag), looked - began};
+    if (lost) return {Status::aborted, seen, looked - began};
+    if (tries % kShortWait == 0) {
+      const uint64_t now = clock_ns();
+      if (now - looked > kStoppedNs) began += now - looked;
+      looked = now;
+      if (now - began > timeout_ns) return {Status::timeout, seen, now - began};
+    }
+    pause(tries);
+  }
+}
+
+// Waits until *flag is at least `value`, for at most `timeout_ns` in which this waiter ran. Polls without ordering,
+// which would cost the other teams their caches, and orders once at the end: or at once, if nothing is to be waited
+// for.
+JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
+  uint64_t seen = load_acquire(flag);
+  if (seen >= value) return {Status::ok, seen, 0};
+  for (unsigned tries = 0;; ++tries) {
+    seen = load_relaxed(flag);
+    const uint64_t lost = load_relaxed(abort_word);
+    if (seen >= value) return {Status::ok, load_acquire(flag), 0};
+    if (lost || tries == kShortWait) return spin_long(flag, value, abort_word, timeout_ns);
+    pause(tries);
+  }
+}
+
+}  // namespace jax_ep

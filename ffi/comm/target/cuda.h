@@ -1,0 +1,159 @@
+// NVIDIA GPUs as a target: a team is a warp. Memory order in PTX, at the scope each flag needs.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#define JAX_EP_FN __device__ __forceinline__
+#ifndef JAX_EP_COLD_FN  // kernels with wgmma have no registers for calls: they are compiled without
+#define JAX_EP_COLD_FN inline __device__ __noinline__
+#endif
+#define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
+#define JAX_EP_MOVER "rows/target/cuda_mover.h"
+#define JAX_EP_STREAMS "rows/target/cuda_streams.h"
+
+#include "comm/place.h"
+
+namespace jax_ep {
+
+constexpr int kRouterAssignments = 2048;
+// How long a rank that gives up waits for peers to say that they write no more.
+constexpr uint64_t kGraceNs = 300'000'000;
+// And for one that has begun the op: it is in the middle of a row, or its process has just been taken off the GPU.
+constexpr uint64_t kBegunGraceNs = 10'000'000'000;
+constexpr int kGroupTokens = 8;
+constexpr int kLanePieces = 8, kRowPieces = 14;  // half a row of 7168 values of 16 bits
+
+JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+JAX_EP_FN void store_relaxed(uint64_t* p, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+// Among the teams of one rank: device scope is enough.
+JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+// And causality carries what they wrote to peers along.
+JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
+  return before;
+}
+JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(expected), "l"(desired)
+               : "memory");
+  return before == expected;
+}
+
+// The next number, without order: an atomic of another kind would be waited for at once, as lanes are counted together.
+JAX_EP_FN uint64_t draw(uint64_t* numbers) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(~0u) : "memory");
+  return before;
+}
+// Among the teams of one rank, without order. Two of them return what was there before.
+JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return atomicAdd(p, value); }
+JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return atomicExch(p, value); }
+JAX_EP_FN void atomic_min(int32_t* p, int32_t value) { atomicMin(p, value); }
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { atomicOr(p, bits); }
+
+JAX_EP_FN uint64_t clock_ns() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+JAX_EP_FN void pause(unsigned) { __nanosleep(20); }
+
+JAX_EP_FN int count_bits(uint64_t bits) { return __popcll(bits); }
+JAX_EP_FN int lowest_bit(uint64_t bits) { return __ffsll(static_cast<long long>(bits)) - 1; }
+JAX_EP_FN int count_bits(uint32_t bits) { return __popc(bits); }
+JAX_EP_FN int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+
+struct Match {
+  int below;
+  int total;
+};
+
+struct Team {
+  int index;  // among the teams of this rank
+  int count;
+  Place pusher, filler;
+  Place squad, member;  // the block, and this team in it
+  int lane;
+  char* shared;  // this team's own shared memory
+  int shared_bytes;
+  static constexpr int lanes = 32;
+
+  JAX_EP_FN void sync() const { __syncwarp(); }
+  JAX_EP_FN void squad_sync() const { __syncthreads(); }
+  JAX_EP_FN uint64_t ballot(bool value) const { return __ballot_sync(~0u, value); }
+  template <class V>
+  JAX_EP_FN V from_lane(V value, int source) const {
+    static_assert(sizeof(V) % sizeof(int) == 0);
+    int words[sizeof(V) / sizeof(int)];
+    memcpy(words, &value, sizeof(V));
+    for (int& word : words) word = __shfl_sync(~0u, word, source);
+    memcpy(&value, words, sizeof(V));
+    return value;
+  }
+  JAX_EP_FN int broadcast(int value) const { return __shfl_sync(~0u, value, 0); }
+  JAX_EP_FN Match match(int value) const {
+    const unsigned same = __match_any_sync(~0u, value);
+    return {__popc(same & ((1u << lane) - 1)), __popc(same)};
+  }
+  JAX_EP_FN int sum(int value) const { return __reduce_add_sync(~0u, value); }
+  JAX_EP_FN uint32_t max(uint32_t value, int width) const {
+    for (int step = width / 2; step; step /= 2) value = ::max(value, __shfl_xor_sync(~0u, value, step));
+    return value;
+  }
+  JAX_EP_FN int exclusive_scan(int value, int* total) const {
+    int inclusive = value;
+    for (int step = 1; step < lanes; step *= 2) {
+      const int other = __shfl_up_sync(~0u, inclusive, step);
+      if (lane >= step) inclusive += other;
+    }
+    *total = __shfl_sync(~0u, inclusive, lanes - 1);
+    return inclusive - value;
+  }
+};
+
+// The first teams of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
+JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
+  extern __shared__ __attribute__((aligned(128))) char shared[];
+  const int block = blockIdx.x, blocks = gridDim.x, team = threadIdx.x / Team::lanes, teams = blockDim.x / Team::lanes;
+  const int lane = threadIdx.x % Team::lanes;
+  return {block * teams + team,
+          blocks * teams,
+          pusher_place(block, blocks, team, pushers_per_block),
+          filler_place(block, blocks, team, teams, pushers_per_block),
+          {block, blocks},
+          {team, teams},
+          lane,
+          shared + team * shared_bytes,
+          shared_bytes};
+}
+
+}  // namespace jax_ep
+
+#if JAX_EP_BULK_COPIES
+#include "comm/target/cuda_convert.h"
+#endif

@@ -1,0 +1,164 @@
+// AMD GPUs as a target: a team is a wavefront. Memory order by clang's scoped atomics.
+#pragma once
+
+#include <hip/hip_runtime.h>
+
+#include <cstdint>
+
+#define JAX_EP_FN __device__ inline __attribute__((always_inline))
+#define JAX_EP_COLD_FN __device__ inline __attribute__((noinline))
+#define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
+#define JAX_EP_MOVER "rows/target/plain_mover.h"
+#define JAX_EP_STREAMS "rows/target/plain_streams.h"
+
+#include "comm/place.h"
+
+namespace jax_ep {
+
+constexpr int kRouterAssignments = 2048;
+// How long a rank that gives up waits for peers to say that they write no more.
+constexpr uint64_t kGraceNs = 300'000'000;
+// And for one that has begun the op: it is in the middle of a row, or its process has just been taken off the GPU.
+constexpr uint64_t kBegunGraceNs = 10'000'000'000;
+constexpr int kGroupTokens = 8;
+constexpr int kLanePieces = 4, kRowPieces = 4;
+
+JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
+  return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN void store_relaxed(uint64_t* p, uint64_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
+  return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
+  return __hip_atomic_fetch_add(p, value, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired) {
+  return __hip_atomic_compare_exchange_strong(p, &expected, desired, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE,
+                                              __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+// The next number, without order.
+JAX_EP_FN uint64_t draw(uint64_t* numbers) {
+  return __hip_atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+// Among the teams of one rank, without order. Two of them return what was there before.
+JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) {
+  return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
+  __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) {
+  return __hip_atomic_exchange(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
+  __hip_atomic_fetch_min(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) {
+  __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// The constant 100 MHz counter.
+JAX_EP_FN uint64_t clock_ns() { return __builtin_readsteadycounter() * 10; }
+
+JAX_EP_FN void pause(unsigned) { __builtin_amdgcn_s_sleep(1); }
+
+JAX_EP_FN int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
+JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
+
+struct Match {
+  int below;
+  int total;
+};
+
+struct Team {
+  int index;  // among the teams of this rank
+  int count;
+  Place pusher, filler;
+  Place squad, member;  // the block, and this team in it
+  int lane;
+  char* shared;  // this team's own shared memory
+  int shared_bytes;
+  static constexpr int lanes = 64;
+
+  JAX_EP_FN void sync() const {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+  }
+  JAX_EP_FN void squad_sync() const {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+  }
+  JAX_EP_FN uint64_t ballot(bool value) const { return __builtin_amdgcn_ballot_w64(value); }
+  JAX_EP_FN int broadcast(int value) const { return __builtin_amdgcn_readfirstlane(value); }
+  JAX_EP_FN Match match(int value) const {
+    uint64_t same = 0;
+    for (bool todo = true; todo;) {  // one round per distinct value: the first lane left names it
+      const int candidate = __builtin_amdgcn_readfirstlane(value);
+      const uint64_t holders = __builtin_amdgcn_ballot_w64(value == candidate);
+      if (value == candidate) {
+        same = holders;
+        todo = false;
+      }
+    }
+    return {__builtin_popcountll(same & ((1ull << lane) - 1)), __builtin_popcountll(same)};
+  }
+  template <class V>
+  JAX_EP_FN V from_lane(V value, int source) const {
+    static_assert(sizeof(V) % sizeof(int) == 0);
+    int words[sizeof(V) / sizeof(int)];
+    __builtin_memcpy(words, &value, sizeof(V));
+    for (int& word : words) word = __builtin_amdgcn_ds_bpermute(source * 4, word);
+    __builtin_memcpy(&value, words, sizeof(V));
+    return value;
+  }
+  JAX_EP_FN int sum(int value) const {
+    for (int step = lanes / 2; step; step /= 2) value += from_lane(value, lane ^ step);
+    return value;
+  }
+  JAX_EP_FN uint32_t max(uint32_t value, int width) const {
+    for (int step = width / 2; step; step /= 2) {
+      const uint32_t other = from_lane(value, lane ^ step);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
+  JAX_EP_FN int exclusive_scan(int value, int* total) const {
+    int inclusive = value;
+    for (int step = 1; step < lanes; step *= 2) {
+      const int other = from_lane(inclusive, lane - step);
+      if (lane >= step) inclusive += other;
+    }
+    *total = from_lane(inclusive, lanes - 1);
+    return inclusive - value;
+  }
+};
+
+// The first teams of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
+JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
+  extern __shared__ __attribute__((aligned(128))) char shared[];
+  const int thread = __builtin_amdgcn_workitem_id_x(), threads = __builtin_amdgcn_workgroup_size_x();
+  const int block = __builtin_amdgcn_workgroup_id_x(), blocks = __builtin_amdgcn_grid_size_x() / threads;
+  const int team = thread / Team::lanes, teams = threads / Team::lanes, lane = thread % Team::lanes;
+  return {block * teams + team,
+          blocks * teams,
+          pusher_place(block, blocks, team, pushers_per_block),
+          filler_place(block, blocks, team, teams, pushers_per_block),
+          {block, blocks},
+          {team, teams},
+          lane,
+          shared + team * shared_bytes,
+          shared_bytes};
+}
+
+}  // namespace jax_ep

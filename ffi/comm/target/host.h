@@ -1,0 +1,158 @@
+// The host as a target: a team is one thread. Every rank's part of an op runs on threads of its own.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)  // which does not see such stores
+#define JAX_EP_STREAMING_STORES 1
+#else
+#define JAX_EP_STREAMING_STORES 0
+#endif
+
+#define JAX_EP_FN inline
+#define JAX_EP_COLD_FN inline
+#define JAX_EP_CONSTANT_FN constexpr
+#define JAX_EP_MOVER "rows/target/plain_mover.h"
+#define JAX_EP_STREAMS "rows/target/plain_streams.h"
+
+#include "comm/place.h"
+
+namespace jax_ep {
+
+// Assignments that make it worth while for one more squad to take part in routing.
+constexpr int kRouterAssignments = 256;
+// How long a rank that gives up waits for peers to say that they write no more. No result depends on it here: those of
+// one process are held back until all its ranks have left the op (CpuGroup), and other processes write to staging.
+constexpr uint64_t kGraceNs = 100'000'000, kBegunGraceNs = kGraceNs;
+// Tokens that a team takes at a time when it expands or reduces.
+constexpr int kGroupTokens = 64;
+// Pieces of a row that one lane has in flight.
+constexpr int kLanePieces = 1, kRowPieces = 1;
+
+template <class T>
+JAX_EP_FN T load_relaxed(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+template <class T>
+JAX_EP_FN void store_relaxed(T* p, T value) {
+  __atomic_store_n(p, value, __ATOMIC_RELAXED);
+}
+// Acquire and release at system scope: they order what this rank and its peers wrote before a flag.
+template <class T>
+JAX_EP_FN T load_acquire(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <class T>
+JAX_EP_FN void store_release(T* p, T value) {
+#if JAX_EP_STREAMING_STORES
+  asm volatile("sfence" ::: "memory");  // after stream_out
+#endif
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+// Among the teams of one rank.
+template <class T>
+JAX_EP_FN void store_release_here(T* p, T value) {
+  store_release(p, value);
+}
+template <class T>
+JAX_EP_FN T fetch_add(T* p, T value) {
+  return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
+}
+template <class T>
+JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
+  return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+// Copies past the caches, to where this rank will not look again: they would first fetch what is overwritten.
+template <class T, int kCount>
+JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
+#if JAX_EP_STREAMING_STORES
+  if constexpr (kCount * sizeof(T) % 16 == 0) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      using Word [[gnu::vector_size(16), gnu::may_alias]] = long long;
+      for (size_t i = 0; i < kCount; i += 16 / sizeof(T)) {
+        Word word;
+        __builtin_memcpy(&word, from + i, 16);
+        asm volatile("movntdq %1, %0" : "=m"(*reinterpret_cast<Word*>(to + i)) : "x"(word));
+      }
+      return;
+    }
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = from[i];
+}
+
+// The next number, without order.
+JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
+// Among the teams of one rank, without order. Two of them return what was there before.
+JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
+  int32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (value < before && !__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
+
+JAX_EP_FN uint64_t clock_ns() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+// Ranks outnumber cores on the CPU: a waiting one gives its core away soon.
+JAX_EP_FN void pause(unsigned tries) {
+  if (tries > 16) std::this_thread::yield();
+}
+
+// Without a call, where the processor's own instruction is not assumed.
+JAX_EP_FN int count_bits(uint64_t bits) {
+  bits -= bits >> 1 & 0x5555555555555555;
+  bits = (bits & 0x3333333333333333) + (bits >> 2 & 0x3333333333333333);
+  bits = (bits + (bits >> 4)) & 0x0f0f0f0f0f0f0f0f;
+  return static_cast<int>(bits * 0x0101010101010101 >> 56);
+}
+JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
+
+struct Match {
+  int below;  // lanes before this one with the same value
+  int total;  // lanes with the same value
+};
+
+struct Team {
+  Team(Place all, Place pusher, Place filler)
+      : index(all.index), count(all.count), pusher(pusher), filler(filler), squad(all) {}
+  explicit Team(Place all = {0, 1}) : Team(all, all, all) {}
+
+  int index;  // among the teams of this rank
+  int count;
+  Place pusher, filler;
+  Place squad;                             // teams that share fast memory form a squad: here each its own
+  static constexpr Place member = {0, 1};  // of the squad
+  static constexpr char* shared = nullptr;
+  static constexpr int shared_bytes = 0;
+  static constexpr int lane = 0;
+  static constexpr int lanes = 1;
+
+  void sync() const {}
+  void squad_sync() const {}
+  int broadcast(int value) const { return value; }
+  uint64_t ballot(bool value) const { return value; }
+  template <class V>
+  V from_lane(V value, int) const {
+    return value;
+  }
+  Match match(int) const { return {0, 1}; }
+  int sum(int value) const { return value; }
+  // The largest value among `width` neighbouring lanes.
+  uint32_t max(uint32_t value, int) const { return value; }
+  // The sum over the lanes before this one; `total` is that over all.
+  int exclusive_scan(int value, int* total) const {
+    *total = value;
+    return 0;
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,243 @@
+// dispatch: route, and every token to where it lands at the ranks that own its experts: straight into XLA's buffer, or,
+// if it sets off before its place is known or is to be decoded, into a slot.
+#pragma once
+
+#include "kernels/moe/landing.h"
+#include "kernels/moe/route.h"
+#include "kernels/moe/route_few.h"
+#include "kernels/moe/routing.h"
+#include "kernels/moe/rows.h"
+#include "rows/float8_rows.h"
+#include "rows/wire.h"
+
+namespace jax_ep {
+
+// The rows here of a source's tokens.
+JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
+  return args.rows + int64_t{source} * args.num_tokens * args.top_k;
+}
+
+// A place, as a term.
+JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
+
+// Tokens as they are. Those of this rank that would land in slots do not travel.
+template <class T>
+class PlainDispatch {
+ public:
+  JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        bytes_(int64_t{args.hidden} * sizeof(T)),
+        landing_(op, args, sizeof(T)),
+        mover_(op.team) {}
+
+  JAX_EP_FN void push(const RoutedTokens& tokens) {
+    push_chunks(
+        op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
+        [&](int token) { return args_.tokens + token * bytes_; },
+        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
+  }
+
+  JAX_EP_FN void pad(const RowCounts& counts) {
+    zero_padding(op_, args_.received, bytes_, counts, args_.capacity, args_.alignment);
+  }
+
+  JAX_EP_FN void expand() {
+    if (const Place filler = op_.team.filler; filler.index >= 0) {
+      op_.enter(Phase::expand);
+      copy(op_.comm.rank, {filler.index, args_.early, filler.count},
+           [&](int token, int) { return args_.tokens + token * bytes_; });
+    }
+    for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
+      copy(source, {tokens.begin, tokens.end, 1},
+           [&](int token, int row) { return landing_.here(source, token, row); });
+    });
+    mover_.complete_to(mover_.mark());
+  }
+
+ private:
+  template <class From>
+  JAX_EP_FN void copy(int source, Stride tokens, From from) {
+    const int here =
+        copy_to_rows(op_.team, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+    if (op_.team.lane == 0) op_.count_received(source, here * bytes_);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const int64_t bytes_;
+  const Landing landing_;
+  RowMover mover_;
+};
+
+// Tokens in float8, this rank's own too: encoded into their slots and decoded from there.
+template <class T>
+class EncodedDispatch {
+ public:
+  JAX_EP_FN EncodedDispatch(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        landing_(op, args, sizeof(T)),
+        stream_(op.team, kWireStageBytes<T>, true, 2 * kWireStageBytes<T>),
+        writer_(op.team, kWireStageBytes<T>, true, 2) {}
+
+  JAX_EP_FN void push(const RoutedTokens& tokens) {
+    MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
+    const auto begin = [&](int token, auto packed) {
+      const auto slots =
+          line_up<char>(op_.team, args_.top_k, [&](int k) { return term(landing_.at_owner(token, k, packed(k))); });
+      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
+    };
+    push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
+  }
+
+  JAX_EP_FN void pad(const RowCounts& counts) {
+    zero_padding(op_, args_.received, row_bytes(), counts, args_.capacity, args_.alignment);
+  }
+
+  JAX_EP_FN void expand() {
+    MessageStream<T, Decode<T>> decoder(op_.team, args_.hidden, stream_, {writer_});
+    for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
+      stream_.acquire();
+      int here = 0;
+      for (int token = tokens.begin; token < tokens.end; ++token) {
+        const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
+        const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) {
+          return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
+        });
+        if (rows.empty()) continue;
+        decoder.begin(landing_.slot_here(source, token), rows);
+        ++here;
+      }
+      if (op_.team.lane == 0) op_.count_received(source, here * landing_.slot_bytes());
+    });
+    decoder.finish();
+    writer_.complete_to(writer_.mark());
+  }
+
+ private:
+  JAX_EP_FN int64_t row_bytes() const { return int64_t{args_.hidden} * static_cast<int>(sizeof(T)); }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const Landing landing_;
+  RowStream<char, Held<char>> stream_;
+  RowWriter writer_;
+};
+
+// Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own too.
+template <class T>
+class Float8Dispatch {
+ public:
+  JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        landing_(op, args, 1),
+        message_values_(apart_message_values(args.hidden)),
+        put_values_(apart_put_values<T>(op.team, args.hidden)),
+        stream_(op.team, message_values_ * static_cast<int>(sizeof(T)), true, stage_bytes()),
+        writer_(op.team, stage_bytes(), true, 1) {}
+
+  JAX_EP_FN void push(const RoutedTokens& tokens) {
+    MessageStream<T, EncodeApart<T>> encoder(
+        op_.team, args_.hidden, stream_,
+        {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
+    const auto begin = [&](int token, auto packed) {
+      Spot spot{};
+      int found = -1;  // for which assignment: values and scales are asked for in turn
+      const auto at = [&](int k) {
+        if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
+        found = k;
+        return spot;
+      };
+      const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).values); });
+      const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).scales); });
+      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
+    };
+    push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
+  }
+
+  JAX_EP_FN void pad(const RowCounts& counts) {
+    zero_padding(op_, args_.received, args_.hidden, counts, args_.capacity, args_.alignment);
+    zero_padding(op_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts, args_.capacity,
+                 args_.alignment);
+  }
+
+  JAX_EP_FN void expand() {
+    const int scale_bytes = scale_row_bytes(args_.hidden);
+    auto* scales = reinterpret_cast<char*>(args_.scales);
+    RowMover mover(op_.team);
+    for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
+      if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.early);  // later ones are in all their rows
+      const int32_t* table = rows_from(args_, source);
+      const int here = copy_to_rows(op_.team, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+                                    args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
+      if (op_.team.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
+      copy_to_short_rows(op_.team, scales, scale_bytes, table, tokens, args_.top_k,
+                         [&](int token, int row) { return landing_.scales_here(source, token, row); });
+    });
+    mover.complete_to(mover.mark());
+  }
+
+ private:
+  JAX_EP_FN int stage_bytes() const { return align_up(wire_message_bytes(put_values_), 128); }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const Landing landing_;
+  const int message_values_, put_values_;
+  RowStream<char, Apart<Held<char>, Held<char>>> stream_;
+  RowWriter writer_;
+};
+
+template <class Dispatch>
+JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args) {
+  const Routing routing(op, args);
+  Dispatch dispatch(op, args);
+  if (op.ok() && op.team.pusher.index >= 0) dispatch.push({op, args, routing});
+  if (op.team.filler.index >= 0) dispatch.pad(routing.counts());
+  if (routing.settled())
+    dispatch.expand();
+  else  // peers that learn of the lack of room later still push
+    for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
+}
+
+template <class T>
+JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args, const DispatchPost& post) {
+  post.post(op, args);
+  if (args.few)
+    FewRouter(op, args, post).route();
+  else
+    Router(op, args, post).route();
+  op.wait_posted();
+  if (args.rows_float8)
+    send_tokens<Float8Dispatch<T>>(op, args);
+  else if (args.wire_float8)
+    send_tokens<EncodedDispatch<T>>(op, args);
+  else
+    send_tokens<PlainDispatch<T>>(op, args);
+}
+
+template <class T>
+JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
+  const DispatchPost post(team);
+  Op op(comm, team, OpKind::dispatch);
+  const int64_t local = args.num_experts / comm.size;
+  const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;
+  const int64_t row = args.hidden * (args.rows_float8 ? 1 : static_cast<int64_t>(sizeof(T)));
+  const int64_t scale_row = args.rows_float8 ? scale_row_bytes(args.hidden) : 0;
+  const Buffer results[] = {{args.received, args.capacity * row},
+                            {args.scales, args.capacity * scale_row},
+                            {args.group_sizes, local * 4, Undelivered::size},
+                            {args.targets, int64_t{args.num_tokens} * args.top_k * 4, Undelivered::target},
+                            {args.rows, table},
+                            {args.arrived, table},
+                            {args.counts, comm.size * local * 4, Undelivered::size},
+                            {args.dropped, 4, Undelivered::size},
+                            {args.invalid, 4, Undelivered::size}};
+  op.poison(results);
+  route_and_send<T>(op, args, post);
+  op.finish(results);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,123 @@
+// Routing: every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its
+// assignments, while the first tokens are on their way. Rows are ordered by (expert, source rank, token, k), whatever
+// the number of teams.
+#pragma once
+
+#include "comm/op.h"
+#include "comm/peer_buffer.h"
+#include "kernels/moe/args.h"
+#include "kernels/moe/post_dispatch.h"
+#include "kernels/moe/rows.h"
+#include "kernels/moe/segments.h"
+#include "kernels/moe/tally.h"
+
+namespace jax_ep {
+
+class Router {
+ public:
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args, const DispatchPost& post)
+      : op_(op),
+        args_(args),
+        post_(post),
+        tally_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
+        segments_(op, args),
+        local_(args.num_experts / op.comm.size) {}
+
+  // Other teams do not wait for it before they need what it finds: see Routing.
+  JAX_EP_FN void route() {
+    if (!tally_.takes_part()) return;
+    count();
+    op_.tell(&Heap::chosen, tally_.is_first());
+    op_.wait_told(&Heap::chosen);
+    const uint64_t posted = post_.ask(op_);
+    op_.enter(Phase::layout);
+    lay_out();
+    post_.post_if_late(op_, args_, posted);
+    tally_.barrier();
+    op_.note(&op_.heap->laid_out, tally_.is_first());
+    op_.wait_posted();
+    if (op_.ok()) place();
+    tally_.barrier();
+    op_.tell(&Heap::placed, tally_.is_first());
+  }
+
+ private:
+  JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.weights[item]}; }
+
+  // After it the peers have this rank's counts.
+  JAX_EP_FN void count() {
+    op_.enter(Phase::count);
+    if (tally_.is_first() && op_.team.lane == 0) *args_.dropped = 0;
+    tally_.count([&](int item) { return choice(item); },
+                 [&](int e, int total) {
+                   if (e == args_.num_experts)
+                     *args_.invalid = total;
+                   else
+                     for (int peer = 0; peer < op_.comm.size; ++peer) op_.mail(peer, op_.comm.rank)->counts[e] = total;
+                 });
+  }
+
+  // From all ranks' counts: the segments of every rank, and in them the first row of this rank's share.
+  JAX_EP_FN void lay_out() {
+    const Comm& comm = op_.comm;
+    const auto count = [&](int source, int e) { return op_.mail_from(source)->counts[e]; };
+    const auto rows_before = [&](int rank, int e) {
+      int rows = 0;
+      for (int source = 0; source < rank; ++source) rows += count(source, e);
+      return rows;
+    };
+    const auto keep_counts = [&](int e) {
+      constexpr int kAhead = Tally::kAhead;
+      for (int first = 0; first < comm.size; first += kAhead) {
+        int32_t counts[kAhead];
+        for (int i = 0; i < kAhead; ++i) counts[i] = count(smaller(first + i, comm.size - 1), comm.rank * local_ + e);
+        for (int i = 0; i < kAhead; ++i)
+          if (first + i < comm.size) args_.counts[(first + i) * local_ + e] = counts[i];
+      }
+    };
+    segments_.lay_out(
+        tally_.place(), [&](int e) { return rows_before(comm.size, e); },
+        [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
+  }
+
+  // Writes the targets of this team's assignments, and tells every rank which of its rows hold them: none, if some rank
+  // has no room.
+  JAX_EP_FN void place() {
+    op_.enter(Phase::place);
+    const int capacity = segments_.rank_without_room() < 0 ? args_.capacity : 0;
+    const Divider by_local(local_);
+    const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
+    int dropped = 0;
+    const PeerBuffer rows(op_, 1), weights(op_, 2);
+    const auto first_row = [&](int e) { return segments_.first_row(e); };
+    tally_.number([&](int item) { return choice(item); }, first_row,
+                  [&](int index, int bin, int row, float weight) {
+                    Target target{-1, -1};
+                    if (bin >= 0 && bin < args_.num_experts) {
+                      if (row < capacity)
+                        target = {by_local.quotient(bin), row};
+                      else
+                        ++dropped;
+                    }
+                    if (index >= 0) args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
+                    for (int rank = 0; rank < op_.comm.size; ++rank) {
+                      auto* rows_there = reinterpret_cast<int32_t*>(rows.of(rank)) + mine + index;
+                      auto* weights_there = reinterpret_cast<float*>(weights.of(rank)) + mine + index;
+                      if (index < 0) continue;
+                      *rows_there = rank == target.owner ? target.row : -1;
+                      *weights_there = rank == target.owner ? weight : 0.0f;
+                    }
+                  });
+    dropped = op_.team.sum(dropped);
+    if (op_.team.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const DispatchPost& post_;
+  Tally tally_;
+  const Segments segments_;
+  const int local_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,129 @@
+// Routing of few tokens: every rank tells all which experts its tokens chose, and works out alone where everything
+// goes. So ranks talk once, before any row is on its way; the rows set off while it is worked out, to where they land
+// by source and token. The order of rows is that of route.h.
+#pragma once
+
+#include "comm/op.h"
+#include "kernels/moe/args.h"
+#include "kernels/moe/post_dispatch.h"
+#include "kernels/moe/rows.h"
+#include "kernels/moe/segments.h"
+#include "kernels/moe/tally.h"
+
+namespace jax_ep {
+
+class FewRouter {
+ public:
+  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args, const DispatchPost& post)
+      : op_(op),
+        args_(args),
+        post_(post),
+        tally_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
+        segments_(op, args),
+        local_(args.num_experts / op.comm.size),
+        per_rank_(args.num_tokens * args.top_k),
+        by_rank_(per_rank_) {}
+
+  // Other teams do not wait for it before they need what it finds: see Routing.
+  JAX_EP_FN void route() {
+    if (!tally_.takes_part()) return;
+    send_choices();
+    op_.wait_told(&Heap::chosen);
+    const uint64_t posted = post_.ask(op_);
+    count();
+    post_.post_if_late(op_, args_, posted);
+    op_.enter(Phase::layout);
+    segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
+    tally_.barrier();
+    op_.note(&op_.heap->laid_out, tally_.is_first());
+    if (op_.ok()) place();
+    tally_.barrier();
+    op_.note(&op_.heap->placed[op_.comm.rank], tally_.is_first());
+  }
+
+ private:
+  JAX_EP_FN int32_t* totals() const { return args_.scratch + totals_offset(args_.num_experts); }
+
+  JAX_EP_FN void send_choices() {
+    const Team& team = op_.team;
+    if (!tally_.is_first_squad()) return;
+    op_.enter(Phase::count);
+    constexpr int kAhead = Tally::kAhead;
+    const int step = team.member.count * Team::lanes;
+    for (int first = team.member.index * Team::lanes + team.lane; op_.ok() && first < per_rank_;
+         first += kAhead * step) {
+      Choice choices[kAhead];
+      for (int i = 0; i < kAhead; ++i) {
+        const int item = smaller(first + i * step, per_rank_ - 1);
+        choices[i] = {args_.expert_ids[item], args_.weights[item]};
+      }
+      for (int peer = 0; peer < op_.comm.size; ++peer) {
+        Mail* box = op_.mail(peer, op_.comm.rank);
+        for (int i = 0; i < kAhead; ++i) {
+          const int item = first + i * step;
+          if (item >= per_rank_) continue;
+          box->counts[item] = choices[i].expert;
+          box->weights[item] = choices[i].weight;
+        }
+      }
+    }
+    team.squad_sync();
+    op_.tell(&Heap::chosen, tally_.is_first());
+  }
+
+  // An item of all ranks' assignments in order.
+  JAX_EP_FN Choice choice(int item) const {
+    const int source = by_rank_.quotient(item), at = item - source * per_rank_;
+    const Mail* box = op_.mail_from(source);
+    return {box->counts[at], box->weights[at]};
+  }
+
+  JAX_EP_FN void count() {
+    op_.enter(Phase::count);
+    const Team& team = op_.team;
+    for (int i = tally_.place().index * Team::lanes + team.lane; i < op_.comm.size * local_;
+         i += tally_.place().count * Team::lanes)
+      args_.counts[i] = 0;
+    if (tally_.is_first() && team.lane == 0) *args_.dropped = *args_.invalid = 0;
+    tally_.count([&](int item) { return choice(item); },
+                 [&](int e, int total) {
+                   if (e < args_.num_experts) totals()[e] = total;
+                 });
+  }
+
+  // Writes which rows here hold what, and the targets of this rank's own assignments.
+  JAX_EP_FN void place() {
+    op_.enter(Phase::place);
+    const Divider by_local(local_);
+    int dropped = 0, invalid = 0;
+    const auto first_row = [&](int e) { return segments_.first_row(e); };
+    tally_.number([&](int item) { return choice(item); }, first_row,
+                  [&](int item, int bin, int row, float weight) {
+                    if (item < 0) return;
+                    const bool valid = bin >= 0 && bin < args_.num_experts, placed = valid && row < args_.capacity;
+                    const int owner = valid ? by_local.quotient(bin) : -1, source = by_rank_.quotient(item);
+                    const bool here = placed && owner == op_.comm.rank;
+                    args_.rows[item] = here ? row : -1;
+                    args_.arrived[item] = here ? weight : 0.0f;
+                    if (owner == op_.comm.rank) atomic_add(&args_.counts[source * local_ + bin - owner * local_], 1);
+                    if (source != op_.comm.rank) return;
+                    args_.targets[item - source * per_rank_] = placed ? pack_target({owner, row}, args_.capacity) : -1;
+                    dropped += valid && !placed;
+                    invalid += bin == args_.num_experts;
+                  });
+    dropped = op_.team.sum(dropped);
+    invalid = op_.team.sum(invalid);
+    if (op_.team.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+    if (op_.team.lane == 0 && invalid) atomic_add(args_.invalid, invalid);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  const DispatchPost& post_;
+  Tally tally_;
+  const Segments segments_;
+  const int local_, per_rank_;
+  const Divider by_rank_;
+};
+
+}  // namespace jax_ep

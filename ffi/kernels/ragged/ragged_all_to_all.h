@@ -1,0 +1,76 @@
+// ragged_all_to_all: slices of rows straight to their place in the receiver's buffer.
+#pragma once
+
+#include "comm/members.h"
+#include "comm/op.h"
+#include "kernels/ragged/args.h"
+#include "rows/movers.h"
+
+namespace jax_ep {
+
+JAX_EP_FN bool inside(int64_t begin, int64_t size, int64_t rows) {
+  return begin >= 0 && size >= 0 && begin + size <= rows;
+}
+
+// Whether a slice may be sent; reports it if not. An empty one is not looked at further.
+JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) {
+  const int64_t size = args.send_sizes[index], from = args.input_offsets[index], to = args.output_offsets[index];
+  if (size == 0) return false;
+  const bool sendable = inside(from, size, args.operand_rows);
+  if (sendable && inside(to, size, args.result_rows)) return true;
+  if (op.team.lane == 0)
+    op.report(Failure::invalid_routing, op.comm.rank, peer, sendable ? args.result_rows : args.operand_rows,
+              (sendable ? to : from) + size);
+  op.refuse();  // for the peer waits for it
+  return false;
+}
+
+JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
+  if (op.team.pusher.index < 0) return;
+  op.enter(Phase::send);
+  RowMover mover(op.team);
+  for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
+    const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer
+    const int index = shifted % (op.comm.size * args.slices), peer = index / args.slices;
+    if (!check_slice(op, args, peer, index)) continue;
+    const char* from = args.operand + args.input_offsets[index] * args.row_bytes;
+    char* to = static_cast<char*>(op.mail_from(peer)->buffers[0]) + args.output_offsets[index] * args.row_bytes;
+    const auto source = [&](int row) -> const char* { return op.may_push() ? from + row * args.row_bytes : nullptr; };
+    Stride rows{op.team.pusher.index, args.send_sizes[index], op.team.pusher.count};
+    const auto sink = [&](int row, int k) { return k == 0 ? to + row * args.row_bytes : nullptr; };
+    mover.move([&] { return rows.next(); }, args.row_bytes, 1, source, sink, [](int, auto&) {});
+  }
+  mover.complete_to(mover.mark());
+  op.deliver(0, 1, op.team.pusher.count);
+}
+
+// What peers said they send must be what this rank was told it receives.
+JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
+  if (!op.ok() || op.team.index != 0) return;
+  for (int i = op.team.lane; i < op.comm.size * args.slices; i += Team::lanes) {
+    const int source = i / args.slices, sent = op.mail_from(source)->counts[i % args.slices];
+    op.count_received(source, sent * args.row_bytes);
+    if (sent != args.recv_sizes[i]) op.report(Failure::invalid_routing, op.comm.rank, source, args.recv_sizes[i], sent);
+  }
+}
+
+JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
+  if (op.ok() && op.team.index == 0)
+    for (int i = op.team.lane; i < op.comm.size * args.slices; i += Team::lanes)
+      op.mail(i / args.slices, op.comm.rank)->counts[i % args.slices] = args.send_sizes[i];
+  op.post(args.result);
+  op.wait_posted();
+  check_sizes(op, args);
+  push_slices(op, args);
+  op.wait_delivered(0);
+}
+
+JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& all) {
+  const Team team = join_op(comm, all);
+  Op op(comm, team, OpKind::ragged_all_to_all);
+  if (team.squad.index >= 0) exchange_slices(op, args);
+  const Buffer results[] = {{args.result, args.result_rows * args.row_bytes}};
+  op.finish(results, all.count);
+}
+
+}  // namespace jax_ep

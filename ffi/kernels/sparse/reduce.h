@@ -1,0 +1,248 @@
+// sparse_reduce: every row is summed by one of the ranks that hold it, to which the others send theirs, and written
+// into its slot of the result on every rank.
+//
+// Entries of one rank that name the same row are summed by that rank first, so that each crosses the wire as one row.
+#pragma once
+
+#include <type_traits>
+
+#include "comm/members.h"
+#include "kernels/sparse/landing.h"
+#include "kernels/sparse/run_sums.h"
+#include "rows/row_sum.h"
+
+namespace jax_ep {
+
+template <class T>
+class SparseReduce {
+ public:
+  JAX_EP_FN SparseReduce(Op& op, const SparseReduceArgs& args)
+      : op_(op),
+        args_(args),
+        runs_(op, args),
+        row_bytes_(int64_t{args.hidden} * static_cast<int>(sizeof(T))),
+        words_(in_words(args.values, args.result, row_bytes_)),
+        landing_(op, args, row_bytes_),
+        sums_(op.team, words_) {}
+
+  // Rows that a rank's result should hold.
+  JAX_EP_FN int rows_of(int rank) const {
+    return args_.sharded ? args_.bounds[rank + 1] - args_.bounds[rank] : args_.bounds[op_.comm.size];
+  }
+  // The first rank that has no room for them, or -1. All ranks come to the same answer.
+  JAX_EP_FN int rank_without_room() const {
+    for (int rank = 0; !args_.drop && rank < op_.comm.size; ++rank)
+      if (rows_of(rank) > args_.capacity) return rank;
+    return -1;
+  }
+
+  // All that needs no peer.
+  JAX_EP_FN void prepare() {
+    op_.enter(Phase::layout);
+    runs_.clear();
+    landing_.clear();
+    op_.barrier();
+    op_.enter(Phase::layout);
+    runs_.fill();
+    op_.barrier();
+    RunSums<T>(op_, args_, runs_, words_).run(/*single=*/!kFloats);
+    op_.barrier();
+  }
+
+  // Sends what waits for no peer: rows that no other rank holds to where they belong, parts of others to their owners.
+  JAX_EP_FN void push() {
+    if (!op_.ok()) return;
+    op_.enter(Phase::send);
+    for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
+                 [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
+    op_.deliver(kParts, 1, op_.team.count);
+  }
+
+  // Sums the other rows that this rank owns, into the results of all ranks that want them.
+  JAX_EP_FN void reduce() {
+    if (landing_.has_room()) op_.wait_delivered(kParts);
+    if (!op_.ok()) return;
+    op_.enter(Phase::reduce);
+    for_each_row([&] { return op_.ask_for_ticket(); },
+                 [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
+                 [&](const Row& row) { sum(row); }, [](const Row&) {});
+    op_.deliver(kSums, 1, op_.team.count);  // and no peer's rows are read any more
+  }
+  JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
+
+  // Zeroes what holds no row.
+  JAX_EP_FN void pad() const {
+    const Place filler = op_.team.filler;
+    if (!op_.ok() || filler.index < 0) return;
+    op_.enter(Phase::pad);
+    const Range slots = slots_of(op_.comm.rank);
+    for (int row = slots.end - slots.begin + filler.index; row < args_.capacity; row += filler.count)
+      fill_row(op_.team, args_.result + row * row_bytes_, 0, row_bytes_);
+  }
+
+ private:
+  // Slots that a team takes at a time; few, where there are few, so that all have work to the end.
+  static constexpr int kGroupsPerTeam = 8;
+  static constexpr int kGroupSlots = Team::lanes > kGroupTokens ? Team::lanes : kGroupTokens;
+  static constexpr int kParts = 0, kSums = 1;  // what is delivered
+  static constexpr bool kFloats = std::is_same_v<T, float>;
+
+  // A row, who has it, the rank that sums it, and, if results differ, the one that wants it.
+  struct Row {
+    int slot;
+    Holding held;
+    int owner, home;
+  };
+
+  // The slots whose rows a rank's result holds, in order.
+  JAX_EP_FN Range slots_of(int rank) const {
+    const int begin = args_.sharded ? args_.bounds[rank] : 0;
+    return {begin, begin + smaller(rows_of(rank), args_.capacity)};
+  }
+
+  // Slots are taken in groups. Results that differ take turns: if all ranks began with the same one, its links would
+  // be all that is used.
+  struct Groups {
+    int slots, homes, count;
+  };
+  JAX_EP_FN Groups slot_groups() const {
+    const int homes = args_.sharded ? op_.comm.size : 1;
+    int longest = 0;
+    for (int home = 0; home < homes; ++home) longest = larger(longest, smaller(rows_of(home), args_.capacity));
+    const int slots = larger(1, smaller(kGroupSlots, longest / larger(1, op_.team.count * kGroupsPerTeam / homes)));
+    return {slots, homes, (longest + slots - 1) / slots * homes};
+  }
+
+  // Calls visit(row), on all lanes, for the rows that are wanted, until they are where they belong; groups of slots go
+  // to whoever is free. Calls look(row) before for all rows, each lane for one of its own, or for one that nobody
+  // holds.
+  template <class Ask, class Wanted, class Visit, class Look>
+  JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
+    sums_.acquire();
+    const Groups groups = slot_groups();
+    for (uint64_t asked = ask(); op_.may_push();) {
+      const int ticket = op_.take_ticket(asked);
+      if (ticket >= groups.count) break;
+      asked = ask();
+      const int home = (op_.comm.rank + 1 + ticket) % groups.homes;
+      const Range all = slots_of(home);
+      const int begin = all.begin + ticket / groups.homes * groups.slots, end = smaller(begin + groups.slots, all.end);
+      for (int first = begin; first < end; first += Team::lanes) {
+        const int slot = first + op_.team.lane;
+        Row mine{slot, slot < end ? runs_.holding(slot) : Holding{0, 0, 0}, -1, home};
+        if (mine.held.ranks) mine.owner = owner_of(mine);
+        look(mine);
+        for (uint64_t left = op_.team.ballot(mine.held.ranks && wanted(mine)); left && op_.may_push(); left &= left - 1)
+          visit(op_.team.from_lane(mine, lowest_bit(left)));
+      }
+    }
+    if (op_.may_push())
+      sums_.finish();
+    else
+      sums_.drop();
+    sums_.complete_to(sums_.mark());
+  }
+
+  // The holder that sums a row: the rank that alone wants it, or else each in turn.
+  JAX_EP_FN int owner_of(const Row& row) const {
+    return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.slot);
+  }
+  JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
+
+  // Bytes from every peer: rows that it sums for this rank, and its parts of those that this rank sums.
+  JAX_EP_FN void count_rows(const Row& row) const {
+    const bool for_all = !args_.sharded, mine = row.owner == op_.comm.rank;
+    for (int rank = 0; rank < op_.comm.size; ++rank) {
+      const bool summed_there = row.owner == rank && (for_all || row.home == op_.comm.rank);
+      const int parts = op_.team.sum(summed_there || (mine && row.held.ranks >> rank & 1));
+      if (op_.team.lane == 0 && parts) op_.count_received(rank, parts * row_bytes_);
+    }
+  }
+
+  JAX_EP_FN bool sends(const Row& row) const {
+    if (!is_shared(row)) return row.owner == op_.comm.rank;
+    const bool held_here = row.held.ranks >> op_.comm.rank & 1;
+    return landing_.has_room() && held_here && row.owner != op_.comm.rank && (kFloats || !row.held.crowded);
+  }
+  JAX_EP_FN void send(const Row& row) {
+    if (!is_shared(row)) return sum(row);
+    char* there = landing_.claim(row.owner, row.slot);
+    if (!there) return;  // the owner will fetch it
+    sums_.sum(line_up<const T>(op_.team, 1, [&](int) { return own_term(row.slot); }),
+              line_up<char>(op_.team, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
+  }
+
+  JAX_EP_FN void sum(const Row& row) {
+    const Team& team = op_.team;
+    const int ranks = op_.comm.size;
+    const int64_t offset = int64_t{row.slot - slots_of(row.home).begin} * row_bytes_;
+    const auto places = line_up<char>(team, args_.sharded ? 1 : ranks, [&](int i) {
+      const int rank = args_.sharded ? row.home : (op_.comm.rank + i) % ranks;
+      return Term<char>{static_cast<char*>(op_.mail_from(rank)->buffers[1]) + offset, 1.0f};
+    });
+    const float scale = args_.by_count ? 1.0f / static_cast<float>(row.held.entries) : args_.scale;
+    if (kFloats || !row.held.crowded)
+      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return term_of(rank, row, scale); }), places,
+                args_.hidden);
+    else
+      DirectSum<float, T>(team, words_)
+          .sum(ranks, [&](int rank) { return partial_of(rank, row.slot); }, args_.hidden, places, scale);
+  }
+
+  // What a rank adds to a row, wherever it is.
+  JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
+    if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
+    const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.slot);
+    return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.slot), weight};
+  }
+  // At its holder, that is its only entry, or the sum of several.
+  JAX_EP_FN const T* held_by(int rank, int slot) const {
+    if constexpr (kFloats)
+      if (runs_.entries(rank, slot) > 1) return partial_of(rank, slot);
+    return static_cast<const T*>(op_.mail_from(rank)->buffers[0]) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+  }
+  JAX_EP_FN Term<const T> own_term(int slot) const { return {held_by(op_.comm.rank, slot), 1.0f}; }
+  JAX_EP_FN const float* partial_of(int rank, int slot) const {
+    if (runs_.entries(rank, slot) == 0) return nullptr;
+    return static_cast<const float*>(op_.mail_from(rank)->buffers[2]) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+  }
+
+  Op& op_;
+  const SparseReduceArgs& args_;
+  SparseRuns runs_;
+  const int64_t row_bytes_;
+  const bool words_;
+  SparseLanding landing_;
+  RowSum<T> sums_;
+};
+
+template <class T>
+JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
+  SparseReduce<T> reduction(op, args);
+  const int full = reduction.rank_without_room();
+  if (full < 0) reduction.prepare();
+  op.post(const_cast<char*>(args.values), args.result, args.partials, args.landing);
+  op.wait_posted();
+  if (full < 0) {
+    reduction.push();
+    reduction.reduce();
+    reduction.pad();
+    reduction.wait();
+  } else if (op.ok() && op.team.index == 0 && op.team.lane == 0) {
+    op.report(Failure::capacity, full, full, args.capacity, reduction.rows_of(full));
+  }
+}
+
+template <class T>
+JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Team& all) {
+  const Team team = join_op(comm, all);
+  Op op(comm, team, OpKind::sparse_reduce);
+  const Buffer results[] = {{args.result, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))}};
+  if (team.squad.index >= 0) {
+    op.poison(results);
+    reduce_rows<T>(op, args);
+  }
+  op.finish(results, all.count);
+}
+
+}  // namespace jax_ep

@@ -1,8 +1,0 @@
-// The kernels on rows of bfloat16.
-#include "platform/gpu/define_row_kernels.h"
-
-namespace jax_ep {
-
-template struct RowKernels<BFloat16>;
-
-}  // namespace jax_ep

@@ -1,8 +1,0 @@
-// The kernels on rows of float16.
-#include "platform/gpu/define_row_kernels.h"
-
-namespace jax_ep {
-
-template struct RowKernels<Float16>;
-
-}  // namespace jax_ep

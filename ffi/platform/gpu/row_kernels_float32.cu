@@ -1,8 +1,0 @@
-// The kernels on rows of float32.
-#include "platform/gpu/define_row_kernels.h"
-
-namespace jax_ep {
-
-template struct RowKernels<float>;
-
-}  // namespace jax_ep

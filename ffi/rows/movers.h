@@ -1,0 +1,43 @@
+// How rows move, each as fast as the target can.
+//
+// RowMover: from memory to memory.
+//   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
+//     source(i) to the up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move
+//     nothing. All lanes call together, each sink with a k of its own, and sink(i, k) right after source(i).
+//   mark(), complete_to(mark): as of a RowWriter.
+//
+// RowReader: from memory to shared memory, in batches asked for ahead of time.
+//   in_bulk(): whether it does so at all here; depth(): how many batches may be under way or in use.
+//   acquire(): what a flag has announced may be asked for from here on.
+//   ask(mine, count, from, bytes): `count` batches, of which this lane's `mine`-th is at its own address; lanes with
+//     other numbers have none.
+//   take(): where the oldest batch is now; release(): all that was taken has been looked at.
+//
+// RowWriter: from registers to memory.
+//   put(places, offset, bytes, fill): a batch of `bytes` at `offset` from every place of a lineup. Every lane writes
+//     its part by fill(to). put_directly(...): the same for batches that are not made of 16-byte words.
+//   The same by hand, where rows come in bulk: stage(fresh) is where the next batch is to be made, or that of before;
+//     seal() when it is, then send(places, offset, bytes, from) for each part of it, then commit().
+//   mark(), complete_to(mark): returns when all that was put before the mark is written, so that a flag may announce
+//     it.
+#pragma once
+
+#include "comm/platform.h"
+
+namespace jax_ep {
+
+// begin, begin + step, ... below end, then -1.
+struct Stride {
+  int begin, end, step;
+
+  JAX_EP_FN int next() {
+    const int i = begin;
+    begin += step;
+    return i < end ? i : -1;
+  }
+};
+
+}  // namespace jax_ep
+
+#include JAX_EP_MOVER
+#include JAX_EP_STREAMS

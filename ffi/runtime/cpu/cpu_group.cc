@@ -1,0 +1,175 @@
+#include "runtime/cpu/cpu_group.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "runtime/thread_name.h"
+
+namespace jax_ep {
+
+CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours,
+                   int64_t id)
+    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id) {
+  for (int i = 0; i < line_count() * size(); ++i) workers_.push_back(std::make_unique<Worker>());
+  watch_ = std::thread([this] { watch(); });
+}
+
+CpuGroup::~CpuGroup() { close(); }
+
+void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done) {
+  std::unique_lock lock(gather_mutex_);
+  if (const std::optional<GroupError> error = failure()) {
+    changed_.notify_one();  // nobody else may have said so to who is parked
+    lock.unlock();
+    return done(error);
+  }
+  if (seat.rank == stalled_arrival_) {
+    stalled_.push_back(std::move(done));
+    return;
+  }
+  const Key key{site, run, seat.line};
+  const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds()));
+  Gathering& gathering = gatherings_.try_emplace(key, Gathering{what, Clock::now() + timeout, {}}).first->second;
+  gathering.arrivals.insert_or_assign(seat.rank, Arrival{std::move(task), std::move(done)});
+  if (gathering.arrivals.size() == local_devices(seat.line).size()) {
+    start(seat.line, std::move(gathering.arrivals));
+    gatherings_.erase(key);
+  }
+  changed_.notify_one();
+}
+
+// Under the lock, so that every rank's worker meets the ops in one order: no two of them can wait for each other.
+void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
+  const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
+  for (auto& [rank, arrival] : arrivals) {
+    const Seat seat{line, rank};
+    workers_[line * size() + rank]->enqueue(
+        [this, seat, running, arrival = std::move(arrival)] { run(seat, arrival, *running); });
+  }
+}
+
+std::optional<GroupError> CpuGroup::perform(const Task& task) {
+  try {
+    task();
+    return std::nullopt;
+  } catch (const GroupException& failure) {
+    return failure.error;
+  } catch (const std::exception& error) {
+    return GroupError{"JaxEpError", error.what(), true};
+  }
+}
+
+std::optional<GroupError> CpuGroup::outcome(Seat seat, const Task& task) {
+  const Comm& here = comm(seat);
+  while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&here.heaps[seat.rank]->abort))
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (std::optional<GroupError> error = perform(task)) {
+    give_up(seat, *error);
+    return error;
+  }
+  if (std::optional<GroupError> error = reported(seat)) return error;
+  const uint64_t abort = load_acquire(&here.heaps[seat.rank]->abort);
+  if (!abort) return std::nullopt;
+  fail({"PeerLostError",  // an op that began after it has no report
+        "the group has failed at a peer, because rank " + std::to_string(abort - 1) + " did not answer", true});
+  return failure();
+}
+
+void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
+  std::optional<GroupError> error = outcome(seat, arrival.task);
+  const bool failed = error && error->fatal;
+  std::function<void()> complete = [done = arrival.done, error = std::move(error)] { done(error); };
+  std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
+  if (failed) {
+    running.held.push_back(std::move(complete));
+    changed_.notify_one();
+  } else {
+    completions_.run(std::move(complete));
+  }
+  if (--running.tasks > 0) return;
+  for (std::function<void()>& held : running.held) completions_.run(std::move(held));
+}
+
+// Waits for the earliest deadline among the gatherings; when one passes, the group fails and everybody is released.
+// Time in which this process was stopped does not count.
+void CpuGroup::watch() {
+  name_thread("jax_ep watch");
+  std::unique_lock lock(gather_mutex_);
+  while (!closed_) {
+    if (const std::optional<GroupError> error = failure()) release(*error);
+    const auto late = [](const auto& a, const auto& b) { return a.second.deadline < b.second.deadline; };
+    const auto first = std::min_element(gatherings_.begin(), gatherings_.end(), late);
+    const Clock::time_point now = Clock::now();
+    if (first == gatherings_.end()) {
+      changed_.wait(lock);
+    } else if (now >= first->second.deadline) {
+      fail(nobody_came(first->first, first->second));
+    } else {
+      const Clock::time_point look = std::min(first->second.deadline, now + kLook);  // others may erase the gathering
+      changed_.wait_until(lock, look);
+      const Clock::duration away = Clock::now() - now - kLook;
+      if (away < std::chrono::nanoseconds(kStoppedNs)) continue;
+      for (auto& [key, gathering] : gatherings_) gathering.deadline += away;
+    }
+  }
+}
+
+void CpuGroup::release(const GroupError& error) {
+  const auto complete = [&](Completion done) { completions_.run([done = std::move(done), error] { done(error); }); };
+  for (auto& [key, gathering] : gatherings_)
+    for (auto& [rank, arrival] : gathering.arrivals) complete(std::move(arrival.done));
+  for (Completion& done : stalled_) complete(std::move(done));
+  gatherings_.clear();
+  stalled_.clear();
+}
+
+// Where else a rank has come to in the line and waits there, if it does.
+const CpuGroup::Gathering* CpuGroup::elsewhere(const Key& key, int rank) const {
+  for (const auto& [other, gathering] : gatherings_)
+    if (other != key && std::get<2>(other) == std::get<2>(key) && gathering.arrivals.count(rank)) return &gathering;
+  return nullptr;
+}
+
+GroupError CpuGroup::nobody_came(const Key& key, const Gathering& gathering) const {
+  std::string missing, diverged;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (!is_local({std::get<2>(key), rank}) || gathering.arrivals.count(rank)) continue;
+    if (const Gathering* there = elsewhere(key, rank))
+      diverged +=
+          "; rank " + std::to_string(rank) + " waits in " + describe_call(there->what.signature, there->what.site);
+    else
+      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+  }
+  char text[64];
+  std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), gathering.arrivals.begin()->first);
+  const std::string call = describe_call(gathering.what.signature, gathering.what.site);
+  if (missing.empty())
+    return {"MismatchError",
+            call + ": not all ranks came" + text + diverged +
+                ": all ranks must run the same ops in one order; the group has failed",
+            true};
+  return {"PeerTimeoutError", call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed",
+          true};
+}
+
+void CpuGroup::stall(int rank, const std::string& where) {
+  std::lock_guard lock(gather_mutex_);
+  (where == "arrival" ? stalled_arrival_ : stalled_protocol_) = rank;
+}
+
+void CpuGroup::close() {
+  {
+    std::lock_guard lock(gather_mutex_);
+    if (closed_) return;
+    closed_ = true;
+    Group::close();
+    release(*failure());
+  }
+  changed_.notify_all();
+  watch_.join();
+  workers_.clear();
+  completions_.end();
+  release_regions();
+}
+
+}  // namespace jax_ep

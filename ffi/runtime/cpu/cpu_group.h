@@ -1,0 +1,94 @@
+// A group on the CPU: gathers the ranks' arrivals at each call site, then runs the op on the ranks' own threads.
+// No thread of XLA ever waits for a peer.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "comm/platform.h"
+#include "comm/spin.h"
+#include "runtime/cpu/executor.h"
+#include "runtime/group.h"
+
+namespace jax_ep {
+
+// What a rank has come to run.
+struct Arriving {
+  Signature signature;
+  int32_t site;  // a number, for errors
+};
+
+using Task = std::function<void()>;
+using Completion = std::function<void(std::optional<GroupError>)>;
+
+class CpuGroup final : public Group {
+ public:
+  CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
+           int64_t id = 0);
+  ~CpuGroup() override;
+
+  // One rank has come to a call site, known by its address, in a run of its program. When all ranks of its line have
+  // that are of this process, their tasks run; `done` is called exactly once, on a thread that may block. If the op has
+  // failed, that is when all those tasks have ended: a slow one may still write into the buffers of the others.
+  void arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done);
+
+  // The most squads that an op has.
+  int most_squads() const { return 1; }
+  // A rank's part of an op is one thread.
+  void limit_processors(int) {}
+
+  // Test hook: this rank never arrives ("arrival"), or stops inside the protocol ("protocol"), until the group fails.
+  void stall(int rank, const std::string& where);
+
+  void close() override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kLook{500};  // so often the deadlines are looked at
+  struct Arrival {
+    Task task;
+    Completion done;
+  };
+  struct Gathering {
+    Arriving what;
+    Clock::time_point deadline;
+    std::map<int, Arrival> arrivals;  // by rank
+  };
+  using Key = std::tuple<const void*, int64_t, int>;  // site, run, line
+
+  // The tasks of one op that still run, and what waits for them to end. Under gather_mutex_.
+  struct Running {
+    std::size_t tasks;
+    std::vector<std::function<void()>> held;
+  };
+
+  void start(int line, std::map<int, Arrival> arrivals);
+  static std::optional<GroupError> perform(const Task& task);
+  void run(Seat seat, const Arrival& arrival, Running& running);
+  std::optional<GroupError> outcome(Seat seat, const Task& task);
+  void watch();
+  void release(const GroupError& error);
+  GroupError nobody_came(const Key& key, const Gathering& gathering) const;
+  const Gathering* elsewhere(const Key& key, int rank) const;
+
+  std::mutex gather_mutex_;
+  std::condition_variable changed_;
+  std::map<Key, Gathering> gatherings_;
+  std::vector<Completion> stalled_;
+  std::atomic<int> stalled_arrival_ = -1;
+  std::atomic<int> stalled_protocol_ = -1;
+  bool closed_ = false;
+  Elastic completions_;
+  std::vector<std::unique_ptr<Worker>> workers_;  // by line and rank
+  std::thread watch_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,42 @@
+#include "runtime/memory.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace jax_ep {
+
+std::shared_ptr<void> allocate_on_device(int, std::size_t bytes, int64_t) { return allocate_on_host(bytes); }
+
+void await_devices(const std::vector<int>&) {}  // a group's threads end with it
+
+std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t) {
+  constexpr std::size_t kLine = 128;
+  void* memory = std::aligned_alloc(kLine, (bytes + kLine - 1) / kLine * kLine);
+  if (!memory) throw std::bad_alloc();
+  std::memset(memory, 0, bytes);
+  return {memory, std::free};
+}
+
+void clear_on_device(int, void* memory, std::size_t bytes) { std::memset(memory, 0, bytes); }
+
+void signal_device(int, uint64_t* word, uint8_t value) { __atomic_store_n(word, uint64_t{value}, __ATOMIC_RELEASE); }
+
+void copy_whole_words(void* to, const void* from, std::size_t words) {
+  for (std::size_t i = 0; i < words; ++i)
+    __atomic_store_n(static_cast<uint64_t*>(to) + i,
+                     __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
+}
+
+uint64_t read_word(int, const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+ClockSample read_clock(int) {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  const uint64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  return {ns, ns};
+}
+
+void connect_devices(const std::vector<int>&) {}  // one address space
+
+}  // namespace jax_ep

@@ -1,0 +1,20 @@
+// What is not a stream's work must not spoil a capture that this thread is in.
+#pragma once
+
+#include "runtime/gpu/device_scope.h"
+#include "vmm.h"  // of the GPU platform this library is built for
+
+namespace jax_ep::gpu {
+
+class CaptureAllowsAll {
+ public:
+  CaptureAllowsAll() { ignore(exchange_capture_mode(&mode_)); }
+  ~CaptureAllowsAll() { ignore(exchange_capture_mode(&mode_)); }
+  CaptureAllowsAll(const CaptureAllowsAll&) = delete;
+  CaptureAllowsAll& operator=(const CaptureAllowsAll&) = delete;
+
+ private:
+  CaptureMode mode_ = kCaptureRelaxed;
+};
+
+}  // namespace jax_ep::gpu

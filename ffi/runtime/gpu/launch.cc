@@ -1,0 +1,34 @@
+#include "launch.h"
+
+#include <stdexcept>
+
+#include "runtime/extra.h"
+
+namespace jax_ep {
+
+int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
+
+PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
+                             Neighbours neighbours, int64_t id)
+    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id) {
+  for (int line = 0; line < line_count(); ++line)
+    for (const int device : local_devices(line)) {
+      const gpu::DeviceScope scope(device);
+      gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
+      gpu::check(gpu::shared_memory(&budget_.shared_bytes, device), "asking for the shared memory of a block");
+      gpu::check(load_kernels(budget_.shared_bytes), "loading kernels");
+      if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
+    }
+  budget_.blocks = default_blocks(processors_);
+  orders_.resize(line_count() * size());
+}
+
+void PlatformGroup::close() {
+  Group::close();
+  for (int line = 0; line < line_count(); ++line)
+    for (int rank = 0; rank < size(); ++rank)
+      if (is_local({line, rank})) raise_abort({line, rank}, rank, /*culprit=*/0);
+  release_regions();
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,161 @@
+// How the bindings start an op on a GPU: one kernel on XLA's stream.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/sizes.h"
+#include "runtime/call_site.h"
+#include "runtime/gpu/device_scope.h"
+#include "runtime/gpu/kernel_launch.h"
+#include "runtime/gpu/stream_order.h"
+#include "runtime/reach.h"
+#include "runtime/registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+using LaunchResult = ffi::Error;
+constexpr ffi::Traits kTraits = ffi::Traits::kCmdBufferCompatible;
+
+class PlatformGroup final : public Group {
+ public:
+  PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
+                int64_t id = 0);
+
+  // Also raises the abort words, for graphs that were captured and may be launched again.
+  void close() override;
+
+  // The most squads that an op has.
+  int most_squads() const { return budget_.blocks; }
+
+  // That a product with a collective may take.
+  int processors() const { return processors_; }
+
+  // From now on ops take at most so many processors.
+  void limit_processors(int most) { budget_.blocks = processors_ = std::min(most, processors_); }
+  LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
+    return launch_config(op, size(), num_tokens, encoded, budget_);
+  }
+
+  // Test hook: from now on this rank's ops are not launched.
+  void stall(int rank, const std::string&) { stalled_ = rank; }
+  bool stalled(Seat seat) const { return seat.rank == stalled_; }
+
+  gpu::StreamOrder& order(Seat seat) { return orders_[seat.line * size() + seat.rank]; }
+
+ private:
+  int processors_ = 0;
+  Budget budget_{};
+  int stalled_ = -1;
+  std::deque<gpu::StreamOrder> orders_;  // by seat
+};
+
+inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
+                                                         bool encoded) {
+  const LaunchConfig config = group.config(op, num_tokens, encoded);
+  return {{config.blocks, config.threads, config.pushers_per_block, config.team_bytes}};
+}
+
+// What a handler learns from XLA about its call.
+struct Call {
+  gpu::Stream stream;
+  int device;
+};
+
+inline ffi::Error fail_call(ffi::Error error) { return error; }
+
+// What an op has to do: its tokens or entries, or the rows that it zeroes at least.
+inline int tokens_of(const RaggedArgs&) { return 0; }
+inline int tokens_of(const ScatterArgs& args) { return std::max(args.num_tokens, args.capacity); }
+inline int tokens_of(const SparseUnionArgs& args) { return args.entries; }
+inline int tokens_of(const SparseReduceArgs& args) { return std::max(args.entries, args.capacity); }
+template <class Args>
+int tokens_of(const Args& args) {
+  return args.num_tokens;
+}
+
+inline bool is_encoded(const DispatchArgs& args) { return args.wire_float8; }
+template <class Args>
+bool is_encoded(const Args&) {
+  return false;
+}
+
+inline std::optional<std::string> explain(gpu::Error error) {
+  if (error == gpu::kSuccess) return std::nullopt;
+  return gpu::describe(error);
+}
+
+inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) {
+  for (const Copy& copy : copies)
+    if (const gpu::Error error = gpu::copy(copy.to, copy.from, copy.bytes, stream); error != gpu::kSuccess)
+      return error;
+  return gpu::kSuccess;
+}
+
+// This rank cannot run its op.
+inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& error) {
+  group.give_up(seat, error);
+  return to_ffi(error);
+}
+
+// `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
+template <class Args, class Start>
+ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, int32_t site, const Args& args,
+                       Start start) try {
+  if (const std::optional<GroupError> failed = group.failure()) return to_ffi(*failed);
+  if (group.stalled(seat)) return ffi::Error::Success();
+  const gpu::StreamOrder::Turn turn(group.order(seat), call.stream);
+  const Reached<Args> reached = reach(group, seat, args, site);
+  std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
+  if (!error) error = start(reached);
+  if (!error) error = explain(copy_all(reached.after, call.stream));
+  if (!error) return ffi::Error::Success();
+  return give_up(group, seat, {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
+} catch (const GroupException& failure) {
+  return give_up(group, seat, failure.error);
+} catch (const std::exception& error) {
+  return give_up(group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
+}
+
+template <class Args>
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
+                  const Args& args) {
+  return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
+    const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
+    return explain(launch_kernel(config, call.stream, reached.comm, reached.args));
+  });
+}
+
+template <class Args>
+ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
+                         const Args& args) {
+  return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
+    return launch_matmul(group->processors(), call.stream, reached.comm, reached.args);
+  });
+}
+
+}  // namespace jax_ep
+
+namespace xla::ffi {
+
+template <>
+struct CtxDecoding<jax_ep::Call> {
+  using Type = jax_ep::Call;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& why) {
+    const auto stream = CtxDecoding<PlatformStream<jax_ep::gpu::Stream>>::Decode(api, ctx, why);
+    const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, why);
+    if (!stream || !device) return std::nullopt;
+    return jax_ep::Call{*stream, *device};
+  }
+};
+
+}  // namespace xla::ffi

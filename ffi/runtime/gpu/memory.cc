@@ -1,0 +1,182 @@
+#include "runtime/memory.h"
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "runtime.h"  // of the GPU platform this library is built for
+#include "runtime/gpu/capture_scope.h"
+#include "runtime/gpu/device_scope.h"
+#include "runtime/gpu/kernel_launch.h"
+
+namespace jax_ep {
+namespace {
+
+uint64_t host_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// Asks once more; returns the host's time, or 0 if no answer came in time.
+uint64_t ask_for_time(ClockFace* face, uint64_t question) {
+  constexpr uint64_t kTimeoutNs = 10'000'000'000;
+  __atomic_store_n(&face->asked, question, __ATOMIC_RELEASE);
+  for (const uint64_t deadline = host_ns() + kTimeoutNs; host_ns() < deadline;)
+    if (__atomic_load_n(&face->answered, __ATOMIC_ACQUIRE) == question) return host_ns();
+  __atomic_store_n(&face->cancelled, uint64_t{1}, __ATOMIC_RELEASE);
+  return 0;
+}
+
+// Memory that its group has let go of, for the next one of the same owner. None is ever freed: a captured graph of a
+// closed group may still be launched, and must find its abort word.
+class FreeList {
+ public:
+  using Key = std::tuple<int64_t, int, std::size_t>;  // owner, device or kHost, and bytes
+  static constexpr int kHost = -1;
+
+  // What was let go of first, or null.
+  void* take(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = free_.lower_bound(key);
+    if (found == free_.end() || found->first != key) return nullptr;
+    void* const memory = found->second;
+    free_.erase(found);
+    return memory;
+  }
+
+  std::shared_ptr<void> until_let_go(const Key& key, void* memory) {
+    return {memory, [this, key](void* done) {
+              const std::lock_guard lock(mutex_);
+              free_.emplace(key, done);
+            }};
+  }
+
+ private:
+  std::mutex mutex_;
+  std::multimap<Key, void*> free_;
+};
+
+FreeList& free_list() {
+  static auto* const list = new FreeList;
+  return *list;
+}
+
+// Host memory that kernels can write.
+void* make_on_host(std::size_t bytes) {
+  void* memory = nullptr;
+  gpu::check(gpu::allocate_host(&memory, bytes), "allocating host memory");
+  return memory;
+}
+
+}  // namespace
+
+std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t owner) {
+  const gpu::DeviceScope scope(ordinal);
+  void* memory = free_list().take({owner, ordinal, bytes});
+  if (!memory) gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
+  std::shared_ptr<void> kept = free_list().until_let_go({owner, ordinal, bytes}, memory);
+  clear_on_device(ordinal, memory, bytes);
+  return kept;
+}
+
+void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
+  const gpu::DeviceScope scope(ordinal);
+  gpu::check(gpu::synchronize(), "clearing the symmetric heap");  // kernels of the group that had it may still run
+  gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
+  gpu::check(gpu::synchronize(), "clearing the symmetric heap");
+}
+
+void await_devices(const std::vector<int>& ordinals) {
+  for (const int ordinal : ordinals) {
+    const gpu::DeviceScope scope(ordinal);
+    gpu::check(gpu::synchronize(), "waiting for a device");
+  }
+}
+
+void signal_device(int ordinal, uint64_t* word, uint8_t value) {
+  const gpu::DeviceScope scope(ordinal);
+  const gpu::CaptureAllowsAll capture;
+  gpu::check(gpu::fill(word, value, 1), "writing to the symmetric heap");
+}
+
+std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner) {
+  void* memory = free_list().take({owner, FreeList::kHost, bytes});
+  if (!memory) memory = make_on_host(bytes);
+  std::memset(memory, 0, bytes);
+  return free_list().until_let_go({owner, FreeList::kHost, bytes}, memory);
+}
+
+void copy_whole_words(void* to, const void* from, std::size_t words) {
+  gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
+  gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
+}
+
+// On a stream of its own: what runs on others, and may wait for peers, does not hold it up.
+uint64_t read_word(int ordinal, const uint64_t* word) {
+  static std::mutex mutex;
+  static auto* const streams = new std::map<int, gpu::Stream>;  // by device
+  const gpu::DeviceScope scope(ordinal);
+  const gpu::CaptureAllowsAll capture;
+  const std::lock_guard lock(mutex);
+  const auto [found, first] = streams->try_emplace(ordinal);
+  if (first) {
+    const gpu::Error error = gpu::create_stream(&found->second);
+    if (error != gpu::kSuccess) streams->erase(found);
+    gpu::check(error, "creating a stream");
+  }
+  uint64_t value = 0;
+  gpu::check(gpu::copy_to_host(&value, word, sizeof(value), found->second), "reading a word of the symmetric heap");
+  gpu::check(gpu::synchronize_stream(found->second), "reading a word of the symmetric heap");
+  return value;
+}
+
+// The quickest of several answers: the device read its clock about half way between question and answer.
+ClockSample read_clock(int ordinal) {
+  constexpr int kQuestions = 32;
+  static std::mutex mutex;
+  static ClockFace* face = nullptr;
+  const std::lock_guard lock(mutex);
+  if (!face) face = static_cast<ClockFace*>(make_on_host(sizeof(ClockFace)));
+  *face = {};
+  const gpu::DeviceScope scope(ordinal);
+  gpu::check(launch_clock(face, kQuestions), "asking a device for its time");
+  ClockSample best{};
+  uint64_t quickest = ~uint64_t{0};
+  for (int question = 1; question <= kQuestions; ++question) {
+    const uint64_t before = host_ns(), after = ask_for_time(face, question);
+    if (!after) {
+      face = nullptr;  // the kernel may still begin, and must find that nobody asks any more
+      throw std::runtime_error("jax_ep: GPU " + std::to_string(ordinal) + " did not tell its time: it is busy");
+    }
+    if (after - before >= quickest) continue;
+    quickest = after - before;
+    best = {face->ns, before + quickest / 2};
+  }
+  gpu::check(gpu::synchronize_stream(nullptr), "asking a device for its time");
+  return best;
+}
+
+void connect_devices(const std::vector<int>& ordinals) {
+  for (const int device : ordinals) {
+    const gpu::DeviceScope scope(device);
+    for (const int peer : ordinals) {
+      if (peer == device) continue;
+      int can = 0;
+      gpu::check(gpu::can_access_peer(&can, device, peer), "asking for peer access");
+      if (!can)
+        throw std::runtime_error("GPU " + std::to_string(device) + " cannot write to GPU " + std::to_string(peer) +
+                                 ": the group needs peer-to-peer links");
+      const gpu::Error error = gpu::enable_peer(peer);
+      if (error == gpu::kPeerAlreadyEnabled)
+        gpu::ignore(gpu::take_last_error());  // XLA has enabled it; a sticky error would make its next call fail
+      else
+        gpu::check(error, "enabling peer access");
+    }
+  }
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,59 @@
+// One order for the ops of a rank, whatever streams of its device XLA puts them on: that in which they are enqueued.
+// Two ops of a rank must not overlap, as they share its flags; and the order of the program is that of every rank.
+#pragma once
+
+#include <mutex>
+
+#include "runtime/gpu/device_scope.h"
+
+namespace jax_ep::gpu {
+
+class StreamOrder {
+ public:
+  StreamOrder() = default;
+  StreamOrder(const StreamOrder&) = delete;
+  StreamOrder& operator=(const StreamOrder&) = delete;
+
+  // Around the launch of an op, on the device of the stream. Throws std::runtime_error.
+  class Turn {
+   public:
+    Turn(StreamOrder& order, Stream stream) : order_(order), stream_(stream), lock_(order.mutex_) {
+      captured_ = is_capturing(stream);
+      if (!captured_) order.await_last(stream);
+    }
+    ~Turn() {
+      if (!captured_) order_.note_last(stream_);
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    StreamOrder& order_;
+    const Stream stream_;
+    const std::lock_guard<std::mutex> lock_;
+    bool captured_;  // the graph keeps its own order, and runs on one stream
+  };
+
+ private:
+  // Events cost time, so there are none as long as all ops come on one stream.
+  void await_last(Stream stream) {
+    if (!used_ || stream == last_) return;
+    if (!event_) {
+      check(create_event(&event_), "creating an event");
+      check(record_event(event_, last_), "recording an event");
+    }
+    check(wait_event(stream, event_), "waiting for an event");
+  }
+  void note_last(Stream stream) {
+    last_ = stream;
+    used_ = true;
+    if (event_) ignore(record_event(event_, stream));
+  }
+
+  std::mutex mutex_;
+  bool used_ = false;
+  Stream last_{};
+  Event event_{};  // behind the last op
+};
+
+}  // namespace jax_ep::gpu

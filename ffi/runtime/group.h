@@ -1,0 +1,160 @@
+// A group as the host sees it: which device is which rank of which line, their heaps, and what went wrong.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/heap.h"
+#include "runtime/error.h"
+#include "runtime/memory.h"
+#include "runtime/sharing.h"
+
+namespace jax_ep {
+
+// The place of a device: its line along the group's axis, and its rank there.
+struct Seat {
+  int line, rank;
+};
+
+// What a rank did last, and how long it waited for whom.
+struct RankHistory {
+  Seat seat;
+  uint64_t finished;                                // ops
+  std::string process;                              // how that of the rank is, if it is another: see Group::state_of
+  std::vector<OpRecord> ops;                        // the last that it began, in order
+  std::vector<uint64_t> waited_ns, received_bytes;  // by peer
+};
+
+constexpr bool is_fatal(Failure failure) { return failure >= kFirstFatal; }
+
+const char* name_of(OpKind op);
+
+// "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
+std::string describe_call(const Signature& signature, int32_t site);
+
+class Group {
+ public:
+  // `lines` holds device ordinals in rank order, -1 for a device of another process. With neighbours, returns when all
+  // of them have created their part. Throws std::invalid_argument, std::runtime_error and GroupException.
+  // `id`: by which programs know it; a later group with this id may get its memory.
+  Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
+        int64_t id = 0);
+  virtual ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int size() const { return static_cast<int>(lines_.front().size()); }
+  int line_count() const { return static_cast<int>(lines_.size()); }
+  double timeout_seconds() const { return timeout_seconds_; }
+  int64_t id() const { return id_; }
+  const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
+
+  int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
+  // Whether the device is of this process.
+  bool is_local(Seat seat) const { return device_of(seat) >= 0; }
+  // The devices of a line that are of this process.
+  std::vector<int> local_devices(int line) const;
+
+  // The seat of a device, if it has one.
+  std::optional<Seat> find_seat(int ordinal) const;
+
+  // Ends the group: nothing runs on it any more. May be called twice.
+  virtual void close();
+
+  // Keeps memory that kernels use for as long as the group.
+  void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
+
+  // Fails the group for good. The first failure is kept, but one that is nearer to the root replaces it.
+  void fail(GroupError error);
+  std::optional<GroupError> failure() const;
+
+  // Waits for the group to fail or to be closed, for so many seconds, and takes what kernels have reported: what a
+  // watchdog thread calls again and again.
+  std::optional<GroupError> await_failure(double seconds);
+
+  // The flight recorder: of every rank of the lines that have ranks in this process. Kernels may run meanwhile.
+  std::vector<RankHistory> history() const;
+
+  // The same because this rank cannot run its op: no peer need wait for it until the timeout.
+  void give_up(Seat seat, GroupError error);
+
+  // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
+  std::optional<GroupError> take_error();
+
+  // The error that the kernel of the last op reported at this seat. It fails the group if it must.
+  std::optional<GroupError> reported(Seat seat);
+
+  // Where peers shall write instead of into `data`, the buffer `slot` of an op's mail: `data` itself if they can, or
+  // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
+  void* reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* comm);
+
+  // When the other processes were last heard of. Neither this nor the next waits for anybody.
+  std::vector<Heartbeat> heartbeats() const;
+
+  // Whether the process of another rank is slow or dead, for the text of an error; nothing for a rank of this process.
+  std::string state_of(Seat seat) const;
+
+  // Test hook: from now on everything goes through staging.
+  void stage_all() { staging_all_ = true; }
+
+ protected:
+  // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
+  void release_regions();
+
+  // The kernels of `rank`, as this seat sees its heap, learn that the group has failed, for want of `culprit`.
+  void raise_abort(Seat seat, int rank, int culprit);
+
+ private:
+  int index_of(Seat seat) const { return seat.line * size() + seat.rank; }
+  std::vector<int> local_devices() const;
+  void open_line(int line, bool poison);
+  void* make_heap(Seat seat);
+  std::set<int> processes_of(int line) const;
+  Epochs local_epochs() const;
+  Region staging(Seat seat, int slot, std::size_t bytes);
+  // A rank whose process has ended writes nothing any more: nobody who gives up need wait for it.
+  void raise_acknowledged(Seat seat, int peer);
+  void lose(int process, const std::string& why);
+
+  // Errors (group_errors.cc).
+  void take_failures();
+  std::vector<const Report*> new_reports(bool fatal) const;
+  int line_of(const Report* report) const;
+  GroupError describe(const Report& report) const;
+  std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
+  std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
+  int silent_rank(int line, const Report& report) const;
+  std::string progress(int line, int rank, uint64_t epoch) const;
+  const Heap* heap_of(int line, int rank) const;
+
+  const std::vector<std::vector<int>> lines_;
+  const double timeout_seconds_;
+  const std::vector<std::vector<int>> processes_;
+  const int64_t id_;
+  std::vector<std::shared_ptr<void>> memory_;
+  std::vector<Comm> comms_;
+  mutable std::mutex mutex_;
+  std::condition_variable failed_;
+  std::optional<GroupError> failure_;
+  std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
+  std::atomic<bool> open_ = false;
+  std::atomic<bool> staging_all_ = false;
+  mutable std::shared_mutex regions_mutex_;
+  bool released_ = false;
+  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
+  std::map<std::pair<int, int>, Region> staging_;       // by seat and slot
+  std::unique_ptr<Sharing> sharing_;                    // none in a group of one process
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,231 @@
+// What went wrong with a group, and what its ranks did before.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+
+#include "kernels/moe/args.h"
+#include "kernels/signature.h"
+#include "runtime/group.h"
+#include "runtime/sites.h"
+
+namespace jax_ep {
+namespace {
+
+// Of an op that was handed a routing. The peer is the leaf, or -1 where another rank's keeps it from sending.
+void describe_routing(const Report& report, char* text, std::size_t size) {
+  constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
+  const char* op = name_of(report.op);
+  if (report.peer < 0)
+    std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);
+  else
+    std::snprintf(text, size, "%s: rank %d: routing.%s holds %lld, which is out of bounds: it must be below %lld%s", op,
+                  report.rank, kLeaves[report.peer], static_cast<long long>(report.seen),
+                  static_cast<long long>(report.expected),
+                  report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
+}
+
+// How near an error is to the root of a failure: one that says which rank is silent tells more than one that says that
+// somebody gave up. What ended the group on purpose is never replaced.
+int weight_of(const GroupError& error) {
+  if (error.kind == "PeerLostError") return 1;
+  if (error.kind == "PeerTimeoutError") return 2;
+  return error.kind == "GroupClosedError" ? 0 : 3;
+}
+
+template <class T>
+void read_words(T* to, const T* from, std::size_t count) {
+  static_assert(sizeof(T) % sizeof(uint64_t) == 0);
+  copy_whole_words(to, from, count * (sizeof(T) / sizeof(uint64_t)));
+}
+
+}  // namespace
+
+std::string describe_call(const Signature& signature, int32_t site) {
+  const std::string text = text_of_site(site);
+  return describe(signature) + (text.empty() ? "" : " (" + text + ")");
+}
+
+void Group::fail(GroupError error) {
+  {
+    std::lock_guard lock(mutex_);
+    const bool closed = failure_ && failure_->kind == "GroupClosedError";
+    if (!failure_ || (!closed && weight_of(error) > weight_of(*failure_))) failure_ = std::move(error);
+  }
+  failed_.notify_all();
+}
+
+std::optional<GroupError> Group::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+std::optional<GroupError> Group::await_failure(double seconds) {
+  {
+    std::unique_lock lock(mutex_);
+    failed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failure_.has_value(); });
+  }
+  take_failures();
+  return failure();
+}
+
+// Fails the group by what its kernels reported: by the report that is nearest to the root.
+void Group::take_failures() {
+  for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
+}
+
+// What the kernels of this process have left.
+std::vector<const Report*> Group::new_reports(bool fatal) const {
+  std::vector<const Report*> found;
+  for (const Comm& comm : comms_) {
+    if (!comm.report) continue;  // of another process
+    const uint64_t epoch = __atomic_load_n(&comm.report->epoch, __ATOMIC_ACQUIRE);
+    if (epoch != 0 && is_fatal(comm.report->failure) == fatal) found.push_back(comm.report);
+  }
+  return found;
+}
+
+std::optional<GroupError> Group::take_error() {
+  take_failures();
+  if (std::optional<GroupError> failed = failure()) return failed;
+  std::optional<GroupError> recoverable;
+  bool hearsay = false;  // what a rank knows from a peer: that one says more
+  std::vector<uint64_t> latest = epochs_taken_;
+  for (const Report* report : new_reports(/*fatal=*/false)) {
+    const int line = line_of(report);
+    if (report->epoch <= epochs_taken_[line]) continue;  // of one op it is one error on all its ranks
+    latest[line] = std::max(latest[line], report->epoch);
+    if (recoverable && !hearsay) continue;
+    recoverable = describe(*report);
+    hearsay = report->failure == Failure::invalid_routing && report->peer < 0;
+  }
+  epochs_taken_ = latest;
+  return recoverable;
+}
+
+std::optional<GroupError> Group::reported(Seat seat) {
+  const Comm& here = comm(seat);
+  const uint64_t epoch = __atomic_load_n(&here.report->epoch, __ATOMIC_ACQUIRE);
+  if (epoch == 0 || epoch != here.heaps[seat.rank]->epoch) return std::nullopt;
+  if (!is_fatal(here.report->failure)) return describe(*here.report);
+  take_failures();  // another rank may know more
+  return failure();
+}
+
+std::vector<RankHistory> Group::history() const {
+  std::shared_lock lock(regions_mutex_);
+  std::vector<RankHistory> all;
+  for (int line = 0; line < line_count(); ++line)
+    for (int rank = 0; rank < size(); ++rank) {
+      const Heap* heap = heap_of(line, rank);
+      if (!heap) continue;
+      const std::vector<uint64_t> zeros(size());
+      RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), zeros, zeros};
+      read_words(&found.finished, &heap->epoch, 1);
+      read_words(found.waited_ns.data(), heap->waited_ns, size());
+      read_words(found.received_bytes.data(), heap->received_bytes, size());
+      read_words(found.ops.data(), heap->ops, kRecordedOps);
+      const auto unused = [](const OpRecord& op) { return op.epoch == 0; };
+      found.ops.erase(std::remove_if(found.ops.begin(), found.ops.end(), unused), found.ops.end());
+      std::sort(found.ops.begin(), found.ops.end(), [](const auto& a, const auto& b) { return a.epoch < b.epoch; });
+      all.push_back(std::move(found));
+    }
+  return all;
+}
+
+// As this process sees it, where it has ranks of the line and still maps it; for as long as the caller holds the lock.
+const Heap* Group::heap_of(int line, int rank) const {
+  if (sharing_ && released_) return nullptr;
+  for (int here = 0; here < size(); ++here)
+    if (is_local({line, here})) return comm({line, here}).heaps[rank];
+  return nullptr;
+}
+
+// What a rank has begun under a number, if it has.
+std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const {
+  std::shared_lock lock(regions_mutex_);
+  const Heap* heap = heap_of(line, rank);
+  if (!heap) return std::nullopt;
+  OpRecord found{};
+  read_words(&found, &heap->ops[epoch % kRecordedOps], 1);
+  return found.epoch == epoch ? std::optional(found) : std::nullopt;
+}
+
+std::string Group::describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const {
+  const std::optional<OpRecord> op = record(line, rank, epoch);
+  if (!op) return otherwise;
+  return describe_call(op->signature, static_cast<int32_t>(op->site));
+}
+
+// Whom everybody waits for: a rank that has not begun the op, rather than one that itself waits for it.
+int Group::silent_rank(int line, const Report& report) const {
+  if (!record(line, report.peer, report.epoch)) return report.peer;
+  for (int rank = 0; rank < size(); ++rank)
+    if (!record(line, rank, report.epoch)) return rank;
+  return report.peer;
+}
+
+std::string Group::progress(int line, int rank, uint64_t epoch) const {
+  const std::string state = state_of({line, rank}), process = state.empty() ? "" : "; " + state;
+  if (const auto begun = record(line, rank, epoch))
+    return (begun->outcome == static_cast<uint64_t>(Outcome::running) ? "it is in this op" : "it has left this op") +
+           process;
+  const std::string last = epoch > 1 ? describe_op(line, rank, epoch - 1, "") : "";
+  return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last) + process;
+}
+
+int Group::line_of(const Report* report) const {
+  int index = 0;
+  while (comms_[index].report != report) ++index;
+  return index / size();
+}
+
+GroupError Group::describe(const Report& report) const {
+  char text[256];
+  const int line = line_of(&report);
+  const std::string op = describe_op(line, report.rank, report.epoch, name_of(report.op));
+  const long long expected = report.expected, seen = report.seen;
+  switch (report.failure) {
+    case Failure::timeout: {
+      const int culprit = silent_rank(line, report);
+      std::snprintf(text, sizeof(text), ": rank %d waited %g s for rank %d in vain: ", report.rank, timeout_seconds_,
+                    culprit);
+      return {"PeerTimeoutError", op + text + progress(line, culprit, report.epoch) + "; the group has failed", true};
+    }
+    case Failure::peer_lost:
+      if (report.peer == report.rank)
+        std::snprintf(text, sizeof(text), ": the peers of rank %d gave up, as it did not answer; the group has failed",
+                      report.rank);
+      else
+        std::snprintf(text, sizeof(text), ": rank %d gave up because rank %d did not answer; the group has failed",
+                      report.rank, report.peer);
+      return {"PeerLostError", op + text, true};
+    case Failure::mismatch:
+      return {"MismatchError",
+              op + " at rank " + std::to_string(report.rank) + ", but " +
+                  describe_op(line, report.peer, report.epoch, "another op") + " at rank " +
+                  std::to_string(report.peer) +
+                  ": all ranks must run the same ops with the same shapes in one order; the group has failed",
+              true};
+    case Failure::capacity:
+      std::snprintf(text, sizeof(text), "%s: rank %d needs %lld rows but capacity is %lld", name_of(report.op),
+                    report.rank, seen, expected);
+      return {"CapacityError", text, false};
+    case Failure::invalid_routing:
+      if (report.op != OpKind::ragged_all_to_all)
+        describe_routing(report, text, sizeof(text));
+      else if (report.peer < 0)
+        std::snprintf(text, sizeof(text), "%s: rank %d: on another rank a slice lies outside its buffer or is too long",
+                      name_of(report.op), report.rank);
+      else
+        std::snprintf(text, sizeof(text),
+                      "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
+                      "receiver expects (expected at most %lld, got %lld)",
+                      name_of(report.op), report.rank, report.peer, expected, seen);
+      return {"InvalidRoutingError", text, false};
+    case Failure::none:
+      break;
+  }
+  return {"JaxEpError", "an op failed without a reason", true};
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,43 @@
+// Notes between two processes of a host, each with a file descriptor where there is one. Nothing here ever blocks.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "runtime/descriptor.h"
+
+namespace jax_ep {
+
+struct Note {
+  enum class Kind : int32_t { share, mapped, refused, goodbye, heartbeat };
+
+  Kind kind;
+  int32_t seat;     // share: of which the region is the heap, or -1. heartbeat: whose epoch it tells, or -1
+  uint64_t owner;   // share: a number of the process that has the region
+  uint64_t region;  // its number there
+  uint64_t bytes;
+  uint64_t base;   // mapped: where the one who answers has mapped it
+  uint64_t epoch;  // heartbeat: ops that the seat has finished
+  char text[160];  // refused: why
+};
+
+enum class Sent { sent, later, gone };
+
+// `later`: the other process must read first, ask again.
+Sent send_note(int socket, const Note& note, int descriptor = -1);
+
+// What a socket had to say.
+struct Received {
+  enum class What { note, nothing, end, breach };
+
+  What what;
+  Note note{};
+  Descriptor descriptor;  // what came along with the note
+  std::string breach;     // which rule the message broke; what came along with it is closed
+};
+
+// A note is one that a sender of this build could have written: of a known kind, with a descriptor where there must be
+// one. Whether it makes sense now, the reader must judge.
+Received receive_note(int socket);
+
+}  // namespace jax_ep

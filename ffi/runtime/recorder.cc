@@ -1,0 +1,131 @@
+#include "runtime/recorder.h"
+
+#include <algorithm>
+
+#include "runtime/host_clock.h"
+#include "runtime/memory.h"
+
+namespace jax_ep {
+namespace {
+
+// Of a track, in events: many for the few tracks of a CPU.
+constexpr std::size_t kShortestRing = 4096, kLongestRing = 32768;
+constexpr std::size_t kRankEvents = 1 << 20;
+
+std::size_t ring_length(std::size_t tracks) {
+  std::size_t length = kLongestRing;
+  while (length > kShortestRing && length * tracks > kRankEvents) length /= 2;
+  return length;
+}
+
+template <class T>
+void copy_array(T* to, const T* from, std::size_t count) {
+  static_assert(sizeof(T) % sizeof(uint64_t) == 0);
+  copy_whole_words(to, from, count * (sizeof(T) / sizeof(uint64_t)));
+}
+
+void switch_to(Heap* heap, const Timeline* timeline) {
+  const uint64_t word = reinterpret_cast<uintptr_t>(timeline);
+  copy_whole_words(&heap->timeline, &word, 1);
+}
+
+Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 << kOpBit) - 1)); }
+
+// The events of a track from number `first` on, out of its ring.
+std::vector<Event> read_events(const Track& track, uint64_t first) {
+  std::vector<Event> events(track.count - first);
+  for (uint64_t at = first; at < track.count;) {
+    const uint64_t slot = at & track.mask, piece = std::min(track.count - at, track.mask + 1 - slot);
+    copy_array(&events[at - first], track.events + slot, piece);
+    at += piece;
+  }
+  return events;
+}
+
+Span span_between(const Event& event, const Event& next, std::size_t track, const HostClock& clock) {
+  return {static_cast<int>(track / kTrackRoles),
+          static_cast<int>(track % kTrackRoles),
+          event.what >> kEpochBit,
+          static_cast<OpKind>(event.what >> kOpBit & 0xff),
+          phase_of(event),
+          clock.of(event.ns),
+          clock.of(next.ns)};
+}
+
+}  // namespace
+
+const char* name_of(Phase phase) {
+  static constexpr const char* kNames[] = {"none",    "poison", "count", "post",   "wait",   "layout", "place",
+                                           "barrier", "send",   "pad",   "expand", "reduce", "give up"};
+  return kNames[static_cast<int>(phase)];
+}
+
+Recorder::Recorder(std::shared_ptr<Group> group, int squads) : group_(std::move(group)), squads_(squads) {
+  for (int line = 0; line < group_->line_count(); ++line)
+    for (int rank = 0; rank < group_->size(); ++rank)
+      if (group_->is_local({line, rank})) add_rank({line, rank});
+}
+
+void Recorder::add_rank(Seat seat) {
+  const std::size_t tracks = squads_ * kTrackRoles, ring = ring_length(tracks);
+  const int device = group_->device_of(seat);
+  const auto allocate = [&](std::size_t bytes) {
+    std::shared_ptr<void> memory = allocate_on_device(device, bytes, group_->id());
+    group_->keep(memory);
+    return memory.get();
+  };
+  Rank rank{seat, device, group_->comm(seat).heaps[seat.rank], nullptr, nullptr, {}, {}};
+  rank.timeline = static_cast<Timeline*>(allocate(sizeof(Timeline)));
+  rank.tracks = static_cast<Track*>(allocate(tracks * sizeof(Track)));
+  auto* const events = static_cast<Event*>(allocate(tracks * ring * sizeof(Event)));
+  std::vector<Track> empty;
+  for (std::size_t i = 0; i < tracks; ++i) empty.push_back({0, ring - 1, events + i * ring});
+  copy_array(rank.tracks, empty.data(), tracks);
+  const Timeline timeline{squads_, rank.tracks};
+  copy_array(rank.timeline, &timeline, 1);
+  ranks_.push_back(std::move(rank));
+}
+
+std::vector<Track> Recorder::read_tracks(const Rank& rank) const {
+  std::vector<Track> tracks(squads_ * kTrackRoles);
+  copy_array(tracks.data(), rank.tracks, tracks.size());
+  return tracks;
+}
+
+void Recorder::start() {
+  for (Rank& rank : ranks_) {
+    rank.begin = read_clock(rank.device);
+    rank.seen.clear();
+    for (const Track& track : read_tracks(rank)) rank.seen.push_back(track.count);
+  }
+  for (const Rank& rank : ranks_) switch_to(rank.heap, rank.timeline);
+}
+
+std::vector<Recording> Recorder::stop() {
+  for (const Rank& rank : ranks_) switch_to(rank.heap, nullptr);
+  std::vector<Recording> recordings;
+  for (const Rank& rank : ranks_) recordings.push_back(read(rank));
+  return recordings;
+}
+
+Recording Recorder::read(const Rank& rank) const {
+  const HostClock clock(rank.begin, read_clock(rank.device));
+  Recording recording{rank.seat, {}, 0, 0};
+  const std::vector<Track> tracks = read_tracks(rank);
+  for (std::size_t i = 0; i < tracks.size(); ++i) {
+    const uint64_t length = tracks[i].mask + 1, count = tracks[i].count;
+    const uint64_t first = count - std::min(count - rank.seen[i], length);
+    const std::vector<Event> events = read_events(tracks[i], first);
+    std::size_t at = 0;
+    if (first > rank.seen[i])  // what is left of the op that was overwritten last is of no use
+      while (at < events.size() && phase_of(events[at]) != Phase::none) ++at;
+    recording.lost += first - rank.seen[i] + at;
+    for (; at + 1 < events.size(); ++at)
+      if (phase_of(events[at]) != Phase::none)
+        recording.spans.push_back(span_between(events[at], events[at + 1], i, clock));
+    recording.unfinished += !events.empty() && phase_of(events.back()) != Phase::none;
+  }
+  return recording;
+}
+
+}  // namespace jax_ep

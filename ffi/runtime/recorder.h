@@ -1,0 +1,59 @@
+// Records the timelines of a group's ranks, and reads them back.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm/timeline.h"
+#include "runtime/group.h"
+
+namespace jax_ep {
+
+const char* name_of(Phase phase);
+
+// What the team of a track was busy with, in ns of the host's steady clock.
+struct Span {
+  int squad, role;
+  uint64_t epoch;
+  OpKind op;
+  Phase phase;
+  int64_t begin_ns, end_ns;
+};
+
+// What one rank recorded: its tracks one after another, each in order.
+struct Recording {
+  Seat seat;
+  std::vector<Span> spans;
+  uint64_t lost;        // phases that later ones have overwritten
+  uint64_t unfinished;  // tracks that were inside an op when the recording ended
+};
+
+class Recorder {
+ public:
+  // For ops of up to `squads` squads. Throws std::runtime_error, as start and stop do.
+  Recorder(std::shared_ptr<Group> group, int squads);
+
+  // Ops that begin from now on are recorded.
+  void start();
+  std::vector<Recording> stop();
+
+ private:
+  struct Rank {
+    Seat seat;
+    int device;
+    Heap* heap;
+    Timeline* timeline;          // on the device
+    Track* tracks;               // on the device
+    std::vector<uint64_t> seen;  // events of each track before the recording
+    ClockSample begin;
+  };
+  void add_rank(Seat seat);
+  std::vector<Track> read_tracks(const Rank& rank) const;
+  Recording read(const Rank& rank) const;
+
+  const std::shared_ptr<Group> group_;
+  const std::size_t squads_;
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,94 @@
+#include "runtime/registry.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace jax_ep {
+namespace {
+
+struct Registry {
+  const pid_t process = getpid();
+  std::mutex mutex;
+  std::map<int64_t, std::weak_ptr<Registration>> open;
+};
+
+Registry& registry() {
+  static auto* const registry = new Registry;  // outlives every program that may still run at exit
+  return *registry;
+}
+
+// The content's bits are those of a cryptographic hash, so the ids behind it are nobody else's.
+int64_t id_of(int64_t content, int index) { return content + index; }
+
+}  // namespace
+
+void Registration::end() {
+  const std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});  // is destroyed after the lock
+  std::lock_guard lock(registry().mutex);
+  if (!ended_) registry().open.erase(id);
+  ended_ = true;
+}
+
+std::shared_ptr<Registration> register_group(int64_t content, int index) {
+  std::lock_guard lock(registry().mutex);
+  int place = std::max(index, 0);
+  while (registry().open.count(id_of(content, place))) {
+    if (index >= 0)
+      throw std::invalid_argument("group number " + std::to_string(index) +
+                                  " over these devices is open already in this process");
+    ++place;
+  }
+  auto made = std::make_shared<Registration>(id_of(content, place));
+  registry().open.emplace(made->id, made);
+  return made;
+}
+
+std::shared_ptr<Registration> find_registration(int64_t id) {
+  std::lock_guard lock(registry().mutex);
+  const auto found = registry().open.find(id);
+  return found == registry().open.end() ? nullptr : found->second.lock();
+}
+
+std::shared_ptr<Group> find_group(int64_t id) {
+  const std::shared_ptr<Registration> found = find_registration(id);
+  return found ? found->group() : nullptr;
+}
+
+void close_all() {
+  std::vector<std::shared_ptr<Registration>> open;
+  {
+    std::lock_guard lock(registry().mutex);
+    if (getpid() != registry().process) return;
+    for (const auto& [id, place] : registry().open)
+      if (std::shared_ptr<Registration> each = place.lock()) open.push_back(std::move(each));
+  }
+  for (const std::shared_ptr<Registration>& each : open) {
+    if (const std::shared_ptr<Group> group = each->group()) group->close();
+    each->end();
+  }
+}
+
+GroupError group_not_open() {
+  return {"GroupClosedError",
+          "the group of this program is closed, or was never opened here: open a jax_ep.Group over the mesh and axis "
+          "that the program was compiled for",
+          true};
+}
+
+xla::ffi::Error to_ffi(const GroupError& error) {
+  using xla::ffi::ErrorCode;
+  ErrorCode code = ErrorCode::kAborted;
+  if (error.kind == "PeerTimeoutError") code = ErrorCode::kDeadlineExceeded;
+  if (error.kind == "CapacityError") code = ErrorCode::kResourceExhausted;
+  if (error.kind == "InvalidRoutingError") code = ErrorCode::kOutOfRange;  // jax turns some codes into ValueError
+  if (error.kind == "GroupClosedError") code = ErrorCode::kFailedPrecondition;
+  return {code, error.kind + ": " + error.message};
+}
+
+}  // namespace jax_ep

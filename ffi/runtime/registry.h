@@ -1,0 +1,53 @@
+// The open groups of this process, found by the id that compiled programs carry.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "runtime/group.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+// An open group under the id of its content (devices, mesh, axis) and of how many groups of that content are open
+// already. A program finds the group by that id, in this process or another, whichever groups were opened before.
+// Whoever holds the registration keeps the group open: its owner, and the programs that were compiled for it.
+class Registration {
+ public:
+  explicit Registration(int64_t id) : id(id) {}
+  ~Registration() { end(); }
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+  const int64_t id;
+
+  // Null before it is opened, and when it has ended.
+  std::shared_ptr<Group> group() const { return std::atomic_load(&group_); }
+
+  void open(std::shared_ptr<Group> group) { std::atomic_store(&group_, std::move(group)); }
+
+  // The group was closed: its id is free, and its memory too, whoever still holds the registration.
+  void end();
+
+ private:
+  std::shared_ptr<Group> group_;
+  bool ended_ = false;  // under the registry's mutex
+};
+
+// The place of a group that is about to be opened. `content`: a hash. `index`: how many groups of this content are
+// open, as their processes agreed, or -1 to count. Throws std::invalid_argument if that place is taken.
+std::shared_ptr<Registration> register_group(int64_t content, int index = -1);
+
+// Null if there is none.
+std::shared_ptr<Registration> find_registration(int64_t id);
+std::shared_ptr<Group> find_group(int64_t id);
+
+// At exit: closes what is still open. Does nothing in a child that was forked, which has none of the groups' threads.
+void close_all();
+
+// What a program is told whose group find_group does not find.
+GroupError group_not_open();
+
+xla::ffi::Error to_ffi(const GroupError& error);
+
+}  // namespace jax_ep

@@ -1,0 +1,349 @@
+#include "runtime/sharing.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+#include "runtime/thread_name.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr auto kFarewell = std::chrono::seconds(1);  // for a peer that does not read
+constexpr std::size_t kMostWaiting = 64;             // answers, before a peer's next request is read
+
+const std::string kBroke = "broke the protocol: ";
+
+int milliseconds_until(std::chrono::steady_clock::time_point moment) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(moment - std::chrono::steady_clock::now());
+  return static_cast<int>(std::max<int64_t>(0, left.count()));
+}
+
+Note note_of(Note::Kind kind) {
+  Note note{};
+  note.kind = kind;
+  note.seat = Sharing::kNoSeat;
+  return note;
+}
+
+Note request_of(const Region& region, int seat) {
+  Note note = note_of(Note::Kind::share);
+  note.seat = seat;
+  note.owner = number_of_this_process();
+  note.region = region.id;
+  note.bytes = region.bytes;
+  return note;
+}
+
+std::string name_of(int process) { return "process " + std::to_string(process) + " of the group "; }
+
+}  // namespace
+
+Sharing::Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks)
+    : processes_(neighbours.processes),
+      devices_(std::move(devices)),
+      timeout_(timeout_seconds),
+      hooks_(std::move(hooks)) {
+  for (const int socket : neighbours.sockets) peers_.push_back({socket >= 0, Outbox(Descriptor(socket)), {}, 0, ""});
+  wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake_) throw std::runtime_error("jax_ep: this process has too many files open to create a group");
+  thread_ = std::thread([this] { serve(); });
+}
+
+Sharing::~Sharing() {
+  close();
+  unmap();
+}
+
+void Sharing::close() {
+  {
+    std::lock_guard lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    wake();
+  }
+  changed_.notify_all();
+  thread_.join();
+  std::lock_guard lock(mutex_);
+  for (Peer& peer : peers_) peer.outbox.close();
+  wake_ = Descriptor();
+}
+
+void Sharing::unmap() {
+  std::lock_guard lock(mutex_);
+  for (const RegionName& name : mapped_) drop_mapping(name);
+  mapped_.clear();
+  heaps_.clear();
+}
+
+std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int seat) {
+  std::unique_lock lock(mutex_);
+  std::vector<Answer>& answers = shared_.try_emplace(region.id, peers_.size()).first->second;
+  for (const int process : processes) {
+    if (!peers_[process].other || answers[process].asked) continue;
+    answers[process].asked = true;
+    push(process, request_of(region, seat), region.descriptor);
+    if (peers_[process].outbox.waiting()) wake();
+  }
+  std::vector<char*> bases(peers_.size());
+  for (const int process : processes) {
+    const Answer& answer = answers[process];
+    if (peers_[process].other) await(lock, process, "map this process' memory", [&] { return answer.answered; });
+    if (!answer.refusal.empty()) throw GroupException({"JaxEpError", answer.refusal, true});
+    bases[process] = peers_[process].other ? answer.base : region.base;
+  }
+  return bases;
+}
+
+char* Sharing::await_heap(int process, int seat) {
+  std::unique_lock lock(mutex_);
+  await(lock, process, "share its heap", [&] { return heaps_.count(seat) > 0; });
+  return heaps_[seat];
+}
+
+void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char* doing,
+                    const std::function<bool()>& ready) {
+  const auto deadline = std::chrono::time_point_cast<std::chrono::nanoseconds>(Clock::now() + timeout_);
+  const Peer& peer = peers_[process];
+  const bool in_time = changed_.wait_until(lock, deadline, [&] { return ready() || !peer.gone.empty() || closing_; });
+  if (ready()) return;
+  if (closing_) throw GroupException({"GroupClosedError", "the group was closed before the op ran", true});
+  if (in_time) throw GroupException({"PeerLostError", name_of(process) + peer.gone, true});
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%g", timeout_.count());
+  throw GroupException({"PeerTimeoutError",
+                        name_of(process) + "did not " + doing + " within " + seconds + " s: " + state_here(process),
+                        true});
+}
+
+// The thread, until this process closes.
+void Sharing::serve() {
+  name_thread("jax_ep sharing");
+  Clock::time_point next_beat = Clock::now() + Pulse::kPeriod;
+  for (;;) {
+    listen_until(next_beat);
+    {
+      std::lock_guard lock(mutex_);
+      if (closing_) break;
+    }
+    if (Clock::now() < next_beat) continue;
+    beat();
+    next_beat = Clock::now() + Pulse::kPeriod;
+  }
+  say_goodbye();
+}
+
+// One message of everybody who has one.
+void Sharing::listen_until(Clock::time_point moment) {
+  std::vector<pollfd> watched{{wake_.get(), POLLIN, 0}};
+  std::vector<int> processes{-1};
+  {
+    std::lock_guard lock(mutex_);
+    for (std::size_t process = 0; process < peers_.size(); ++process) {
+      const Peer& peer = peers_[process];
+      if (!peer.other || !peer.gone.empty()) continue;
+      const int events = (peer.outbox.waiting() < kMostWaiting ? POLLIN : 0) | (peer.outbox.waiting() ? POLLOUT : 0);
+      watched.push_back({peer.outbox.socket(), static_cast<short>(events), 0});
+      processes.push_back(static_cast<int>(process));
+    }
+  }
+  if (poll(watched.data(), watched.size(), milliseconds_until(moment)) <= 0) return;
+  eventfd_t ignored;
+  if (watched[0].revents) eventfd_read(wake_.get(), &ignored);
+  for (std::size_t i = 1; i < watched.size(); ++i) {
+    if (watched[i].revents & POLLOUT) {
+      std::lock_guard lock(mutex_);
+      peers_[processes[i]].outbox.flush();
+    }
+    if (watched[i].revents & ~POLLOUT) attend(processes[i]);
+  }
+}
+
+void Sharing::attend(int process) {
+  const Received received = receive_note(peers_[process].outbox.socket());
+  if (received.what == Received::What::nothing) return;
+  if (received.what == Received::What::end) return lose(process, "has ended");
+  std::string breach = received.breach;
+  if (received.what == Received::What::note) {
+    std::lock_guard lock(mutex_);
+    breach = breach_of(process, received.note);
+  }
+  if (breach.empty())
+    handle(process, received.note, received.descriptor);
+  else
+    lose(process, kBroke + breach);
+}
+
+// Waits for who does not read only so long.
+void Sharing::say_goodbye() {
+  const Clock::time_point deadline = Clock::now() + kFarewell;
+  std::unique_lock lock(mutex_);
+  for (std::size_t process = 0; process < peers_.size(); ++process)
+    push(static_cast<int>(process), note_of(Note::Kind::goodbye));
+  for (;;) {
+    std::vector<pollfd> full;
+    for (Peer& peer : peers_) {
+      peer.outbox.flush();
+      if (peer.outbox.waiting()) full.push_back({peer.outbox.socket(), POLLOUT, 0});
+    }
+    if (full.empty() || Clock::now() >= deadline) return;
+    lock.unlock();
+    poll(full.data(), full.size(), milliseconds_until(deadline));
+    lock.lock();
+  }
+}
+
+void Sharing::beat() {
+  Epochs epochs;
+  try {
+    epochs = hooks_.epochs();
+  } catch (const std::exception&) {  // alive all the same
+  }
+  std::lock_guard lock(mutex_);
+  epochs_ = epochs;
+  if (epochs.empty()) epochs.emplace(kNoSeat, 0);
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].outbox.waiting()) continue;  // who does not read needs no more of them
+    for (const auto& [seat, epoch] : epochs) {
+      Note note = note_of(Note::Kind::heartbeat);
+      note.seat = seat;
+      note.epoch = epoch;
+      push(static_cast<int>(process), note);
+    }
+  }
+}
+
+// Called under the lock: what is said to a process arrives in that order.
+void Sharing::push(int process, const Note& note, int descriptor) {
+  Peer& peer = peers_[process];
+  if (peer.outbox.socket() >= 0 && peer.gone.empty()) peer.outbox.push(note, descriptor);
+}
+
+void Sharing::wake() { eventfd_write(wake_.get(), 1); }
+
+void Sharing::handle(int process, const Note& note, const Descriptor& descriptor) {
+  if (note.kind == Note::Kind::share) return map(process, note, descriptor);
+  std::lock_guard lock(mutex_);
+  Peer& peer = peers_[process];
+  peer.pulse.beat();
+  if (note.kind == Note::Kind::goodbye) {
+    peer.gone = "has left it";
+    peer.outbox.clear();
+  } else if (note.kind == Note::Kind::heartbeat) {
+    if (note.seat != kNoSeat) peer.pulse.note(note.seat, note.epoch);
+    return;
+  } else {
+    Answer& answer = shared_[note.region][process];
+    answer.answered = true;
+    if (note.kind == Note::Kind::mapped) answer.base = reinterpret_cast<char*>(note.base);
+    if (note.kind == Note::Kind::refused)
+      answer.refusal = "process " + std::to_string(process) + " of the group: " + note.text;
+  }
+  changed_.notify_all();
+}
+
+void Sharing::map(int process, const Note& request, const Descriptor& descriptor) {
+  const RegionName name{request.owner, request.region};
+  Note answer = request;
+  char* base = nullptr;
+  try {
+    base = hold_mapping(name, descriptor.get(), request.bytes, devices_);
+    answer.kind = Note::Kind::mapped;
+    answer.base = reinterpret_cast<uint64_t>(base);
+  } catch (const FalseRegion& error) {
+    return lose(process, kBroke + error.what());
+  } catch (const std::exception& error) {
+    answer.kind = Note::Kind::refused;
+    std::snprintf(answer.text, sizeof(answer.text), "%s", error.what());
+  }
+  std::lock_guard lock(mutex_);
+  peers_[process].pulse.beat();
+  peers_[process].owner = request.owner;
+  push(process, answer);  // before anybody here sees the heap, who may then close the group
+  if (!base) return;
+  mapped_.insert(name);
+  if (request.seat != kNoSeat) heaps_[request.seat] = base;
+  changed_.notify_all();
+}
+
+void Sharing::lose(int process, const std::string& why) {
+  {
+    std::lock_guard lock(mutex_);
+    peers_[process].gone = why;
+    peers_[process].outbox.clear();
+    if (closing_) return;
+  }
+  try {
+    hooks_.lost(process, why);
+  } catch (const std::exception&) {  // then the kernels find out by their deadline
+  }
+  changed_.notify_all();
+}
+
+bool Sharing::lives_at(int seat, int process) const {
+  if (seat < 0 || processes_.empty()) return false;
+  const std::size_t size = processes_.front().size(), line = seat / size;
+  return line < processes_.size() && processes_[line][seat % size] == process;
+}
+
+// The rule that a note breaks, or nothing.
+std::string Sharing::breach_of(int process, const Note& note) const {
+  switch (note.kind) {
+    case Note::Kind::share:
+      return breach_of_share(process, note);
+    case Note::Kind::mapped:
+    case Note::Kind::refused: {
+      const auto found = shared_.find(note.region);
+      const bool due = found != shared_.end() && found->second[process].asked && !found->second[process].answered;
+      if (!due) return "it answered what it was not asked";
+      return note.kind == Note::Kind::mapped && !note.base ? "it mapped memory at address zero" : "";
+    }
+    case Note::Kind::heartbeat:
+      return note.seat == kNoSeat || lives_at(note.seat, process) ? ""
+                                                                  : "it told the epoch of a seat that it does not have";
+    case Note::Kind::goodbye:
+      break;
+  }
+  return "";
+}
+
+std::string Sharing::breach_of_share(int process, const Note& note) const {
+  const uint64_t known = peers_[process].owner;
+  if (note.owner == 0 || (known && note.owner != known)) return "it shared memory under a number that is not its own";
+  if (note.bytes == 0) return "it shared no memory";
+  if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
+  if (note.seat == kNoSeat) return "";
+  if (!lives_at(note.seat, process)) return "it shared the heap of a seat that it does not have";
+  return heaps_.count(note.seat) ? "it shared the heap of a seat twice" : "";
+}
+
+double Sharing::seconds_silent(int process) const {
+  std::lock_guard lock(mutex_);
+  return peers_.at(process).pulse.seconds_silent();
+}
+
+std::string Sharing::state_of(int process) const {
+  std::lock_guard lock(mutex_);
+  return state_here(process);
+}
+
+std::string Sharing::state_here(int process) const {
+  const Peer& peer = peers_.at(process);
+  if (!peer.gone.empty()) return "it " + peer.gone;
+  return peer.pulse.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
+}
+
+std::vector<Heartbeat> Sharing::heartbeats() const {
+  std::lock_guard lock(mutex_);
+  std::vector<Heartbeat> all;
+  for (int process = 0; process < static_cast<int>(peers_.size()); ++process) {
+    const Pulse& pulse = peers_[process].pulse;
+    if (peers_[process].other) all.push_back({process, pulse.seconds_silent(), pulse.epochs(), state_here(process)});
+  }
+  return all;
+}
+
+}  // namespace jax_ep

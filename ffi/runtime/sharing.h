@@ -1,0 +1,128 @@
+// What the processes of a group show each other: each maps the others' regions and tells them where. A thread answers,
+// so that nobody waits for what a peer's Python is doing, and says every second that this process is alive.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "runtime/descriptor.h"
+#include "runtime/error.h"
+#include "runtime/mappings.h"
+#include "runtime/note.h"
+#include "runtime/outbox.h"
+#include "runtime/pulse.h"
+#include "runtime/region.h"
+
+namespace jax_ep {
+
+// Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
+struct Neighbours {
+  std::vector<std::vector<int>> processes;  // by line and rank
+  std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
+};
+
+// When another process was last heard of, and how far its ranks were then.
+struct Heartbeat {
+  int process;
+  double seconds_silent;
+  Epochs epochs;
+  std::string state;  // as Sharing::state_of has it
+};
+
+class Sharing {
+ public:
+  static constexpr int kNoSeat = -1;
+
+  // Both are called on the thread.
+  struct Hooks {
+    // A process has ended without goodbye, or broken a rule; and which. It is not listened to any more.
+    std::function<void(int process, const std::string& why)> lost;
+    // Ops that the ranks of this process have finished, by seat; none before the heaps are there.
+    std::function<Epochs()> epochs;
+  };
+
+  // Takes the sockets over. `devices`: of this process, which are to write into what is mapped.
+  Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks);
+  ~Sharing();
+  Sharing(const Sharing&) = delete;
+  Sharing& operator=(const Sharing&) = delete;
+
+  // Says goodbye, after all answers, and stops answering. May be called twice.
+  void close();
+
+  // Lets go of what is mapped, when this process is closed and touches it no more.
+  void unmap();
+
+  // Where these processes see the region, by process; whoever has not been asked yet is asked to map it. Throws
+  // GroupException. `seat`: the one of which the region is the heap. The region must live until this is closed.
+  std::vector<char*> share(const Region& region, const std::set<int>& processes, int seat = kNoSeat);
+
+  // Where this process sees the heap of a seat of `process`, once that has shared it. Throws GroupException.
+  char* await_heap(int process, int seat);
+
+  // Seconds since anything was heard of a process.
+  double seconds_silent(int process) const;
+
+  // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "alive, 2 ops behind".
+  std::string state_of(int process) const;
+
+  // Of all other processes. Neither this nor the two above waits for anybody.
+  std::vector<Heartbeat> heartbeats() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Peer {
+    bool other;  // than this process: it has, or had, a socket
+    Outbox outbox;
+    Pulse pulse;
+    uint64_t owner;    // how it calls itself, zero while unknown
+    std::string gone;  // why it is not listened to any more
+  };
+  struct Answer {  // of one process, about one region of this one
+    bool asked, answered;
+    char* base;
+    std::string refusal;
+  };
+
+  void serve();
+  void listen_until(Clock::time_point moment);
+  void attend(int process);
+  void say_goodbye();
+  void beat();
+  void push(int process, const Note& note, int descriptor = -1);
+  void wake();
+  void handle(int process, const Note& note, const Descriptor& descriptor);
+  void map(int process, const Note& request, const Descriptor& descriptor);
+  void lose(int process, const std::string& why);
+  std::string breach_of(int process, const Note& note) const;
+  std::string breach_of_share(int process, const Note& note) const;
+  bool lives_at(int seat, int process) const;
+  std::string state_here(int process) const;
+  void await(std::unique_lock<std::mutex>& lock, int process, const char* doing, const std::function<bool()>& ready);
+
+  const std::vector<std::vector<int>> processes_;
+  const std::vector<int> devices_;
+  const std::chrono::duration<double> timeout_;
+  const Hooks hooks_;
+  Descriptor wake_;  // by which the thread is woken
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Peer> peers_;                         // by process; without a socket where there is none
+  std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
+  std::set<RegionName> mapped_;
+  std::map<int, char*> heaps_;  // of other processes, by seat
+  Epochs epochs_;               // of this process, by seat, at the last heartbeat
+  bool closing_ = false;
+  std::thread thread_;
+};
+
+}  // namespace jax_ep
