@@ -108,19 +108,21 @@ struct alignas(128) Heap {
   Mail mail[2][kMaxRanks];
 };
 
-// Handed to every kernel by value.
+// Handed to every kernel by value. A launch finds its arguments in lines of 64 bytes, none of them cached: what all
+// teams need at once stands in the first.
 struct Comm {
   int rank;
   int size;
-  bool poison;  // debug: fill results and used mail with 0xFF
+  bool poison;   // debug: fill results and used mail with 0xFF
+  uint32_t tag;  // a hash of the signature, of kTagBits
   uint64_t timeout_ns;
-  Signature signature;  // of the op
-  uint32_t tag;         // a hash of it, of kTagBits
-  int32_t site;
   Report* report;  // host memory
   Heap* heaps[kMaxRanks];
   // By buffer of the mail and peer: from the address here to the address there. Zero within one process.
   int64_t shifts[kMailBuffers][kMaxRanks];
+  // For the flight recorder alone, hence last.
+  Signature signature;
+  int32_t site;
 };
 
 }  // namespace jax_ep

@@ -10,7 +10,7 @@ STRANGE = (np.nan, np.inf, -np.inf)
 
 
 def assert_near(
-    actual: Any, exact: np.ndarray, magnitude: np.ndarray, roundings: float, what: str, floor: float = 0.0
+    actual: Any, exact: np.ndarray, magnitude: np.ndarray, roundings: float, what: str, floor: float | np.ndarray = 0.0
 ) -> None:
     """`exact` in float64; NaN and infinities are where it has them, else it is so many roundings or `floor` off."""
     if actual.dtype.kind in "biu":
@@ -20,7 +20,8 @@ def assert_near(
     assert found.shape == exact.shape, f"{what}: {found.shape} is not {exact.shape}"
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(found[~finite], exact[~finite], what)
-    allowed = (roundings * float(info.eps) + 64 * 2.0**-23) * magnitude[finite] + float(info.smallest_subnormal) + floor
+    allowed = (roundings * float(info.eps) + 64 * 2.0**-23) * magnitude[finite] + float(info.smallest_subnormal)
+    allowed += np.broadcast_to(floor, exact.shape)[finite]
     error = np.abs(found[finite] - exact[finite])
     bad = ~(error <= allowed)
     if bad.any():

@@ -3,6 +3,7 @@
 from functools import partial
 
 import helpers
+import jax.numpy as jnp
 import numpy as np
 import oracle
 
@@ -46,18 +47,24 @@ class MoeMlp(Routed):
         actual = helpers.fetch(self.run(*case, gate, up, down))
         experts = [x.reshape(-1, *x.shape[2:]).astype(np.float64) for x in (gate, up, down)]
         with np.errstate(all="ignore"):
-            exact, magnitude = self.exact(case, expected, experts)
-        magnitude = np.where(np.isfinite(magnitude), magnitude, 1)
-        assert_near(actual, exact, magnitude, 40 if self.wire and self.implementation == "xla" else 8, "moe_mlp")
+            exact, magnitude, steps = self.exact(case, expected, experts)
+        magnitude, steps = (np.where(np.isfinite(x), x, 1) for x in (magnitude, steps))
+        roundings = 40 if self.wire and self.implementation == "xla" else 8
+        floor = steps * float(jnp.finfo(self.dtype).smallest_subnormal)
+        assert_near(actual, exact, magnitude, roundings, "moe_mlp", floor)
         return False
 
     def exact(
         self, case: helpers.Case, expected: oracle.Expected, experts: list[np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The sums, and how large their terms may be: |x| |gate| |x| |up| |down|."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sums, how large their terms may be: |x| |gate| |x| |up| |down|, and what tiny values may lose.
+
+        The latter counts steps of the dtype's subnormals: x gate and x up are off by one each, which is multiplied by
+        the other, their product by one more, and what leaves the expert by another.
+        """
         gate, up, down = experts
         local = gate.shape[0] // self.group.size
-        out, sizes = np.zeros(case.tokens.shape), np.zeros(case.tokens.shape)
+        out, sizes, steps = (np.zeros(case.tokens.shape) for _ in range(3))
         for source, token, k in zip(*np.nonzero(expected.targets >= 0), strict=True):
             rank, row = divmod(int(expected.targets[source, token, k]), self.capacity())
             expert = rank * local + int(np.searchsorted(np.cumsum(expected.group_sizes[rank]), row, side="right"))
@@ -65,6 +72,7 @@ class MoeMlp(Routed):
             gated = x @ gate[expert]
             inner = gated / (1 + np.exp(-gated))
             out[source, token] += weight * ((inner * (x @ up[expert])) @ down[expert])
-            largest = np.abs(x) @ np.abs(gate[expert]) * (np.abs(x) @ np.abs(up[expert]))
-            sizes[source, token] += np.abs(weight) * (largest @ np.abs(down[expert]))
-        return out, sizes
+            largest_gate, largest_up = (np.abs(x) @ np.abs(each[expert]) for each in (gate, up))
+            sizes[source, token] += np.abs(weight) * ((largest_gate * largest_up) @ np.abs(down[expert]))
+            steps[source, token] += np.abs(weight) * ((1 + largest_gate + largest_up) @ np.abs(down[expert]) + 1)
+        return out, sizes, steps
