@@ -54,7 +54,7 @@ def prepare(group: Group, call: Call) -> Callable[[], Any]:
     op, tokens, dtype = call
     x = np.ones((group.size, tokens, 16), dtype)
     spread = jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
-    program = helpers.per_rank(lambda x: op(group, x), group.mesh).lower(spread).compile()
+    program = jax.jit(helpers.per_rank(lambda x: op(group, x), group.mesh)).lower(spread).compile()
     return lambda: jax.block_until_ready(program(spread))
 
 

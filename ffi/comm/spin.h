@@ -1,4 +1,4 @@
-// The only spinning. A wait ends by its flag, by the group's abort word or by its deadline, and says which.
+// Waiting for a flag. A wait ends by its flag, by the group's abort word or by its deadline, and says which.
 #pragma once
 
 #include "comm/platform.h"

@@ -1,5 +1,5 @@
 // One kernel for a product and its collective: all blocks multiply, and the producer's warpgroup has three warps beside
-// that the product does not need. What those do is in overlap_gather.h and overlap_reduce.h.
+// that the product does not need. What those do is in overlap_exchange.h, overlap_gather.h and overlap_reduce.h.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
-// Who tells the peers of a dispatch where its buffers are: a team of the second squad, so that nobody waits who routes;
-// or one of the first, if the second finds no room while other kernels run. To post twice does no harm.
+// Who tells the peers of a dispatch where its buffers are: the last team of the last squad, so that nobody waits who
+// routes; or one of the first squad, if the last finds no room while other kernels run. To post twice does no harm.
 #pragma once
 
 #include "comm/op.h"
