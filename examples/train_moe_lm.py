@@ -76,7 +76,7 @@ def train(
 def agrees_with_reference(
     params: moe_lm.Params, batch: np.ndarray, config: moe_lm.Config, group: jax_ep.Group
 ) -> tuple[bool, float]:
-    """Runs the first MoE layer on a batch with the configured ops and with reference.py.
+    """Runs the first MoE layer on a batch with the configured ops and with implementation="xla".
 
     Returns whether all integers (routing, counts, sizes) are equal, and the largest difference of any float.
     """
@@ -126,7 +126,7 @@ def plot(metrics: moe_lm.Metrics, size: int, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 0 if the loss fell and the ops agreed with reference.py."""
+    """Returns 0 if the loss fell and the ops agreed with implementation="xla"."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo", description="Train a small MoE language model.")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     print(f"\nsample:\n{printable}\n")
     print(f"loss: {start:.3f} at the start, {end:.3f} at the end (mean of {last} steps), in nats per byte")
     print(
-        f"live batch, {implementation!r} against reference.py: routing {'equal' if same else 'DIFFERENT'}, "
+        f"live batch, {implementation!r} against 'xla': routing {'equal' if same else 'DIFFERENT'}, "
         f"largest difference {difference:.1e}: {'agreed' if agreed else 'DISAGREED'}"
     )
     print(f"wrote {options.out}")

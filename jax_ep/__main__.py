@@ -13,7 +13,7 @@ from types import ModuleType
 
 import jax
 
-from jax_ep import _ffi
+from jax_ep._core import ffi
 from jax_ep.version import __version__
 
 _DEMOS = {"demo": "train_moe_lm", "demo-mlp": "tensor_parallel_mlp", "demo-sparse": "sparse_embedding"}
@@ -56,13 +56,13 @@ def info() -> int:
     print(f"  jax_ep {__version__}, python {platform.python_version()}")
     print("  " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")))
     print("platforms")
-    for name in _ffi.PLATFORMS:
-        print(f"  {name}: {'built' if _ffi.is_built(name) else 'not built'}")
+    for name in ffi.PLATFORMS:
+        print(f"  {name}: {'built' if ffi.is_built(name) else 'not built'}")
     print("devices")
     for device in devices:
-        print(f"  {device.id}: {device.device_kind} ({_ffi.library_name(device)}), process {device.process_index}")
+        print(f"  {device.id}: {device.device_kind} ({ffi.library_name(device)}), process {device.process_index}")
     print("links")
-    print(_links(_ffi.library_name(devices[0])))
+    print(_links(ffi.library_name(devices[0])))
     return 0
 
 
@@ -84,7 +84,7 @@ def _ask_for_cpu_devices() -> None:
 
 def _avoid_unbuilt_gpus() -> None:
     """Runs on the CPU where no GPU library was built, unless the user named a platform (JAX_PLATFORMS)."""
-    if not jax.config.values["jax_platforms"] and not _ffi.is_built("cuda") and not _ffi.is_built("hip"):
+    if not jax.config.values["jax_platforms"] and not ffi.is_built("cuda") and not ffi.is_built("hip"):
         jax.config.update("jax_platforms", "cpu")
 
 
