@@ -10,7 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import (
+from jax.sharding import Mesh
+
+from jax_ep._core import gemm
+from jax_ep.lax import ragged_dot
+
+from .in_jit_loop import (
     Loop,
     add_pause,
     calls_between,
@@ -21,12 +26,8 @@ from in_jit_loop import (
     microseconds,
     teraflops,
 )
-from jax.sharding import Mesh
-from plots import Panel, add_plot, grouped_bars, write_plot
-from provenance import header
-
-from jax_ep._core import gemm
-from jax_ep.lax import ragged_dot
+from .plots import Panel, add_plot, grouped_bars, write_plot
+from .provenance import header
 
 SEED = 0
 OURS, LAX, DENSE, TORCH = "jax_ep", "jax.lax.ragged_dot", "dense XLA", "torch._grouped_mm"

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import moe_lm
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from matplotlib.figure import Figure
-from moe_lm_data import load_bytes, sample_batch
 from tqdm import tqdm
 
 import jax_ep
+
+from . import moe_lm
+from .moe_lm_data import load_bytes, sample_batch
 
 SEED = 0
 SEQUENCES, LENGTH = 8, 128  # of a batch, over all devices

@@ -3,12 +3,12 @@
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         return info()
     _avoid_unbuilt_gpus()
     demo = _DEMOS.get(options.command)
-    return (_load("examples", demo) if demo else _load("benchmarks", options.what)).main(rest)
+    return (load("examples", demo) if demo else load("benchmarks", options.what)).main(rest)
 
 
 def info() -> int:
@@ -88,13 +88,11 @@ def _avoid_unbuilt_gpus() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _load(folder: str, module: str) -> ModuleType:
-    """Imports a script from `folder`, which lies in the installed package or beside it in a source tree."""
-    package = Path(__file__).parent
-    root = package if (package / folder).is_dir() else package.parent
-    sys.path.insert(0, str(root / folder))
+def load(package: str, module: str) -> ModuleType:
+    """Imports a script of `package`, which is a part of the installed jax_ep, and lies beside it in a source tree."""
+    installed = f"jax_ep.{package}"
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(f"{installed if importlib.util.find_spec(installed) else package}.{module}")
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:
             raise

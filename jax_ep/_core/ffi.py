@@ -20,6 +20,8 @@ PLATFORMS = ("cpu", "cuda", "hip")
 MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
+_BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
+_INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # users of jax_ep, wherever they are
 
 
 def library_name(device: Any) -> str:
@@ -70,8 +72,8 @@ def _call_site() -> str:
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("jax_ep", "jax", "contextlib", "functools"):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_INSTALLED_SCRIPTS) or module.partition(".")[0] not in _BETWEEN_USER_AND_CALL:
             return f"{Path(frame.f_code.co_filename).name}, {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
