@@ -11,8 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_events import kernel_microseconds
-from in_jit_loop import (
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jax_ep
+from jax_ep.lax import ragged_dot
+
+from .device_events import kernel_microseconds
+from .in_jit_loop import (
     Loop,
     add_pause,
     calls_between,
@@ -22,12 +27,8 @@ from in_jit_loop import (
     median_microseconds,
     teraflops,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from plots import Panel, add_plot, grouped_bars, write_plot
-from provenance import header
-
-import jax_ep
-from jax_ep.lax import ragged_dot
+from .plots import Panel, add_plot, grouped_bars, write_plot
+from .provenance import header
 
 AXIS, SEED = "tp", 0
 CALLS, CPU_CALLS = 40, 4

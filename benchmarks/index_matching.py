@@ -7,10 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import CarryingLoop, microseconds
 from jax.sharding import Mesh
 
 from pallas_kernels import index_match
+
+from .in_jit_loop import CarryingLoop, microseconds
 
 SEED = 0
 

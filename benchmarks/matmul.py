@@ -10,7 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import (
+from jax.sharding import Mesh
+
+from jax_ep._core import gemm
+from jax_ep.lax import ragged_dot
+
+from .in_jit_loop import (
     Loop,
     add_pause,
     calls_between,
@@ -21,12 +26,8 @@ from in_jit_loop import (
     microseconds,
     teraflops,
 )
-from jax.sharding import Mesh
-from plots import Panel, add_plot, grouped_bars, write_plot
-from provenance import header
-
-from jax_ep import _ffi
-from jax_ep.lax import ragged_dot
+from .plots import Panel, add_plot, grouped_bars, write_plot
+from .provenance import header
 
 SEED = 0
 OURS, LAX, DENSE, TORCH = "jax_ep", "jax.lax.ragged_dot", "dense XLA", "torch._grouped_mm"
@@ -166,7 +167,7 @@ def main(arguments: list[str]) -> int:
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     with_torch = not on_cpu and importlib.util.find_spec("torch") is not None
-    core = "GEMM core" if not on_cpu and _ffi.has_gemm() else "no GEMM core here: ragged_dot is jax.lax's"
+    core = "GEMM core" if not on_cpu and gemm.has_gemm() else "no GEMM core here: ragged_dot is jax.lax's"
     print(header([device], core, ["matmul", *arguments], ["torch"] if with_torch else []))
     print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
     print(f"- {describe_pause(options.pause)}")

@@ -12,17 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import moe_formulations as forms
-import moe_sweep
 import numpy as np
-import padded_all_to_all as padded
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from moe_cases import SEED, Shape
-from moe_formulations import AXIS, Formulation
-from plots import Panel, add_plot, grouped_bars, write_plot
-from provenance import header
 
 import jax_ep
+
+from . import moe_formulations as forms, moe_sweep, padded_all_to_all as padded
+from .moe_cases import SEED, Shape
+from .moe_formulations import AXIS, Formulation
+from .plots import Panel, add_plot, grouped_bars, write_plot
+from .provenance import header
 
 CPU_SHAPES = [Shape(512, 1024, 8, 64, "float32")]
 

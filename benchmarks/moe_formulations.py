@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import padded_all_to_all as padded
-import ragged_formulation as ragged
 
 import jax_ep
+
+from . import padded_all_to_all as padded, ragged_formulation as ragged
 
 AXIS = "ep"
 

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import moe_formulations as forms
 import numpy as np
-import padded_all_to_all as padded
-from device_events import kernel_microseconds
-from in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
 from jax.sharding import NamedSharding, PartitionSpec as P
-from moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
-from moe_formulations import AXIS, Formulation
 
 import jax_ep
+
+from . import moe_formulations as forms, padded_all_to_all as padded
+from .device_events import kernel_microseconds
+from .in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
+from .moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
+from .moe_formulations import AXIS, Formulation
 
 NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
 FP8_BLOCK = 128  # values that share a float32 scale

@@ -10,20 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import collective_matmul
 import jax
 import jax.numpy as jnp
-import moe_sweep
 import numpy as np
-import sparse
-import sparse_formulations
-from in_jit_loop import Loop, compile_loops
 from jax.sharding import Mesh, PartitionSpec as P
-from moe_cases import SEED, Case, Shape, capacity, load, make_ids
-from moe_formulations import AXIS, jax_ep_ops
-from provenance import header
 
 import jax_ep
+
+from . import collective_matmul, moe_sweep, sparse, sparse_formulations
+from .in_jit_loop import Loop, compile_loops
+from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
+from .moe_formulations import AXIS, jax_ep_ops
+from .provenance import header
 
 OPS = ("moe", "sparse", "products")
 CALLS = 20

@@ -7,12 +7,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import ChainedLoop, microseconds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from moe_cases import SEED, Case, Shape, make_ids
-from provenance import header
 
 import jax_ep
+
+from .in_jit_loop import ChainedLoop, microseconds
+from .moe_cases import SEED, Case, Shape, make_ids
+from .provenance import header
 
 AXIS = "ep"
 GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))

@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from in_jit_loop import CarryingLoop, microseconds
 from jax.sharding import Mesh, PartitionSpec as P
-from moe_cases import SEED, Shape
-from provenance import header
 
 import jax_ep
 from jax_ep import Routing
 from pallas_kernels import weighted_row_sum
+
+from .in_jit_loop import CarryingLoop, microseconds
+from .moe_cases import SEED, Shape
+from .provenance import header
 
 GPU_SHAPE = Shape(4096, 7168, 8, 256, "bfloat16")
 CPU_SHAPE = Shape(256, 512, 4, 16, "float32")

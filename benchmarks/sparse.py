@@ -4,16 +4,16 @@ import argparse
 import dataclasses
 from functools import partial
 
-import index_matching
 import jax
 import numpy as np
-import sparse_formulations as forms
-from in_jit_loop import Loop, microseconds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from provenance import header
-from sparse_formulations import AXIS, Formulation
 
 import jax_ep
+
+from . import index_matching, sparse_formulations as forms
+from .in_jit_loop import Loop, microseconds
+from .provenance import header
+from .sparse_formulations import AXIS, Formulation
 
 SEED = 0
 LINK_GB_PER_S = 370  # of an H200's NVLink, one way

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from tqdm import tqdm
-from word_data import Batch, Corpus, load_corpus, sample_batch
 
 import jax_ep
 from jax_ep import embedding
+
+from .word_data import Batch, Corpus, load_corpus, sample_batch
 
 SEED = 0
 DIMENSION = 64

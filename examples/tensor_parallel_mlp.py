@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from moe_lm_data import load_bytes, sample_batch
 from tqdm import tqdm
 
 import jax_ep
+
+from .moe_lm_data import load_bytes, sample_batch
 
 SEED = 0
 CONTEXT, D_BYTE = 8, 32  # bytes that are seen, and the features of each

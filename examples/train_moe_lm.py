@@ -10,15 +10,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import moe_lm
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from matplotlib.figure import Figure
-from moe_lm_data import load_bytes, sample_batch
 from tqdm import tqdm
 
 import jax_ep
+
+from . import moe_lm
+from .moe_lm_data import load_bytes, sample_batch
 
 SEED = 0
 SEQUENCES, LENGTH = 8, 128  # of a batch, over all devices
@@ -76,7 +77,7 @@ def train(
 def agrees_with_reference(
     params: moe_lm.Params, batch: np.ndarray, config: moe_lm.Config, group: jax_ep.Group
 ) -> tuple[bool, float]:
-    """Runs the first MoE layer on a batch with the configured ops and with reference.py.
+    """Runs the first MoE layer on a batch with the configured ops and with implementation="xla".
 
     Returns whether all integers (routing, counts, sizes) are equal, and the largest difference of any float.
     """
@@ -126,7 +127,7 @@ def plot(metrics: moe_lm.Metrics, size: int, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 0 if the loss fell and the ops agreed with reference.py."""
+    """Returns 0 if the loss fell and the ops agreed with implementation="xla"."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo", description="Train a small MoE language model.")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
@@ -164,7 +165,7 @@ def main(arguments: list[str]) -> int:
     print(f"\nsample:\n{printable}\n")
     print(f"loss: {start:.3f} at the start, {end:.3f} at the end (mean of {last} steps), in nats per byte")
     print(
-        f"live batch, {implementation!r} against reference.py: routing {'equal' if same else 'DIFFERENT'}, "
+        f"live batch, {implementation!r} against 'xla': routing {'equal' if same else 'DIFFERENT'}, "
         f"largest difference {difference:.1e}: {'agreed' if agreed else 'DISAGREED'}"
     )
     print(f"wrote {options.out}")

@@ -5,7 +5,8 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
-from moe_lm_data import load_bytes
+
+from .moe_lm_data import load_bytes
 
 # fooBar, FooBar and foo_bar are two words; HTTPServer is "http" and "server".
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

@@ -1,11 +1,6 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
 from jax_ep import embedding as embedding, lax as lax
-from jax_ep.collective_matmul import (
-    all_gather_matmul as all_gather_matmul,
-    matmul_all_reduce as matmul_all_reduce,
-    matmul_reduce_scatter as matmul_reduce_scatter,
-)
 from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
@@ -18,10 +13,16 @@ from jax_ep.errors import (
     PlatformError as PlatformError,
 )
 from jax_ep.group import Group as Group
-from jax_ep.layers import moe_mlp as moe_mlp
-from jax_ep.moe import combine as combine, dispatch as dispatch
+from jax_ep.nn.layers import moe_mlp as moe_mlp
+from jax_ep.ops.collective_matmul.api import (
+    all_gather_matmul as all_gather_matmul,
+    matmul_all_reduce as matmul_all_reduce,
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
+from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
+from jax_ep.ops.moe.types import Dispatched as Dispatched, Float8Rows as Float8Rows, Routing as Routing
+from jax_ep.ops.sparse.api import sparse_all_reduce as sparse_all_reduce
+from jax_ep.ops.sparse.coalesce import coalesce as coalesce
+from jax_ep.ops.sparse.types import SparseRows as SparseRows
 from jax_ep.profiling import profile as profile
-from jax_ep.routing import Dispatched as Dispatched, Float8Rows as Float8Rows, Routing as Routing
-from jax_ep.sparse import sparse_all_reduce as sparse_all_reduce
-from jax_ep.sparse_rows import SparseRows as SparseRows, coalesce as coalesce
 from jax_ep.version import __version__ as __version__

@@ -3,17 +3,17 @@
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import jax
 
-from jax_ep import _ffi
+from jax_ep._core import ffi
 from jax_ep.version import __version__
 
 _DEMOS = {"demo": "train_moe_lm", "demo-mlp": "tensor_parallel_mlp", "demo-sparse": "sparse_embedding"}
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         return info()
     _avoid_unbuilt_gpus()
     demo = _DEMOS.get(options.command)
-    return (_load("examples", demo) if demo else _load("benchmarks", options.what)).main(rest)
+    return (load("examples", demo) if demo else load("benchmarks", options.what)).main(rest)
 
 
 def info() -> int:
@@ -56,13 +56,13 @@ def info() -> int:
     print(f"  jax_ep {__version__}, python {platform.python_version()}")
     print("  " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")))
     print("platforms")
-    for name in _ffi.PLATFORMS:
-        print(f"  {name}: {'built' if _ffi.is_built(name) else 'not built'}")
+    for name in ffi.PLATFORMS:
+        print(f"  {name}: {'built' if ffi.is_built(name) else 'not built'}")
     print("devices")
     for device in devices:
-        print(f"  {device.id}: {device.device_kind} ({_ffi.library_name(device)}), process {device.process_index}")
+        print(f"  {device.id}: {device.device_kind} ({ffi.library_name(device)}), process {device.process_index}")
     print("links")
-    print(_links(_ffi.library_name(devices[0])))
+    print(_links(ffi.library_name(devices[0])))
     return 0
 
 
@@ -84,17 +84,15 @@ def _ask_for_cpu_devices() -> None:
 
 def _avoid_unbuilt_gpus() -> None:
     """Runs on the CPU where no GPU library was built, unless the user named a platform (JAX_PLATFORMS)."""
-    if not jax.config.values["jax_platforms"] and not _ffi.is_built("cuda") and not _ffi.is_built("hip"):
+    if not jax.config.values["jax_platforms"] and not ffi.is_built("cuda") and not ffi.is_built("hip"):
         jax.config.update("jax_platforms", "cpu")
 
 
-def _load(folder: str, module: str) -> ModuleType:
-    """Imports a script from `folder`, which lies in the installed package or beside it in a source tree."""
-    package = Path(__file__).parent
-    root = package if (package / folder).is_dir() else package.parent
-    sys.path.insert(0, str(root / folder))
+def load(package: str, module: str) -> ModuleType:
+    """Imports a script of `package`, which is a part of the installed jax_ep, and lies beside it in a source tree."""
+    installed = f"jax_ep.{package}"
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(f"{installed if importlib.util.find_spec(installed) else package}.{module}")
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:
             raise

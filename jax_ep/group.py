@@ -13,11 +13,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed  # the key-value store of jax.distributed has no public name
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_ep import _checks, _ffi, _native, _rendezvous, _watchdog, profiling
+from jax_ep import profiling
+from jax_ep._core import checks, ffi, jax_private, native, rendezvous, watchdog
 from jax_ep.errors import GroupClosedError, JaxEpError, PlatformError
 
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
@@ -78,7 +78,7 @@ class Group:
         if axis_name not in mesh.axis_names:
             raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
         if max_sms is not None:
-            _checks.check_positive("Group", "max_sms", max_sms)
+            checks.check_positive("Group", "max_sms", max_sms)
         timeout = _seconds("timeout", _default_timeout() if timeout is None else timeout)
         open_timeout = _seconds("open_timeout", min(timeout, LONGEST_OPENING) if open_timeout is None else open_timeout)
         platforms = {device.platform for device in mesh.devices.flat}
@@ -87,25 +87,25 @@ class Group:
         self.mesh = mesh
         self.axis_name = axis_name
         self.timeout = timeout
-        self.platform = _ffi.library_name(mesh.devices.flat[0])
+        self.platform = ffi.library_name(mesh.devices.flat[0])
         self._closed = False
         self._overflow: JaxEpError | None = None
         self._lock = threading.Lock()
-        self._native: _native.NativeGroup | None = None
-        if _ffi.is_built(self.platform) and not self._needs_xla:
-            _native.check_xla_flags(self.platform)  # before processes connect
-            _ffi.library(self.platform)
+        self._native: native.NativeGroup | None = None
+        if ffi.is_built(self.platform) and not self._needs_xla:
+            native.check_xla_flags(self.platform)  # before processes connect
+            ffi.library(self.platform)
             self._native, self._free_number = self._create_native(open_timeout)
             self._finalizer = weakref.finalize(self, self._native.release)
             self._finalizer.atexit = False  # then the watchdogs close all groups
             try:
                 if max_sms is not None:
                     self._native.limit_processors(min(int(max_sms), MOST_SMS))
-                profiling.group_opened(self)
+                profiling.group_opened(self, self._native)
             except BaseException:
                 self._end_native()
                 raise
-            self._watchdog = _watchdog.Watchdog(self._native, repr(self))
+            self._watchdog = watchdog.Watchdog(self._native, repr(self))
         with _open_groups_lock:
             _open_groups.add(self)
 
@@ -130,11 +130,11 @@ class Group:
         if overflow is not None:
             raise overflow
         if self._native is not None:
-            error = _native.take_error(self._native)
+            error = native.take_error(self._native)
             if error is not None:
                 raise error
 
-    def report(self) -> list[_native.RankReport]:
+    def report(self) -> list[native.RankReport]:
         """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer and how many bytes
         of rows it received from there.
 
@@ -142,9 +142,9 @@ class Group:
         included, those of other hosts and with implementation="xla" are not. A failure writes it as JSON into the
         folder that the environment variable JAX_EP_DUMP names.
         """
-        return [] if self._native is None else _native.history(self._native)
+        return [] if self._native is None else native.history(self._native)
 
-    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> _native.LaunchConfig:
+    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> native.LaunchConfig:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
         Raises:
@@ -155,7 +155,7 @@ class Group:
             raise ValueError(f"launch_config: op must be one of {LAUNCHED}, got {op!r}")
         config = None
         if self._native is not None:
-            config = _native.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
+            config = native.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
         if config is None:
             raise PlatformError(f"launch_config: {self!r} launches no GPU kernels")
         return config
@@ -193,7 +193,7 @@ class Group:
             )
         if self._native is None:
             raise PlatformError(
-                f"{op}: no jax_ep library is built for platform {self.platform!r} (built: {_ffi.built_platforms()}); "
+                f"{op}: no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
                 "install jax_ep on a machine with its compiler, or pass implementation='xla'"
             )
         return "ffi"
@@ -223,7 +223,7 @@ class Group:
 
     def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
         rank = int(np.argmax(np.asarray(needed) > capacity))
-        self.keep_error(_native.capacity_error(op, rank, int(needed[rank]), capacity))
+        self.keep_error(native.capacity_error(op, rank, int(needed[rank]), capacity))
 
     def keep_error(self, error: JaxEpError) -> None:
         """For the "xla" implementation: what the next `check()` raises."""
@@ -244,28 +244,28 @@ class Group:
     def _processes(self) -> list[list[int]]:
         return [[device.process_index for device in line] for line in self._lines()]
 
-    def _create_native(self, open_timeout: float) -> tuple[_native.NativeGroup, Callable[[], None]]:
+    def _create_native(self, open_timeout: float) -> tuple[native.NativeGroup, Callable[[], None]]:
         """The group, and what frees its number when it is closed."""
         me, processes = jax.process_index(), self._processes()
         ordinals = [
-            [_ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
+            [ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
         ]
-        _ffi.library(self.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
+        ffi.library(self.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
         everyone = {process for line in processes for process in line}
         what = f"{self.platform} {[(d.id, d.process_index) for d in self.mesh.devices.flat]} {dict(self.mesh.shape)}"
         what += f" {self.axis_name}"
         content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
         if everyone == {me}:
-            return _native.create_group(self.platform, ordinals, self.timeout, content=content), lambda: None
+            return native.create_group(self.platform, ordinals, self.timeout, content=content), lambda: None
         number, neighbours = _meet(what, me, processes, open_timeout)
         try:
-            native = _native.create_group(
+            created = native.create_group(
                 self.platform, ordinals, self.timeout, content=content, index=number, **neighbours
             )
         except BaseException:
             _numbers[what].discard(number)
             raise
-        return native, partial(_numbers[what].discard, number)
+        return created, partial(_numbers[what].discard, number)
 
     def __enter__(self) -> Self:
         return self
@@ -286,10 +286,10 @@ def find_open_group(op: str, axis_name: str) -> Group:
     Raises:
       ValueError: no such axis is manual here, there is no such group, or more than one.
     """
-    _checks.check_manual_axis(op, axis_name)
+    checks.check_manual_axis(op, axis_name)
     with _open_groups_lock:
         open_groups = list(_open_groups)
-    found = [group for group in open_groups if group.axis_name == axis_name and _checks.is_mesh_here(group.mesh)]
+    found = [group for group in open_groups if group.axis_name == axis_name and checks.is_mesh_here(group.mesh)]
     if len(found) == 1:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
@@ -299,12 +299,12 @@ def find_open_group(op: str, axis_name: str) -> Group:
 
 def _meet(what: str, me: int, processes: list[list[int]], timeout: float) -> tuple[int, dict[str, Any]]:
     """The number of a group over `what`, taken here, and what the compiled library asks about its processes."""
-    client = distributed.global_state.client
+    client = jax_private.coordination_client()
     if client is None:
         raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
     key = f"jax_ep/{hashlib.sha256(what.encode()).hexdigest()}"
     with _meeting[what]:
-        number, sockets = _rendezvous.meet(client, key, me, processes, taken=_numbers[what], timeout=timeout)
+        number, sockets = rendezvous.meet(client, key, me, processes, taken=_numbers[what], timeout=timeout)
         _numbers[what].add(number)
     if not sockets:
         return number, {}
@@ -313,7 +313,7 @@ def _meet(what: str, me: int, processes: list[list[int]], timeout: float) -> tup
 
 
 def _seconds(name: str, value: float) -> float:
-    _checks.check_seconds("Group", name, value)
+    checks.check_seconds("Group", name, value)
     return min(float(value), LONGEST_TIMEOUT)
 
 

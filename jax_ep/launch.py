@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-from jax._src import distributed  # who serves as the coordinator has no public name
+
+from jax_ep._core import jax_private
 
 _ROLE = "JAX_EP_LAUNCH"  # in the environment of a started process
 _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
@@ -84,7 +85,7 @@ def _run(role: Role, options: argparse.Namespace) -> None:
         coordinator_bind_address=role.address,  # by default it would listen at all addresses of the host
     )
     if role.process == 0:
-        distributed.global_state.service = _LastToLeave(distributed.global_state.service, role.pipe)
+        jax_private.replace_coordination_service(lambda service: _LastToLeave(service, role.pipe))
     sys.argv = [options.script, *options.rest]
     try:
         if options.module:

@@ -7,17 +7,31 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 
-from jax_ep import _native
+from jax_ep._core.native import NativeGroup, Recording, Span, stop_recording
 
-if TYPE_CHECKING:
-    from jax_ep.group import Group
+
+class RankedGroup(Protocol):
+    """What a trace says of a group: a `jax_ep.Group` is one."""
+
+    @property
+    def native_id(self) -> int: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def axis_name(self) -> str: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
 
 _lock = threading.RLock()
-_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()  # open, with kernels to record
+_groups: weakref.WeakKeyDictionary[RankedGroup, NativeGroup] = weakref.WeakKeyDictionary()  # open, with kernels
 _profile: "_Profile | None" = None
 
 
@@ -61,30 +75,29 @@ class _Profile:
     def __init__(self, path: Path):
         self.path = path
         self.file = _open_trace(_path_of_process(path))
-        self.groups: list[Group] = []  # recorded now; kept alive until they are read
-        self.recordings: list[tuple[Group, list[_native.Recording]]] = []
+        self.groups: dict[RankedGroup, NativeGroup] = {}  # recorded now; kept alive until they are read
+        self.recordings: list[tuple[RankedGroup, list[Recording]]] = []
 
-    def start(self, group: "Group") -> None:
-        _native.start_recording(group)
-        self.groups.append(group)
+    def start(self, group: RankedGroup, native: NativeGroup) -> None:
+        native.start_recording()
+        self.groups[group] = native
 
-    def stop(self, group: "Group") -> None:
-        self.groups.remove(group)
-        self.recordings.append((group, _native.stop_recording(group)))
+    def stop(self, group: RankedGroup) -> None:
+        self.recordings.append((group, stop_recording(self.groups.pop(group))))
 
 
-def group_opened(group: "Group") -> None:
+def group_opened(group: RankedGroup, native: NativeGroup) -> None:
     """Called when a group with kernels has been opened."""
     with _lock:
-        _groups.add(group)
+        _groups[group] = native
         if _profile is not None:
-            _profile.start(group)
+            _profile.start(group, native)
 
 
-def group_closing(group: "Group") -> None:
+def group_closing(group: RankedGroup) -> None:
     """Called before such a group closes."""
     with _lock:
-        _groups.discard(group)
+        _groups.pop(group, None)
         if _profile is not None and group in _profile.groups:
             _profile.stop(group)
 
@@ -96,8 +109,8 @@ def _begin(path: Path) -> _Profile:
             raise RuntimeError(f"profile: already recording to {str(_profile.path)!r}; profiles do not nest")
         _profile = current = _Profile(path)
         try:
-            for group in _groups:
-                current.start(group)
+            for group, native in _groups.items():
+                current.start(group, native)
         except BaseException:
             _end(current)
             current.file.close()
@@ -145,7 +158,7 @@ def _events(current: _Profile) -> Iterator[dict[str, Any]]:
         first_pid += len(recordings)
 
 
-def _names(group: "Group", recording: _native.Recording, pid: int) -> Iterator[dict[str, Any]]:
+def _names(group: RankedGroup, recording: Recording, pid: int) -> Iterator[dict[str, Any]]:
     def metadata(what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
@@ -165,7 +178,7 @@ def _names(group: "Group", recording: _native.Recording, pid: int) -> Iterator[d
         yield metadata("thread_sort_index", tid=2 * squad + role, sort_index=2 * squad + role)
 
 
-def _slices(spans: list[_native.Span], pid: int) -> Iterator[dict[str, Any]]:
+def _slices(spans: list[Span], pid: int) -> Iterator[dict[str, Any]]:
     """A slice per op of a thread, before those of its phases: the outer of two that begin together comes first."""
     for (squad, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.squad, span.role, span.epoch)):
         phases = list(of_op)

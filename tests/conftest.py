@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from helpers import SEED, mesh_of
 
-from jax_ep import Group, _ffi
+from jax_ep import Group
+from jax_ep._core import ffi
 
 # All before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -47,8 +48,8 @@ def open_group() -> Iterator[OpenGroup]:
 
 def require_native() -> None:
     """A missing library fails: a skip would hide a broken build."""
-    platform = _ffi.library_name(jax.devices()[0])
-    if not _ffi.is_built(platform):
+    platform = ffi.library_name(jax.devices()[0])
+    if not ffi.is_built(platform):
         pytest.fail(f"the library for {platform!r} is not built, run `pip install .`", pytrace=False)
 
 

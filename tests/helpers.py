@@ -47,7 +47,7 @@ def largest_size() -> int:
     return max(size for size in SIZES if size <= len(jax.devices()))
 
 
-def per_rank(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def per_rank(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
     """jit of `function` on every device: its arguments and results get the mesh's axes as leading axes."""
     spec = PartitionSpec(*mesh.axis_names)
     axes = len(mesh.axis_names)

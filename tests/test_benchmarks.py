@@ -1,13 +1,14 @@
 """The benchmarks of products run, and what they derive and draw follows from what they measured."""
 
-import importlib
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import jax
 import pytest
+
+from jax_ep.__main__ import load
 
 PNG = b"\x89PNG"
 
@@ -18,9 +19,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "benchmarks")])
-    return importlib.import_module
+def benchmark() -> Callable[[str], ModuleType]:
+    return partial(load, "benchmarks")
 
 
 def rows_of(table: str) -> list[dict[str, str]]:

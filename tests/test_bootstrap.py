@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_ep import PeerLostError, PeerTimeoutError, _bootstrap
+from jax_ep import PeerLostError, PeerTimeoutError
+from jax_ep._core import bootstrap
 
 TIMEOUT = 30.0
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 
 
 @contextlib.contextmanager
-def receiving(secret: str, others: set[int]) -> Iterator[_bootstrap.Reception]:
+def receiving(secret: str, others: set[int]) -> Iterator[bootstrap.Reception]:
     """Process 0 receives the others, on a thread, while the block runs."""
     over = threading.Event()
 
@@ -29,7 +30,7 @@ def receiving(secret: str, others: set[int]) -> Iterator[_bootstrap.Reception]:
         while not over.is_set():
             reception.poll(0.05)
 
-    with _bootstrap.Reception(secret, 0, others) as reception:
+    with bootstrap.Reception(secret, 0, others) as reception:
         thread = threading.Thread(target=body)
         thread.start()
         try:
@@ -41,9 +42,9 @@ def receiving(secret: str, others: set[int]) -> Iterator[_bootstrap.Reception]:
 
 def stranger(secret: str, hello: bytes | None = None) -> socket.socket:
     """Connected to process 0, to which it says something or nothing."""
-    caller = _bootstrap._new_socket()
+    caller = bootstrap._new_socket()
     caller.settimeout(TIMEOUT)
-    caller.connect(_bootstrap._name(secret, 0))
+    caller.connect(bootstrap._name(secret, 0))
     if hello is not None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             caller.send(hello)
@@ -70,12 +71,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_descriptors_go_round_and_nothing_is_left() -> None:
     secret, before = secrets.token_hex(16), traces()
-    with receiving(secret, {3, 5}) as reception, _bootstrap.call(secret, 3, 0, b"hello", timeout=TIMEOUT) as caller:
+    with receiving(secret, {3, 5}) as reception, bootstrap.call(secret, 3, 0, b"hello", timeout=TIMEOUT) as caller:
         wait_until(lambda: {number: each.said for number, each in reception.callers.items()} == {3: b"hello"})
-        mine, theirs = _bootstrap.pair()
+        mine, theirs = bootstrap.pair()
         with mine, theirs:
-            _bootstrap.send(reception.callers[3].connection, b"take this", [theirs.fileno()])
-        message, [received] = _bootstrap.receive(caller, timeout=TIMEOUT)
+            bootstrap.send(reception.callers[3].connection, b"take this", [theirs.fileno()])
+        message, [received] = bootstrap.receive(caller, timeout=TIMEOUT)
         assert message == b"take this"
         assert not os.get_inheritable(received.fileno())
         with received:
@@ -87,22 +88,22 @@ def test_who_goes_is_dropped_and_may_call_again() -> None:
     secret = secrets.token_hex(16)
     with receiving(secret, {1}) as reception:
         for said in (b"one", b"two"):
-            with _bootstrap.call(secret, 1, 0, said, timeout=TIMEOUT):
+            with bootstrap.call(secret, 1, 0, said, timeout=TIMEOUT):
                 wait_until(lambda said=said: 1 in reception.callers and reception.callers[1].said == said)
             wait_until(lambda: not reception.callers)
         with contextlib.ExitStack() as calls:  # the second before anybody heard the first go
-            old, _ = [calls.enter_context(_bootstrap.call(secret, 1, 0, s, timeout=TIMEOUT)) for s in (b"3", b"4")]
-            assert _bootstrap.receive(old, timeout=TIMEOUT) == (b"", [])
+            old, _ = [calls.enter_context(bootstrap.call(secret, 1, 0, s, timeout=TIMEOUT)) for s in (b"3", b"4")]
+            assert bootstrap.receive(old, timeout=TIMEOUT) == (b"", [])
             wait_until(lambda: 1 in reception.callers and reception.callers[1].said == b"4")
 
 
 def test_strangers_are_shown_out() -> None:
     secret = secrets.token_hex(16)
-    hello = _bootstrap._hello(secret, 1, 0, b"said")
+    hello = bootstrap._hello(secret, 1, 0, b"said")
     with receiving(secret, {1}) as reception:
         for false in (
-            _bootstrap._hello(secrets.token_hex(16), 1, 0),
-            _bootstrap._hello(secret, 2, 0),  # nobody waits for process 2
+            bootstrap._hello(secrets.token_hex(16), 1, 0),
+            bootstrap._hello(secret, 2, 0),  # nobody waits for process 2
             hello[:-1] + b"x",
             b"short",
         ):
@@ -110,11 +111,11 @@ def test_strangers_are_shown_out() -> None:
                 assert answer(caller) == b""
         assert not reception.callers
         with stranger(secret, hello) as caller:
-            assert answer(caller) == _bootstrap._hello(secret, 0, 1)
+            assert answer(caller) == bootstrap._hello(secret, 0, 1)
 
 
 def test_who_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bootstrap, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(bootstrap, "_HELLO_SECONDS", 0.3)
     secret = secrets.token_hex(16)
     with receiving(secret, {1}), stranger(secret) as caller:
         start = time.monotonic()
@@ -122,7 +123,7 @@ def test_who_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - start < 3
 
 
-@pytest.mark.parametrize("crowd", [100, _bootstrap._MOST_UNDECIDED + 50])
+@pytest.mark.parametrize("crowd", [100, bootstrap._MOST_UNDECIDED + 50])
 def test_a_crowd_that_says_nothing_holds_up_nobody(crowd: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 3 * crowd:
@@ -133,59 +134,59 @@ def test_a_crowd_that_says_nothing_holds_up_nobody(crowd: int) -> None:
             strangers.enter_context(stranger(secret))
         start = time.monotonic()
         for process in (1, 2):
-            strangers.enter_context(_bootstrap.call(secret, process, 0, timeout=TIMEOUT))
-        assert time.monotonic() - start < _bootstrap._HELLO_SECONDS / 2
+            strangers.enter_context(bootstrap.call(secret, process, 0, timeout=TIMEOUT))
+        assert time.monotonic() - start < bootstrap._HELLO_SECONDS / 2
         wait_until(lambda: reception.callers.keys() == {1, 2})
 
 
 def test_where_nobody_is_free_callers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """More call than the kernel lets wait while process 0 is busy; a Unix socket refuses further ones by EAGAIN."""
-    monkeypatch.setattr(_bootstrap, "_BACKLOG", 1)
+    monkeypatch.setattr(bootstrap, "_BACKLOG", 1)
     secret = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        reception = stack.enter_context(_bootstrap.Reception(secret, 0, {1}))
-        crowd = [stack.enter_context(_bootstrap._new_socket()) for _ in range(8)]
+        reception = stack.enter_context(bootstrap.Reception(secret, 0, {1}))
+        crowd = [stack.enter_context(bootstrap._new_socket()) for _ in range(8)]
         for each in crowd:
             each.setblocking(False)
-        assert errno.EAGAIN in [each.connect_ex(_bootstrap._name(secret, 0)) for each in crowd]
+        assert errno.EAGAIN in [each.connect_ex(bootstrap._name(secret, 0)) for each in crowd]
         busy = threading.Timer(0.3, lambda: [reception.poll(0.05) for _ in range(20)])
         busy.start()
-        with _bootstrap.call(secret, 1, 0, timeout=TIMEOUT):
+        with bootstrap.call(secret, 1, 0, timeout=TIMEOUT):
             busy.join()
             assert reception.callers.keys() == {1}
         with pytest.raises(PeerTimeoutError, match="process 0 did not answer"):
-            _bootstrap.call(secret, 1, 0, timeout=0.2)
+            bootstrap.call(secret, 1, 0, timeout=0.2)
 
 
 def test_another_user_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = secrets.token_hex(16)
-    monkeypatch.setattr(_bootstrap, "peer_uid", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(bootstrap, "peer_uid", lambda connection: os.getuid() + 1)
     with receiving(secret, {1}) as reception:
         with stranger(secret) as caller:  # at once, not when its time to say hello is over
             start = time.monotonic()
             assert answer(caller) == b""
-            assert time.monotonic() - start < _bootstrap._HELLO_SECONDS / 2
+            assert time.monotonic() - start < bootstrap._HELLO_SECONDS / 2
         with pytest.raises(PeerLostError, match="process 0 belongs to another user"):
-            _bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+            bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
         assert not reception.callers
 
 
 def test_nobody_receives() -> None:
     with pytest.raises(PeerLostError, match="process 0 went away"):
-        _bootstrap.call(secrets.token_hex(16), 1, 0, timeout=TIMEOUT)
+        bootstrap.call(secrets.token_hex(16), 1, 0, timeout=TIMEOUT)
 
 
 def test_a_reception_that_ends() -> None:
     secret = secrets.token_hex(16)
     with receiving(secret, {1}):
-        caller = _bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+        caller = bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
     with caller:
-        assert _bootstrap.receive(caller, timeout=TIMEOUT) == (b"", [])
+        assert bootstrap.receive(caller, timeout=TIMEOUT) == (b"", [])
     with pytest.raises(PeerLostError, match="process 0"):
-        _bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+        bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
 
 
 def test_the_users_of_a_socket_are_known() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        assert _bootstrap.peer_uid(ours) == os.getuid()
+        assert bootstrap.peer_uid(ours) == os.getuid()

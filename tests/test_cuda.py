@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import CapacityError, Group, _ffi, combine, dispatch
+from jax_ep import CapacityError, Group, combine, dispatch
+from jax_ep._core import ffi
 
 pytestmark = [
-    pytest.mark.skipif(_ffi.library_name(jax.devices()[0]) != "cuda", reason="needs NVIDIA GPUs"),
+    pytest.mark.skipif(ffi.library_name(jax.devices()[0]) != "cuda", reason="needs NVIDIA GPUs"),
     pytest.mark.usefixtures("native"),
     pytest.mark.timeout(600),
 ]

@@ -12,11 +12,11 @@ from conftest import OpenGroup
 from jax.sharding import NamedSharding, PartitionSpec as P
 from matmul_cases import OPS, Operands, exact
 
-from jax_ep import _ffi
+from jax_ep._core import ffi, gemm
 
 pytestmark = [
     pytest.mark.skipif(
-        _ffi.library_name(jax.devices()[0]) != "cuda" or not _ffi.has_gemm(), reason="needs GPUs with the GEMM core"
+        ffi.library_name(jax.devices()[0]) != "cuda" or not gemm.has_gemm(), reason="needs GPUs with the GEMM core"
     ),
     pytest.mark.usefixtures("native"),
 ]

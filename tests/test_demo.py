@@ -1,9 +1,7 @@
 """The examples train, and alike on every platform and with every implementation."""
 
-import importlib
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,14 +13,14 @@ from conftest import require_native
 from jax.sharding import Mesh
 
 from jax_ep import Group
+from jax_ep.__main__ import load
 
 STEPS = 20
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "examples")])
-    return importlib.import_module
+def example() -> Callable[[str], ModuleType]:
+    return partial(load, "examples")
 
 
 def losses(demo: ModuleType, devices: Sequence[Any], implementation: str) -> np.ndarray:

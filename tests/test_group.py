@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Group, GroupClosedError, PlatformError, _checks, _native, group as group_module, profiling
+from jax_ep import Group, GroupClosedError, PlatformError, group as group_module, profiling
+from jax_ep._core import checks, native as native_module
 
 SIZE, EXPERTS = 2, 8
 
@@ -92,7 +93,7 @@ def test_any_max_sms(native: None) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(group: Group) -> None:
+    def fail(group: Group, native: native_module.NativeGroup) -> None:
         raise RuntimeError("at last")
 
     with Group(helpers.mesh_of(ep=SIZE), "ep"):
@@ -120,8 +121,8 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
             opening.join()
             return False
 
-        monkeypatch.setattr(_checks, "check_manual_axis", lambda op, axis_name: None)
-        monkeypatch.setattr(_checks, "is_mesh_here", look)
+        monkeypatch.setattr(checks, "check_manual_axis", lambda op, axis_name: None)
+        monkeypatch.setattr(checks, "is_mesh_here", look)
         for _ in range(3):
             opened.enter_context(Group(mesh, "ep"))
         with pytest.raises(ValueError, match=r"no open jax_ep.Group over axis 'ep'"):
@@ -162,7 +163,7 @@ def test_ops_must_not_overlap_in_command_buffers(mode: str, monkeypatch: pytest.
     flag = "--xla_gpu_command_buffer_scheduling_mode"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=SERIALIZE --xla_gpu_autotune_level=1 {flag}={mode}")
     with pytest.raises(PlatformError, match=rf"^Group: XLA_FLAGS must leave {flag} .* got {mode}"):
-        _native.check_xla_flags("cuda")
-    _native.check_xla_flags("cpu")
+        native_module.check_xla_flags("cuda")
+    native_module.check_xla_flags("cpu")
     monkeypatch.setenv("XLA_FLAGS", f"{flag}={mode} {flag}=SERIALIZE")
-    _native.check_xla_flags("cuda")
+    native_module.check_xla_flags("cuda")

@@ -1,15 +1,16 @@
 """The rules of the house (docs/design.md), by reading includes, imports and a few keywords.
 
+Those of the Python package stand in python_rules.py.
+
 Every rule is a function from a root folder to the places that break it, and is shown to fail on a tree that does.
 """
 
-import ast
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import python_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_FILE = 350
@@ -34,21 +35,6 @@ def native_files(root: Path, *folders: str) -> Iterator[tuple[str, str]]:
         for path in sorted((root / "ffi" / folder).rglob("*")):
             if path.is_file():
                 yield path.relative_to(root / "ffi").as_posix(), COMMENT.sub(" ", path.read_text())
-
-
-def python_files(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            yield path.relative_to(root).as_posix(), ast.parse(path.read_text())
-
-
-def imports(tree: ast.Module) -> Iterator[str]:
-    """Full names of what a module imports, anywhere in it: `a.b` of `import a.b`, `a.b` too of `from a import b`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def headers(text: str) -> Iterator[tuple[str, str]]:
@@ -154,54 +140,6 @@ def protocol_throws_nothing(root: Path) -> list[str]:
     ]
 
 
-def only_ffi_py_names_libraries(root: Path) -> list[str]:
-    def names_library(node: ast.AST) -> bool:
-        if isinstance(node, ast.Constant):
-            return isinstance(node.value, str) and "_jax_ep_" in node.value
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        return name == "ffi_call" or name.startswith("register_ffi_")
-
-    return [
-        path
-        for path, tree in python_files(root, "jax_ep")
-        if path != "jax_ep/_ffi.py"
-        and (
-            any(map(names_library, ast.walk(tree)))
-            or any(name.startswith(("_jax_ep_", "jax.ffi")) for name in imports(tree))
-        )
-    ]
-
-
-def pallas_kernels_know_no_jax_ep(root: Path) -> list[str]:
-    return [
-        f"{path} imports {name}"
-        for path, tree in python_files(root, "pallas_kernels")
-        for name in imports(tree)
-        if name.split(".")[0] == "jax_ep"
-    ]
-
-
-def init_only_exports(root: Path) -> list[str]:
-    path = root / "jax_ep" / "__init__.py"
-    return [
-        f"jax_ep/__init__.py line {node.lineno}"
-        for index, node in enumerate(ast.parse(path.read_text()).body if path.exists() else [])
-        if not isinstance(node, (ast.Import, ast.ImportFrom))
-        and not (index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        and not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
-    ]
-
-
-def python_touches_no_pointer(root: Path) -> list[str]:
-    return [
-        f"{path} imports {name}"
-        for path, tree in python_files(root, "jax_ep", "pallas_kernels")
-        if path != "jax_ep/launch.py"  # asks the kernel for a signal: numbers alone
-        for name in imports(tree)
-        if name.split(".")[0] in ("ctypes", "cffi", "_ctypes")
-    ]
-
-
 def runtime_knows_xla_in_three_places(root: Path) -> list[str]:
     """How a custom call finds its group, and how its kernel is launched."""
     places = re.compile(r"runtime/(call_site|registry|extra|\w+/launch)\.(h|cc)")
@@ -210,16 +148,6 @@ def runtime_knows_xla_in_three_places(root: Path) -> list[str]:
         for path, text in native_files(root, "runtime")
         for quoted, angled in headers(text)
         if (quoted or angled).startswith(("xla/", "pybind11/")) and not places.fullmatch(path)
-    ]
-
-
-def bootstrap_knows_no_jax(root: Path) -> list[str]:
-    return [
-        f"{path} imports {name}"
-        for path, tree in python_files(root, "jax_ep")
-        if path == "jax_ep/_bootstrap.py"
-        for name in imports(tree)
-        if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("jax_ep.errors.")
     ]
 
 
@@ -258,23 +186,11 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (assembly_only_for_memory_order, "ffi/kernels/a.h", '__asm__("nop");'),
     (protocol_throws_nothing, "ffi/kernels/a.h", "void f() { throw 1; }"),
     (protocol_throws_nothing, "ffi/gemm/a.cc", "void f() { throw 1; }"),
-    (only_ffi_py_names_libraries, "jax_ep/a.py", "import _jax_ep_cpu"),
-    (only_ffi_py_names_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('_jax_ep_cpu')"),
-    (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.ffi_call('x', None)"),
-    (only_ffi_py_names_libraries, "jax_ep/a.py", "from jax.ffi import ffi_call as call"),
-    (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.register_ffi_target('x', None)"),
-    (pallas_kernels_know_no_jax_ep, "pallas_kernels/a.py", "import jax_ep.group"),
-    (pallas_kernels_know_no_jax_ep, "pallas_kernels/a.py", "def f():\n    from jax_ep import Group"),
-    (init_only_exports, "jax_ep/__init__.py", '"""Doc."""\nfrom a import b\nx = b()'),
-    (init_only_exports, "jax_ep/__init__.py", "def f(): ..."),
-    (python_touches_no_pointer, "jax_ep/a.py", "import ctypes.util"),
-    (python_touches_no_pointer, "pallas_kernels/a.py", "from ctypes import c_int"),
     (runtime_knows_xla_in_three_places, "ffi/runtime/a.cc", '#include "xla/ffi/api/ffi.h"'),
     (runtime_knows_xla_in_three_places, "ffi/runtime/gpu/a.h", "#include <pybind11/stl.h>"),
-    (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "import jax.numpy as jnp"),
-    (bootstrap_knows_no_jax, "jax_ep/_bootstrap.py", "from jax_ep import _ffi"),
     (files_are_short, "ffi/kernels/a.h", "\n" * LONGEST_FILE),
     (files_are_short, "tests/a.py", "\n" * LONGEST_FILE),
+    *python_rules.BROKEN,
 ]
 
 # What must pass, for no rule may be so strict that it cannot be kept.
@@ -289,10 +205,7 @@ KEPT = {
     "ffi/bindings/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
     "ffi/runtime/a.h": '#include "comm/heap.h"\n#include "runtime/gpu/a.h"\n#include "vmm.h"\n#include <poll.h>',
     "ffi/runtime/gpu/launch.h": '#include "xla/ffi/api/ffi.h"',
-    "jax_ep/_bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
-    "jax_ep/__init__.py": '"""Doc."""\nfrom jax_ep.a import b as b\n__all__ = ["b"]',
-    "jax_ep/_ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
-    "pallas_kernels/a.py": "import jax",
+    **python_rules.KEPT,
 }
 
 RULES = list(dict.fromkeys(rule for rule, _, _ in BROKEN))
@@ -312,7 +225,8 @@ def test_the_house_keeps(rule: Rule) -> None:
 def test_the_rules_have_something_to_read() -> None:
     for folder in MAY_INCLUDE:
         assert list(native_files(ROOT, folder)), f"ffi/{folder} is empty"
-    assert list(python_files(ROOT, "jax_ep"))
+    for folder in ("_core", "ops", "nn"):
+        assert list(python_rules.python_files(ROOT, f"jax_ep/{folder}")), f"jax_ep/{folder} is empty"
 
 
 @pytest.mark.parametrize(

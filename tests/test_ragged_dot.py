@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import _ffi, matmul
+from jax_ep._core import gemm
 from jax_ep.lax import ragged_dot
+from jax_ep.ops.matmul import api as matmul
 
 BFLOAT16, FLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 
@@ -84,8 +85,8 @@ def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray) -> None:
 @pytest.fixture(params=["as is", "as on a Hopper GPU"])
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the path that chooses when lowered: on other devices it must come out at `jax.lax`."""
-    if request.param != "as is" and not _ffi.has_gemm():
-        monkeypatch.setattr(_ffi, "has_gemm", lambda: True)
+    if request.param != "as is" and not gemm.has_gemm():
+        monkeypatch.setattr(gemm, "has_gemm", lambda: True)
 
 
 @pytest.mark.usefixtures("core")
@@ -199,7 +200,7 @@ def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
 
 def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """Three products for value and gradients, none of them XLA's; what the core cannot take is XLA's."""
-    monkeypatch.setattr(_ffi, "has_gemm", lambda: True)
+    monkeypatch.setattr(gemm, "has_gemm", lambda: True)
     case = Case(64, 32, 16, (30, 20))
     operands = (*draw(rng, case, BFLOAT16), np.ones((case.rows, case.columns), BFLOAT16))
     text = lowered_for_cuda(lambda *x: (ragged_dot(*x[:3]), gradients(*x)), *operands)
@@ -215,5 +216,5 @@ def test_the_core_is_chosen_on_hopper() -> None:
     devices = jax.devices()
     if devices[0].platform != "gpu" or not str(getattr(devices[0], "compute_capability", "")).startswith("9."):
         pytest.skip("needs Hopper GPUs")
-    assert _ffi.has_gemm()
+    assert gemm.has_gemm()
     assert matmul.ragged_dot is ragged_dot

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_ep import PeerLostError, PeerTimeoutError, PlatformError, _bootstrap, _rendezvous
+from jax_ep import PeerLostError, PeerTimeoutError, PlatformError
+from jax_ep._core import bootstrap, rendezvous
 
 TIMEOUT = 30.0
 PAIR, TRIPLE = [[0, 1]], [[0, 1, 2]]
@@ -39,8 +40,8 @@ class Processes:
 
     def start(
         self, me: int, lines: Sequence[Sequence[int]], timeout: float = TIMEOUT, taken: Sequence[int] = ()
-    ) -> "Future[_rendezvous.Meeting]":
-        return self._pool.submit(_rendezvous.meet, self.store, "key", me, lines, taken=taken, timeout=timeout)
+    ) -> "Future[rendezvous.Meeting]":
+        return self._pool.submit(rendezvous.meet, self.store, "key", me, lines, taken=taken, timeout=timeout)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def processes() -> Iterator[Processes]:
         yield Processes(pool)
 
 
-def assert_met(meetings: "dict[int, Future[_rendezvous.Meeting]]", lines: Sequence[Sequence[int]]) -> int:
+def assert_met(meetings: "dict[int, Future[rendezvous.Meeting]]", lines: Sequence[Sequence[int]]) -> int:
     """Every two that share a line are connected with each other, and nobody else; their number."""
     results = {process: meeting.result(TIMEOUT) for process, meeting in meetings.items()}
     with contextlib.ExitStack() as stack:
@@ -122,13 +123,13 @@ def test_all_who_are_missing_are_named(processes: Processes) -> None:
 def test_a_process_that_died_on_the_way(restarted: int, processes: Processes) -> None:
     """What it left behind misleads nobody: it comes again while the other still waits for it."""
     other, store = 1 - restarted, processes.store
-    store.key_value_set("key/0/host/0", _bootstrap.host_identity())
+    store.key_value_set("key/0/host/0", bootstrap.host_identity())
     store.key_value_set("key/0/secret/0", "of a leader that is dead")
     waiting = processes.start(other, TRIPLE)
     if restarted == 1:
         while store.left["key/0/secret/0"].startswith("of"):
             time.sleep(0.01)
-        _bootstrap.call(store.left["key/0/secret/0"], 1, 0, b"[]", timeout=TIMEOUT).close()
+        bootstrap.call(store.left["key/0/secret/0"], 1, 0, b"[]", timeout=TIMEOUT).close()
     time.sleep(0.1)
     assert_met({other: waiting, restarted: processes.start(restarted, TRIPLE), 2: processes.start(2, TRIPLE)}, TRIPLE)
 
@@ -169,7 +170,7 @@ def test_idle_strangers_hold_up_nobody(processes: Processes) -> None:
 
 def test_another_host(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = iter(["here", "there"])
-    monkeypatch.setattr(_bootstrap, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(bootstrap, "host_identity", lambda: next(hosts))
     for each in [processes.start(me, PAIR) for me in (0, 1)]:
         with pytest.raises(PlatformError, match="must be of one host, those of processes"):
             each.result(TIMEOUT)

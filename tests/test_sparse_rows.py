@@ -17,7 +17,7 @@ from jax.experimental.sparse import BCOO
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Group, SparseRows, coalesce, sparse_all_reduce
-from jax_ep.sparse_union import choose_method
+from jax_ep.ops.sparse.api import choose_method
 
 ROWS, ENTRIES, WIDTH = 12, 6, 3
 IDS, VALUES = jnp.zeros(ENTRIES, jnp.int32), jnp.zeros((ENTRIES, WIDTH))

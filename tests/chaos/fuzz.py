@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import Group, _ffi
+from jax_ep import Group
+from jax_ep._core import ffi
 
 from .mlp import MoeMlp
 from .products import Product
@@ -50,7 +51,7 @@ def open_group(rng: np.random.Generator) -> Group:
 
 
 def implementation_of(rng: np.random.Generator, group: Group) -> str:
-    return "xla" if not _ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "ffi"
+    return "xla" if not ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "ffi"
 
 
 def try_program(report: Report, index: int, values: range) -> None:

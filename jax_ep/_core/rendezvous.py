@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep import _bootstrap
+from jax_ep._core import bootstrap
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between looks into the store
@@ -82,13 +82,13 @@ class _Guests:
         self._store, self._folder, self._me = store, f"{key}/{self.leader}", me
         self._neighbours, self._others = neighbours, set(neighbours) - {me}
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
-        self._host = _bootstrap.host_identity()
+        self._host = bootstrap.host_identity()
         self._missing = sorted(self._others) if me == self.leader else [self.leader]  # to blame when time is over
         self._leave("host", me, self._host)
 
     def lead(self, taken: Collection[int]) -> Meeting:
         secret = secrets.token_hex(16)
-        with _bootstrap.Reception(secret, self._me, self._others) as reception:
+        with bootstrap.Reception(secret, self._me, self._others) as reception:
             self._leave("secret", self.leader, secret)
             while True:
                 self._await_all(reception)
@@ -100,10 +100,10 @@ class _Guests:
                         on_failure.pop_all()
                         return Meeting(number, sockets)
 
-    def _await_all(self, reception: _bootstrap.Reception) -> None:
+    def _await_all(self, reception: bootstrap.Reception) -> None:
         """Tells those who are there whom they are waiting for."""
         reception.poll(0)
-        told: list[_bootstrap.Caller] = []
+        told: list[bootstrap.Caller] = []
         never_here = set(self._others)
         while missing := self._others - reception.callers.keys():
             never_here &= missing
@@ -115,13 +115,13 @@ class _Guests:
             reception.poll(min(_LONGEST_PAUSE, self._left()))
 
     def _introduce(
-        self, reception: _bootstrap.Reception, on_failure: contextlib.ExitStack
+        self, reception: bootstrap.Reception, on_failure: contextlib.ExitStack
     ) -> dict[int, socket.socket] | None:
         """This process' own sockets; None if somebody went meanwhile, and is to be awaited again."""
         mine: dict[int, socket.socket] = {}
         for process, neighbour in ((p, n) for p, all in self._neighbours.items() for n in all if n > p):
             with contextlib.ExitStack() as handed_over:
-                for one, other, end in zip((process, neighbour), (neighbour, process), _bootstrap.pair(), strict=True):
+                for one, other, end in zip((process, neighbour), (neighbour, process), bootstrap.pair(), strict=True):
                     (on_failure if one == self._me else handed_over).enter_context(end)
                     if one == self._me:
                         mine[other] = end
@@ -130,16 +130,16 @@ class _Guests:
         reception.poll(0)
         return mine if self._others == reception.callers.keys() else None
 
-    def _tell_all(self, reception: _bootstrap.Reception, message: dict[str, Any]) -> None:
+    def _tell_all(self, reception: bootstrap.Reception, message: dict[str, Any]) -> None:
         for process in list(reception.callers):
             self._tell(reception, process, message)
 
     def _tell(
-        self, reception: _bootstrap.Reception, process: int, message: dict[str, Any], descriptors: Collection[int] = ()
+        self, reception: bootstrap.Reception, process: int, message: dict[str, Any], descriptors: Collection[int] = ()
     ) -> bool:
         """Whether the process was there to hear it; otherwise it is dropped."""
         try:
-            _bootstrap.send(reception.callers[process].connection, json.dumps(message).encode(), descriptors)
+            bootstrap.send(reception.callers[process].connection, json.dumps(message).encode(), descriptors)
         except OSError:
             reception.drop(process)
             return False
@@ -160,7 +160,7 @@ class _Guests:
         """None if the leader has gone who left the secret."""
         said, timeout = json.dumps(sorted(taken)).encode(), min(_ANSWER_SECONDS, self._left())
         try:
-            return _bootstrap.call(secret, self._me, self.leader, said, timeout=timeout)
+            return bootstrap.call(secret, self._me, self.leader, said, timeout=timeout)
         except (PeerLostError, PeerTimeoutError):
             return None
 
@@ -170,7 +170,7 @@ class _Guests:
             sockets: dict[int, socket.socket] = {}
             while True:
                 try:
-                    text, ends = _bootstrap.receive(leader, timeout=self._left())
+                    text, ends = bootstrap.receive(leader, timeout=self._left())
                 except TimeoutError:
                     continue
                 except OSError:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep import _checks, _ffi, reference
+from jax_ep._core import checks, ffi
 from jax_ep.group import Group
-from jax_ep.routing import FP8_BLOCK, DispatchConfig, Dispatched, Routing, worst_case_capacity
-
-IMPLEMENTATIONS = ("auto", "ffi", "xla")
+from jax_ep.ops.moe import kernels, xla
+from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, Dispatched, Routing, worst_case_capacity
 
 
 def dispatch(
@@ -67,15 +66,15 @@ def dispatch(
     """
     op = "dispatch"
     group.check()
-    _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+    checks.check_inside_shard_map(op, group.mesh, group.axis_name)
     config = _dispatch_config(
         tokens, expert_ids, weights, group, num_experts, capacity, alignment, wire_dtype, dequantize, on_overflow
     )
-    _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     if weights is None:
         weights = jnp.ones(expert_ids.shape, jnp.float32)
-    tokens, expert_ids, weights = _checks.vary_alike(group.axis_name, tokens, expert_ids, weights)
-    tokens, expert_ids, weights = (_checks.not_batched(op, x) for x in (tokens, expert_ids, weights))
+    tokens, expert_ids, weights = checks.vary_alike(group.axis_name, tokens, expert_ids, weights)
+    tokens, expert_ids, weights = (checks.not_batched(op, x) for x in (tokens, expert_ids, weights))
     if group.resolve(op, implementation) == "xla":
         return _dispatch_xla(group, config, tokens, expert_ids, weights)
     return _dispatch(group, config, tokens, expert_ids, weights)
@@ -104,27 +103,27 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
     """
     op = "combine"
     group.check()
-    _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
-    _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
+    checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     if not isinstance(routing, Routing):
-        raise TypeError(f"combine: routing must be the Routing of a dispatch, got {_checks.describe(routing)}")
+        raise TypeError(f"combine: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
     routing.check(op)
     config = routing.config
     if config.size != group.size:
         raise ValueError(f"combine: routing is of a group of {config.size} ranks, group has {group.size}")
     routing.check_own(op, group.axis_name)
-    _checks.check_rank(op, "expert_outputs", expert_outputs, 2, "[capacity, H']")
-    _checks.check_dtype(op, "expert_outputs", expert_outputs, _checks.TOKEN_DTYPES)
+    checks.check_rank(op, "expert_outputs", expert_outputs, 2, "[capacity, H']")
+    checks.check_dtype(op, "expert_outputs", expert_outputs, checks.TOKEN_DTYPES)
     if expert_outputs.shape[0] != config.capacity:
         raise ValueError(
             f"combine: expert_outputs must have the {config.capacity} rows of the dispatch, got {expert_outputs.shape}"
         )
     leaves, treedef = jax.tree.flatten(routing)
-    expert_outputs, *leaves = _checks.vary_alike(group.axis_name, expert_outputs, *leaves)
-    expert_outputs, *leaves = (_checks.not_batched(op, x) for x in (expert_outputs, *leaves))
+    expert_outputs, *leaves = checks.vary_alike(group.axis_name, expert_outputs, *leaves)
+    expert_outputs, *leaves = (checks.not_batched(op, x) for x in (expert_outputs, *leaves))
     routing = jax.tree.unflatten(treedef, leaves)
     if group.resolve(op, implementation) == "xla":
-        return reference.combine(expert_outputs, routing, axis_name=group.axis_name)
+        return xla.combine(expert_outputs, routing, axis_name=group.axis_name)
     return _combine(group, expert_outputs, routing.weights, routing)
 
 
@@ -141,24 +140,24 @@ def _dispatch_config(
     on_overflow: str,
 ) -> DispatchConfig:
     op = "dispatch"
-    _checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
-    _checks.check_dtype(op, "tokens", tokens, _checks.TOKEN_DTYPES)
-    _checks.check_rank(op, "expert_ids", expert_ids, 2, "[T, K]")
-    _checks.check_dtype(op, "expert_ids", expert_ids, (np.dtype(np.int32),))
+    checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
+    checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
+    checks.check_rank(op, "expert_ids", expert_ids, 2, "[T, K]")
+    checks.check_dtype(op, "expert_ids", expert_ids, (np.dtype(np.int32),))
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
-    _checks.check_shape(op, "expert_ids", expert_ids, (num_tokens, top_k), "[T, K]")
+    checks.check_shape(op, "expert_ids", expert_ids, (num_tokens, top_k), "[T, K]")
     if weights is not None:
-        _checks.check_dtype(op, "weights", weights, (np.dtype(np.float32),))
-        _checks.check_shape(op, "weights", weights, (num_tokens, top_k), "[T, K]")
-    _checks.check_positive(op, "num_experts", num_experts)
-    _checks.check_positive(op, "alignment", alignment)
-    _checks.check_one_of(op, "on_overflow", on_overflow, ("raise", "drop"))
+        checks.check_dtype(op, "weights", weights, (np.dtype(np.float32),))
+        checks.check_shape(op, "weights", weights, (num_tokens, top_k), "[T, K]")
+    checks.check_positive(op, "num_experts", num_experts)
+    checks.check_positive(op, "alignment", alignment)
+    checks.check_one_of(op, "on_overflow", on_overflow, ("raise", "drop"))
     if num_experts % group.size:
         raise ValueError(
             f"dispatch: num_experts must be a multiple of the group's size {group.size}, got {num_experts}"
         )
-    if num_experts > _ffi.MAX_EXPERTS:
-        raise ValueError(f"dispatch: num_experts must be at most {_ffi.MAX_EXPERTS}, got {num_experts}")
+    if num_experts > ffi.MAX_EXPERTS:
+        raise ValueError(f"dispatch: num_experts must be at most {ffi.MAX_EXPERTS}, got {num_experts}")
     rows, local_experts = group.size * num_tokens * top_k, num_experts // group.size
     if rows + local_experts * alignment >= 2**31:  # kernels reckon with int32
         raise ValueError(
@@ -168,13 +167,13 @@ def _dispatch_config(
     if capacity is None:
         capacity = worst_case_capacity(group.size, num_tokens, top_k, local_experts, alignment)
     else:
-        _checks.check_positive(op, "capacity", capacity)
+        checks.check_positive(op, "capacity", capacity)
         if capacity % alignment:
             raise ValueError(f"dispatch: capacity must be a multiple of alignment {alignment}, got {capacity}")
     if group.size * capacity >= 2**31:
         raise ValueError(f"dispatch: capacity must be below 2**31 / {group.size} rows, got {capacity}")
-    wire = _checks.canonical_dtype(op, "wire_dtype", wire_dtype)
-    _checks.check_bool(op, "dequantize", dequantize)
+    wire = checks.canonical_dtype(op, "wire_dtype", wire_dtype)
+    checks.check_bool(op, "dequantize", dequantize)
     if wire is not None and wire != np.dtype(jnp.float8_e4m3fn):
         raise ValueError(f"dispatch: wire_dtype must be None or float8_e4m3fn, got {wire}")
     if wire is None and not dequantize:
@@ -187,17 +186,17 @@ def _dispatch_config(
 def _dispatch_xla(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched:
-    out, needed = reference.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
+    out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
     if config.drop:
         return out
     return out._replace(tokens=group.nan_on_overflow("dispatch", needed, config.capacity, out.tokens))
 
 
 # Each op with its backward pass. The forward rules call the op, not the kernel, so that they can be differentiated too.
-_dispatch = jax.custom_vjp(_ffi.dispatch, nondiff_argnums=(0, 1))
-_combine = jax.custom_vjp(_ffi.combine, nondiff_argnums=(0,))
-_scatter = jax.custom_vjp(_ffi.scatter, nondiff_argnums=(0,))
-_return = jax.custom_vjp(_ffi.return_rows, nondiff_argnums=(0,))
+_dispatch = jax.custom_vjp(kernels.dispatch, nondiff_argnums=(0, 1))
+_combine = jax.custom_vjp(kernels.combine, nondiff_argnums=(0,))
+_scatter = jax.custom_vjp(kernels.scatter, nondiff_argnums=(0,))
+_return = jax.custom_vjp(kernels.return_rows, nondiff_argnums=(0,))
 
 
 def _dispatch_fwd(

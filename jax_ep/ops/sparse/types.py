@@ -1,13 +1,14 @@
-"""Rows of a large table of which few are present: the gradient of an embedding, for instance."""
+"""Rows of a large table of which few are present, and the union of those of all ranks."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from jax_ep import _checks
+from jax_ep._core import checks
 
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -60,7 +61,7 @@ class SparseRows:
           ValueError, TypeError: the matrix is batched or no BCOO, or its entries are not rows.
         """
         if not isinstance(matrix, BCOO):
-            raise TypeError(f"SparseRows.from_bcoo: matrix must be BCOO, got {_checks.describe(matrix)}")
+            raise TypeError(f"SparseRows.from_bcoo: matrix must be BCOO, got {checks.describe(matrix)}")
         if (matrix.n_batch, matrix.n_sparse, matrix.n_dense) != (0, 1, 1):
             raise ValueError(
                 "SparseRows.from_bcoo: matrix must have n_batch, n_sparse, n_dense = 0, 1, 1; "
@@ -96,20 +97,20 @@ class SparseRows:
 
     def check(self, op: str) -> None:
         """Raises ValueError or TypeError, naming `op`, unless shapes and dtypes are those of sparse rows."""
-        _checks.check_rank(op, "indices", self.indices, 1, "[N]")
-        _checks.check_dtype(op, "indices", self.indices, INDEX_DTYPES)
-        _checks.check_rank(op, "values", self.values, 2, "[N, D]")
-        _checks.check_dtype(op, "values", self.values, _checks.TOKEN_DTYPES)
+        checks.check_rank(op, "indices", self.indices, 1, "[N]")
+        checks.check_dtype(op, "indices", self.indices, INDEX_DTYPES)
+        checks.check_rank(op, "values", self.values, 2, "[N, D]")
+        checks.check_dtype(op, "values", self.values, checks.TOKEN_DTYPES)
         if self.values.shape[0] != self.indices.shape[0]:
             raise ValueError(
                 f"{op}: values must have as many rows as indices, {self.indices.shape[0]}, got {self.values.shape}"
             )
-        _checks.check_positive(op, "num_rows", self.num_rows)
+        checks.check_positive(op, "num_rows", self.num_rows)
         if self.num_rows >= 2**31:
             raise ValueError(f"{op}: num_rows must be below 2**31, got {self.num_rows}")
         for name in ("count", "ignored", "dropped"):
-            _checks.check_shape(op, name, getattr(self, name), (), "[]")
-            _checks.check_dtype(op, name, getattr(self, name), (np.dtype(np.int32),))
+            checks.check_shape(op, name, getattr(self, name), (), "[]")
+            checks.check_dtype(op, name, getattr(self, name), (np.dtype(np.int32),))
 
     @property
     def _counted(self) -> jax.Array:
@@ -118,52 +119,54 @@ class SparseRows:
 
 def check_sparse_rows(op: str, name: str, rows: SparseRows) -> None:
     if not isinstance(rows, SparseRows):
-        raise TypeError(f"{op}: {name} must be SparseRows, got {_checks.describe(rows)}")
+        raise TypeError(f"{op}: {name} must be SparseRows, got {checks.describe(rows)}")
     rows.check(op)
 
 
-def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
-    """Adds up the entries of each row: sorted different ids, padded with id `num_rows` and zero values.
+@dataclasses.dataclass(frozen=True)
+class SparseConfig:
+    """Everything about a sparse_all_reduce that is known when it is traced."""
 
-    Duplicates are added in float32 and rounded once to the dtype of `values`. Differentiable in `values`.
+    size: int
+    num_rows: int
+    capacity: int
+    op: str
+    sharded: bool
+    drop: bool
 
-    Args:
-      rows: N entries in any order.
-      capacity: C, entries of the result; default N. If there are more ids than that, the last find no room.
+    @property
+    def rank_rows(self) -> int:
+        """Rows of the table in the range of one rank; the last ranks may have fewer."""
+        return -(-self.num_rows // self.size)
 
-    Returns:
-      C entries, `count` of them different ids. `ignored` and `dropped` say what is missing.
+    @property
+    def scale(self) -> float:
+        return 1 / self.size if self.op == "mean" else 1.0
 
-    Raises:
-      ValueError, TypeError: an argument is wrong; raised when the function is traced.
+    @property
+    def by_count(self) -> bool:
+        return self.op == "mean_by_count"
+
+    def slots_kept(self, entries: int) -> int:
+        """How many slots of the union matter: a replicated result has no more than its capacity."""
+        return min(self.size * entries, self.num_rows) if self.sharded else self.capacity
+
+
+class Union(NamedTuple):
+    """The U different row ids of all ranks number the slots 0 .. U - 1. For R ranks, N entries each, C capacity.
+
+    Attributes:
+      indices: [C] int32. The sorted ids of this rank's result, padded with `num_rows`.
+      slots: [R, N] int32. The slot of each entry of each rank; U where it stands for no row.
+      bounds: [R + 1] int32. How many ids lie below the range of each rank; at last U.
+      missing: [2] int32. Over all ranks, what `SparseRows.ignored` and `.dropped` count.
     """
-    op = "coalesce"
-    check_sparse_rows(op, "rows", rows)
-    capacity = rows.indices.shape[0] if capacity is None else capacity
-    if capacity != 0 or rows.indices.shape[0]:
-        _checks.check_positive(op, "capacity", capacity)
-    order = jnp.argsort(rows.masked_indices, stable=True)
-    ids = rows.masked_indices[order]
-    slots, unique = slots_of_sorted(ids, rows.num_rows)
-    summed = jax.ops.segment_sum(
-        rows.values[order].astype(jnp.float32), slots, capacity, indices_are_sorted=True, mode="drop"
-    )
-    return SparseRows(
-        indices=jnp.full((capacity,), rows.num_rows, ids.dtype).at[slots].set(ids, mode="drop"),
-        values=summed.astype(rows.values.dtype),
-        count=jnp.minimum(unique, capacity),
-        num_rows=rows.num_rows,
-        ignored=rows.ignored + rows.count_outside(),
-        dropped=rows.dropped + jnp.maximum(unique - capacity, 0),
-    )
 
+    indices: jax.Array
+    slots: jax.Array
+    bounds: jax.Array
+    missing: jax.Array
 
-def slots_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """For sorted ids [N], where `num_rows` stands for none: each one's place among the different ids, and their number.
-
-    The place of `num_rows` is 2**31 - 1, outside of everything.
-    """
-    valid = ids < num_rows
-    first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])
-    slots = jnp.cumsum(first, dtype=jnp.int32) - 1
-    return jnp.where(valid, slots, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)
+    def needed(self, config: SparseConfig) -> jax.Array:
+        """[R] int32: the rows that each rank's result should hold."""
+        return jnp.diff(self.bounds) if config.sharded else jnp.broadcast_to(self.bounds[-1:], (config.size,))

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from jax_ep import _native
+from jax_ep._core.native import NativeGroup, close_all, history
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
@@ -24,7 +24,7 @@ class Watchdog:
       name: of the group, for the log.
     """
 
-    def __init__(self, native: _native.NativeGroup, name: str):
+    def __init__(self, native: NativeGroup, name: str):
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=_watch, args=(native, name, self._ended), name="jax_ep watchdog", daemon=True
@@ -42,12 +42,12 @@ class Watchdog:
 @atexit.register
 def _end_all() -> None:
     """Before the interpreter ends: a thread that comes back from native code later would end the process instead."""
-    _native.close_all()
+    close_all()
     for thread in list(_watching):
         thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def _watch(native: _native.NativeGroup, name: str, ended: threading.Event) -> None:
+def _watch(native: NativeGroup, name: str, ended: threading.Event) -> None:
     try:
         found = None
         while found is None and not ended.is_set():
@@ -58,7 +58,7 @@ def _watch(native: _native.NativeGroup, name: str, ended: threading.Event) -> No
         _watching.discard(threading.current_thread())
 
 
-def _dump(native: _native.NativeGroup, name: str, kind: str, message: str) -> str:
+def _dump(native: NativeGroup, name: str, kind: str, message: str) -> str:
     """Writes the flight record where JAX_EP_DUMP says; returns what to add to the log."""
     folder = os.environ.get(_DUMP)
     if not folder:
@@ -69,7 +69,7 @@ def _dump(native: _native.NativeGroup, name: str, kind: str, message: str) -> st
         "message": message,
         "time": time.time(),
         "process": os.getpid(),
-        "ranks": [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in _native.history(native)],
+        "ranks": [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)],
     }
     try:
         path = Path(folder) / f"jax_ep-{os.getpid()}-{time.time_ns()}.json"

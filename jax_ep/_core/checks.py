@@ -11,6 +11,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+IMPLEMENTATIONS = ("auto", "ffi", "xla")
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from jax_ep import _ffi
+from jax_ep._core import ffi
 from jax_ep.errors import (
     CapacityError,
     GroupClosedError,
@@ -15,9 +15,6 @@ from jax_ep.errors import (
     PeerTimeoutError,
     PlatformError,
 )
-
-if TYPE_CHECKING:
-    from jax_ep.group import Group
 
 _ERRORS: dict[str, type[JaxEpError]] = {
     "JaxEpError": JaxEpError,
@@ -39,7 +36,7 @@ class NativeGroup(Protocol):
     def release(self) -> None: ...
     def take_error(self) -> tuple[str, str] | None: ...
     def await_failure(self, seconds: float) -> tuple[str, str] | None: ...
-    def history(self) -> list[tuple[int, int, int, str, list[int], list[tuple[Any, ...]]]]: ...
+    def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
     def limit_processors(self, most: int) -> None: ...
@@ -84,7 +81,7 @@ def create_group(
     """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     try:
-        return _ffi.library(platform).Group(lines, timeout, poison, processes, sockets, content, index)
+        return ffi.library(platform).Group(lines, timeout, poison, processes, sockets, content, index)
     except RuntimeError as error:
         kind, _, message = str(error).partition(": ")
         raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
@@ -92,8 +89,8 @@ def create_group(
 
 def close_all() -> None:
     """At exit: also groups that only compiled programs hold."""
-    for platform in _ffi.loaded_platforms():
-        _ffi.library(platform).close_all()
+    for platform in ffi.loaded_platforms():
+        ffi.library(platform).close_all()
 
 
 class LaunchConfig(NamedTuple):
@@ -107,7 +104,7 @@ class LaunchConfig(NamedTuple):
 
 def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
     """None on a CPU, whose ranks are threads."""
-    found = native.launch_config(_ffi.library(platform).op_kinds[op], num_tokens, encoded)
+    found = native.launch_config(ffi.library(platform).op_kinds[op], num_tokens, encoded)
     return None if found is None else LaunchConfig(*found)
 
 
@@ -175,16 +172,10 @@ class Recording(NamedTuple):
     spans: list[Span]
 
 
-def start_recording(group: "Group") -> None:
-    assert group._native is not None
-    group._native.start_recording()
-
-
-def stop_recording(group: "Group") -> list[Recording]:
-    assert group._native is not None
+def stop_recording(native: NativeGroup) -> list[Recording]:
     return [
         Recording(line, rank, lost, unfinished, [Span(*span) for span in spans])
-        for line, rank, lost, unfinished, spans in group._native.stop_recording()
+        for line, rank, lost, unfinished, spans in native.stop_recording()
     ]
 
 

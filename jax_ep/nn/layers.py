@@ -6,9 +6,10 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep import _checks, moe
+from jax_ep._core import checks
 from jax_ep.group import Group
-from jax_ep.matmul import ragged_dot
+from jax_ep.ops.matmul.api import ragged_dot
+from jax_ep.ops.moe.api import combine, dispatch
 
 
 def moe_mlp(
@@ -51,7 +52,7 @@ def moe_mlp(
       JaxEpError: as for `jax_ep.dispatch`.
     """
     _check_experts(tokens, gate, up, down)
-    rows, group_sizes, routing = moe.dispatch(
+    rows, group_sizes, routing = dispatch(
         tokens,
         expert_ids,
         weights,
@@ -66,14 +67,14 @@ def moe_mlp(
     multiply = jax.lax.ragged_dot if by_xla else ragged_dot
     inner = activation(multiply(rows, gate, group_sizes)) * multiply(rows, up, group_sizes)
     outputs = multiply(inner.astype(tokens.dtype), down, group_sizes)
-    return moe.combine(outputs, routing, group=group, implementation=implementation)
+    return combine(outputs, routing, group=group, implementation=implementation)
 
 
 def _check_experts(tokens: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> None:
     op = "moe_mlp"
-    _checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
-    _checks.check_dtype(op, "tokens", tokens, _checks.TOKEN_DTYPES)
-    _checks.check_rank(op, "gate", gate, 3, "[E / R, H, F]")
+    checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
+    checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
+    checks.check_rank(op, "gate", gate, 3, "[E / R, H, F]")
     if gate.shape[0] == 0:
         raise ValueError(f"{op}: gate must have at least one expert on every rank, got {gate.shape}")
     experts, hidden, width = gate.shape[0], tokens.shape[1], gate.shape[2]
@@ -82,5 +83,5 @@ def _check_experts(tokens: jax.Array, gate: jax.Array, up: jax.Array, down: jax.
         ("up", up, (experts, hidden, width), "[E / R, H, F]"),
         ("down", down, (experts, width, hidden), "[E / R, F, H]"),
     ):
-        _checks.check_shape(op, name, matrix, shape, layout)
-        _checks.check_dtype(op, name, matrix, (np.dtype(tokens.dtype),))
+        checks.check_shape(op, name, matrix, shape, layout)
+        checks.check_dtype(op, name, matrix, (np.dtype(tokens.dtype),))

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _checks, _ffi
-
-CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-CORE_MULTIPLE = 8  # TMA wants lines of 16 bytes
+from jax_ep._core import checks, gemm
+from jax_ep.ops.matmul import kernels
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -54,9 +52,9 @@ def ragged_dot(
         raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
     if out_sharding is not None:
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, out_sharding=out_sharding, **options)
-    if not _ffi.has_gemm():
+    if not gemm.has_gemm():
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
-    lhs, rhs, group_sizes = _checks.vary_as_any(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+    lhs, rhs, group_sizes = checks.vary_as_any(*map(jnp.asarray, (lhs, rhs, group_sizes)))
     result = jax.eval_shape(partial(jax.lax.ragged_dot, **options), lhs, rhs, group_sizes)  # with all its checks
     if not _core_takes(lhs, rhs, group_sizes, result.dtype, precision):
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
@@ -67,12 +65,12 @@ def _core_takes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, dtype: A
     """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
     return (
         lhs.dtype == rhs.dtype
-        and np.dtype(lhs.dtype) in CORE_DTYPES
+        and np.dtype(lhs.dtype) in gemm.CORE_DTYPES
         and np.dtype(dtype) in (lhs.dtype, np.dtype(np.float32))
         and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         and group_sizes.ndim == 1
         and all(size > 0 for size in (*lhs.shape, *rhs.shape))
-        and all(size % CORE_MULTIPLE == 0 for size in rhs.shape[1:])
+        and all(size % gemm.CORE_MULTIPLE == 0 for size in rhs.shape[1:])
     )
 
 
@@ -82,7 +80,7 @@ def _grouped_matmul(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax
         lhs,
         rhs,
         group_sizes,
-        cuda=partial(_ffi.grouped_matmul, dtype=dtype, transpose_rhs=False),
+        cuda=partial(kernels.grouped_matmul, dtype=dtype, transpose_rhs=False),
         default=partial(jax.lax.ragged_dot, preferred_element_type=dtype),
     )
 
@@ -103,14 +101,14 @@ def _lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) 
     def by_xla(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
 
-    core = partial(_ffi.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
+    core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
     return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
 
 
 def _rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Over the rows of each group, [M, K] transposed times [M, N]: [G, K, N]."""
     by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
-    core = partial(_ffi.grouped_outer, dtype=lhs.dtype)
+    core = partial(kernels.grouped_outer, dtype=lhs.dtype)
     return jax.lax.platform_dependent(lhs, cotangent, group_sizes, cuda=core, default=by_xla)
 
 

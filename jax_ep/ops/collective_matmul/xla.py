@@ -1,4 +1,4 @@
-"""The matrix products with a collective in plain jax.lax: the oracle, and `implementation="xla"`."""
+"""The matrix products with a collective in plain jax.lax: `implementation="xla"`."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_ep import _checks
+from jax_ep._core import checks
 
 FP8_BLOCK = 128  # values of a float8 row that share a scale
 
@@ -37,7 +37,7 @@ class DispatchConfig:
         if empty and self.capacity == 0:
             fields.remove("capacity")
         for field in fields:
-            _checks.check_positive(op, f"{name}.{field}", getattr(self, field))
+            checks.check_positive(op, f"{name}.{field}", getattr(self, field))
         if self.num_experts % self.size:
             raise ValueError(
                 f"{op}: {name}.num_experts must be a multiple of {self.size} ranks, got {self.num_experts}"
@@ -81,8 +81,8 @@ class Routing:
         What the leaves hold is checked by the kernels.
         """
         if not isinstance(self.config, DispatchConfig):
-            raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {_checks.describe(self.config)}")
-        _checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
+            raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {checks.describe(self.config)}")
+        checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
         self.config.check(op, "routing.config", empty=self.targets.size == 0)
         size, local_experts, (num_tokens, top_k) = self.config.size, self.config.local_experts, self.targets.shape
         rows = size * num_tokens * top_k
@@ -97,15 +97,15 @@ class Routing:
             ("invalid", (1,), "[1]", np.int32),
         ):
             leaf = getattr(self, name)
-            _checks.check_shape(op, f"routing.{name}", leaf, shape, layout)
-            _checks.check_dtype(op, f"routing.{name}", leaf, (np.dtype(dtype),))
+            checks.check_shape(op, f"routing.{name}", leaf, shape, layout)
+            checks.check_dtype(op, f"routing.{name}", leaf, (np.dtype(dtype),))
 
     def check_own(self, op: str, axis_name: str) -> None:
         """Raises ValueError where types say that all ranks were given the routing of one."""
-        if self.config.size == 1 or not _checks.tracks_varying(axis_name):
+        if self.config.size == 1 or not checks.tracks_varying(axis_name):
             return
         for name in ("targets", "rows", "counts"):
-            if not _checks.varies(getattr(self, name), axis_name):
+            if not checks.varies(getattr(self, name), axis_name):
                 raise ValueError(
                     f"{op}: routing.{name} must be that of each rank, got the same on all: pass the routing through "
                     f"jax.shard_map by P({axis_name!r}), in and out"

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _ffi, reference_sparse
+from jax_ep._core import checks
 from jax_ep.group import Group
-from jax_ep.moe import IMPLEMENTATIONS
-from jax_ep.sparse_rows import SparseRows, check_sparse_rows
-from jax_ep.sparse_union import SparseConfig, Union, choose_method, match, search
+from jax_ep.ops.sparse import kernels, xla
+from jax_ep.ops.sparse.types import SparseConfig, SparseRows, Union, check_sparse_rows
 from pallas_kernels import index_match
 
 OPS = ("sum", "mean", "mean_by_count")
@@ -69,10 +68,10 @@ def sparse_all_reduce(
     """
     name = "sparse_all_reduce"
     group.check()
-    _checks.check_inside_shard_map(name, group.mesh, group.axis_name)
+    checks.check_inside_shard_map(name, group.mesh, group.axis_name)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
-    _checks.check_one_of(name, "method", method, METHODS)
-    _checks.check_one_of(name, "implementation", implementation, IMPLEMENTATIONS)
+    checks.check_one_of(name, "method", method, METHODS)
+    checks.check_one_of(name, "implementation", implementation, checks.IMPLEMENTATIONS)
     native = group.resolve(name, implementation) == "ffi"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
@@ -82,17 +81,17 @@ def sparse_all_reduce(
         )
         rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
     leaves, treedef = jax.tree.flatten(rows)
-    leaves = _checks.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
-    rows = jax.tree.unflatten(treedef, [_checks.not_batched(name, leaf) for leaf in leaves])
+    leaves = checks.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
+    rows = jax.tree.unflatten(treedef, [checks.not_batched(name, leaf) for leaf in leaves])
     entries, row_values = rows.values.shape
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
     union = _union(group, config, rows, method, native)
-    union_here = Union(*_checks.vary_alike(group.axis_name, rows.values, *union)[1:])
+    union_here = Union(*checks.vary_alike(group.axis_name, rows.values, *union)[1:])
     if native:
         values = _reduce(group, config, rows.values, union_here)
     else:
-        values = reference_sparse.reduce(config, group.axis_name, rows.values, union)
+        values = xla.reduce(config, group.axis_name, rows.values, union)
         if not config.drop:
             values = group.nan_on_overflow(name, union.needed(config), config.capacity, values)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
@@ -106,15 +105,20 @@ def sparse_all_reduce(
     )
 
 
+def choose_method(num_rows: int, ranks: int, entries: int, row_bytes: int) -> str:
+    """ "bitmap" while a bit per row of the table weighs at most 4 MiB or an eighth of all ranks' rows, else "match"."""
+    return "bitmap" if num_rows / 8 <= max(2**22, ranks * entries * row_bytes / 8) else "match"
+
+
 def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: bool, on_overflow: str) -> SparseConfig:
     name = "sparse_all_reduce"
     check_sparse_rows(name, "rows", rows)
     if rows.values.shape[1] == 0:
         raise ValueError(f"{name}: values must have at least one column, got {rows.values.shape}")
-    _checks.check_positive(name, "capacity", capacity)
-    _checks.check_one_of(name, "op", op, OPS)
-    _checks.check_bool(name, "sharded", sharded)
-    _checks.check_one_of(name, "on_overflow", on_overflow, ("raise", "drop"))
+    checks.check_positive(name, "capacity", capacity)
+    checks.check_one_of(name, "op", op, OPS)
+    checks.check_bool(name, "sharded", sharded)
+    checks.check_one_of(name, "on_overflow", on_overflow, ("raise", "drop"))
     if capacity >= 2**31 or group.size * rows.indices.shape[0] >= 2**31:
         raise ValueError(
             f"{name}: capacity and the indices of all ranks must be below 2**31, "
@@ -125,14 +129,14 @@ def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: boo
 
 def _union(group: Group, config: SparseConfig, rows: SparseRows, method: str, native: bool) -> Union:
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
-    operands = _checks.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
+    operands = checks.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if native and method == "bitmap":
-        return _ffi.sparse_union(group, config, *operands)
+        return kernels.sparse_union(group, config, *operands)
     on_gpu = native and group.platform != "cpu"
-    return match(config, group.axis_name, *operands, find=index_match if on_gpu else search)
+    return xla.match(config, group.axis_name, *operands, find=index_match if on_gpu else xla.search)
 
 
-_reduce = jax.custom_vjp(_ffi.sparse_reduce, nondiff_argnums=(0, 1))
+_reduce = jax.custom_vjp(kernels.sparse_reduce, nondiff_argnums=(0, 1))
 
 
 def _reduce_fwd(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> Any:
@@ -142,14 +146,14 @@ def _reduce_fwd(group: Group, config: SparseConfig, values: jax.Array, union: Un
 def _reduce_bwd(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> Any:
     """Every entry takes the cotangent of its row, from the rank that has it."""
     axis_name, dtype = group.axis_name, cotangent.dtype
-    slots = reference_sparse.slots_of_entries(union, axis_name)
+    slots = xla.slots_of_entries(union, axis_name)
     if config.sharded:
         cotangent = jax.lax.all_gather(cotangent, axis_name)
         owner = jnp.minimum(jnp.searchsorted(union.bounds, slots, side="right") - 1, group.size - 1)
         rows = slots - union.bounds[owner]
         taken = cotangent.at[owner, rows].get(mode="clip")
     else:
-        if not _checks.tracks_varying(axis_name):  # then every rank has a part of it, as in the transpose of psum
+        if not checks.tracks_varying(axis_name):  # then every rank has a part of it, as in the transpose of psum
             cotangent = jax.lax.psum(cotangent.astype(jnp.float32), axis_name)
         rows = slots
         taken = cotangent.at[slots].get(mode="clip")
@@ -157,7 +161,7 @@ def _reduce_bwd(group: Group, config: SparseConfig, union: Union, cotangent: jax
     taken = jnp.where(present[:, None], taken.astype(jnp.float32) * config.scale, 0)
     if config.by_count:
         kept = config.slots_kept(slots.shape[0])
-        counts = reference_sparse.entries_of_slots(union, kept).at[slots].get(mode="clip")
+        counts = xla.entries_of_slots(union, kept).at[slots].get(mode="clip")
         taken = taken / jnp.maximum(counts, 1)[:, None]
     return taken.astype(dtype), None
 

@@ -5,16 +5,16 @@ of `matmul_reduce_scatter` is an `all_gather_matmul` and the reverse; that of `m
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep import _checks, _ffi, reference_matmul
+from jax_ep._core import checks, gemm
 from jax_ep.group import Group
-from jax_ep.matmul import CORE_DTYPES, CORE_MULTIPLE
-from jax_ep.moe import IMPLEMENTATIONS
+from jax_ep.ops.collective_matmul import kernels, xla
+from jax_ep.ops.collective_matmul.kernels import Config
 
 
 def matmul_all_reduce(
@@ -90,15 +90,6 @@ def all_gather_matmul(
     return _call("all_gather_matmul", a, b, bias, group, out_dtype, implementation)
 
 
-class Config(NamedTuple):
-    """What the kernels are told besides their operands."""
-
-    group: Group
-    dtype: np.dtype  # of the result
-    transpose_b: bool = False  # b is [N, K]
-    scatter: bool = False
-
-
 def _call(
     op: str,
     a: jax.Array,
@@ -109,16 +100,16 @@ def _call(
     implementation: str,
 ) -> jax.Array:
     group.check()
-    _checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+    checks.check_inside_shard_map(op, group.mesh, group.axis_name)
     _check_factors(op, a, b)
-    dtype = _checks.canonical_dtype(op, "out_dtype", out_dtype) or np.dtype(a.dtype)
+    dtype = checks.canonical_dtype(op, "out_dtype", out_dtype) or np.dtype(a.dtype)
     _check_result(op, a, b, bias, group, dtype)
-    _checks.check_one_of(op, "implementation", implementation, IMPLEMENTATIONS)
-    a, b = _checks.vary_alike(group.axis_name, a, b)
-    a, b = _checks.not_batched(op, a), _checks.not_batched(op, b)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+    a, b = checks.vary_alike(group.axis_name, a, b)
+    a, b = checks.not_batched(op, a), checks.not_batched(op, b)
     if _resolve(op, group, implementation, a, b) == "xla":
-        reference = getattr(reference_matmul, op)
-        out: jax.Array = reference(a, b, dtype=dtype, axis_name=group.axis_name)
+        by_xla = getattr(xla, op)
+        out: jax.Array = by_xla(a, b, dtype=dtype, axis_name=group.axis_name)
     elif op == "all_gather_matmul":
         out = _gather(Config(group, dtype), a, b)
     else:
@@ -127,19 +118,19 @@ def _call(
 
 
 def _check_factors(op: str, a: jax.Array, b: jax.Array) -> None:
-    _checks.check_rank(op, "a", a, 2, "[M, K]")
-    _checks.check_dtype(op, "a", a, _checks.TOKEN_DTYPES)
-    _checks.check_rank(op, "b", b, 2, "[K, N]")
-    _checks.check_dtype(op, "b", b, (np.dtype(a.dtype),))
-    _checks.check_shape(op, "b", b, (a.shape[1], b.shape[1]), "[K, N]")
+    checks.check_rank(op, "a", a, 2, "[M, K]")
+    checks.check_dtype(op, "a", a, checks.TOKEN_DTYPES)
+    checks.check_rank(op, "b", b, 2, "[K, N]")
+    checks.check_dtype(op, "b", b, (np.dtype(a.dtype),))
+    checks.check_shape(op, "b", b, (a.shape[1], b.shape[1]), "[K, N]")
     if 0 in (*a.shape, *b.shape):
         raise ValueError(f"{op}: a and b must not be empty, got {a.shape} and {b.shape}")
 
 
 def _check_result(op: str, a: jax.Array, b: jax.Array, bias: jax.Array | None, group: Group, dtype: np.dtype) -> None:
     if bias is not None:
-        _checks.check_shape(op, "bias", bias, (b.shape[1],), "[N]")
-        _checks.check_dtype(op, "bias", bias, _checks.TOKEN_DTYPES)
+        checks.check_shape(op, "bias", bias, (b.shape[1],), "[N]")
+        checks.check_dtype(op, "bias", bias, checks.TOKEN_DTYPES)
     allowed = dict.fromkeys((np.dtype(a.dtype), np.dtype(np.float32)))
     if dtype not in allowed:
         raise TypeError(f"{op}: out_dtype must be {' or '.join(map(str, allowed))}, got {dtype}")
@@ -152,27 +143,27 @@ def _resolve(op: str, group: Group, implementation: str, a: jax.Array, b: jax.Ar
         return "xla"
     served = group.platform == "cpu" or (
         group.platform == "cuda"
-        and np.dtype(a.dtype) in CORE_DTYPES
-        and all(size % CORE_MULTIPLE == 0 for size in b.shape)
-        and _ffi.has_gemm()
+        and np.dtype(a.dtype) in gemm.CORE_DTYPES
+        and all(size % gemm.CORE_MULTIPLE == 0 for size in b.shape)
+        and gemm.has_gemm()
     )
     if served:
         return "ffi"
     if implementation == "ffi":
         raise ValueError(
             f"{op}: implementation='ffi' on {group.platform!r} needs Hopper GPUs, bfloat16 or float16 operands and "
-            f"K and N multiples of {CORE_MULTIPLE}; got b {b.shape} of {b.dtype}: pass implementation='xla'"
+            f"K and N multiples of {gemm.CORE_MULTIPLE}; got b {b.shape} of {b.dtype}: pass implementation='xla'"
         )
     return "xla"
 
 
-_reduce = jax.custom_vjp(_ffi.matmul_reduce, nondiff_argnums=(0,))
-_gather_both = jax.custom_vjp(_ffi.gather_matmul, nondiff_argnums=(0,))  # also the gathered rows
+_reduce = jax.custom_vjp(kernels.matmul_reduce, nondiff_argnums=(0,))
+_gather_both = jax.custom_vjp(kernels.gather_matmul, nondiff_argnums=(0,))  # also the gathered rows
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
-    return _ffi.gather_matmul(config, a, b)[0]
+    return kernels.gather_matmul(config, a, b)[0]
 
 
 def _backwards(config: Config, a: jax.Array, *, scatter: bool = False) -> Config:
@@ -211,7 +202,7 @@ def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
     As in the transpose of `jax.lax.psum`, and in its dtype: in float32 a sum of 16-bit values would send twice as much.
     """
     axis = config.group.axis_name
-    if _checks.tracks_varying(axis):
+    if checks.tracks_varying(axis):
         return jax.lax.pcast(cotangent, axis, to="varying")
     return jax.lax.psum(cotangent, axis)
 

@@ -1,0 +1,1 @@
+"""The ops measured against XLA's own collectives: `python -m jax_ep bench <what>`."""

@@ -1,0 +1,1 @@
+"""What every op stands on: checks, libraries and groups. It knows no op."""

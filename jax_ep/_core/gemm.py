@@ -1,0 +1,27 @@
+"""What the GEMM core serves: the matrix products of ffi/gemm/, on Hopper GPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._core import ffi
+
+CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+CORE_MULTIPLE = 8  # TMA wants lines of 16 bytes
+
+
+@functools.cache
+def has_gemm() -> bool:
+    """Whether every CUDA device of this process has the GEMM core: the library is built, the device is a Hopper."""
+    if not ffi.is_built("cuda"):
+        return False
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no such backend
+        return False
+    if not all(device.compute_capability.startswith("9.") for device in devices):
+        return False
+    ffi.library("cuda")
+    return True

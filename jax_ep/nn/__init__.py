@@ -1,0 +1,1 @@
+"""Layers and optimizers made of the ops."""

@@ -1,0 +1,1 @@
+"""The ops, a folder for each family."""

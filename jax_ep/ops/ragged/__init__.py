@@ -1,0 +1,1 @@
+"""ragged_all_to_all."""

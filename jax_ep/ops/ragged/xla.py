@@ -1,0 +1,40 @@
+"""ragged_all_to_all in plain jax.numpy and jax.lax: `implementation="xla"`."""
+
+import jax
+import jax.numpy as jnp
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Like `jax.lax.ragged_all_to_all`, by gathering every rank's operand and picking the rows that are mine.
+
+    Returns also whether, on any rank, a slice lies outside its buffer or its size is not what the receiver expects.
+    """
+    me = jax.lax.axis_index(axis_name)
+    size = jax.lax.axis_size(axis_name)
+
+    def chunks_for_me(x: jax.Array) -> jax.Array:  # [R, slices]: from each rank, the slices it sends here
+        return jax.lax.all_gather(x, axis_name).reshape(size, size, -1)[:, me]
+
+    operands = jax.lax.all_gather(operand, axis_name)
+    starts, sizes, places = map(chunks_for_me, (input_offsets, send_sizes, output_offsets))
+    fits = (send_sizes >= 0) & (input_offsets >= 0) & (input_offsets <= operand.shape[0] - send_sizes)
+    fits &= (output_offsets >= 0) & (output_offsets <= output.shape[0] - send_sizes)
+    wrong = jnp.any((send_sizes != 0) & ~fits) | jnp.any(sizes.reshape(-1) != recv_sizes)
+    index = jnp.arange(output.shape[0])
+    result = output
+    for source in range(size):
+        for piece in range(starts.shape[1]):
+            offset = index - places[source, piece]
+            inside = (offset >= 0) & (offset < sizes[source, piece])
+            picked = operands[source].at[offset + starts[source, piece]].get(mode="clip")
+            result = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), picked, result)
+    return result, jax.lax.psum(wrong.astype(jnp.int32), axis_name) > 0

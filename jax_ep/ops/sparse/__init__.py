@@ -1,0 +1,1 @@
+"""sparse_all_reduce and coalesce."""

@@ -1,0 +1,54 @@
+"""coalesce: the entries of one rank that name the same row, added up."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core import checks
+from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
+
+
+def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
+    """Adds up the entries of each row: sorted different ids, padded with id `num_rows` and zero values.
+
+    Duplicates are added in float32 and rounded once to the dtype of `values`. Differentiable in `values`.
+
+    Args:
+      rows: N entries in any order.
+      capacity: C, entries of the result; default N. If there are more ids than that, the last find no room.
+
+    Returns:
+      C entries, `count` of them different ids. `ignored` and `dropped` say what is missing.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised when the function is traced.
+    """
+    op = "coalesce"
+    check_sparse_rows(op, "rows", rows)
+    capacity = rows.indices.shape[0] if capacity is None else capacity
+    if capacity != 0 or rows.indices.shape[0]:
+        checks.check_positive(op, "capacity", capacity)
+    order = jnp.argsort(rows.masked_indices, stable=True)
+    ids = rows.masked_indices[order]
+    slots, unique = slots_of_sorted(ids, rows.num_rows)
+    summed = jax.ops.segment_sum(
+        rows.values[order].astype(jnp.float32), slots, capacity, indices_are_sorted=True, mode="drop"
+    )
+    return SparseRows(
+        indices=jnp.full((capacity,), rows.num_rows, ids.dtype).at[slots].set(ids, mode="drop"),
+        values=summed.astype(rows.values.dtype),
+        count=jnp.minimum(unique, capacity),
+        num_rows=rows.num_rows,
+        ignored=rows.ignored + rows.count_outside(),
+        dropped=rows.dropped + jnp.maximum(unique - capacity, 0),
+    )
+
+
+def slots_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """For sorted ids [N], where `num_rows` stands for none: each one's place among the different ids, and their number.
+
+    The place of `num_rows` is 2**31 - 1, outside of everything.
+    """
+    valid = ids < num_rows
+    first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])
+    slots = jnp.cumsum(first, dtype=jnp.int32) - 1
+    return jnp.where(valid, slots, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)

@@ -1,0 +1,71 @@
+"""The two steps of sparse_all_reduce in plain jax.numpy and jax.lax: `implementation="xla"`.
+
+Kernels may follow the first of them too: `method="match"`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep.ops.sparse.types import SparseConfig, Union
+
+
+def search(union: jax.Array, ids: jax.Array) -> jax.Array:
+    """[N] int32: the place of each id in the sorted union; that of the padding is where it begins."""
+    return jnp.searchsorted(union, ids).astype(jnp.int32)
+
+
+def match(
+    config: SparseConfig,
+    axis_name: str,
+    ids: jax.Array,
+    missing: jax.Array,
+    find: Callable[[jax.Array, jax.Array], jax.Array] = search,
+) -> Union:
+    """The union by sorting all ranks' ids, and finding each of this rank's in it. Arguments as of the kernel's."""
+    gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
+    all_ids = jnp.sort(gather(ids, tiled=True))
+    first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)
+    place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
+    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[place].set(all_ids, mode="drop")
+
+    starts = np.minimum(np.arange(config.size + 1) * config.rank_rows, config.num_rows).astype(np.int32)
+    bounds = search(union, jnp.asarray(starts))
+    me = jax.lax.axis_index(axis_name) if config.sharded else 0
+    begin, end = (bounds[me], bounds[me + 1]) if config.sharded else (0, bounds[-1])
+    slot = begin + jnp.arange(config.capacity, dtype=jnp.int32)
+    return Union(
+        indices=jnp.where(slot < end, union.at[slot].get(mode="clip"), config.num_rows),
+        slots=gather(find(union, ids)),
+        bounds=bounds,
+        missing=jax.lax.psum(missing, axis_name),
+    )
+
+
+def reduce(config: SparseConfig, axis_name: str, values: jax.Array, union: Union) -> jax.Array:
+    """Like the kernel: every rank adds up its rows in float32 in an array of all slots; `psum` adds those."""
+    slots = slots_of_entries(union, axis_name)
+    kept = config.slots_kept(values.shape[0])
+    rows = jnp.zeros((kept, values.shape[1]), jnp.float32)
+    rows = jax.lax.psum(rows.at[slots].add(values.astype(jnp.float32), mode="drop"), axis_name)
+    rows = rows * (1 / jnp.maximum(entries_of_slots(union, kept), 1)[:, None] if config.by_count else config.scale)
+    if config.sharded:
+        place = jnp.arange(config.capacity, dtype=jnp.int32)
+        mine = rows.at[union.bounds[jax.lax.axis_index(axis_name)] + place].get(mode="clip")
+        present = place < union.needed(config)[jax.lax.axis_index(axis_name)]
+        rows = jnp.where(present[:, None], mine, 0)
+    return rows.astype(values.dtype)
+
+
+def slots_of_entries(union: Union, axis_name: str) -> jax.Array:
+    """[N] int32: the slot of each entry of this rank, in their own order; 2**31 - 1 if it stands for no row."""
+    slots = union.slots[jax.lax.axis_index(axis_name)]
+    return jnp.where(slots < union.bounds[-1], slots, 2**31 - 1)
+
+
+def entries_of_slots(union: Union, slots: int) -> jax.Array:
+    """[slots] float32: how many entries of all ranks each of the first slots has."""
+    return jnp.zeros(slots, jnp.float32).at[union.slots.reshape(-1)].add(1, mode="drop")

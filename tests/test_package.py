@@ -1,0 +1,48 @@
+"""What the installed package says of itself, and what it counts as a user's code."""
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+import jax_ep
+from jax_ep.__main__ import load
+from jax_ep._core import ffi
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert importlib.metadata.version("jax_ep") == jax_ep.__version__
+
+
+@pytest.mark.usefixtures("native")
+def test_the_library_is_of_this_version() -> None:
+    platform = ffi.library_name(jax.devices()[0])
+    assert ffi.library(platform).version == importlib.metadata.version("jax_ep")
+
+
+@pytest.mark.parametrize(("package", "script"), [("examples", "moe_lm_data"), ("benchmarks", "moe_cases")])
+def test_scripts_are_modules_of_packages(package: str, script: str) -> None:
+    before = list(sys.path)
+    assert load(package, script).__name__ in (f"{package}.{script}", f"jax_ep.{package}.{script}")
+    assert sys.path == before
+
+
+def function_in(module: str) -> Callable[[Callable[[], str]], str]:
+    """A function that calls another, in a file train.py whose module has this name."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile("def step(call):\n    return call()", "/home/me/train.py", "exec"), names)
+    return names["step"]
+
+
+@pytest.mark.parametrize("module", ["train", "__main__", "jax_ep_user", "jax_ep.examples.train", "examples.train"])
+def test_a_script_is_a_call_site(module: str) -> None:
+    assert function_in(module)(ffi._call_site) == "train.py, step"
+
+
+@pytest.mark.parametrize("module", ["jax_ep.nn.layers", "jax_ep.ops.moe.api", "jax_ep", "jax.lax", "functools"])
+def test_the_package_is_no_call_site(module: str) -> None:
+    found = function_in(module)(ffi._call_site)
+    assert found == "test_package.py, test_the_package_is_no_call_site"
