@@ -21,7 +21,7 @@ MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
 
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
-_INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # users of jax_ep, wherever they are
+_INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # parts of it where it is installed, but its users
 
 
 def library_name(device: Any) -> str:
@@ -110,5 +110,5 @@ def call(
         operands = tuple(checks.not_batched(op or name, x, group.mesh) for x in operands)
         attributes["group"] = np.int64(group.native_id)
         attributes["site"] = _call_site()
-    call = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
-    return call(*operands, **attributes)
+    target = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
+    return target(*operands, **attributes)
