@@ -17,7 +17,7 @@ from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "hip")
-MAX_EXPERTS = 4096  # ffi/device/heap.h: the size of a mailbox
+MAX_EXPERTS = 4096  # ffi/comm/heap.h: the size of a mailbox
 
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
