@@ -7,8 +7,8 @@
 namespace jax_ep {
 
 // Hands out items in order, to whoever is free: links and processors are not equally fast, and some teams may not have
-// begun. The first is asked for where this is made. `by_place`: every pushing team has a first item of its own and asks
-// for further ones only, which saves a tenth of the time of few tokens; then all must begin.
+// begun. The first is asked for where this is made. With `by_place` the first item of a pushing team is its own index,
+// and only further ones are asked for: that saves a tenth of the time of few tokens, but every pushing team must begin.
 class PushItems {
  public:
   JAX_EP_FN PushItems(Op& op, int items, bool by_place = false)
@@ -50,14 +50,14 @@ class Announcer {
     written_ = rows.mark();
   }
 
-  // An item of `token` was begun, and with that the one begun before it was put.
+  // An item of `token` was begun, which completes the item begun before it.
   template <class Rows>
   JAX_EP_FN void begun(int token, Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);
     begun_ = token;
   }
 
-  // An item of `token` turned out to be nothing. What was begun is put by rows.finish() only if it is of another chunk.
+  // An item of `token` sends nothing. An item that was begun in another chunk is finished first, by rows.finish().
   template <class Rows>
   JAX_EP_FN void skipped(int token, Rows& rows) {
     if (begun_ >= 0 && chunks_.chunk_of(token) != chunk_) {
@@ -68,7 +68,7 @@ class Announcer {
     after(token, rows);
   }
 
-  // Everything was put. Chunks without items are announced by one team.
+  // Everything was put. If there are no items at all, one team announces all chunks.
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);

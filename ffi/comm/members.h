@@ -1,6 +1,6 @@
-// Who takes part in an op whose squads meet at barriers: those that have begun when it is settled. A kernel that runs
-// beside others may get processors for some of its squads only; the rest begin when these have ended, and must not be
-// waited for.
+// The members of an op whose squads meet at barriers are the squads that have begun when the first ones stop waiting
+// for more. A kernel that runs beside others may get processors for some of its squads only; the rest begin when these
+// have ended, and must not be waited for.
 #pragma once
 
 #include "comm/heap.h"
@@ -12,8 +12,9 @@ namespace jax_ep {
 // How long the first squads wait for the others, which usually begin within a microsecond.
 constexpr uint64_t kJoinNs = Team::lanes == 1 ? 10'000'000 : 20'000;
 
-// `words` counts who has begun in its low half; the high half is the number of members, once it is settled. The number
-// of this squad among them, and theirs; -1 where it comes too late. One lane of a squad calls.
+// Returns the number of this squad among the members, and how many they are; the number is -1 if they were settled
+// before it began. One lane of a squad calls. `words` is one word of the heap: squads that have begun in its low half,
+// members in its high half.
 JAX_EP_COLD_FN Place join(uint64_t* words, int squads) {
   const auto settled = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
@@ -32,7 +33,7 @@ JAX_EP_COLD_FN Place join(uint64_t* words, int squads) {
   }
 }
 
-// For all teams of a squad together. Uses the first bytes of its shared memory.
+// All teams of a squad call; the first bytes of its shared memory are overwritten.
 JAX_EP_FN Place join_squad(const Team& team, uint64_t* words, int squads) {
   Place joined{0, 1};
   if (squads == 1) return joined;
@@ -52,7 +53,7 @@ JAX_EP_FN Place join_squad(const Team& team, uint64_t* words, int squads) {
   return joined;
 }
 
-// This team as one of the members' teams. A thread of the CPU both pushes and fills.
+// This team, numbered as if the member squads were all squads. A thread of the CPU both pushes and fills.
 JAX_EP_FN Team as_member(Team team, Place squad) {
   if constexpr (Team::lanes == 1) {
     team.index = squad.index;

@@ -23,13 +23,13 @@ JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   store_release(&to->epoch, what.epoch);
 }
 
-// Whether a rank has told the host that the group has failed, in this op or before.
+// Whether the latest report of a rank is that the group has failed.
 JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
   return load_acquire(&report->epoch) != 0 && report->failure >= kFirstFatal;
 }
 
-// Leaves a report of a wait that ended by something else than its flag, and raises the abort word unless it is raised:
-// it says who was waited for in vain, its rank + 1.
+// Leaves a report of a wait that did not end by its flag. After a timeout or a mismatch it also raises the abort word,
+// if that is zero, to the rank that was waited for, plus 1.
 JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
   if (status == Status::aborted) {
     what.failure = Failure::peer_lost;

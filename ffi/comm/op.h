@@ -29,7 +29,7 @@ class Op {
 
   JAX_EP_FN bool ok() const { return status_ == Status::ok; }
 
-  // From here on this team is busy with `phase`.
+  // Notes in the timeline that this team begins `phase`.
   JAX_EP_FN void enter(Phase phase) const {
     if (track_) append(track_, epoch, kind_, phase);
   }
@@ -38,12 +38,12 @@ class Op {
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
   JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
 
-  // Every team that is to meet must call it, failed or not.
+  // Waits for all teams of the rank. Every team calls it, even if its op has failed.
   JAX_EP_FN void barrier() {
     enter(Phase::barrier);
     meet(&heap->everyone, team.squad.count);
   }
-  // Among the teams of the first squads only.
+  // Waits for the teams of the first `squads` squads, which alone call it.
   JAX_EP_FN void router_barrier(int squads) {
     if (squads == 1)
       team.squad_sync();  // nobody else stands at it
@@ -51,13 +51,13 @@ class Op {
       meet(&heap->routers, squads);
   }
 
-  // Tells every peer where it may write, as posted.h lists it, when the rest of the mail is written and the teams have
-  // met.
+  // Sends every peer the addresses that it may write to, in the order of posted.h. Every team calls it; whoever wrote
+  // the rest of the mail has met the poster before.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
     record_begin(is_recorder());
     post_by(team.index == 0, a, b, c, d);
   }
-  // One team of the rank is the `poster`.
+  // At least one team of the rank is a `poster`; to post twice does no harm.
   JAX_EP_FN void post_by(bool poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr,
                          void* e = nullptr) {
     team.sync();
@@ -74,21 +74,22 @@ class Op {
     }
   }
 
-  // Begins this rank's entry in the flight recorder, before the op posts. One team of the rank is the `recorder`.
+  // Begins this rank's entry in the flight recorder. One team of the rank is the `recorder`. On a CPU it posts after
+  // that; on a GPU another team posts, in no order with this one.
   JAX_EP_FN void record_begin(bool recorder) const {
     if (ok() && recorder && team.lane == 0) begin_record();
   }
-  // A team that nobody waits for at that time: the last of the second squad. A thread of the CPU posts itself.
+  // Whether this team is that one: on a GPU one of the second squad, as nobody waits for it at that time.
   JAX_EP_FN bool is_recorder() const {
     return team.index == (Team::lanes == 1 ? 0 : smaller(2, team.squad.count) * team.member.count - 1);
   }
 
-  // Whether this rank has posted: the flag itself, as a comparison would wait for it at once, and whether it is still
-  // of an op before.
+  // ask_posted() loads this rank's own posted flag; is_earlier() says that it was not raised yet for this op. Two
+  // steps, as a comparison waits for the load.
   JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
   JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
-  // What a rank tells every peer, and waits to be told by every peer.
+  // A flag for every source rank, in the heap of each rank.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
 
   // Raises this rank's flag at every peer, when the teams that wrote what it stands for have met. One team is the
@@ -100,7 +101,7 @@ class Op {
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
       store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_);
   }
-  // The same within this rank, when its teams that are to be waited for have met.
+  // Stores this op's stamp in a flag of this rank's own heap. The caller has met the teams that it speaks for.
   JAX_EP_FN void note(uint64_t* flag, bool teller) {
     if (ok() && teller && team.lane == 0) store_release_here(flag, stamp_);
   }
@@ -111,7 +112,8 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
   }
 
-  // Called when a team's share of a chunk is written. Whoever makes it whole tells the peers.
+  // Adds `share` to what is written of `chunk`; the team that brings it to `whole` raises the chunk's flag at every
+  // peer. All lanes call.
   JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
     if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
@@ -128,7 +130,7 @@ class Op {
   JAX_EP_FN void wait_delivered(int source, int chunk) {
     wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
   }
-  // Until so many are here, counted over the sources from `first` on; each source has `chunks`.
+  // Waits for `count` chunks from number `first` on; the c-th chunk of a source has number source * chunks + c.
   JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
     wait_each(
         count, [&](int i) { return (first + i) / chunks; },
@@ -138,8 +140,8 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
   }
 
-  // Where the chunks end that follow each other from `chunk` on and are here from all. One look at memory serves for as
-  // many as there are lanes.
+  // The first chunk from `chunk` on that is missing from some rank. It looks at no more chunks than the lanes can, so
+  // it may stop before `end`.
   JAX_EP_FN int delivered_until(int chunk, int end) const {
     const int most = smaller(end, chunk + larger(1, Team::lanes / comm.size)), flags = (most - chunk) * comm.size;
     int until = most;
@@ -153,33 +155,34 @@ class Op {
     return until;
   }
 
-  // The next piece of work, in order over all teams of the rank. One lane asks early; all learn the answer when they
-  // need it, so that nobody waits for the memory.
+  // ask_for_ticket() draws the rank's next number, on lane 0; take_ticket() gives it to all lanes. Two steps, so that
+  // nobody waits for the memory.
   JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
 
-  // Looked at before every row: a peer that gave up must not be written to.
+  // False once the group has failed. Called before every row: a peer that gave up must not be written to.
   JAX_EP_FN bool may_push() const { return !ask_abort(); }
-  // The same for later: the word itself, as a comparison would wait for it at once.
+  // Loads the abort word for later; if it is not zero, nothing may be pushed.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
 
   // Counts bytes of rows that came from a rank. One lane calls.
   JAX_EP_FN void count_received(int source, int64_t bytes) const {
     if (source != comm.rank && bytes) atomic_add(&heap->received_bytes[source], static_cast<uint64_t>(bytes));
   }
-  // So many bytes_from(source), for every peer. One team of the rank is the `counter`.
+  // Counts bytes_from(source) for every peer, if this team is the `counter`. Each byte is counted by one team.
   template <class BytesFrom>
   JAX_EP_FN void count_received_by(bool counter, BytesFrom bytes_from) const {
     for (int source = team.lane; counter && source < comm.size; source += Team::lanes)
       count_received(source, bytes_from(source));
   }
 
-  // Records what went wrong, once per op. On its own it leaves the group usable; the results are not delivered.
+  // Leaves a report for the host, once per op. A report does not end the group; the op then delivers no results.
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
     record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
   }
-  // Tells the peers, which have begun this op and wait for what this rank delivers next, that rows will be missing.
+  // Tells every peer that rows of this op will be missing, so that it delivers nothing either. Called after the peers
+  // have posted, and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
@@ -195,13 +198,13 @@ class Op {
     barrier();
   }
 
-  // Ends the op; every team must call it. The last one to come settles a failure: it returns only when no peer can
+  // Ends the op; every team must call it. The last team to come settles a failure: it returns only when no peer can
   // write into this rank's buffers any more.
   template <int N>
   JAX_EP_FN void finish(const Buffer (&results)[N]) {
     finish(results, team.count);
   }
-  // The same where so many teams come, among them some that had no other part in the op.
+  // `teams`: how many call it, with those that did nothing else.
   template <int N>
   JAX_EP_FN void finish(const Buffer (&results)[N], int teams) {
     team.sync();
@@ -217,15 +220,16 @@ class Op {
     team.sync();  // what lane 0 has seen of the other teams, all lanes see
     const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
     const uint64_t now = clock_ns();
-    const bool failed = load_acquire(&heap->abort) != 0;  // all on their way at once
+    const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {
-      if (!has_told_failure(comm.report)) settle(Status::aborted, comm.rank, 0, 0);  // peers gave up before this op
+      if (!has_told_failure(comm.report))
+        settle(Status::aborted, comm.rank, 0, 0);  // no team of this rank has told the host
       give_up();
     }
     const bool refused = refused_in == epoch;
     if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
     const bool undelivered = failed || refused || reported_in == epoch;
-    if (failed && reported_in == epoch && !has_record()) begin_record();  // it failed before it could post
+    if (failed && (reported_in == epoch || !is_earlier(ask_posted())) && !has_record()) begin_record();
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (team.lane != 0) return;
@@ -238,7 +242,7 @@ class Op {
     store_relaxed(&heap->push_ticket, uint64_t{0});
     if (!failed || has_record()) {  // else it never began
       OpRecord* const record = record_of_op();
-      store_relaxed(&record->end_ns, now);
+      store_relaxed(&record->end_ns, failed ? clock_ns() : now);
       store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
     }
     store_release(&heap->epoch, epoch);
@@ -253,7 +257,7 @@ class Op {
   JAX_EP_FN bool has_record() const { return load_relaxed(&record_of_op()->epoch) == epoch; }
   JAX_EP_FN void begin_record() const { write_record(record_of_op(), epoch, comm.site, comm.signature); }
 
-  // How much of a chunk has been pushed with this share; all of it leaves the counter as it was.
+  // How much of the chunk is pushed, this share included; the counter is zero again when it is whole.
   JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
     const int pushed = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share;
     if (pushed == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
@@ -272,7 +276,7 @@ class Op {
       settle(Status::aborted, comm.rank, 0, 0);
   }
 
-  // Waits for `count` flags of this op, a lane each. For one of this rank's own longer: see meet().
+  // Waits for `count` flags of this op, a lane each. A flag of this rank itself gets longer, for the reason in meet().
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
     if (ok()) enter(Phase::wait);
@@ -296,7 +300,7 @@ class Op {
     team.sync();
   }
 
-  // Ends this team's part.
+  // Marks the op as failed for this team, tells the host, and raises the abort word unless it was the reason.
   JAX_EP_FN void settle(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;

@@ -81,12 +81,13 @@ class MatmulReduce {
   }
   // Bytes: a rank's part of the sums of this rank, and the sums of that one.
   JAX_EP_FN int64_t received_from(int rank) const {
-    int64_t rows = 0;
-    for (int block = 0; block < blocks_.chunks; ++block) {
-      const Range mine = own_rows(block), theirs = rows_of(rank, block);
-      rows += larger(0, mine.end - mine.begin) + (args_.scatter ? 0 : theirs.end - theirs.begin);
-    }
-    return rows * args_.n * static_cast<int>(sizeof(T));
+    const auto rows_in = [&](int block) {
+      const Range mine = rows_of(op_.comm.rank, block), theirs = rows_of(rank, block);
+      return mine.end - mine.begin + theirs.end - theirs.begin;
+    };
+    const int last = blocks_.chunks - 1;  // the others are of one size
+    const int rows = args_.scatter ? kept_.end - kept_.begin : last * rows_in(0) + rows_in(last);
+    return rows * int64_t{args_.n} * static_cast<int>(sizeof(T));
   }
   JAX_EP_FN int pieces_per_block() const {
     const int rows = args_.scatter ? blocks_.block_rows : (blocks_.block_rows + op_.comm.size - 1) / op_.comm.size;

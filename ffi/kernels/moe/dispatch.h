@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/moe/landing.h"
+#include "kernels/moe/post_dispatch.h"
 #include "kernels/moe/route.h"
 #include "kernels/moe/route_few.h"
 #include "kernels/moe/routing.h"
@@ -203,12 +204,12 @@ JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args) {
 }
 
 template <class T>
-JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args, const DispatchPost& post) {
-  post.post(op, args);
+JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args) {
+  post_dispatch(op, args);
   if (args.few)
-    FewRouter(op, args, post).route();
+    FewRouter(op, args).route();
   else
-    Router(op, args, post).route();
+    Router(op, args).route();
   op.wait_posted();
   if (args.rows_float8)
     send_tokens<Float8Dispatch<T>>(op, args);
@@ -220,7 +221,6 @@ JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args, const DispatchPo
 
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
-  const DispatchPost post(team);
   Op op(comm, team, OpKind::dispatch);
   const int64_t local = args.num_experts / comm.size;
   const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;
@@ -236,7 +236,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team
                             {args.dropped, 4, Undelivered::size},
                             {args.invalid, 4, Undelivered::size}};
   op.poison(results);
-  route_and_send<T>(op, args, post);
+  route_and_send<T>(op, args);
   op.finish(results);
 }
 

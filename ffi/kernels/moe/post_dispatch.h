@@ -1,5 +1,5 @@
 // Who tells the peers of a dispatch where its buffers are: the last team of the last squad, so that nobody waits who
-// routes; or one of the first squad, if the last finds no room while other kernels run. To post twice does no harm.
+// routes; or one of the routers, if that squad finds no room while other kernels run. To post twice does no harm.
 #pragma once
 
 #include "comm/op.h"
@@ -7,31 +7,28 @@
 
 namespace jax_ep {
 
-class DispatchPost {
+JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool poster) {
+  op.post_by(poster, args.received, args.rows, args.arrived, args.scales, args.landing);
+}
+
+// All teams call, before they route.
+JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
+  op.record_begin(op.is_recorder());
+  post_buffers(op, args, op.team.index == (Team::lanes == 1 ? 0 : op.team.count - 1));
+}
+
+// For the routers: made when they have heard what the peers chose, and asked to post when they have counted that. By
+// then it is known whether the last squad has posted.
+class LatePost {
  public:
-  JAX_EP_FN explicit DispatchPost(const Team& team)
-      : first_(team.index == (Team::lanes == 1 ? 0 : team.count - 1)),
-        late_(Team::lanes > 1 && team.squad.count > 1 && team.index == team.member.count - 1) {}
+  // One team of the rank is `responsible`. A thread of the CPU has posted itself.
+  JAX_EP_FN LatePost(const Op& op, bool responsible)
+      : asked_(Team::lanes > 1 && responsible ? op.ask_posted() : ~uint64_t{0}) {}
 
-  // All teams call, before they route.
-  JAX_EP_FN void post(Op& op, const DispatchArgs& args) const {
-    op.record_begin(op.is_recorder());
-    if (first_) send(op, args);
-  }
-
-  // Those that route ask when they have heard what the peers chose, and post when they have counted that: by then the
-  // answer is there.
-  JAX_EP_FN uint64_t ask(const Op& op) const { return late_ ? op.ask_posted() : ~uint64_t{0}; }
-  JAX_EP_FN void post_if_late(Op& op, const DispatchArgs& args, uint64_t asked) const {
-    if (late_ && op.is_earlier(asked)) send(op, args);
-  }
+  JAX_EP_FN void post_if_late(Op& op, const DispatchArgs& args) const { post_buffers(op, args, op.is_earlier(asked_)); }
 
  private:
-  JAX_EP_FN static void send(Op& op, const DispatchArgs& args) {
-    op.post_by(true, args.received, args.rows, args.arrived, args.scales, args.landing);
-  }
-
-  const bool first_, late_;
+  const uint64_t asked_;
 };
 
 }  // namespace jax_ep

@@ -15,10 +15,9 @@ namespace jax_ep {
 
 class Router {
  public:
-  JAX_EP_FN Router(Op& op, const DispatchArgs& args, const DispatchPost& post)
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        post_(post),
         tally_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
@@ -29,10 +28,10 @@ class Router {
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
     op_.wait_told(&Heap::chosen);
-    const uint64_t posted = post_.ask(op_);
+    const LatePost posted(op_, tally_.is_responsible());
     op_.enter(Phase::layout);
     lay_out();
-    post_.post_if_late(op_, args_, posted);
+    posted.post_if_late(op_, args_);
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());
     op_.wait_posted();
@@ -114,7 +113,6 @@ class Router {
 
   Op& op_;
   const DispatchArgs& args_;
-  const DispatchPost& post_;
   Tally tally_;
   const Segments segments_;
   const int local_;

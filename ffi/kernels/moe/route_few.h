@@ -14,10 +14,9 @@ namespace jax_ep {
 
 class FewRouter {
  public:
-  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args, const DispatchPost& post)
+  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        post_(post),
         tally_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size),
@@ -29,9 +28,9 @@ class FewRouter {
     if (!tally_.takes_part()) return;
     send_choices();
     op_.wait_told(&Heap::chosen);
-    const uint64_t posted = post_.ask(op_);
+    const LatePost posted(op_, tally_.is_responsible());
     count();
-    post_.post_if_late(op_, args_, posted);
+    posted.post_if_late(op_, args_);
     op_.enter(Phase::layout);
     segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
@@ -119,7 +118,6 @@ class FewRouter {
 
   Op& op_;
   const DispatchArgs& args_;
-  const DispatchPost& post_;
   Tally tally_;
   const Segments segments_;
   const int local_, per_rank_;

@@ -32,6 +32,8 @@ class Tally {
   // Among the routers: the first team, and the place of this one.
   JAX_EP_FN bool is_first() const { return team_.index == 0; }
   JAX_EP_FN bool is_first_squad() const { return team_.squad.index == 0; }
+  // The last team of the first squad, which is the last to have work.
+  JAX_EP_FN bool is_responsible() const { return is_first_squad() && team_.member.index == team_.member.count - 1; }
   JAX_EP_FN Place place() const { return {team_.index, team_.count}; }
   JAX_EP_FN void barrier() const { op_.router_barrier(squads_); }
 

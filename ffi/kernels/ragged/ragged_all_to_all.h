@@ -49,8 +49,10 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   if (!op.ok() || op.team.index != 0) return;
   for (int i = op.team.lane; i < op.comm.size * args.slices; i += Team::lanes) {
     const int source = i / args.slices, sent = op.mail_from(source)->counts[i % args.slices];
-    op.count_received(source, sent * args.row_bytes);
-    if (sent != args.recv_sizes[i]) op.report(Failure::invalid_routing, op.comm.rank, source, args.recv_sizes[i], sent);
+    if (sent == args.recv_sizes[i])
+      op.count_received(source, larger(0, sent) * args.row_bytes);
+    else
+      op.report(Failure::invalid_routing, op.comm.rank, source, args.recv_sizes[i], sent);
   }
 }
 

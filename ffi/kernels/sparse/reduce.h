@@ -149,13 +149,16 @@ class SparseReduce {
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
 
-  // Bytes from every peer: rows that it sums for this rank, and its parts of those that this rank sums.
+  // Bytes from every peer: rows that it sums for this rank, and its parts of those that this rank sums, which are in
+  // float32 where the sum takes them so. All lanes call together.
   JAX_EP_FN void count_rows(const Row& row) const {
-    const bool for_all = !args_.sharded, mine = row.owner == op_.comm.rank;
+    const bool wanted_here = !args_.sharded || row.home == op_.comm.rank, mine = row.owner == op_.comm.rank;
+    const bool wide = !kFloats && row.held.crowded;
     for (int rank = 0; rank < op_.comm.size; ++rank) {
-      const bool summed_there = row.owner == rank && (for_all || row.home == op_.comm.rank);
-      const int parts = op_.team.sum(summed_there || (mine && row.held.ranks >> rank & 1));
-      if (op_.team.lane == 0 && parts) op_.count_received(rank, parts * row_bytes_);
+      const bool part = mine && row.held.ranks >> rank & 1, sum = row.owner == rank && wanted_here;
+      const int rows = count_bits(op_.team.ballot(sum || (part && !wide)));
+      const int wide_rows = count_bits(op_.team.ballot(part && wide));
+      if (op_.team.lane == 0) op_.count_received(rank, rows * row_bytes_ + wide_rows * int64_t{args_.hidden} * 4);
     }
   }
 
