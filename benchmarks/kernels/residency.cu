@@ -165,6 +165,7 @@ void add_sparse(std::vector<Case>& cases) {
 
 std::vector<std::vector<char>> run_alone(const Case& op, const Group& group, cudaStream_t stream) {
   for (const Array& each : op.results) CHECK(cudaMemset(each.data, 0xff, each.bytes));
+  CHECK(cudaDeviceSynchronize());  // the stream does not wait for what is set
   CHECK(op.launch(stream, group.comm({0, 0})));
   CHECK(cudaStreamSynchronize(stream));
   std::vector<std::vector<char>> found;
@@ -225,15 +226,19 @@ bool mismatch_is_named(cudaStream_t (&streams)[2]) {
   Group group({{0, 0}}, 20.0, /*poison=*/false);
   constexpr LaunchConfig kSmall{32, 256, 4, 128 + 7 * 4096};
   const auto begin = std::chrono::steady_clock::now();
+  RaggedArgs calls[2]{};
   for (int rank = 0; rank < 2; ++rank) {
-    RaggedArgs a{};
+    RaggedArgs& a = calls[rank];
     a.slices = 1, a.operand_rows = a.result_rows = 1000 * (rank + 1), a.row_bytes = 64;
     a.operand = Array(a.operand_rows * 64).as<char>(), a.result = Array(a.operand_rows * 64).as<char>();
     a.input_offsets = a.output_offsets = a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
+  }
+  CHECK(cudaDeviceSynchronize());  // the streams do not wait for what is copied
+  for (int rank = 0; rank < 2; ++rank) {
     Comm comm = group.comm({0, rank});
-    comm.signature = signature_of(a);
+    comm.signature = signature_of(calls[rank]);
     comm.tag = tag_of(comm.signature);
-    CHECK(launch_kernel(kSmall, streams[rank], comm, a));
+    CHECK(launch_kernel(kSmall, streams[rank], comm, calls[rank]));
   }
   CHECK(cudaDeviceSynchronize());
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;

@@ -2,6 +2,7 @@
 // no hurry.
 #pragma once
 
+#include <cstddef>
 #include <cstring>
 
 #include "comm/heap.h"
@@ -10,17 +11,19 @@
 
 namespace jax_ep {
 
-// Leaves a report for the host, unless this op, or a later one, has left one.
+// Leaves a report for the host, unless this op, or a later one, has left one. The host may look meanwhile: word by
+// word, each seen after the one before it, the epoch is zero until the rest is written.
 JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   const uint64_t before = load_relaxed(&heap->reported);
   if (before >= what.epoch || !compare_exchange(&heap->reported, before, what.epoch)) return;
-  to->failure = what.failure;
-  to->op = what.op;
-  to->rank = what.rank;
-  to->peer = what.peer;
-  to->expected = what.expected;
-  to->seen = what.seen;
-  store_release(&to->epoch, what.epoch);
+  constexpr int kWords = sizeof(Report) / sizeof(uint64_t);
+  uint64_t words[kWords];
+  memcpy(words, &what, sizeof(what));
+  auto* const there = reinterpret_cast<uint64_t*>(to);
+  static_assert(offsetof(Report, epoch) == 0);
+  store_relaxed(&there[0], uint64_t{0});
+  for (int i = 1; i < kWords; ++i) store_release(&there[i], words[i]);
+  store_release(&there[0], words[0]);
 }
 
 // Whether the latest report of a rank is that the group has failed.

@@ -129,9 +129,14 @@ class Group {
 
   // Errors (group_errors.cc).
   void take_failures();
-  std::vector<const Report*> new_reports(bool fatal) const;
-  int line_of(const Report* report) const;
-  GroupError describe(const Report& report) const;
+  // The last report of a rank of this process, as a copy; none while it is being written.
+  struct Told {
+    int line;
+    Report report;
+  };
+  std::optional<Told> told_by(int index) const;
+  std::vector<Told> told(bool fatal) const;
+  GroupError describe(const Told& told) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
   int silent_rank(int line, const Report& report) const;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 
 #include "kernels/moe/args.h"
 #include "kernels/signature.h"
@@ -70,17 +71,28 @@ std::optional<GroupError> Group::await_failure(double seconds) {
 
 // Fails the group by what its kernels reported: by the report that is nearest to the root.
 void Group::take_failures() {
-  for (const Report* report : new_reports(/*fatal=*/true)) fail(describe(*report));
+  for (const Told& each : told(/*fatal=*/true)) fail(describe(each));
+}
+
+std::optional<Group::Told> Group::told_by(int index) const {
+  const Report* const from = comms_[index].report;
+  if (!from) return std::nullopt;  // of another process
+  constexpr int kWords = sizeof(Report) / sizeof(uint64_t);
+  const auto* const there = reinterpret_cast<const uint64_t*>(from);
+  uint64_t words[kWords];
+  for (int i = 0; i < kWords; ++i) words[i] = __atomic_load_n(&there[i], __ATOMIC_ACQUIRE);
+  if (words[0] == 0 || __atomic_load_n(&there[0], __ATOMIC_ACQUIRE) != words[0]) return std::nullopt;
+  Told found{index / size(), {}};
+  std::memcpy(&found.report, words, sizeof(words));
+  return found;
 }
 
 // What the kernels of this process have left.
-std::vector<const Report*> Group::new_reports(bool fatal) const {
-  std::vector<const Report*> found;
-  for (const Comm& comm : comms_) {
-    if (!comm.report) continue;  // of another process
-    const uint64_t epoch = __atomic_load_n(&comm.report->epoch, __ATOMIC_ACQUIRE);
-    if (epoch != 0 && is_fatal(comm.report->failure) == fatal) found.push_back(comm.report);
-  }
+std::vector<Group::Told> Group::told(bool fatal) const {
+  std::vector<Told> found;
+  for (std::size_t i = 0; i < comms_.size(); ++i)
+    if (const auto each = told_by(static_cast<int>(i)); each && is_fatal(each->report.failure) == fatal)
+      found.push_back(*each);
   return found;
 }
 
@@ -90,23 +102,22 @@ std::optional<GroupError> Group::take_error() {
   std::optional<GroupError> recoverable;
   bool hearsay = false;  // what a rank knows from a peer: that one says more
   std::vector<uint64_t> latest = epochs_taken_;
-  for (const Report* report : new_reports(/*fatal=*/false)) {
-    const int line = line_of(report);
-    if (report->epoch <= epochs_taken_[line]) continue;  // of one op it is one error on all its ranks
-    latest[line] = std::max(latest[line], report->epoch);
+  for (const Told& each : told(/*fatal=*/false)) {
+    const auto& [line, report] = each;
+    if (report.epoch <= epochs_taken_[line]) continue;  // of one op it is one error on all its ranks
+    latest[line] = std::max(latest[line], report.epoch);
     if (recoverable && !hearsay) continue;
-    recoverable = describe(*report);
-    hearsay = report->failure == Failure::invalid_routing && report->peer < 0;
+    recoverable = describe(each);
+    hearsay = report.failure == Failure::invalid_routing && report.peer < 0;
   }
   epochs_taken_ = latest;
   return recoverable;
 }
 
 std::optional<GroupError> Group::reported(Seat seat) {
-  const Comm& here = comm(seat);
-  const uint64_t epoch = __atomic_load_n(&here.report->epoch, __ATOMIC_ACQUIRE);
-  if (epoch == 0 || epoch != here.heaps[seat.rank]->epoch) return std::nullopt;
-  if (!is_fatal(here.report->failure)) return describe(*here.report);
+  const std::optional<Told> mine = told_by(index_of(seat));
+  if (!mine || mine->report.epoch != comm(seat).heaps[seat.rank]->epoch) return std::nullopt;
+  if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
 }
@@ -173,15 +184,9 @@ std::string Group::progress(int line, int rank, uint64_t epoch) const {
   return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last) + process;
 }
 
-int Group::line_of(const Report* report) const {
-  int index = 0;
-  while (comms_[index].report != report) ++index;
-  return index / size();
-}
-
-GroupError Group::describe(const Report& report) const {
+GroupError Group::describe(const Told& told) const {
+  const auto& [line, report] = told;
   char text[256];
-  const int line = line_of(&report);
   const std::string op = describe_op(line, report.rank, report.epoch, name_of(report.op));
   const long long expected = report.expected, seen = report.seen;
   switch (report.failure) {

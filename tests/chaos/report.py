@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import time
 import traceback
 
@@ -17,7 +18,12 @@ def parser(what: str | None, configurations: int) -> argparse.ArgumentParser:
 
 
 def prepare_devices() -> None:
-    """Before the backend starts: 8 CPU devices, where there are no GPUs, and products in full float32."""
+    """Before the backend starts: 8 CPU devices, where there are no GPUs, and products in full float32.
+
+    GPUs are shared with other processes, and a variable that the C library reads exists before there are threads.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("JAX_EP_DEBUG_POISON", "0")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_default_matmul_precision", "highest")
 

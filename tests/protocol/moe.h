@@ -1,7 +1,9 @@
 // dispatch and combine on bare threads: what their rows and counts must be, and a rank that never comes.
 #pragma once
 
+#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <random>
 
 #include "kernels/signature.h"
@@ -149,6 +151,35 @@ inline void lost_rank(int tokens, Way way) {
     timeout_seconds *= 2;
     expect(timeout_seconds < 10, "every rank names the lost one");
   }
+}
+
+// The host reads reports while a rank writes the next one over them: it sees each whole, or not at all.
+inline void reports_are_whole(int count) {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
+  const Comm& comm = group.comm({0, 0});
+  std::atomic<bool> done{false};
+  std::thread rank([&] {
+    for (int i = 1; i <= count; ++i) {
+      Report report{static_cast<uint64_t>(i), Failure::capacity, OpKind::dispatch, 0, 5, i, i};
+      if (i % 2) report = {report.epoch, Failure::invalid_routing, OpKind::combine, 0, 1, -i, -i};
+      record(comm.heaps[0], comm.report, report);
+    }
+    done = true;
+  });
+  for (bool last = false; !last;) {
+    last = done;
+    const auto error = group.take_error();
+    if (!error) continue;
+    long long first = 0, second = -1;
+    const char* text = std::strpbrk(error->message.c_str(), ":") + std::strlen(": rank 0");
+    const bool capacity = error->kind == "CapacityError";
+    const int read = capacity
+                         ? std::sscanf(text, " needs %lld rows but capacity is %lld", &first, &second)
+                         : std::sscanf(text, ": routing.rows holds %lld, which is out of bounds: it must be below %lld",
+                                       &first, &second);
+    expect(read == 2 && first == second && (first > 0) == capacity, error->message.c_str());
+  }
+  rank.join();
 }
 
 // Peers gave up between two ops of a rank, which may have been stopped meanwhile: its next op says so, once.
