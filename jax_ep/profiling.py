@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import jax
-from jax.sharding import Mesh
 
+from jax_ep._core.ffi import Ranks
 from jax_ep._core.native import NativeGroup, Recording, Span, stop_recording
 
 
-class RankedGroup(Protocol):
+class RankedGroup(Ranks, Protocol):
     """What a trace says of a group: a `jax_ep.Group` is one."""
 
-    @property
-    def native_id(self) -> int: ...
-    @property
-    def mesh(self) -> Mesh: ...
     @property
     def axis_name(self) -> str: ...
     @property

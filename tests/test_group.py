@@ -69,17 +69,9 @@ def test_a_bad_default_timeout(value: str, monkeypatch: pytest.MonkeyPatch) -> N
 def threads() -> int:
     """Ours alone, since XLA starts and ends its own as it likes. Those that end get the time for it."""
     deadline = time.monotonic() + 10
-    while (count := threads_now()) and time.monotonic() < deadline:
+    while (count := helpers.own_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)  # a group does not wait for the threads that hand results back
     return count
-
-
-def threads_now() -> int:
-    native = 0
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            native += (task / "comm").read_text().startswith("jax_ep")
-    return native + sum(thread.name.startswith("jax_ep") for thread in threading.enumerate())
 
 
 def files() -> int:

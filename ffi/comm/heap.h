@@ -67,8 +67,8 @@ struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// An entry of a rank's flight recorder: whoever posts begins it, whoever finishes the op ends it. The host reads it
-// word by word meanwhile.
+// An entry of a rank's flight recorder: Op::record_begin() begins it, the team that finishes the op ends it. The host
+// reads it word by word meanwhile.
 enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
   uint64_t epoch;

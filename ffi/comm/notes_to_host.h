@@ -11,8 +11,8 @@
 
 namespace jax_ep {
 
-// Leaves a report for the host, unless this op, or a later one, has left one. The host may look meanwhile: word by
-// word, each seen after the one before it, the epoch is zero until the rest is written.
+// Leaves a report for the host, unless this op, or a later one, has left one. The host may look meanwhile: the epoch is
+// zero until the rest is written, and the host sees the words in the order of their stores.
 JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   const uint64_t before = load_relaxed(&heap->reported);
   if (before >= what.epoch || !compare_exchange(&heap->reported, before, what.epoch)) return;

@@ -189,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scene(rng)
         except Exception as error:
             report.failed(error, scene.__name__, f"--scene {index}")
-        threads = threads or len(os.listdir("/proc/self/task"))
-    print(f"threads: {threads} after the first group, {len(os.listdir('/proc/self/task'))} now")
+        threads = helpers.own_threads() if threads is None else threads
+    print(f"threads of jax_ep: {threads} after the first group, {helpers.own_threads()} now")
     return report.finish()
 
 
