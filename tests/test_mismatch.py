@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("native")
 def test_processes_that_differ(tmp_path: Path) -> None:
     """Today's last batch has another size in one of them, or they took another branch."""
     output = launch_script(Path(worker.__file__), f"--cpu-devices={CPU_DEVICES}")
+    assert "Exception in thread" not in output, output
     for name in worker.CASES:
         errors = re.findall(rf"^\[{name}\] (.*)$", output, re.MULTILINE)
         assert len(errors) == PROCESSES, output

@@ -141,7 +141,11 @@ class Group {
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
   int silent_rank(int line, const Report& report) const;
   std::string progress(int line, int rank, uint64_t epoch) const;
-  const Heap* heap_of(int line, int rank) const;
+  struct SeenHeap {
+    const Heap* heap = nullptr;
+    int device = -1;  // of this process, that reaches it
+  };
+  SeenHeap heap_of(int line, int rank) const;
 
   const std::vector<std::vector<int>> lines_;
   const double timeout_seconds_;

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 
 #include "kernels/moe/args.h"
 #include "kernels/signature.h"
@@ -31,12 +32,6 @@ int weight_of(const GroupError& error) {
   if (error.kind == "PeerLostError") return 1;
   if (error.kind == "PeerTimeoutError") return 2;
   return error.kind == "GroupClosedError" ? 0 : 3;
-}
-
-template <class T>
-void read_words(T* to, const T* from, std::size_t count) {
-  static_assert(sizeof(T) % sizeof(uint64_t) == 0);
-  copy_whole_words(to, from, count * (sizeof(T) / sizeof(uint64_t)));
 }
 
 }  // namespace
@@ -127,14 +122,14 @@ std::vector<RankHistory> Group::history() const {
   std::vector<RankHistory> all;
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank) {
-      const Heap* heap = heap_of(line, rank);
+      const auto [heap, device] = heap_of(line, rank);
       if (!heap) continue;
       const std::vector<uint64_t> zeros(size());
       RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), zeros, zeros};
-      read_words(&found.finished, &heap->epoch, 1);
-      read_words(found.waited_ns.data(), heap->waited_ns, size());
-      read_words(found.received_bytes.data(), heap->received_bytes, size());
-      read_words(found.ops.data(), heap->ops, kRecordedOps);
+      copy_array(device, &found.finished, &heap->epoch, 1);
+      copy_array(device, found.waited_ns.data(), heap->waited_ns, size());
+      copy_array(device, found.received_bytes.data(), heap->received_bytes, size());
+      copy_array(device, found.ops.data(), heap->ops, kRecordedOps);
       const auto unused = [](const OpRecord& op) { return op.epoch == 0; };
       found.ops.erase(std::remove_if(found.ops.begin(), found.ops.end(), unused), found.ops.end());
       std::sort(found.ops.begin(), found.ops.end(), [](const auto& a, const auto& b) { return a.epoch < b.epoch; });
@@ -144,21 +139,23 @@ std::vector<RankHistory> Group::history() const {
 }
 
 // As this process sees it, where it has ranks of the line and still maps it; for as long as the caller holds the lock.
-const Heap* Group::heap_of(int line, int rank) const {
-  if (sharing_ && released_) return nullptr;
-  for (int here = 0; here < size(); ++here)
-    if (is_local({line, here})) return comm({line, here}).heaps[rank];
-  return nullptr;
+Group::SeenHeap Group::heap_of(int line, int rank) const {
+  if (sharing_ && released_) return {};
+  for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
+    if (const Seat seat{line, here}; is_local(seat)) return {comm(seat).heaps[rank], device_of(seat)};
+  return {};
 }
 
-// What a rank has begun under a number, if it has.
-std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const {
+// What a rank has begun under a number, if it has, and if its memory can be read: an error must be told without it, too.
+std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const try {
   std::shared_lock lock(regions_mutex_);
-  const Heap* heap = heap_of(line, rank);
+  const auto [heap, device] = heap_of(line, rank);
   if (!heap) return std::nullopt;
   OpRecord found{};
-  read_words(&found, &heap->ops[epoch % kRecordedOps], 1);
+  copy_array(device, &found, &heap->ops[epoch % kRecordedOps], 1);
   return found.epoch == epoch ? std::optional(found) : std::nullopt;
+} catch (const std::runtime_error&) {
+  return std::nullopt;
 }
 
 std::string Group::describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const {

@@ -27,8 +27,14 @@ void clear_on_device(int ordinal, void* memory, std::size_t bytes);
 // Sets a word, which is zero or as small, that kernels may be waiting for.
 void signal_device(int ordinal, uint64_t* word, uint8_t value);
 
-// Copies 64-bit words from or to memory on a device, each whole: kernels may use them meanwhile.
-void copy_whole_words(void* to, const void* from, std::size_t words);
+// Copies 64-bit words from or to memory that the device reaches, each whole: kernels may use them meanwhile. Any thread
+// may call. Throws std::runtime_error.
+void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words);
+template <class T>
+void copy_array(int ordinal, T* to, const T* from, std::size_t count) {
+  static_assert(sizeof(T) % sizeof(uint64_t) == 0);
+  copy_whole_words(ordinal, to, from, count * (sizeof(T) / sizeof(uint64_t)));
+}
 
 // A word on a device, whatever runs there. Throws std::runtime_error.
 uint64_t read_word(int ordinal, const uint64_t* word);

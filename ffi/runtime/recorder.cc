@@ -18,25 +18,19 @@ std::size_t ring_length(std::size_t tracks) {
   return length;
 }
 
-template <class T>
-void copy_array(T* to, const T* from, std::size_t count) {
-  static_assert(sizeof(T) % sizeof(uint64_t) == 0);
-  copy_whole_words(to, from, count * (sizeof(T) / sizeof(uint64_t)));
-}
-
-void switch_to(Heap* heap, const Timeline* timeline) {
+void switch_to(int device, Heap* heap, const Timeline* timeline) {
   const uint64_t word = reinterpret_cast<uintptr_t>(timeline);
-  copy_whole_words(&heap->timeline, &word, 1);
+  copy_array(device, &heap->timeline, &word, 1);
 }
 
 Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 << kOpBit) - 1)); }
 
 // The events of a track from number `first` on, out of its ring.
-std::vector<Event> read_events(const Track& track, uint64_t first) {
+std::vector<Event> read_events(int device, const Track& track, uint64_t first) {
   std::vector<Event> events(track.count - first);
   for (uint64_t at = first; at < track.count;) {
     const uint64_t slot = at & track.mask, piece = std::min(track.count - at, track.mask + 1 - slot);
-    copy_array(&events[at - first], track.events + slot, piece);
+    copy_array<Event>(device, &events[at - first], track.events + slot, piece);
     at += piece;
   }
   return events;
@@ -80,15 +74,15 @@ void Recorder::add_rank(Seat seat) {
   auto* const events = static_cast<Event*>(allocate(tracks * ring * sizeof(Event)));
   std::vector<Track> empty;
   for (std::size_t i = 0; i < tracks; ++i) empty.push_back({0, ring - 1, events + i * ring});
-  copy_array(rank.tracks, empty.data(), tracks);
+  copy_array<Track>(device, rank.tracks, empty.data(), tracks);
   const Timeline timeline{squads_, rank.tracks};
-  copy_array(rank.timeline, &timeline, 1);
+  copy_array(device, rank.timeline, &timeline, 1);
   ranks_.push_back(std::move(rank));
 }
 
 std::vector<Track> Recorder::read_tracks(const Rank& rank) const {
   std::vector<Track> tracks(squads_ * kTrackRoles);
-  copy_array(tracks.data(), rank.tracks, tracks.size());
+  copy_array<Track>(rank.device, tracks.data(), rank.tracks, tracks.size());
   return tracks;
 }
 
@@ -98,11 +92,11 @@ void Recorder::start() {
     rank.seen.clear();
     for (const Track& track : read_tracks(rank)) rank.seen.push_back(track.count);
   }
-  for (const Rank& rank : ranks_) switch_to(rank.heap, rank.timeline);
+  for (const Rank& rank : ranks_) switch_to(rank.device, rank.heap, rank.timeline);
 }
 
 std::vector<Recording> Recorder::stop() {
-  for (const Rank& rank : ranks_) switch_to(rank.heap, nullptr);
+  for (const Rank& rank : ranks_) switch_to(rank.device, rank.heap, nullptr);
   std::vector<Recording> recordings;
   for (const Rank& rank : ranks_) recordings.push_back(read(rank));
   return recordings;
@@ -115,7 +109,7 @@ Recording Recorder::read(const Rank& rank) const {
   for (std::size_t i = 0; i < tracks.size(); ++i) {
     const uint64_t length = tracks[i].mask + 1, count = tracks[i].count;
     const uint64_t first = count - std::min(count - rank.seen[i], length);
-    const std::vector<Event> events = read_events(tracks[i], first);
+    const std::vector<Event> events = read_events(rank.device, tracks[i], first);
     std::size_t at = 0;
     if (first > rank.seen[i])  // what is left of the op that was overwritten last is of no use
       while (at < events.size() && phase_of(events[at]) != Phase::none) ++at;

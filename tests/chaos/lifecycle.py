@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -170,13 +171,23 @@ SCENES: tuple[tuple[Callable[[np.random.Generator], None], float], ...] = (  # w
 )
 
 
+def kept() -> str:
+    """What of this process' groups is left; other processes on the GPUs count too."""
+    threads = f"{helpers.own_threads()} threads of jax_ep"
+    if jax.default_backend() != "gpu":
+        return threads
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+    return f"{threads}, {' + '.join(used.split())} MB of GPU memory in use"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, 200)
     options.add_argument("--scene", type=int, help="this one alone")
     given = options.parse_args(arguments)
     prepare_devices()
     report = Report("lifecycle", given.seed, devices_here())
-    threads = None
+    first = ""
     for index in [given.scene] if given.scene is not None else range(given.configurations):
         if report.seconds() > given.seconds:
             break
@@ -189,8 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scene(rng)
         except Exception as error:
             report.failed(error, scene.__name__, f"--scene {index}")
-        threads = helpers.own_threads() if threads is None else threads
-    print(f"threads of jax_ep: {threads} after the first group, {helpers.own_threads()} now")
+        if report.configurations == 2 * len(SCENES):
+            first = kept()
+    gc.collect()
+    print(f"after {2 * len(SCENES)} groups: {first}\nnow: {kept()}")
     return report.finish()
 
 

@@ -23,7 +23,7 @@ void clear_on_device(int, void* memory, std::size_t bytes) { std::memset(memory,
 
 void signal_device(int, uint64_t* word, uint8_t value) { __atomic_store_n(word, uint64_t{value}, __ATOMIC_RELEASE); }
 
-void copy_whole_words(void* to, const void* from, std::size_t words) {
+void copy_whole_words(int, void* to, const void* from, std::size_t words) {
   for (std::size_t i = 0; i < words; ++i)
     __atomic_store_n(static_cast<uint64_t*>(to) + i,
                      __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);

@@ -110,7 +110,9 @@ std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner) {
   return free_list().until_let_go({owner, FreeList::kHost, bytes}, memory);
 }
 
-void copy_whole_words(void* to, const void* from, std::size_t words) {
+void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words) {
+  const gpu::DeviceScope scope(ordinal);
+  const gpu::CaptureAllowsAll capture;
   gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
   gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
 }
