@@ -3,7 +3,7 @@
 // weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
-//   build/kernels_bench [ranks [early]]
+//   build/kernels_bench [ranks [early | few]]: how many tokens set off early, or few tokens alone
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -204,8 +204,9 @@ int main(int argc, char** argv) {
           {{24, 256, 3, kStream}, {24, 256, 5, kStream}, {96, 256, 2, kStream}, {96, 256, 3, kStream}}, {}, early);
     return 0;
   }
-  run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
-  run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
+  const bool few = argc > 2 && !std::strcmp(argv[2], "few");
+  if (!few) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
+  if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
   for (const int blocks : {24, 64, 96, 128}) {
@@ -214,7 +215,7 @@ int main(int argc, char** argv) {
   }
   for (const int blocks : {24, 64, 96, 128})
     for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
-  run(n, {4096, 7168, 8, 256}, dispatches, combines);
+  if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int blocks : {64, 96, 128}) {
     for (const int pushers : {1, 2, 4}) dispatches.push_back({blocks, 256, pushers, kStream});

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,7 +58,19 @@ def refused(group: Group, error: type[JaxEpError], match: str, implementation: s
 
 
 def compiled(function: Callable[..., Any], group: Group) -> Callable[..., Any]:
-    """As `helpers.per_rank`, with one more operand: XLA cannot partition a program whose operands are all empty."""
-    program = helpers.per_rank(lambda one, *operands: (one, function(*operands)), group.mesh)
-    one = np.ones((group.size, 1), np.float32)
-    return lambda *operands: program(one, *operands)[1]
+    """As `helpers.per_rank`, but arrays without elements are cut out of others inside.
+
+    jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
+    """
+
+    @functools.cache
+    def program(shapes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
+        def body(*fuller: jax.Array) -> Any:
+            return function(*(x[tuple(map(slice, shape))] for x, shape in zip(fuller, shapes, strict=True)))
+
+        return helpers.per_rank(body, group.mesh)
+
+    def fill(x: np.ndarray) -> np.ndarray:
+        return x if x.size else np.zeros([max(1, n) for n in x.shape], x.dtype)
+
+    return lambda *operands: program(tuple(x.shape[1:] for x in operands))(*map(fill, operands))
