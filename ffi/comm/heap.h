@@ -79,6 +79,8 @@ struct OpRecord {
 };
 constexpr int kRecordedOps = 64;
 
+constexpr int kCounters = 64;  // so many squads, at least, count apart: one word for all would keep them waiting
+
 // A flag holds the stamp of the last op that it stands for: the op's epoch, and in the low bits the tag of what it was
 // called with. So nothing is ever reset between ops, and a rank that runs another op is noticed where it is waited for.
 constexpr int kTagBits = 24;
@@ -89,13 +91,13 @@ struct alignas(128) Heap {
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
-  alignas(128) OpRecord ops[kRecordedOps];                // by epoch
-  alignas(128) uint64_t waited_ns[kMaxRanks];             // by peer: in waits that were not over at once
-  alignas(128) uint64_t received_bytes[kMaxRanks];        // by peer: of rows, over all ops
-  alignas(128) uint64_t posted[kMaxRanks];                // by source: its addresses are here
-  alignas(128) uint64_t chosen[kMaxRanks];                // by source: the rest of its mail is here
-  alignas(128) uint64_t laid_out;                         // it is known how many rows the experts here have
-  alignas(128) uint64_t placed[kMaxRanks];                // by source: its assignments have their rows here
+  alignas(128) OpRecord ops[kRecordedOps];                     // by epoch
+  alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in waits that were not over at once
+  alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by squad and peer: of rows, over all ops
+  alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
+  alignas(128) uint64_t chosen[kMaxRanks];                     // by source: the rest of its mail is here
+  alignas(128) uint64_t laid_out;                              // it is known how many rows the experts here have
+  alignas(128) uint64_t placed[kMaxRanks];                     // by source: its assignments have their rows here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among squads of this rank

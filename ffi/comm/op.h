@@ -168,7 +168,8 @@ class Op {
 
   // Counts bytes of rows that came from a rank. One lane calls.
   JAX_EP_FN void count_received(int source, int64_t bytes) const {
-    if (source != comm.rank && bytes) atomic_add(&heap->received_bytes[source], static_cast<uint64_t>(bytes));
+    uint64_t* const counters = heap->received_bytes[static_cast<unsigned>(team.squad.index) % kCounters];
+    if (source != comm.rank && bytes) atomic_add(&counters[source], static_cast<uint64_t>(bytes));
   }
   // Counts bytes_from(source) for every peer, if this team is the `counter`. Each byte is counted by one team.
   template <class BytesFrom>

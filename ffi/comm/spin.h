@@ -37,14 +37,17 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
 
 // Waits until *flag is at least `value`, for at most `timeout_ns` in which this waiter ran. Polls without ordering,
 // which would cost the other teams their caches, and orders once at the end: or at once, if nothing is to be waited
-// for.
+// for. What the ordering load returns is not looked at, as that would cost its way to memory once more.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);
   if (seen >= value) return {Status::ok, seen, 0};
   for (unsigned tries = 0;; ++tries) {
     seen = load_relaxed(flag);
     const uint64_t lost = load_relaxed(abort_word);
-    if (seen >= value) return {Status::ok, load_acquire(flag), 0};
+    if (seen >= value) {
+      load_acquire(flag);
+      return {Status::ok, seen, 0};
+    }
     if (lost || tries == kShortWait) return spin_long(flag, value, abort_word, timeout_ns);
     pause(tries);
   }

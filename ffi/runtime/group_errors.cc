@@ -128,7 +128,10 @@ std::vector<RankHistory> Group::history() const {
       RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), zeros, zeros};
       copy_array(device, &found.finished, &heap->epoch, 1);
       copy_array(device, found.waited_ns.data(), heap->waited_ns, size());
-      copy_array(device, found.received_bytes.data(), heap->received_bytes, size());
+      uint64_t counted[kCounters][kMaxRanks];
+      copy_array(device, counted, heap->received_bytes, kCounters);
+      for (const auto& counters : counted)
+        for (int peer = 0; peer < size(); ++peer) found.received_bytes[peer] += counters[peer];
       copy_array(device, found.ops.data(), heap->ops, kRecordedOps);
       const auto unused = [](const OpRecord& op) { return op.epoch == 0; };
       found.ops.erase(std::remove_if(found.ops.begin(), found.ops.end(), unused), found.ops.end());
@@ -146,7 +149,8 @@ Group::SeenHeap Group::heap_of(int line, int rank) const {
   return {};
 }
 
-// What a rank has begun under a number, if it has, and if its memory can be read: an error must be told without it, too.
+// What a rank has begun under a number, if it has, and if its memory can be read: an error must be told without it,
+// too.
 std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const try {
   std::shared_lock lock(regions_mutex_);
   const auto [heap, device] = heap_of(line, rank);

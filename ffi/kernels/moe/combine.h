@@ -104,6 +104,7 @@ class Combine {
   JAX_EP_FN void complete() {
     rows_.finish();
     rows_.complete_to(rows_.mark());
+    count_received();
     row_bound_.report(op_);
     target_bound_.report(op_);
   }
@@ -219,7 +220,7 @@ class Combine {
     });
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
-    op_.count_received_by(true, [&](int rank) { return senders >> rank & 1 ? width * int64_t{sizeof(T)} : 0; });
+    note_received(senders, width * static_cast<int>(sizeof(T)));
     if (op_.team.broadcast(known.target) < -1)  // its dispatch failed: then its sum is NaN, not zero
       fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
@@ -227,6 +228,16 @@ class Combine {
     if (columns.begin > 0) return;
     if (args_.scalars) push_scalars(me, token);
     return_nothing(token);
+  }
+
+  // Each sender's part of a row has so many bytes. They are counted in the end: an atomic a row would hold up the sums.
+  JAX_EP_FN void note_received(uint64_t senders, int bytes) {
+    for (int i = 0; i < kRanksALane && i * Team::lanes < op_.comm.size; ++i)
+      received_[i] += senders >> (i * Team::lanes + op_.team.lane) & 1 ? bytes : 0;
+  }
+  JAX_EP_FN void count_received() const {
+    for (int i = 0; i < kRanksALane && i * Team::lanes < op_.comm.size; ++i)
+      op_.count_received(i * Team::lanes + op_.team.lane, received_[i]);
   }
 
   // No rank sends a scalar for an assignment without a row.
@@ -243,6 +254,8 @@ class Combine {
   const Divider by_capacity_;
   Bound row_bound_, target_bound_;
   bool posted_ = false;
+  static constexpr int kRanksALane = kMaxRanks / Team::lanes;
+  int64_t received_[kRanksALane] = {};  // bytes of rows from rank i * lanes + lane
   RowSum<T, kPieces> rows_;
 };
 
