@@ -120,8 +120,8 @@ struct Comm {
   uint64_t timeout_ns;
   Report* report;  // host memory
   Heap* heaps[kMaxRanks];
-  // By buffer of the mail and peer: from the address here to the address there. Zero within one process.
-  int64_t shifts[kMailBuffers][kMaxRanks];
+  // By buffer of the mail: by peer, from the address here to the address there. Null where all are of one process.
+  const int64_t* shifts[kMailBuffers];
   // For the flight recorder alone, hence last.
   Signature signature;
   int32_t site;

@@ -1,5 +1,4 @@
-// What an op leaves for the host: why it failed, and its entry in the flight recorder. Out of line, as it is rare or in
-// no hurry.
+// What an op leaves for the host: why it failed, and its entry in the flight recorder. Failures are out of line.
 #pragma once
 
 #include <cstddef>
@@ -44,9 +43,9 @@ JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Re
   compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 
-// Writes what a rank begins, word by word: the host may read it meanwhile. (By value: a reference into the arguments of
-// a kernel would have all of them copied to each thread's memory.)
-JAX_EP_COLD_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, Signature signature) {
+// Writes what a rank begins, word by word: the host may read it meanwhile. In line, as a call among the first
+// instructions of a kernel costs the rest its registers.
+JAX_EP_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, const Signature& signature) {
   constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
   const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(site), signature};
   uint64_t words[kWords];

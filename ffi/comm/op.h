@@ -63,13 +63,10 @@ class Op {
     team.sync();
     if (!ok() || !poster) return;
     enter(Phase::post);
+    void* const here[kMailBuffers] = {a, b, c, d, e};
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       Mail* box = mail(peer, comm.rank);
-      box->buffers[0] = static_cast<char*>(a) + comm.shifts[0][peer];
-      box->buffers[1] = static_cast<char*>(b) + comm.shifts[1][peer];
-      box->buffers[2] = static_cast<char*>(c) + comm.shifts[2][peer];
-      box->buffers[3] = static_cast<char*>(d) + comm.shifts[3][peer];
-      box->buffers[4] = static_cast<char*>(e) + comm.shifts[4][peer];
+      for (int i = 0; i < kMailBuffers; ++i) box->buffers[i] = as_seen_by(peer, here[i], i);
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     }
   }
@@ -253,6 +250,12 @@ class Op {
   // another tag, was raised by a rank that runs another op, or the op with other shapes.
   JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
+
+  // The address of a buffer of the mail, as a peer sees it.
+  JAX_EP_FN void* as_seen_by(int peer, void* address, int buffer) const {
+    const int64_t* shifts = comm.shifts[buffer];
+    return static_cast<char*>(address) + (shifts ? shifts[peer] : 0);
+  }
 
   JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
   JAX_EP_FN bool has_record() const { return load_relaxed(&record_of_op()->epoch) == epoch; }

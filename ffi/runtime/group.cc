@@ -52,6 +52,8 @@ void Group::open_line(int line, bool poison) {
       comm.report = static_cast<Report*>(memory_.back().get());
     }
     comms_.push_back(comm);
+    if (const Seat seat{line, comm.rank}; sharing_ && is_local(seat))
+      shift_tables_[index_of(seat)] = std::make_unique<ShiftTable>(device_of(seat), id_);
   }
 }
 
@@ -95,8 +97,9 @@ void* Group::reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* com
   }
   if (!sharing_) return data;
   const std::vector<char*> bases = sharing_->share(*region, processes_of(seat.line));
-  for (int peer = 0; peer < size(); ++peer)
-    comm->shifts[slot][peer] = bases[processes_[seat.line][peer]] - region->base;
+  std::vector<int64_t> shifts;
+  for (const int process : processes_[seat.line]) shifts.push_back(bases[process] - region->base);
+  comm->shifts[slot] = shift_tables_.at(index_of(seat))->row(region->id, shifts);
   return data;
 }
 

@@ -19,6 +19,7 @@
 #include "runtime/error.h"
 #include "runtime/memory.h"
 #include "runtime/sharing.h"
+#include "runtime/shift_table.h"
 
 namespace jax_ep {
 
@@ -161,9 +162,10 @@ class Group {
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
-  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
-  std::map<std::pair<int, int>, Region> staging_;       // by seat and slot
-  std::unique_ptr<Sharing> sharing_;                    // none in a group of one process
+  std::vector<std::shared_ptr<const Region>> regions_;       // heaps, and all staging there ever was
+  std::map<std::pair<int, int>, Region> staging_;            // by seat and slot
+  std::map<int, std::unique_ptr<ShiftTable>> shift_tables_;  // by seat of this process, where there are other processes
+  std::unique_ptr<Sharing> sharing_;                         // none in a group of one process
 };
 
 }  // namespace jax_ep

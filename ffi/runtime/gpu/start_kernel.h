@@ -16,6 +16,7 @@ static_assert(kMaxThreads / Team::lanes <= kMaxSquadTeams, "the scratch of routi
 template <class T, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     kernel(const Comm comm, const Args args, int pushers, int team_bytes) {
+  static_assert(sizeof(comm) + sizeof(args) < 1024, "a launch copies its arguments, and reads them from cold memory");
   const Team team = this_team(pushers, team_bytes);
   if constexpr (std::is_void_v<T>)
     run_kernel(comm, args, team);

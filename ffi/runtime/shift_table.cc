@@ -1,0 +1,24 @@
+#include "runtime/shift_table.h"
+
+#include <stdexcept>
+
+#include "comm/heap.h"
+#include "runtime/memory.h"
+
+namespace jax_ep {
+
+ShiftTable::ShiftTable(int device, int64_t owner)
+    : device_(device), memory_(allocate_on_device(device, kMostRegions * kMaxRanks * sizeof(int64_t), owner)) {}
+
+const int64_t* ShiftTable::row(uint64_t region, const std::vector<int64_t>& shifts) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = rows_.find(region); found != rows_.end()) return found->second;
+  if (rows_.size() == kMostRegions)
+    throw std::runtime_error("jax_ep: a group over several processes uses at most " + std::to_string(kMostRegions) +
+                             " regions of memory");
+  auto* const row = static_cast<int64_t*>(memory_.get()) + rows_.size() * kMaxRanks;
+  copy_array(device_, row, shifts.data(), shifts.size());
+  return rows_[region] = row;
+}
+
+}  // namespace jax_ep

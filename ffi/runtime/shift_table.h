@@ -1,0 +1,31 @@
+// Where a rank's kernels look up by how much an address of theirs differs from a peer's in another process: a row for
+// each region of memory, in memory of the device, so that a launch hands over no more than a pointer for each buffer.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace jax_ep {
+
+class ShiftTable {
+ public:
+  // Of a rank on this device; `owner` as in memory.h. Throws std::runtime_error.
+  ShiftTable(int device, int64_t owner);
+
+  // The row of a region: by peer, what to add to an address here. `shifts` are the same whenever a region is asked for.
+  // Any thread may call. Throws std::runtime_error.
+  const int64_t* row(uint64_t region, const std::vector<int64_t>& shifts);
+
+ private:
+  static constexpr std::size_t kMostRegions = 256;
+
+  const int device_;
+  const std::shared_ptr<void> memory_;
+  std::mutex mutex_;
+  std::map<uint64_t, const int64_t*> rows_;  // by region
+};
+
+}  // namespace jax_ep
