@@ -65,8 +65,7 @@ class Op {
     enter(Phase::post);
     void* const here[kMailBuffers] = {a, b, c, d, e};
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
-      Mail* box = mail(peer, comm.rank);
-      for (int i = 0; i < kMailBuffers; ++i) box->buffers[i] = as_seen_by(peer, here[i], i);
+      for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, here[i], i);
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     }
   }
@@ -81,8 +80,7 @@ class Op {
     return team.index == (Team::lanes == 1 ? 0 : smaller(2, team.squad.count) * team.member.count - 1);
   }
 
-  // ask_posted() loads this rank's own posted flag; is_earlier() says that it was not raised yet for this op. Two
-  // steps, as a comparison waits for the load.
+  // Whether this rank's own posted flag is of an earlier op: in two steps, as a comparison waits for the load.
   JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
   JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
