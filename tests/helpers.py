@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,6 +69,13 @@ def own_threads() -> int:
         with contextlib.suppress(OSError):  # it ended meanwhile
             native += (task / "comm").read_text().startswith("jax_ep")
     return native + sum(thread.name.startswith("jax_ep") for thread in threading.enumerate())
+
+
+def gpu_megabytes() -> int:
+    """In use on all GPUs, by all processes."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+    return sum(map(int, used.split()))
 
 
 def fetch(results: Any) -> Any:

@@ -1,6 +1,7 @@
 """Opens and closes many groups, and looks at what they leave. Run by `test_group_resources.py`, in one process and by
-`jax_ep.launch` in two."""
+`jax_ep.launch` in two; by hand, `python tests/resources_worker.py --openings 1000` looks at the GPUs' memory, too."""
 
+import argparse
 import gc
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from jax_ep import Group, group as group_module
 SIZE, EXPERTS = 4, 8
 WARM_UP, OPENINGS = 8, 50
 MOST_MB = 24  # the allocator's own; a heap has 5 MB
+MOST_PROGRAMS = 25
 
 
 def resources() -> dict[str, int]:
@@ -35,17 +37,17 @@ def run(group: Group) -> None:
     jax.block_until_ready(helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")(*operands))
 
 
-def open_and_close(size: int) -> None:
+def open_and_close(size: int, openings: int = OPENINGS) -> None:
     """Groups over several processes are kept when they are closed, as what was compiled for them may keep them."""
     mesh = helpers.mesh_of(ep=size)
     kept: list[Group] = []
     before: dict[str, int] = {}
-    for i in range(WARM_UP + OPENINGS):
+    for i in range(WARM_UP + openings):
         if i == WARM_UP:
             gc.collect()
             before = resources()
         with Group(mesh, "ep", timeout=60.0) as group:
-            if i % 4 == 0:
+            if i % max(4, openings // MOST_PROGRAMS) == 0:
                 run(group)
         if jax.process_count() > 1:
             kept.append(group)
@@ -59,7 +61,18 @@ def open_and_close(size: int) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--openings", type=int, default=0)
+    openings = parser.parse_args().openings
     jax.config.update("jax_num_cpu_devices", 1)
     group_module._CPU_PROCESSES_SHARE = True
-    open_and_close(jax.device_count())
+    on_gpus = openings > 0 and jax.default_backend() == "gpu"
+    if on_gpus:
+        open_and_close(jax.device_count())
+    before = helpers.gpu_megabytes() if on_gpus else 0
+    open_and_close(jax.device_count(), openings or OPENINGS)
+    if on_gpus:
+        after = helpers.gpu_megabytes()
+        print(f"MB in use on the GPUs: {before} before {openings} groups, {after} after")
+        assert after <= before + MOST_MB
     print(f"process {jax.process_index()} is done", flush=True)

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -176,9 +175,7 @@ def kept() -> str:
     threads = f"{helpers.own_threads()} threads of jax_ep"
     if jax.default_backend() != "gpu":
         return threads
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    used = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
-    return f"{threads}, {' + '.join(used.split())} MB of GPU memory in use"
+    return f"{threads}, {helpers.gpu_megabytes()} MB of GPU memory in use"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
