@@ -4,7 +4,7 @@
 
 #include <cuda.h>
 
-#include "runtime.h"
+#include "platform/runtime.h"
 
 namespace jax_ep::gpu {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "runtime.h"
+#include "platform/runtime.h"
 
 namespace jax_ep::gpu {
 

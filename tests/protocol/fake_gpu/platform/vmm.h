@@ -1,4 +1,4 @@
-// Virtual memory of a GPU that is the host: allocations are anonymous files; a twin of ffi/runtime/cuda/vmm.h.
+// Virtual memory of a GPU that is the host: allocations are anonymous files; a twin of ffi/runtime/cuda/platform/vmm.h.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +12,7 @@
 #include <optional>
 #include <utility>
 
-#include "runtime.h"
+#include "platform/runtime.h"
 
 namespace jax_ep::gpu {
 

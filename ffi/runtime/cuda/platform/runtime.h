@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <string>
 
 namespace jax_ep::gpu {
 
@@ -46,6 +47,14 @@ inline Error synchronize() { return cudaDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return cudaStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0); }
+// As nvcc names it: "sm_90".
+inline Error architecture(std::string* name, int device) {
+  int major = 0, minor = 0;
+  Error error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  *name = "sm_" + std::to_string(major) + std::to_string(minor);
+  return error;
+}
 inline Error processor_count(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }

@@ -1,11 +1,10 @@
-// Hopper's conversions between number formats, several values at a time.
+// Hopper's conversions between number formats, several values at a time. Callers ask kHopper.
 #pragma once
-
-#define JAX_EP_OWN_CONVERSIONS
 
 #include <cstring>
 
 #include "comm/dtype.h"
+#include "comm/platform.h"
 
 namespace jax_ep {
 

@@ -1,4 +1,4 @@
-// A GPU runtime that is the host, for what runtime/ asks of one; a twin of ffi/runtime/cuda/runtime.h.
+// A GPU runtime that is the host, for what runtime/ asks of one; a twin of ffi/runtime/cuda/platform/runtime.h.
 #pragma once
 
 #include <cstddef>
