@@ -11,7 +11,7 @@
 #include "comm/target/ptx/bulk.h"
 #include "gemm/kernel.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/row_blocks.h"
+#include "kernels/matmul/product.h"
 
 namespace jax_ep {
 
