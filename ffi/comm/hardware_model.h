@@ -25,8 +25,8 @@ struct RowRates {
   PusherRule dispatch_float8[kPusherRules] = {{32, 5, 5}, {64, 4, 2}, {1 << 30, 3, 2}};
   PusherRule combine[kPusherRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 3, 3}};
   int few_pushers = 4;                // of few tokens in float8, and of a combine of few
-  int union_entries_per_block = 256;  // of sparse_union: python -m benchmarks.sparse
-  int union_blocks = 96;              // python -m benchmarks.sparse
+  int union_entries_per_block = 256;  // of sparse_union: a choice, which python -m benchmarks.sparse times
+  int union_blocks = 96;              // at the most: alike
 };
 
 // Of matrix products: gemm/plan.cc.
