@@ -239,13 +239,13 @@ template <int kBlockN, class Memory>
 JAX_EP_FN void open_pipeline(Memory& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Memory::kStages; ++stage) {
-      ptx::init_barrier<1>(&shared.full[stage]);
-      ptx::init_barrier<kConsumerWarps / kParts<kBlockN> * kCluster>(&shared.empty[stage]);
+      ptx::init_barrier(&shared.full[stage], 1);
+      ptx::init_barrier(&shared.empty[stage], kConsumerWarps / kParts<kBlockN> * kCluster);
     }
-    for (uint64_t& turn : shared.turn) ptx::init_barrier<kWarpgroup>(&turn);
+    for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      ptx::init_barrier<1>(&shared.vacant[warp]);
-      ptx::init_barrier<32>(&shared.brought[warp]);
+      ptx::init_barrier(&shared.vacant[warp], 1);
+      ptx::init_barrier(&shared.brought[warp], 32);
     }
     ptx::publish_barriers();
   }

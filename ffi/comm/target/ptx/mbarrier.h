@@ -11,7 +11,12 @@ namespace jax_ep::ptx {
 
 JAX_EP_FN uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// One thread calls, before any other uses the barrier.
+// One thread calls, before any other uses the barrier. As an operand or as an immediate, around which ptxas schedules
+// code otherwise.
+JAX_EP_FN void init_barrier(uint64_t* barrier, int arrivals) {
+  if constexpr (kHopper)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
 template <int kArrivals>
 JAX_EP_FN void init_barrier(uint64_t* barrier) {
   if constexpr (kHopper)
