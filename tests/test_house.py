@@ -43,25 +43,26 @@ def headers(text: str) -> Iterator[tuple[str, str]]:
         yield match[1] or "", match[2] or ""
 
 
-# What each folder of ffi/ may include: itself, and those before it. rows and gemm do not know each other.
+# What each folder of ffi/ may include: itself, and those below. rows and gemm do not know each other.
 MAY_INCLUDE = {
     "comm": (),
     "rows": ("comm",),
-    "gemm": (),
+    "gemm": ("comm",),
     "kernels": ("comm", "rows", "gemm"),
     "runtime": ("comm", "rows", "gemm", "kernels"),
     "bindings": ("comm", "rows", "gemm", "kernels", "runtime"),
 }
-CHOSEN_BY_PATH = ("launch.h", "runtime.h", "vmm.h")  # of runtime/<platform>: for runtime and bindings alone
+PLATFORMS = ("cpu", "cuda", "hip")
+CHOSEN = "platform/"  # of runtime/<platform>, which CMake puts on the include path: for runtime and bindings alone
 
 
 def folders_include_only_those_below(root: Path) -> list[str]:
     found = []
     for folder, below in MAY_INCLUDE.items():
-        chosen = CHOSEN_BY_PATH if folder in ("runtime", "bindings") else ()
+        chosen = (CHOSEN,) if folder in ("runtime", "bindings") else ()
         for path, text in native_files(root, folder):
             for quoted, _ in headers(text):
-                known = quoted.startswith(tuple(f"{each}/" for each in (folder, *below))) or quoted in chosen
+                known = quoted.startswith((*(f"{each}/" for each in (folder, *below)), *chosen))
                 xla = quoted.startswith("xla/ffi/") and folder in ("runtime", "bindings")
                 if quoted and not known and not xla:
                     found.append(f"{path} includes {quoted}")
@@ -117,10 +118,47 @@ def binding_knows_no_offsets(root: Path) -> list[str]:
 def only_platform_h_asks_for_the_platform(root: Path) -> list[str]:
     return [
         f"{path} asks {condition.strip()}"
-        for path, text in native_files(root, "comm", "rows", "kernels")
+        for path, text in native_files(root, *MAY_INCLUDE)
         for condition in CONDITION.findall(text)
         if path != "comm/platform.h" and PLATFORM_MACRO.search(condition)
     ]
+
+
+def only_rows_ask_for_ptx(root: Path) -> list[str]:
+    """What platform.h found out: whether there are headers that only one compiler can read."""
+    return [
+        f"{path} asks {condition.strip()}"
+        for path, text in native_files(root, *MAY_INCLUDE)
+        for condition in CONDITION.findall(text)
+        if "JAX_EP_HAS_PTX" in condition and not path.startswith("rows/")
+    ]
+
+
+def includes_name_files(root: Path) -> list[str]:
+    """No macro chooses what is included, and a name says the folder."""
+    return [
+        f"{path} includes {name}"
+        for path, text in native_files(root, *MAY_INCLUDE)
+        for name in re.findall(r"^[ \t]*#[ \t]*include[ \t]*([^\s<]\S*)", text, re.MULTILINE)
+        if not re.fullmatch(r'"[\w.]+(/[\w.]+)+"', name)
+    ]
+
+
+def a_platform_is_reached_by_its_path(root: Path) -> list[str]:
+    """Nobody names the folder of a platform but that platform itself: others include "platform/...", which every
+    platform of GPUs has alike. bindings/gemm.cc is in the library for CUDA alone."""
+    found = []
+    for path, text in native_files(root, "runtime", "bindings"):
+        for quoted, _ in headers(text):
+            parts = quoted.split("/")
+            at_home = path.startswith("/".join(parts[:2]) + "/") or path == "bindings/gemm.cc"
+            if parts[0] == "runtime" and parts[1] in PLATFORMS and not at_home:
+                found.append(f"{path} includes {quoted}")
+            if quoted.startswith(CHOSEN):
+                users = [path.split("/")[1]] if path.split("/")[1] in PLATFORMS else ["cuda", "hip"]
+                missing = [each for each in users if not (root / "ffi" / "runtime" / each / quoted).is_file()]
+                found += [f"{path} includes {quoted}, which runtime/{each} lacks" for each in missing]
+    return found
 
 
 def assembly_only_for_memory_order(root: Path) -> list[str]:
@@ -167,9 +205,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (folders_include_only_those_below, "ffi/comm/a.h", '#include "xla/ffi/api/ffi.h"'),
     (folders_include_only_those_below, "ffi/comm/target/a.h", '  #  include "rows/movers.h"'),
     (folders_include_only_those_below, "ffi/rows/a.h", '#include "gemm/kernel.h"'),
-    (folders_include_only_those_below, "ffi/gemm/ptx/a.h", '#include "comm/op.h"'),
+    (folders_include_only_those_below, "ffi/gemm/ptx/a.h", '#include "rows/movers.h"'),
+    (folders_include_only_those_below, "ffi/comm/a.h", '#include "gemm/plan.h"'),
     (folders_include_only_those_below, "ffi/kernels/moe/a.h", '#include "runtime/group.h"'),
-    (folders_include_only_those_below, "ffi/kernels/a.h", '#include "launch.h"'),
+    (folders_include_only_those_below, "ffi/kernels/a.h", '#include "platform/launch.h"'),
     (folders_include_only_those_below, "ffi/runtime/cpu/a.cc", '#include "bindings/decode.h"'),
     (families_know_no_other, "ffi/kernels/moe/a.h", '#include "kernels/sparse/args.h"'),
     (devices_know_only_their_compiler, "ffi/comm/a.h", "#include <pybind11/pybind11.h>"),
@@ -182,6 +221,14 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (only_platform_h_asks_for_the_platform, "ffi/comm/target/a.h", "#if __CUDA_ARCH__ >= 900\n#endif"),
     (only_platform_h_asks_for_the_platform, "ffi/kernels/a.h", "#if 0\n#elif defined(__HIP_PLATFORM_AMD__)\n#endif"),
     (only_platform_h_asks_for_the_platform, "ffi/kernels/a.h", "#if !defined(__x86_64__)\n#endif"),
+    (only_platform_h_asks_for_the_platform, "ffi/gemm/a.h", "#if defined(__CUDACC__)\n#endif"),
+    (only_platform_h_asks_for_the_platform, "ffi/bindings/a.cc", "#ifdef JAX_EP_CUDA\n#endif"),
+    (only_rows_ask_for_ptx, "ffi/kernels/a.h", "#if JAX_EP_HAS_PTX\n#endif"),
+    (includes_name_files, "ffi/rows/a.h", "#include JAX_EP_MOVER"),
+    (includes_name_files, "ffi/runtime/a.cc", '#include "launch.h"'),
+    (a_platform_is_reached_by_its_path, "ffi/bindings/a.cc", '#include "runtime/cpu/launch.h"'),
+    (a_platform_is_reached_by_its_path, "ffi/runtime/gpu/a.h", '#include "runtime/cuda/matmul.h"'),
+    (a_platform_is_reached_by_its_path, "ffi/runtime/gpu/a.h", '#include "platform/matmul.h"'),
     (assembly_only_for_memory_order, "ffi/comm/copy.h", 'asm volatile("membar.sys;");'),
     (assembly_only_for_memory_order, "ffi/kernels/a.h", '__asm__("nop");'),
     (protocol_throws_nothing, "ffi/kernels/a.h", "void f() { throw 1; }"),
@@ -200,10 +247,13 @@ KEPT = {
     "ffi/comm/target/hip.h": "#include <hip/hip_runtime.h>\n",
     "ffi/comm/a.h": '// never asm or throw, nor __CUDACC__\n#include "comm/platform.h"\n#include <cstdint>',
     "ffi/kernels/a.h": '#pragma once\n#include "comm/layout.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
-    "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include <optional>\n#include "gemm/ptx/tma.h"',
+    "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include "gemm/ptx/tma.h"\n#include "comm/integers.h"',
     "ffi/gemm/ptx/a.h": 'asm volatile("setmaxnreg;");',
     "ffi/bindings/a.cc": '#include "xla/ffi/api/ffi.h"\n#include "kernels/a.h"\nvoid f() { throw 1; }',
-    "ffi/runtime/a.h": '#include "comm/heap.h"\n#include "runtime/gpu/a.h"\n#include "vmm.h"\n#include <poll.h>',
+    "ffi/runtime/a.h": '#include "runtime/gpu/a.h"\n#include "platform/vmm.h"\n#include <poll.h>',
+    "ffi/runtime/cuda/platform/vmm.h": '#include "platform/vmm.h"',
+    "ffi/runtime/hip/platform/vmm.h": "#include <hip/hip_runtime_api.h>",
+    "ffi/rows/a.h": '#if JAX_EP_HAS_PTX\n#include "comm/target/ptx/bulk.h"\n#endif',
     "ffi/runtime/gpu/launch.h": '#include "xla/ffi/api/ffi.h"',
     **python_rules.KEPT,
 }

@@ -21,6 +21,7 @@
 #include "gemm/gemm.h"
 
 using namespace jax_ep::gemm;
+using jax_ep::DType;
 
 inline int& wrong_cases() {
   static int count = 0;
@@ -101,9 +102,9 @@ class Buffers {
   const Case& of() const { return case_; }
 
   Config config() const {
-    int processors = 0;
-    CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
-    return choose_config(case_.grouping, case_.m, case_.n, case_.k, case_.groups(), processors);
+    jax_ep::HardwareModel model = jax_ep::hardware_model("sm_90");
+    CHECK(cudaDeviceGetAttribute(&model.sms, cudaDevAttrMultiProcessorCount, 0));
+    return plan({case_.grouping, case_.m, case_.n, case_.k, case_.groups()}, model);
   }
   void run(const Config& config) {
     const Arguments arguments{

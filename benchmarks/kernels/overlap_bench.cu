@@ -14,7 +14,6 @@
 
 namespace {
 
-constexpr int kProcessors = 132;
 using Counts = std::vector<int>;  // of blocks that communicate
 bool failed = false;
 
@@ -26,15 +25,13 @@ struct Case {
 
   bool gathers() const { return op == OpKind::all_gather_matmul; }
   int rows_of_result(int ranks) const { return op == OpKind::matmul_reduce_scatter ? shape.m / ranks : shape.m; }
+  ProductShape shape_for(int ranks) const {
+    return {op, shape.m, shape.n, shape.k, gathers() ? 2 : size_of(dtype), ranks};
+  }
   OverlapConfig config(int ranks, int block_n, int communicating) const {
-    if (gathers()) return gather_with(shape.m, shape.n, shape.k, 2, ranks, kProcessors, block_n, communicating);
-    return reduce_with(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors, block_n,
-                       communicating);
+    return plan_with(shape_for(ranks), hardware_model("sm_90"), block_n, communicating);
   }
-  OverlapConfig choice(int ranks) const {
-    if (gathers()) return choose_gather(shape.m, shape.n, shape.k, 2, ranks, kProcessors);
-    return choose_reduce(op, shape.m, shape.n, shape.k, dtype == DType::float32 ? 4 : 2, ranks, kProcessors);
-  }
+  OverlapConfig choice(int ranks) const { return plan(shape_for(ranks), hardware_model("sm_90")); }
 };
 
 std::vector<Rank> make_ranks(const Case& c, int count) {
@@ -164,7 +161,7 @@ double time_product(const Case& c, const std::vector<Rank>& ranks) {
     gemm::Arguments x{};
     x.grouping = gemm::Grouping::none;
     x.m = c.shape.m, x.n = c.shape.n, x.k = c.shape.k, x.groups = 1;
-    x.in = gemm::DType::bfloat16, x.out = gemm::DType::bfloat16;
+    x.in = DType::bfloat16, x.out = DType::bfloat16;
     x.b_is_k_by_n = !c.transpose_b;
     x.a = ranks[r].gathered, x.b = ranks[r].b, x.out_data = ranks[r].partial;
     if (const auto error = gemm::launch(x, ranks[r].stream)) std::printf("ERROR %s\n", error->c_str());

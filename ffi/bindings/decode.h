@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "launch.h"  // of the platform this library is built for
+#include "platform/launch.h"
 #include "runtime/registry.h"
 #include "runtime/sites.h"
 

@@ -1,6 +1,7 @@
 // FFI handlers of the grouped products. They need no group of ranks: everything is on the device of the call.
 #include "gemm/gemm.h"
 
+#include "bindings/decode.h"
 #include "bindings/handlers.h"
 #include "runtime/cuda/matmul.h"
 #include "runtime/extra.h"
@@ -8,21 +9,11 @@
 namespace jax_ep {
 namespace {
 
-namespace ffi = xla::ffi;
 using Sizes = ffi::Buffer<ffi::S32>;
-
-std::optional<gemm::DType> gemm_dtype(ffi::DataType type) {
-  if (type == ffi::BF16) return gemm::DType::bfloat16;
-  if (type == ffi::F16) return gemm::DType::float16;
-  if (type == ffi::F32) return gemm::DType::float32;
-  return std::nullopt;
-}
-
-int dim(ffi::AnyBuffer buffer, size_t axis) { return static_cast<int>(buffer.dimensions()[axis]); }
 
 ffi::Error start(gemm::Arguments arguments, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, Sizes sizes,
                  ffi::AnyBuffer out) {
-  const auto in = gemm_dtype(a.element_type()), result = gemm_dtype(out.element_type());
+  const auto in = dtype_of(a.element_type()), result = dtype_of(out.element_type());
   if (!in || !result || a.element_type() != b.element_type())
     return {ffi::ErrorCode::kInvalidArgument, "grouped product: operands must be bfloat16 or float16, both alike"};
   arguments.in = *in;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "comm/integers.h"
 #include "comm/platform.h"
 
 namespace jax_ep {
@@ -15,25 +16,6 @@ struct Range {
 JAX_EP_FN Range share(int items, int index, int count) {
   return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
 }
-
-JAX_EP_FN int align_up(int rows, int alignment) { return (rows + alignment - 1) / alignment * alignment; }
-
-JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
-JAX_EP_FN int larger(int a, int b) { return a > b ? a : b; }
-
-// Divides by a number known only at run time, by one multiplication: exact for every dividend below 2^32.
-class Divider {
- public:
-  JAX_EP_FN explicit Divider(int divisor) : divisor_(divisor), magic_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}
-  JAX_EP_FN int quotient(int n) const {
-    if (divisor_ <= 1) return n;
-    return static_cast<int>((static_cast<unsigned __int128>(magic_) * static_cast<uint32_t>(n)) >> 64);
-  }
-
- private:
-  int divisor_;
-  uint64_t magic_;
-};
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
 struct Target {
@@ -95,7 +77,7 @@ JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int max_ranks) {
 
 // Squads that take part in routing.
 JAX_EP_FN int router_squads(int assignments, int per_squad, int squads) {
-  const int wanted = (assignments + per_squad - 1) / per_squad;
+  const int wanted = ceil_div(assignments, per_squad);
   return larger(1, smaller(wanted, smaller(squads, kMaxRouters)));
 }
 

@@ -1,12 +1,12 @@
 // The life of one op on one rank: begin, post, deliver, finish. Every kernel of this library is written over it.
 #pragma once
 
-#include "comm/barrier.h"
 #include "comm/heap.h"
 #include "comm/layout.h"
 #include "comm/notes_to_host.h"
-#include "comm/recording.h"
 #include "comm/result.h"
+#include "comm/squads.h"
+#include "comm/timeline.h"
 
 namespace jax_ep {
 

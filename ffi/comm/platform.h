@@ -1,20 +1,28 @@
-// Chooses the target this code is compiled for. The only place that asks which platform it is.
+// Chooses the target this code is compiled for. The only place that asks the compiler which one that is.
 //
 // A target header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), the memory-order verbs, clock_ns,
 // pause, and Team: the unit that runs a kernel together, a warp on a GPU and a thread on the CPU.
 #pragma once
 
-// Hopper and newer copy in bulk through shared memory.
+namespace jax_ep {
+
+// Hopper and newer copy in bulk through shared memory, and convert several values at a time.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define JAX_EP_BULK_COPIES 1
+constexpr bool kHopper = true;
 #else
-#define JAX_EP_BULK_COPIES 0
+constexpr bool kHopper = false;
 #endif
 
+}  // namespace jax_ep
+
+// JAX_EP_HAS_PTX: the target has headers of its own (comm/target/ptx, rows/target/bulk.h) that others cannot read.
 #if defined(__CUDACC__)
+#define JAX_EP_HAS_PTX 1
 #include "comm/target/cuda.h"
 #elif defined(__HIP__)
+#define JAX_EP_HAS_PTX 0
 #include "comm/target/hip.h"
 #else
+#define JAX_EP_HAS_PTX 0
 #include "comm/target/host.h"
 #endif

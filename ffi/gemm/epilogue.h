@@ -5,23 +5,24 @@
 #include <cuda_fp16.h>
 
 #include "gemm/layout.h"
+#include "gemm/ptx/cluster.h"
 #include "gemm/ptx/tma.h"
 #include "gemm/ptx/warps.h"
 
 namespace jax_ep::gemm {
 
-__device__ __forceinline__ uint32_t pack(float a, float b, __nv_bfloat16) {
+JAX_EP_FN uint32_t pack(float a, float b, __nv_bfloat16) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
   return reinterpret_cast<const uint32_t&>(both);
 }
-__device__ __forceinline__ uint32_t pack(float a, float b, __half) {
+JAX_EP_FN uint32_t pack(float a, float b, __half) {
   const __half2 both = __floats2half2_rn(a, b);
   return reinterpret_cast<const uint32_t&>(both);
 }
 
 // 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of that row + 8.
 template <class Out>
-__device__ __forceinline__ void stage_columns(char* to, const float* d, int lane) {
+JAX_EP_FN void stage_columns(char* to, const float* d, int lane) {
   const int line = lane & 15, half = lane >> 4;
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair, d += 8)
@@ -30,7 +31,7 @@ __device__ __forceinline__ void stage_columns(char* to, const float* d, int lane
 }
 // 16 rows x 32 columns as they are.
 template <>
-__device__ __forceinline__ void stage_columns<float>(char* to, const float* d, int lane) {
+JAX_EP_FN void stage_columns<float>(char* to, const float* d, int lane) {
   const int line = lane >> 2, piece = (lane & 3) >> 1, byte = (lane & 1) * 8;
 #pragma unroll
   for (int eight = 0; eight < 4; ++eight, d += 4) {
@@ -40,8 +41,7 @@ __device__ __forceinline__ void stage_columns<float>(char* to, const float* d, i
 }
 
 // Rows before `rows` and pieces before `pieces` of what was staged, where TMA would write too much.
-__device__ __forceinline__ void store_lines(char* to, int64_t row_bytes, int rows, int pieces, const char* from,
-                                            int lane) {
+JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int pieces, const char* from, int lane) {
   const int piece = lane & 7;
 #pragma unroll
   for (int line = lane >> 3; line < kOutRows; line += 4)
@@ -57,13 +57,13 @@ constexpr bool kCanSplit = kBlockN == 128;
 // This block's half of the columns of a tile of which both blocks of the cluster have contracted a part: they swap what
 // the other is to store, and add, which gives the same bits in either order.
 template <int kCount, class Memory>
-__device__ __forceinline__ void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared,
-                                            uint32_t parity, int warp, int lane) {
+JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared, uint32_t parity,
+                           int warp, int lane) {
   static_assert(kCount * 32 * sizeof(float) <= 2 * kOutBytes);
   const int rank = blockIdx.x % kCluster, peer = 1 - rank;
   float4* const brought = reinterpret_cast<float4*>(shared.out[warp]) + lane;
   if (lane == 0) {
-    wait_stores_read<0>();
+    ptx::wait_stores_read<0>();
     arrive_with_data(&shared.vacant[warp], peer);
   }
   wait_for_data(&shared.vacant[warp], parity);
@@ -86,9 +86,8 @@ __device__ __forceinline__ void swap_halves(float (&half)[kCount], const float (
 
 // A warp's accumulators of 16 rows of a tile, the slot-th. The last stores still read `buffers` when it returns.
 template <class Out, int kBlockN>
-__device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
-                                           const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int slot,
-                                           int lane) {
+JAX_EP_FN void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
+                          const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int slot, int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
   const int row = tile.row + slot * kOutRows, matrix = problem.grouping == Grouping::contraction ? tile.group : 0;
   const bool whole = row + kOutRows <= tile.row_end;
@@ -99,10 +98,10 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, con
     const int col = tile.out_col + chunk * kColumns;
     char* const buffer = buffers[chunk & 1];
     if (col < problem.n) {
-      if (lane == 0) wait_stores_read<1>();  // the other buffer's may go on
+      if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
       __syncwarp();
       stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
-      if (whole) shared_proxy_fence();
+      if (whole) ptx::shared_proxy_fence();
       __syncwarp();
       if (!whole)
         store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
@@ -110,14 +109,14 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, Out* out, con
       else if (lane == 0)
         store_box(map, {col, row, matrix}, buffer);
     }
-    if (lane == 0) commit_stores();  // one group a chunk, even if empty: so the latest but one is this buffer's
+    if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty: so the latest but one is this buffer's
   }
 }
 
 // The same by plain stores: put(row, column, words) for each 16 bytes, by the lanes of a warp together.
 template <class Out, int kBlockN, class Put>
-__device__ __forceinline__ void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
-                                         char (*buffers)[kOutBytes], int slot, int lane, Put put) {
+JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
+                        char (*buffers)[kOutBytes], int slot, int lane, Put put) {
   constexpr int kColumns = kLineBytes / sizeof(Out), kValues = 16 / sizeof(Out);
   const int row = tile.row + slot * kOutRows;
 #pragma unroll

@@ -6,11 +6,10 @@
 #include <optional>
 #include <string>
 
-#include "gemm/config.h"
+#include "comm/dtype.h"
+#include "gemm/plan.h"
 
 namespace jax_ep::gemm {
-
-enum class DType { bfloat16, float16, float32 };
 
 // Row-major arrays without gaps. Dimensions and leading dimensions of 16-bit arrays are multiples of 8.
 struct Arguments {
@@ -28,7 +27,7 @@ struct Arguments {
 // Starts the product on the stream of the current device, or says why it cannot. May be captured in a CUDA graph.
 std::optional<std::string> launch(const Arguments& arguments, const Config& config, cudaStream_t stream);
 
-// The same as choose_config lays it over the current device.
+// As it is planned for the current device.
 std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
 
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.

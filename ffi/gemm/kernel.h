@@ -3,8 +3,10 @@
 // take tiles in turns, its multiplies do too.
 #pragma once
 
+#include "comm/target/ptx/block.h"
 #include "gemm/epilogue.h"
 #include "gemm/layout.h"
+#include "gemm/ptx/cluster.h"
 #include "gemm/ptx/tma.h"
 #include "gemm/ptx/warps.h"
 #include "gemm/ptx/wgmma.h"
@@ -40,12 +42,12 @@ struct Position {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance() {
+  JAX_EP_FN void advance() {
     if (++stage < kStages) return;
     stage = 0;
     parity ^= 1;
   }
-  __device__ __forceinline__ void advance(int stages) {
+  JAX_EP_FN void advance(int stages) {
     stage += stages;
     parity ^= stage / kStages & 1;
     stage %= kStages;
@@ -55,8 +57,8 @@ struct Position {
 // This block's slices of an operand, of which the first `wanted` are: all, or half of them for both blocks of the
 // cluster. What lies wholly outside is not even filled with zeros, for which TMA takes its time.
 template <bool kMn, int kSlices>
-__device__ __forceinline__ void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted,
-                                            bool once, bool shared, int rank, uint64_t* barrier) {
+JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
+                           bool shared, int rank, uint64_t* barrier) {
   const int begin = shared ? rank * kSlices / 2 : 0, end = shared ? begin + kSlices / 2 : kSlices;
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
@@ -89,7 +91,7 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
       uint64_t* const full = &shared.full[at.stage];
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
       if (!elect_lane()) continue;
-      arrive_expecting(full, (slices_a + kSlicesB) * kSliceBytes);
+      ptx::arrive_expecting(full, (slices_a + kSlicesB) * kSliceBytes);
       load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, slices_a, /*once=*/false, tile.common == Common::a,
                                   rank, full);
       load_slices<kMnB, kSlicesB>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, kSlicesB,
@@ -103,33 +105,33 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
 
 // The contraction ends inside this stage: the lines from `valid` on belong to the next group, whatever they hold.
 template <int kBlockN>
-__device__ __forceinline__ void zero_lines(char* stage, int valid) {
+JAX_EP_FN void zero_lines(char* stage, int valid) {
   const int pieces = (kSlice - valid) * (kLineBytes / 16);
   constexpr int kThreads = kConsumers / kParts<kBlockN>;
   for (int i = threadIdx.x % kThreads; i < Shared<kBlockN>::kSlices * pieces; i += kThreads)
     *reinterpret_cast<uint4*>(stage + i / pieces * kSliceBytes + valid * kLineBytes + i % pieces * 16) = uint4{};
-  shared_proxy_fence();
-  sync_some(1 + threadIdx.x / kThreads, kThreads);
+  ptx::shared_proxy_fence();
+  ptx::sync_some(1 + threadIdx.x / kThreads, kThreads);
 }
 
 // Tells both producers of the cluster that this warp is done with a stage.
-__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+JAX_EP_FN void release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
 // Where warpgroups take turns: waits for this one's, of so many, and lets the other go on with the stages that follow.
 template <int kBlockN, class Memory>
-__device__ __forceinline__ void await_turn(Memory& shared, int turn, int warpgroup) {
+JAX_EP_FN void await_turn(Memory& shared, int turn, int warpgroup) {
   if constexpr (in_turns(kBlockN)) wait_barrier(&shared.turn[warpgroup], (turn + 1 + warpgroup) & 1, "a turn");
 }
 template <int kBlockN, class Memory>
-__device__ __forceinline__ void pass_turn(Memory& shared, int warpgroup, int lane) {
-  if (in_turns(kBlockN) && lane == 0) arrive(&shared.turn[1 - warpgroup]);
+JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
+  if (in_turns(kBlockN) && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
 // Nothing of what a warpgroup would multiply is wanted: its loads pass by.
 template <class Memory>
-__device__ __forceinline__ void skip(Memory& shared, const Tile& tile, Position<Memory::kStages>& at, int lane) {
+JAX_EP_FN void skip(Memory& shared, const Tile& tile, Position<Memory::kStages>& at, int lane) {
   for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
     release(&shared.empty[at.stage], lane);
@@ -138,9 +140,8 @@ __device__ __forceinline__ void skip(Memory& shared, const Tile& tile, Position<
 
 // What a warpgroup multiplies of a tile: d = a x b.
 template <class In, int kBlockN, bool kMnA, bool kMnB, class Memory>
-__device__ __forceinline__ void accumulate(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared,
-                                           const Problem& problem, const Tile& tile, Position<Memory::kStages>& at,
-                                           int warpgroup, int lane) {
+JAX_EP_FN void accumulate(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, const Problem& problem,
+                          const Tile& tile, Position<Memory::kStages>& at, int warpgroup, int lane) {
   const int first_slice = in_turns(kBlockN) ? 0 : warpgroup;
   int running = -1;  // the stage that wgmma may still read
   if (tile.k_begin >= tile.k_end) {
@@ -181,9 +182,8 @@ __device__ __forceinline__ void accumulate(float (&d)[kParts<kBlockN>][kBlockN /
 
 // A warp's part of a tile, to where the hooks want it.
 template <class Out, int kBlockN, class Hooks>
-__device__ __forceinline__ void store(const CUtensorMap& map, Out* out, const Problem& problem, const Hooks& hooks,
-                                      const Tile& tile, const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes],
-                                      int slot, int lane) {
+JAX_EP_FN void store(const CUtensorMap& map, Out* out, const Problem& problem, const Hooks& hooks, const Tile& tile,
+                     const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int slot, int lane) {
   if constexpr (Hooks::kStores)
     hooks.template store<kBlockN>(tile, d, buffers, slot, lane);
   else
@@ -226,28 +226,28 @@ __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& ma
       pass_turn<kBlockN>(shared, warpgroup, lane);
     }
     if constexpr (Hooks::kAwaitStores) {
-      if (lane == 0) wait_stores_written<0>();
+      if (lane == 0) ptx::wait_stores_written<0>();
       __syncwarp();
     }
     hooks.after_tile(tile, warp);
   }
   hooks.after_last(tile, tiles, warp);
-  if (lane == 0) wait_stores_written<0>();  // shared memory goes with the block; others look at the result
+  if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the block; others look at the result
 }
 
 template <int kBlockN, class Memory>
-__device__ __forceinline__ void open_pipeline(Memory& shared) {
+JAX_EP_FN void open_pipeline(Memory& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Memory::kStages; ++stage) {
-      init_barrier(&shared.full[stage], 1);
-      init_barrier(&shared.empty[stage], kConsumerWarps / kParts<kBlockN> * kCluster);
+      ptx::init_barrier(&shared.full[stage], 1);
+      ptx::init_barrier(&shared.empty[stage], kConsumerWarps / kParts<kBlockN> * kCluster);
     }
-    for (uint64_t& turn : shared.turn) init_barrier(&turn, kWarpgroup);
+    for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      init_barrier(&shared.vacant[warp], 1);
-      init_barrier(&shared.brought[warp], 32);
+      ptx::init_barrier(&shared.vacant[warp], 1);
+      ptx::init_barrier(&shared.brought[warp], 32);
     }
-    publish_barriers();
+    ptx::publish_barriers();
   }
   sync_cluster();
 }
@@ -265,9 +265,8 @@ struct Registers<Nothing> {
 // The part of one of `blocks` blocks. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`,
 // `b` map slices, `out_map` a warp's box.
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__device__ __forceinline__ void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensorMap& b,
-                                               const CUtensorMap& out_map, void* out, const Problem& problem,
-                                               const Hooks& hooks, int block, int blocks) {
+JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& out_map,
+                              void* out, const Problem& problem, const Hooks& hooks, int block, int blocks) {
   using Beside = typename Hooks::Beside;
   auto& shared = *reinterpret_cast<SharedFor<kBlockN, Hooks>*>(memory);
   open_pipeline<kBlockN>(shared);

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "comm/target/ptx/mbarrier.h"
 #include "gemm/problem.h"
-#include "gemm/ptx/mbarrier.h"
 
 namespace jax_ep::gemm {
 
@@ -27,13 +27,13 @@ constexpr int kOutBytes = kOutRows * kLineBytes;
 
 // Two warpgroups share a wide tile, 64 rows each; narrow ones they take in turns, so that one stores while the other
 // multiplies.
-constexpr JAX_EP_GEMM_FN bool in_turns(int block_n) { return block_n == 128; }
+JAX_EP_CONSTANT_FN bool in_turns(int block_n) { return block_n == 128; }
 template <int kBlockN>
 constexpr int kParts = in_turns(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
 
 // Which 16 rows of a tile a warp holds in a part.
 template <int kBlockN>
-JAX_EP_GEMM_FN int slot_of(int part, int warp) {
+JAX_EP_FN int slot_of(int part, int warp) {
   return in_turns(kBlockN) ? part * kWarpgroup + warp % kWarpgroup : warp;
 }
 
@@ -42,7 +42,7 @@ struct Storing {
   int first, warps;
   uint32_t tiles;
 };
-JAX_EP_GEMM_FN Storing storing(int block_n, int tile) {
+JAX_EP_FN Storing storing(int block_n, int tile) {
   if (!in_turns(block_n)) return {0, kConsumerWarps, static_cast<uint32_t>(tile) + 1};
   return {tile % 2 * kWarpgroup, kWarpgroup, static_cast<uint32_t>(tile) / 2 + 1};
 }
@@ -66,11 +66,11 @@ struct Shared {
 };
 
 // Where the 16-byte piece of a line lies.
-__device__ __forceinline__ int swizzled(int line, int piece) { return line * kLineBytes + ((piece ^ (line & 7)) << 4); }
+JAX_EP_FN int swizzled(int line, int piece) { return line * kLineBytes + ((piece ^ (line & 7)) << 4); }
 
 // The word that tells wgmma where an operand lies, in 16-byte units of 14 bits each. In a cluster a shared address
 // carries the block's rank above the offset, which must not reach the strides.
-constexpr JAX_EP_GEMM_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
+JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
   constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
          (address >> 4 & kField);
@@ -80,8 +80,8 @@ static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024
 // What wgmma wants to know of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the
 // operand (m or n) rather than along the contraction; then the two strides lead to the next slice and the next atom.
 template <bool kMn>
-__device__ __forceinline__ uint64_t describe(const char* slice) {
-  return descriptor(shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
+JAX_EP_FN uint64_t describe(const char* slice) {
+  return descriptor(ptx::shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
 }
 
 // From one step of the contraction to the next.

@@ -3,11 +3,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define JAX_EP_GEMM_FN __host__ __device__ __forceinline__
-#else
-#define JAX_EP_GEMM_FN inline
-#endif
+#include "comm/integers.h"
 
 namespace jax_ep::gemm {
 
@@ -47,9 +43,5 @@ struct Tile {
   int out_col, out_end;  // the columns that this block stores
   bool last;             // of its block, if there are no groups
 };
-
-JAX_EP_GEMM_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
-JAX_EP_GEMM_FN int smaller(int a, int b) { return a < b ? a : b; }
-JAX_EP_GEMM_FN int larger(int a, int b) { return a > b ? a : b; }
 
 }  // namespace jax_ep::gemm

@@ -11,7 +11,7 @@ namespace jax_ep::gemm {
 // Clusters take the tiles of a group, then of the next, round-robin; the groups' sizes are read on the way.
 class Schedule {
  public:
-  JAX_EP_GEMM_FN Schedule(const Problem& problem, int block_n, int block, int blocks)
+  JAX_EP_FN Schedule(const Problem& problem, int block_n, int block, int blocks)
       : problem_(problem), block_n_(block_n) {
     const int cluster = block / kCluster;
     rank_ = block % kCluster;
@@ -22,7 +22,7 @@ class Schedule {
 
   // False behind the last tile. Both blocks of a cluster get tiles of one group and one range of the contraction; a
   // tile may lie wholly outside the matrix.
-  JAX_EP_GEMM_FN bool next(Tile* tile) {
+  JAX_EP_FN bool next(Tile* tile) {
     while (next_ - first_ >= dominoes_) {
       if (tile_.group == last_group()) return false;
       first_ += dominoes_;
@@ -36,17 +36,17 @@ class Schedule {
 
  private:
   // With groups of rows, the rows behind the last group are one more, without contraction.
-  JAX_EP_GEMM_FN int last_group() const {
+  JAX_EP_FN int last_group() const {
     if (problem_.grouping == Grouping::none) return 0;
     return problem_.grouping == Grouping::rows ? problem_.groups : problem_.groups - 1;
   }
 
   // Sizes that would leave the matrix are cut off.
-  JAX_EP_GEMM_FN int size_of(int group, int left) const {
+  JAX_EP_FN int size_of(int group, int left) const {
     return group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
   }
 
-  JAX_EP_GEMM_FN void open_group(int group) {
+  JAX_EP_FN void open_group(int group) {
     tile_ = {group, 0, 0, problem_.m, 0, problem_.k, Common::b, 0, 0, false};
     if (problem_.grouping == Grouping::rows) {
       tile_.row = start_;
@@ -64,7 +64,7 @@ class Schedule {
   }
 
   // Down the rows of a band in two columns, which are as many dominoes as there are rows, then to the next two.
-  JAX_EP_GEMM_FN void place(int domino, Tile* tile) const {
+  JAX_EP_FN void place(int domino, Tile* tile) const {
     if (problem_.split_k) return place_split(domino, tile);
     const int band = domino / (problem_.band * columns_), inside = domino - band * problem_.band * columns_;
     const int first_row = band * problem_.band * 2, rows = smaller(problem_.band * 2, rows_ - first_row);
@@ -80,7 +80,7 @@ class Schedule {
   }
 
   // As many steps of the contraction for both blocks, though the last may lie behind its end; then half of the columns.
-  JAX_EP_GEMM_FN void place_split(int domino, Tile* tile) const {
+  JAX_EP_FN void place_split(int domino, Tile* tile) const {
     *tile = tile_;
     tile->common = Common::tile;
     tile->row += domino % rows_ * kBlockM;
@@ -92,7 +92,7 @@ class Schedule {
     tile->out_end = tile->out_col + block_n_ / 2;
   }
 
-  JAX_EP_GEMM_FN int pair_at(int i) const {
+  JAX_EP_FN int pair_at(int i) const {
     if (problem_.grouping != Grouping::none) return i;
     const int pairs = rows_ / 2, lead = problem_.pair_lead, parts = problem_.pair_parts;
     if (i < lead) return (problem_.pair_first + i) % pairs;

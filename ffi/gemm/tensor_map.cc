@@ -33,7 +33,7 @@ CUtensorMapDataType map_type(DType dtype) {
 std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (!encode) return "the CUDA driver has no cuTensorMapEncodeTiled: it must be of CUDA 12 or newer";
-  const cuuint64_t bytes = bytes_of(matrices.dtype), line = matrices.inner * bytes;
+  const cuuint64_t bytes = size_of(matrices.dtype), line = matrices.inner * bytes;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(matrices.inner), static_cast<cuuint64_t>(matrices.outer),
                               static_cast<cuuint64_t>(matrices.count)};
   const cuuint64_t strides[] = {line, line * matrices.outer};

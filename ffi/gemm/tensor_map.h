@@ -17,8 +17,6 @@ struct Matrices {
   int inner, outer, count;
 };
 
-constexpr int bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
 // Describes boxes of `lines` times 128 bytes, swizzled; what lies outside the matrices reads as zero. Returns an error.
 std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map);
 

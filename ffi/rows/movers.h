@@ -23,7 +23,6 @@
 #pragma once
 
 #include "comm/platform.h"
-
 namespace jax_ep {
 
 // begin, begin + step, ... below end, then -1.
@@ -39,5 +38,20 @@ struct Stride {
 
 }  // namespace jax_ep
 
-#include JAX_EP_MOVER
-#include JAX_EP_STREAMS
+#if JAX_EP_HAS_PTX
+#include "rows/target/bulk.h"
+
+namespace jax_ep {
+using RowMover = BulkMover;
+using RowReader = BulkReader;
+using RowWriter = BulkWriter;
+}  // namespace jax_ep
+#else
+#include "rows/target/plain.h"
+
+namespace jax_ep {
+using RowMover = PlainMover;
+using RowReader = PlainReader;
+using RowWriter = PlainWriter;
+}  // namespace jax_ep
+#endif

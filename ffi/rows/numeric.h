@@ -6,6 +6,9 @@
 
 #include "comm/dtype.h"
 #include "comm/platform.h"
+#if JAX_EP_HAS_PTX
+#include "comm/target/ptx/convert.h"
+#endif
 
 namespace jax_ep {
 
@@ -68,25 +71,11 @@ JAX_EP_FN void from_float(float x, Float8E4M3* out) {
   out->bits = static_cast<uint8_t>(((bits >> 24) & 0x80u) | (nan ? 0x7fu : rounded));
 }
 
-#ifdef JAX_EP_OWN_CONVERSIONS
-constexpr bool kOwnConversions = true;
-#else
-constexpr bool kOwnConversions = false;
-template <class T>
-JAX_EP_FN void word_from_floats(const float*, T*) {}
-template <class T>
-JAX_EP_FN void floats_from_pair(const T*, float*, float*) {}
-template <class T>
-JAX_EP_FN uint32_t largest_of_pairs(uint32_t, const T*) {
-  return 0;
-}
-#endif
-
 // Many at a time, which a target may do better than one by one.
 template <int kCount, class T>
 JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
   constexpr int kPerWord = sizeof(float) / sizeof(T);
-  if constexpr (kOwnConversions && kPerWord > 1 && kCount % kPerWord == 0) {
+  if constexpr (kHopper && kPerWord > 1 && kCount % kPerWord == 0) {
     for (int i = 0; i < kCount; i += kPerWord) word_from_floats(from + i, to + i);
   } else {
     for (int i = 0; i < kCount; ++i) from_float(from[i], &to[i]);
@@ -94,7 +83,7 @@ JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
 }
 template <int kCount, class T>
 JAX_EP_FN void to_floats(const T* from, float (&to)[kCount]) {
-  if constexpr (kOwnConversions && kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
+  if constexpr (kHopper && kCount % 2 == 0 && sizeof(T) < sizeof(float)) {
     for (int i = 0; i < kCount; i += 2) floats_from_pair(from + i, &to[i], &to[i + 1]);
   } else {
     for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
@@ -104,7 +93,7 @@ JAX_EP_FN void to_floats(const T* from, float (&to)[kCount]) {
 // The largest magnitude of some values, as the bits of a float32: as integers, NaN is the largest.
 template <int kCount, class T>
 JAX_EP_FN uint32_t largest_magnitude(const T* values) {
-  if constexpr (kOwnConversions && kCount % 4 == 0 && sizeof(T) == 2) {
+  if constexpr (kHopper && kCount % 4 == 0 && sizeof(T) == 2) {
     uint32_t pair = 0;
     for (int i = 0; i < kCount; i += 4) pair = largest_of_pairs(pair, values + i);
     T largest;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "comm/copy.h"
+#include "rows/direct_sum.h"
 #include "rows/lineup.h"
-#include "rows/lone_sum.h"
 #include "rows/movers.h"
 #include "rows/piece.h"
 #include "rows/row_stream.h"

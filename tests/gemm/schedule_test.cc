@@ -9,8 +9,8 @@
 #include <tuple>
 #include <vector>
 
-#include "gemm/config.h"
-#include "kernels/matmul/overlap_config.h"
+#include "gemm/plan.h"
+#include "kernels/matmul/plan.h"
 
 using namespace jax_ep::gemm;
 
@@ -89,13 +89,15 @@ int main() {
   const auto draw = [&](int from, int to) { return std::uniform_int_distribution(from, to)(random); };
   for (int i = 0; i < 300; ++i) {
     const auto grouping = static_cast<Grouping>(i % 3);
-    const int m = draw(1, 900), n = draw(1, 900), k = draw(1, 2000), processors = draw(2, 40);
+    const int m = draw(1, 900), n = draw(1, 900), k = draw(1, 2000), sms = draw(2, 40);
     std::vector<int> sizes(grouping == Grouping::none ? 1 : draw(1, 9));
     for (int& size : sizes) size = draw(-20, 300);
     const int groups = static_cast<int>(sizes.size());
-    Config config = choose_config(grouping, m, n, k, groups, processors);
+    jax_ep::HardwareModel model = jax_ep::hardware_model("sm_90");
+    model.sms = sms;
+    Config config = plan({grouping, m, n, k, groups}, model);
     config.band = draw(1, 3);
-    require(config.blocks % kCluster == 0 && config.blocks <= processors, "whole clusters");
+    require(config.blocks % kCluster == 0 && config.blocks <= sms, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
     problem.split_k = config.split_k;
     const int ranks = draw(1, 4);

@@ -18,9 +18,9 @@
 
 #include "expect.h"
 #include "kernels/kernels.h"
+#include "platform/vmm.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/reach.h"
-#include "vmm.h"
 
 namespace jax_ep {
 

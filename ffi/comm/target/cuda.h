@@ -10,8 +10,6 @@
 #define JAX_EP_COLD_FN inline __device__ __noinline__
 #endif
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
-#define JAX_EP_MOVER "rows/target/cuda_mover.h"
-#define JAX_EP_STREAMS "rows/target/cuda_streams.h"
 
 #include "comm/place.h"
 
@@ -153,7 +151,3 @@ JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
 }
 
 }  // namespace jax_ep
-
-#if JAX_EP_BULK_COPIES
-#include "comm/target/cuda_convert.h"
-#endif

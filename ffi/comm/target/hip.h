@@ -8,8 +8,6 @@
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
 #define JAX_EP_COLD_FN __device__ inline __attribute__((noinline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
-#define JAX_EP_MOVER "rows/target/plain_mover.h"
-#define JAX_EP_STREAMS "rows/target/plain_streams.h"
 
 #include "comm/place.h"
 

@@ -13,8 +13,6 @@
 #define JAX_EP_FN inline
 #define JAX_EP_COLD_FN inline
 #define JAX_EP_CONSTANT_FN constexpr
-#define JAX_EP_MOVER "rows/target/plain_mover.h"
-#define JAX_EP_STREAMS "rows/target/plain_streams.h"
 
 #include "comm/place.h"
 

@@ -1,9 +1,10 @@
-// Boxes of tensors in global memory, copied to and from shared memory by the tensor memory accelerator.
+// Boxes of tensors in global memory, copied to and from shared memory by the tensor memory accelerator. They complete
+// as other bulk copies do.
 #pragma once
 
 #include <cuda.h>
 
-#include "gemm/ptx/mbarrier.h"
+#include "comm/target/ptx/bulk.h"
 
 namespace jax_ep::gemm {
 
@@ -12,49 +13,35 @@ struct Corner {
   int inner, outer, matrix;
 };
 
-__device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
+JAX_EP_FN void load_box(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-      "[%2];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
+      "[%2];" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
       : "memory");
 }
 // What is read only once: the L2 cache lets go of it first. The word is what createpolicy makes of L2::evict_first.
-__device__ __forceinline__ void load_box_once(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
+JAX_EP_FN void load_box_once(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix), "l"(0x12f0000000000000)
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix),
+      "l"(0x12f0000000000000)
       : "memory");
 }
 // To the same place in every block of the cluster named by the bits of `peers`; each one's barrier counts the bytes.
-__device__ __forceinline__ void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, const Corner& at,
-                                            uint64_t* barrier) {
+JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(barrier)), "h"(peers), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
+      "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "h"(peers), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
       : "memory");
 }
 
-__device__ __forceinline__ void store_box(const CUtensorMap& map, const Corner& at, const void* from) {
+JAX_EP_FN void store_box(const CUtensorMap& map, const Corner& at, const void* from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-               "r"(shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
+               "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
                : "memory");
 }
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until all but the latest kPending groups of stores have been read from shared memory, or are written altogether.
-template <int kPending>
-__device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void wait_stores_written() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Orders what this thread wrote to shared memory before what TMA and wgmma do there later.
-__device__ __forceinline__ void shared_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace jax_ep::gemm

@@ -6,27 +6,29 @@
 
 #include <cstdint>
 
+#include "comm/platform.h"
+
 namespace jax_ep::gemm {
 
 // Between accesses of the accumulators or of shared memory by threads and the next multiply.
-__device__ __forceinline__ void begin_multiplies() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_multiplies() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+JAX_EP_FN void begin_multiplies() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+JAX_EP_FN void commit_multiplies() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until at most kPending committed groups still run.
 template <int kPending>
-__device__ __forceinline__ void wait_multiplies() {
+JAX_EP_FN void wait_multiplies() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // Keeps accesses of the accumulators on their side of the multiplies, which the compiler does not know to run on.
 template <int kCount>
-__device__ __forceinline__ void settle(float (&d)[kCount]) {
+JAX_EP_FN void settle(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // For a first multiply that does not add: without it the compiler would carry values from before.
 template <int kCount>
-__device__ __forceinline__ void leave_undefined(float (&d)[kCount]) {
+JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i]));
 }
@@ -66,7 +68,7 @@ constexpr bool kIsBFloat16<__nv_bfloat16> = true;
 // D [64, 128] = A [64, 16] x B [16, 128], plus what D was if add_to_d; kMnA, kMnB: the tile's contiguous dimension is
 // not the contracted one.
 template <class T, bool kMnA, bool kMnB>
-__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
+JAX_EP_FN void multiply(float (&d)[64], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
   if constexpr (kIsBFloat16<T>)
     JAX_EP_WGMMA("m64n128k16", "bf16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", "%68",
                  JAX_EP_OPERANDS_64(d, 0));
@@ -76,7 +78,7 @@ __device__ __forceinline__ void multiply(float (&d)[64], uint64_t a_tile, uint64
 
 // D [64, 256] alike.
 template <class T, bool kMnA, bool kMnB>
-__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
+JAX_EP_FN void multiply(float (&d)[128], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
   if constexpr (kIsBFloat16<T>)
     JAX_EP_WGMMA("m64n256k16", "bf16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", "%132",
                  JAX_EP_OPERANDS_64(d, 0), JAX_EP_OPERANDS_64(d, 64));

@@ -37,8 +37,6 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
 }
 JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
 
-JAX_EP_CONSTANT_FN int size_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
 JAX_EP_CONSTANT_FN int64_t result_bytes(const MatmulReduceArgs& args, int ranks) {
   return int64_t{args.scatter ? args.m / ranks : args.m} * args.n * size_of(args.dtype);
 }

@@ -6,7 +6,6 @@
 #include "comm/op.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/product.h"
-#include "kernels/matmul/row_blocks.h"
 #include "rows/piece.h"
 
 namespace jax_ep {

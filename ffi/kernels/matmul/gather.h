@@ -2,13 +2,11 @@
 // meanwhile, those of this rank's own rows first.
 #pragma once
 
-#include "comm/announcer.h"
 #include "comm/copy.h"
 #include "comm/op.h"
-#include "comm/peer_buffer.h"
+#include "comm/push.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/product.h"
-#include "kernels/matmul/row_blocks.h"
 #include "rows/movers.h"
 
 namespace jax_ep {

@@ -7,10 +7,11 @@
 
 #include "comm/op.h"
 #include "comm/platform.h"
-#include "comm/target/cuda_bulk.h"
+#include "comm/target/ptx/block.h"
+#include "comm/target/ptx/bulk.h"
 #include "gemm/kernel.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/row_blocks.h"
+#include "kernels/matmul/product.h"
 
 namespace jax_ep {
 
@@ -51,7 +52,7 @@ JAX_EP_FN Team multiplying_team() {
 // Until a tile of this block, by its number, is written; a counter for each multiplying warp.
 JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int block_n, int tile) {
   const gemm::Storing by = gemm::storing(block_n, tile);
-  gemm::wait_counts(written + by.first, by.warps, by.tiles);
+  ptx::wait_counts(written + by.first, by.warps, by.tiles);
 }
 
 // The row format that goes by another name here.

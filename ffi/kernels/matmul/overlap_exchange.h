@@ -30,9 +30,9 @@ struct TileFlags {
   int block, blocks, tiles_per_flag;
 
   JAX_EP_FN TileFlags(const gemm::Problem& problem, int block_n, int block, int blocks) : block(block), blocks(blocks) {
-    const int tiles = gemm::ceil_div(problem.m, gemm::kBlockM) * gemm::ceil_div(problem.n, block_n);
-    const int most = gemm::ceil_div(tiles * (problem.split_k ? gemm::kCluster : 1), blocks) + 1;
-    tiles_per_flag = gemm::ceil_div(most, kMaxFlags / blocks);
+    const int tiles = ceil_div(problem.m, gemm::kBlockM) * ceil_div(problem.n, block_n);
+    const int most = ceil_div(tiles * (problem.split_k ? gemm::kCluster : 1), blocks) + 1;
+    tiles_per_flag = ceil_div(most, kMaxFlags / blocks);
   }
   JAX_EP_FN int flag(int tile) const { return tile / tiles_per_flag * blocks + block; }
   JAX_EP_FN bool ends(int tile) const { return tile % tiles_per_flag == tiles_per_flag - 1; }
@@ -56,7 +56,7 @@ struct ExchangeBeside {
   template <int kWidth>
   JAX_EP_FN void store(const gemm::Tile& tile, const float (&d)[kWidth / 2], char (*buffers)[gemm::kOutBytes], int slot,
                        int lane) const {
-    gemm::wait_count(&beside.posted, 1);
+    ptx::wait_count(&beside.posted, 1);
     T* const landing = reinterpret_cast<T*>(beside.landing);
     gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, slot, lane, [&](int row, int column, const uint4& words) {
       if (exchange.keeps(row)) *reinterpret_cast<uint4*>(exchange.kept(row, column)) = words;
@@ -66,7 +66,7 @@ struct ExchangeBeside {
   JAX_EP_FN void after_tile(const gemm::Tile&, int warp) const { count(&beside.written[warp]); }
   JAX_EP_FN void after_last(const gemm::Tile& tile, int tiles, int warp) const {
     const int row = tile.row + warp * gemm::kOutRows;
-    gemm::wait_count(&beside.landed, 1);
+    ptx::wait_count(&beside.landed, 1);
     if (tiles > 0) {
       wait_written(beside.written, kBlockN, tiles - 1);
       exchange.add(multiplying_team(), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
@@ -89,7 +89,7 @@ struct ExchangeBeside {
 
   JAX_EP_FN static void count(uint32_t* counter) {
     __syncwarp();
-    if (threadIdx.x % Team::lanes == 0) gemm::count_one(counter);
+    if (threadIdx.x % Team::lanes == 0) ptx::count_one(counter);
   }
 
   JAX_EP_FN void announce_tiles(Op& op) const {
@@ -107,7 +107,7 @@ struct ExchangeBeside {
     }
     if (tiles > 0) op.wait_delivered(exchange.peer, flags.flag(tiles - 1));
     count(&beside.landed);
-    gemm::wait_counts(beside.added, gemm::kConsumerWarps, 1);
+    ptx::wait_counts(beside.added, gemm::kConsumerWarps, 1);
   }
 
   // A part of the rows of all tiles but the last, as they come.

@@ -36,7 +36,7 @@ struct GatherBeside {
   mutable uint32_t awaited = 0;  // of the producer
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
-    if (must_wait(tile)) gemm::wait_count(&beside.here, ++awaited);
+    if (must_wait(tile)) ptx::wait_count(&beside.here, ++awaited);
     if (is_own(tile)) return {work.own, tile.row - work.comm.rank * work.args.m};
     return {gathered, tile.row};
   }
@@ -74,8 +74,8 @@ struct GatherBeside {
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (!must_wait(tile)) continue;
       wait_rows(op, work.args, rows_of(tile));
-      bulk::proxy_fence();
-      if (team.lane == 0) gemm::count_one(&beside.here);
+      ptx::proxy_fence();
+      if (team.lane == 0) ptx::count_one(&beside.here);
     }
     finish(op, blocks);
   }
@@ -98,7 +98,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
                                                       operands.problem, hooks, blockIdx.x, gridDim.x);
   if (threadIdx.x >= gemm::kConsumers) return;
-  gemm::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
+  ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
   if (threadIdx.x >= Team::lanes) return;
   const Team team = multiplying_team();
   Op op(work.comm, team, kind_of(work.args));

@@ -33,8 +33,8 @@ struct ReduceBeside {
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
   JAX_EP_FN void after_tile(const gemm::Tile&, int warp) const {
     if (threadIdx.x % Team::lanes != 0) return;
-    bulk::proxy_fence();
-    gemm::count_one(&beside.written[warp]);
+    ptx::proxy_fence();
+    ptx::count_one(&beside.written[warp]);
   }
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
   JAX_EP_FN void run_beside(int warp, int block, int blocks) const {
@@ -60,7 +60,7 @@ struct ReduceBeside {
       wait_written(beside.written, work.block_n, tiles_seen);
       if (tile.row >= args.m || tile.col >= args.n) continue;
       const Range rows = row_blocks.chunk(row_blocks.chunk_of(tile.row));
-      const int tiles = gemm::ceil_div(rows.end - rows.begin, gemm::kBlockM) * gemm::ceil_div(args.n, work.block_n) *
+      const int tiles = ceil_div(rows.end - rows.begin, gemm::kBlockM) * ceil_div(args.n, work.block_n) *
                         (problem.split_k ? gemm::kCluster : 1);
       op.deliver(row_blocks.chunk_of(tile.row), 1, tiles);
     }

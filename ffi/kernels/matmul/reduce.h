@@ -4,11 +4,10 @@
 #pragma once
 
 #include "comm/op.h"
-#include "comm/peer_buffer.h"
+#include "comm/push.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/exchange.h"
 #include "kernels/matmul/product.h"
-#include "kernels/matmul/row_blocks.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {

@@ -2,8 +2,8 @@
 // rows, in rank order.
 #pragma once
 
-#include "comm/announcer.h"
 #include "comm/op.h"
+#include "comm/push.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
 #include "kernels/moe/schedule.h"

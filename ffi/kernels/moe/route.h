@@ -4,7 +4,7 @@
 #pragma once
 
 #include "comm/op.h"
-#include "comm/peer_buffer.h"
+#include "comm/push.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/post_dispatch.h"
 #include "kernels/moe/rows.h"

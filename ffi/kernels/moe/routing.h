@@ -1,8 +1,8 @@
 // What the teams of a rank learn of the routing of a dispatch, which some of them work out (route.h, route_few.h).
 #pragma once
 
-#include "comm/announcer.h"
 #include "comm/op.h"
+#include "comm/push.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/rows.h"
 #include "kernels/moe/segments.h"

@@ -1,9 +1,8 @@
 // Moving rows along a routing: each token once per rank, its further rows there by the receiver.
 #pragma once
 
-#include "comm/announcer.h"
 #include "comm/op.h"
-#include "comm/peer_buffer.h"
+#include "comm/push.h"
 #include "kernels/moe/schedule.h"
 #include "rows/movers.h"
 

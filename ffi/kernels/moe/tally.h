@@ -3,8 +3,8 @@
 // memory.
 #pragma once
 
-#include "comm/members.h"
 #include "comm/op.h"
+#include "comm/squads.h"
 #include "kernels/moe/args.h"
 
 namespace jax_ep {

@@ -1,8 +1,8 @@
 // ragged_all_to_all: slices of rows straight to their place in the receiver's buffer.
 #pragma once
 
-#include "comm/members.h"
 #include "comm/op.h"
+#include "comm/squads.h"
 #include "kernels/ragged/args.h"
 #include "rows/movers.h"
 

@@ -2,7 +2,7 @@
 // in order, those of long lists in parts of RunLists::kShort, and then the parts, in order.
 #pragma once
 
-#include "kernels/sparse/run_lists.h"
+#include "kernels/sparse/runs.h"
 #include "rows/direct_sum.h"
 
 namespace jax_ep {

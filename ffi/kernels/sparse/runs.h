@@ -1,4 +1,4 @@
-// Who holds which row: the entries of every rank, looked up by slot.
+// Who holds which row: the entries of every rank, looked up by slot, and those of this rank that name the same row.
 #pragma once
 
 #include "comm/op.h"
@@ -70,6 +70,103 @@ class SparseRuns {
   const Op& op_;
   const SparseReduceArgs& args_;
   const int slots_;
+};
+
+// Lists of the entries of this rank that name the same row: side by side among the members, and in order.
+class RunLists {
+ public:
+  // Entries of a short list, which are found by their chain and added up by one team.
+  static constexpr int kShort = 32;
+
+  JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
+      : op_(op), args_(args), runs_(runs) {}
+
+  // Gives each list its range of the members, when the runs are there. `single`: also to an only entry, where another
+  // rank has several.
+  JAX_EP_FN void allocate(bool single) const {
+    runs_.for_my_share(args_.entries, [&](int i) {
+      const int slot = runs_.slot_of(op_.comm.rank, i);
+      if (!runs_.has(slot)) return;
+      const Run run = runs_.run(op_.comm.rank, slot);
+      if (run.first != i) return;
+      const bool listed = run.entries > 1 || (single && runs_.holding(slot).crowded);
+      args_.begins[slot] = listed ? atomic_add(args_.listed, run.entries) : kNoEntry;
+      if (run.entries > kShort) args_.long_slots[atomic_add(args_.long_lists, 1)] = slot;
+    });
+  }
+
+  // Fills them, behind a barrier.
+  JAX_EP_FN void fill() const {
+    runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
+    // Of all entries, each for a team: enough to keep all busy.
+    const int lists = count_long(), slices = larger(1, op_.team.count / larger(1, lists));
+    for (int i = op_.team.index; op_.ok() && i < lists * slices; i += op_.team.count)
+      list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));
+  }
+
+  // Entries in all lists; lists that are not short, and the slot of each.
+  JAX_EP_FN int count() const { return *args_.listed; }
+  JAX_EP_FN int count_long() const { return *args_.long_lists; }
+  JAX_EP_FN int long_slot(int i) const { return args_.long_slots[i]; }
+
+  JAX_EP_FN int member(int place) const { return args_.members[place]; }
+  // The list of a slot, and that which a place is in.
+  JAX_EP_FN Range of(int slot) const {
+    const int begin = args_.begins[slot];
+    return {begin, begin + runs_.entries(op_.comm.rank, slot)};
+  }
+  JAX_EP_FN Range at(int place) const { return of(runs_.slot_of(op_.comm.rank, member(place))); }
+
+ private:
+  static constexpr int kWindows = Team::lanes == 1 ? 16 : 64;  // in flight, where a team looks through many entries
+
+  // Every entry of a short list counts the smaller ones in its chain.
+  JAX_EP_FN void list_entry(int i) const {
+    const int slot = runs_.slot_of(op_.comm.rank, i);
+    if (!runs_.has(slot) || runs_.entries(op_.comm.rank, slot) > kShort) return;
+    const int begin = args_.begins[slot];
+    if (begin == kNoEntry) return;
+    int smaller_ones = 0;
+    for (int j = args_.heads[slot]; j != kNoEntry; j = args_.next[j]) smaller_ones += j < i;
+    args_.members[begin + smaller_ones] = i;
+  }
+
+  // The members of a long list that are in a slice of all entries, behind those before it, which are only counted.
+  JAX_EP_FN void list_slice(int slot, Range slice) const {
+    const Team& team = op_.team;
+    int before = 0;
+    look_through({0, slice.begin}, [&](int, const int(&slots)[kWindows]) {
+      for (const int each : slots) before += each == slot;
+    });
+    int place = args_.begins[slot] + team.sum(before);
+    look_through(slice, [&](int first, const int(&slots)[kWindows]) {
+      for (int w = 0; w < kWindows; ++w) {
+        const uint64_t found = team.ballot(slots[w] == slot);
+        if (slots[w] == slot)
+          args_.members[place + count_bits(found & ((uint64_t{1} << team.lane) - 1))] =
+              first + w * Team::lanes + team.lane;
+        place += count_bits(found);
+      }
+    });
+  }
+
+  // Calls visit(first, slots) for one part of the entries after another: each lane has the slot of every
+  // Team::lanes-th, or -1.
+  template <class Visit>
+  JAX_EP_FN void look_through(Range entries, Visit visit) const {
+    for (int first = entries.begin; first < entries.end; first += kWindows * Team::lanes) {
+      int slots[kWindows];
+      for (int w = 0; w < kWindows; ++w) {
+        const int i = first + w * Team::lanes + op_.team.lane;
+        slots[w] = i < entries.end ? runs_.slot_of(op_.comm.rank, i) : -1;
+      }
+      visit(first, slots);
+    }
+  }
+
+  const Op& op_;
+  const SparseReduceArgs& args_;
+  const SparseRuns& runs_;
 };
 
 }  // namespace jax_ep

@@ -2,8 +2,8 @@
 // from a prefix of its popcounts which slot each id has. No sort, no search, and the same answer on every rank.
 #pragma once
 
-#include "comm/members.h"
 #include "comm/op.h"
+#include "comm/squads.h"
 #include "kernels/sparse/args.h"
 
 namespace jax_ep {

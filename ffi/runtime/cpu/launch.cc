@@ -1,4 +1,4 @@
-#include "launch.h"
+#include "runtime/cpu/launch.h"
 
 namespace jax_ep {
 

@@ -12,11 +12,9 @@ std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream
                            own_rows_first(args.m, comm.rank, comm.size));
 }
 
-std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, const Comm& comm,
+std::optional<std::string> launch_matmul(const HardwareModel& model, cudaStream_t stream, const Comm& comm,
                                          const GatherMatmulArgs& args) {
-  const OverlapConfig config =
-      choose_gather(args.m * comm.size, args.n, args.k, size_of(args.operand_dtype), comm.size, processors);
-  return launch_matmul(config, stream, comm, args);
+  return launch_matmul(plan(shape_of(args, comm.size), model), stream, comm, args);
 }
 
 cudaError_t load_gather_matmul() { return load_overlapped<GatherMatmulArgs>(); }

@@ -93,11 +93,13 @@ std::optional<std::string> launch(const Arguments& x, const Config& config, cuda
 }
 
 std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
-  int device = 0, processors = 0;
+  int device = 0, sms = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  return launch(x, choose_config(x.grouping, x.m, x.n, x.k, x.groups, processors), stream);
+  HardwareModel model = hardware_model("sm_90");
+  model.sms = sms;
+  return launch(x, plan({x.grouping, x.m, x.n, x.k, x.groups}, model), stream);
 }
 
 cudaError_t load() {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "kernels/matmul/overlap_config.h"
+#include "kernels/matmul/plan.h"
 
 namespace jax_ep {
 

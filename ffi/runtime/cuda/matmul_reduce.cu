@@ -13,11 +13,9 @@ std::optional<std::string> launch_matmul(const OverlapConfig& config, cudaStream
   return launch_overlapped(config, stream, comm, args, {args.m, args.a, args.partial}, order);
 }
 
-std::optional<std::string> launch_matmul(int processors, cudaStream_t stream, const Comm& comm,
+std::optional<std::string> launch_matmul(const HardwareModel& model, cudaStream_t stream, const Comm& comm,
                                          const MatmulReduceArgs& args) {
-  const OverlapConfig config =
-      choose_reduce(kind_of(args), args.m, args.n, args.k, size_of(args.dtype), comm.size, processors);
-  return launch_matmul(config, stream, comm, args);
+  return launch_matmul(plan(shape_of(args, comm.size), model), stream, comm, args);
 }
 
 cudaError_t load_matmul_reduce() {

@@ -3,7 +3,7 @@
 
 #include "gemm/tensor_map.h"
 #include "kernels/matmul/overlap.h"
-#include "kernels/matmul/overlap_config.h"
+#include "kernels/matmul/plan.h"
 
 namespace jax_ep {
 
@@ -32,12 +32,6 @@ constexpr int overlapped_bytes(int block_n) {
   return block_n == 128 ? sizeof(gemm::Shared<128, Beside>) : sizeof(gemm::Shared<256, Beside>);
 }
 
-constexpr gemm::DType gemm_dtype(DType dtype) {
-  return dtype == DType::float32    ? gemm::DType::float32
-         : dtype == DType::bfloat16 ? gemm::DType::bfloat16
-                                    : gemm::DType::float16;
-}
-
 // The product that a rank computes: `a` [m, k] times b, to `out` [m, n].
 struct Product {
   int m;
@@ -52,14 +46,14 @@ std::optional<std::string> prepare(Work<Args>*) {
 }
 inline std::optional<std::string> prepare(Work<GatherMatmulArgs>* work) {
   const GatherMatmulArgs& args = work->args;
-  return gemm::describe_boxes({args.a, gemm_dtype(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, &work->own);
+  return gemm::describe_boxes({args.a, args.operand_dtype, args.k, args.m, 1}, gemm::kSlice, &work->own);
 }
 
 template <class Args>
 std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
                                              const Args& args, const Product& product, const PairOrder& order) {
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
-  const gemm::DType in = gemm_dtype(args.operand_dtype), out = gemm_dtype(args.dtype);
+  const DType in = args.operand_dtype, out = args.dtype;
   CUtensorMap a, b, out_map;
   const int b_outer = args.transpose_b ? args.n : args.k, b_inner = args.transpose_b ? args.k : args.n;
   if (const auto error = gemm::describe_boxes(gemm::Matrices{product.a, in, args.k, product.m, 1}, gemm::kSlice, &a))

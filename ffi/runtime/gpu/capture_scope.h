@@ -1,8 +1,8 @@
 // What is not a stream's work must not spoil a capture that this thread is in.
 #pragma once
 
+#include "platform/vmm.h"
 #include "runtime/gpu/device_scope.h"
-#include "vmm.h"  // of the GPU platform this library is built for
 
 namespace jax_ep::gpu {
 

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "runtime.h"
+#include "platform/runtime.h"
 
 namespace jax_ep::gpu {
 

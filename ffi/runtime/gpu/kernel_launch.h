@@ -7,10 +7,10 @@
 #include "comm/timeline.h"
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
+#include "kernels/plan.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"
-#include "runtime.h"
-#include "runtime/gpu/launch_config.h"
+#include "platform/runtime.h"
 
 namespace jax_ep {
 
@@ -23,9 +23,9 @@ gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const C
                          const SparseReduceArgs& args);
 
 // The products with a collective, which only the library for CUDA has. They say why they cannot start.
-std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
+std::optional<std::string> launch_matmul(const HardwareModel& model, gpu::Stream stream, const Comm& comm,
                                          const MatmulReduceArgs& args);
-std::optional<std::string> launch_matmul(int processors, gpu::Stream stream, const Comm& comm,
+std::optional<std::string> launch_matmul(const HardwareModel& model, gpu::Stream stream, const Comm& comm,
                                          const GatherMatmulArgs& args);
 
 // Answers so many questions of the host for the time of the current device, on its default stream.

@@ -1,10 +1,23 @@
-#include "launch.h"
+#include "runtime/gpu/launch.h"
 
 #include <stdexcept>
 
 #include "runtime/extra.h"
 
 namespace jax_ep {
+
+namespace {
+
+HardwareModel model_of(int device) {
+  std::string architecture;
+  int sms = 0, shared_bytes = 0;
+  gpu::check(gpu::architecture(&architecture, device), "asking for the architecture of a device");
+  gpu::check(gpu::processor_count(&sms, device), "asking for the number of processors");
+  gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
+  return hardware_model(architecture, sms, shared_bytes, gpu::kTeamLanes);
+}
+
+}  // namespace
 
 int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
 
@@ -14,12 +27,10 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
   for (int line = 0; line < line_count(); ++line)
     for (const int device : local_devices(line)) {
       const gpu::DeviceScope scope(device);
-      gpu::check(gpu::processor_count(&processors_, device), "asking for the number of processors");
-      gpu::check(gpu::shared_memory(&budget_.shared_bytes, device), "asking for the shared memory of a block");
-      gpu::check(load_kernels(budget_.shared_bytes), "loading kernels");
+      model_ = model_of(device);
+      gpu::check(load_kernels(model_.shared_bytes), "loading kernels");
       if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
     }
-  budget_.blocks = default_blocks(processors_);
   orders_.resize(line_count() * size());
 }
 

@@ -34,15 +34,15 @@ class PlatformGroup final : public Group {
   void close() override;
 
   // The most squads that an op has.
-  int most_squads() const { return budget_.blocks; }
+  int most_squads() const { return model_.row_sms; }
 
-  // That a product with a collective may take.
-  int processors() const { return processors_; }
+  // Of its GPUs, less what it may not take of them.
+  const HardwareModel& model() const { return model_; }
 
   // From now on ops take at most so many processors.
-  void limit_processors(int most) { budget_.blocks = processors_ = std::min(most, processors_); }
+  void limit_processors(int most) { model_ = limit_sms(model_, most); }
   LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
-    return launch_config(op, size(), num_tokens, encoded, budget_);
+    return plan(RowShape{op, size(), num_tokens, encoded}, model_);
   }
 
   // Test hook: from now on this rank's ops are not launched.
@@ -52,8 +52,7 @@ class PlatformGroup final : public Group {
   gpu::StreamOrder& order(Seat seat) { return orders_[seat.line * size() + seat.rank]; }
 
  private:
-  int processors_ = 0;
-  Budget budget_{};
+  HardwareModel model_ = hardware_model({});
   int stalled_ = -1;
   std::deque<gpu::StreamOrder> orders_;  // by seat
 };
@@ -138,7 +137,7 @@ template <class Args>
 ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
                          const Args& args) {
   return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
-    return launch_matmul(group->processors(), call.stream, reached.comm, reached.args);
+    return launch_matmul(group->model(), call.stream, reached.comm, reached.args);
   });
 }
 

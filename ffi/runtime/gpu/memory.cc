@@ -8,7 +8,7 @@
 #include <string>
 #include <tuple>
 
-#include "runtime.h"  // of the GPU platform this library is built for
+#include "platform/runtime.h"
 #include "runtime/gpu/capture_scope.h"
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"

@@ -6,9 +6,9 @@
 #include <mutex>
 #include <string>
 
+#include "platform/vmm.h"
 #include "runtime/gpu/capture_scope.h"
 #include "runtime/gpu/device_scope.h"
-#include "vmm.h"  // of the GPU platform this library is built for
 
 namespace jax_ep {
 namespace {

@@ -1,0 +1,33 @@
+// How the warps of a block wait for each other, some and not all of them. Not of Hopper alone.
+#pragma once
+
+#include <cstdint>
+
+#include "comm/target/ptx/mbarrier.h"
+
+namespace jax_ep::ptx {
+
+// `threads` of the block meet; barrier 0 is __syncthreads'.
+JAX_EP_FN void sync_some(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A count in shared memory by which warps of a block tell others what they did before. The wait is bounded as they are.
+JAX_EP_FN void count_one(uint32_t* counter) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(counter)) : "memory");
+}
+JAX_EP_FN void wait_count(const uint32_t* counter, uint32_t value) {
+  for (uint32_t seen = 0;;) {
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(counter)) : "memory");
+    if (seen >= value) return;
+    __nanosleep(40);
+  }
+}
+
+// Waits for several warps, which have a counter each. All lanes of a warp call together.
+JAX_EP_FN void wait_counts(const uint32_t* counters, int warps, uint32_t value) {
+  if (threadIdx.x % 32 < warps) wait_count(&counters[threadIdx.x % 32], value);
+  __syncwarp();
+}
+
+}  // namespace jax_ep::ptx

@@ -1,0 +1,67 @@
+// What the blocks of a cluster do with each other's shared memory: arrive at barriers, leave data, and meet.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+
+#include "comm/target/ptx/mbarrier.h"
+
+namespace jax_ep::gemm {
+
+// All threads of all blocks of the cluster meet.
+JAX_EP_FN void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at the barrier that lies at this place in block `peer` of the cluster.
+JAX_EP_FN void arrive_at_peer(uint64_t* barrier, int peer) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::
+          "r"(ptx::shared_address(barrier)),
+      "r"(peer)
+      : "memory");
+}
+
+// Waits for the phase of this parity to end. Every arrival comes from the same cluster, so the wait is bounded; a debug
+// build reports a protocol error instead of hanging, and is slow: ptxas runs wgmma one by one around a call.
+JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]] const char* what) {
+#ifdef JAX_EP_GEMM_DEBUG
+  const long long start = clock64();
+  while (!ptx::has_passed(barrier, parity)) {
+    if (clock64() - start < 4'000'000'000LL) continue;
+    std::printf("gemm: block %d thread %d waits for %s, parity %u\n", blockIdx.x, threadIdx.x, what, parity);
+    __trap();
+  }
+#else
+  ptx::wait_barrier(barrier, parity);
+#endif
+}
+
+// The two for data that one block of the cluster leaves in the memory of another.
+JAX_EP_FN void arrive_with_data(uint64_t* barrier, int peer) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(ptx::shared_address(barrier)),
+      "r"(peer)
+      : "memory");
+}
+JAX_EP_FN void wait_for_data(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(ptx::shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+
+// To the place of block `peer` of the cluster that is `to` here.
+JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5}; }" ::"r"(ptx::shared_address(to)),
+      "r"(peer), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
+}
+
+}  // namespace jax_ep::gemm

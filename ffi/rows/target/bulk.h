@@ -1,0 +1,243 @@
+// Rows by Hopper's bulk copies, through a team's shared memory: so that neither latency nor a slow link holds up a
+// lane. Rows that are not made of 16-byte words, and older GPUs, go through registers.
+//
+// The shared memory of a team begins with barriers, those of a RowReader and then those of a RowMover; behind them lie
+// the stages of a RowMover, or those of a RowWriter and then those of a RowReader.
+#pragma once
+
+#include "comm/layout.h"
+#include "comm/target/ptx/bulk.h"
+#include "rows/target/plain.h"
+
+namespace jax_ep {
+
+constexpr int kReaderBarriers = 12, kMoverBarriers = 3;
+static_assert((kReaderBarriers + kMoverBarriers) * sizeof(uint64_t) <= kBarrierBytes);
+
+// For one arrival a phase, and the bytes that come with it.
+JAX_EP_FN void open_barrier(uint64_t* barrier) {
+  ptx::init_barrier<1>(barrier);
+  ptx::publish_barriers();
+}
+
+// Rows pass through a ring of stages, in pieces, and are read once however many places they go to. Each lane stores to
+// one place.
+class BulkMover {
+ public:
+  static constexpr int kStages = kMoverBarriers;
+
+  JAX_EP_FN explicit BulkMover(const Team& team)
+      : team_(team),
+        barriers_(reinterpret_cast<uint64_t*>(team.shared) + kReaderBarriers),
+        stages_(team.shared + kBarrierBytes),
+        stage_bytes_((team.shared_bytes - kBarrierBytes) / kStages / 128 * 128) {
+    if (kHopper && stage_bytes_ > 0 && team.lane < kStages) open_barrier(&barriers_[team.lane]);
+    team.sync();
+  }
+
+  template <class Next, class Source, class Sink, class After>
+  JAX_EP_FN void move(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
+    if (kHopper && stage_bytes_ > 0 && bytes > 0 && bytes % 16 == 0 && fanout <= Team::lanes) {
+      move_in_bulk(next, bytes, fanout, source, sink, after);
+      return;
+    }
+    copy_rows(team_, next, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
+  }
+
+  JAX_EP_FN int mark() const { return static_cast<int>(stored_); }
+  JAX_EP_FN void complete_to(int mark) {
+    if (kHopper) {
+      ptx::wait_stores_written_but(static_cast<int>(stored_) - mark);
+      ptx::proxy_fence();
+    }
+    team_.sync();
+  }
+
+ private:
+  // A piece of a row on its way: where this lane stores it, and the row's place, behind its last piece.
+  struct Piece {
+    char* to;
+    uint32_t bytes;  // 0: there are no more
+    int place;
+  };
+
+  template <class Next, class Source, class Sink, class After>
+  JAX_EP_FN void move_in_bulk(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
+    ptx::proxy_fence();
+    ptx::wait_stores_read<0>();
+    team_.sync();
+    const int pieces = static_cast<int>((bytes + stage_bytes_ - 1) / stage_bytes_);
+    const int piece_bytes = static_cast<int>((bytes + pieces - 1) / pieces + 15) / 16 * 16;
+    int place = next(), index = 0;
+    const char* from = nullptr;
+    char* to = nullptr;
+    const auto load = [&]() -> Piece {
+      if (place < 0) return {nullptr, 0, -1};
+      const uint32_t stage = loaded_++ % kStages;
+      if (index == 0) {
+        from = source(place);
+        to = sink(place, team_.lane);
+      }
+      const int64_t offset = int64_t{index} * piece_bytes, left = bytes - offset;
+      const uint32_t size = static_cast<uint32_t>(left < piece_bytes ? left : piece_bytes);
+      live_ = from ? live_ | 1u << stage : live_ & ~(1u << stage);
+      if (from && team_.lane == 0) ptx::load(stages_ + stage * stage_bytes_, from + offset, size, &barriers_[stage]);
+      const bool last = ++index == pieces;
+      const Piece piece{from && to ? to + offset : nullptr, size, last ? place : -1};
+      if (last) {
+        place = next();
+        index = 0;
+      }
+      return piece;
+    };
+    Piece queue[kStages - 1];  // the pieces under way, in order
+    for (int i = 0; i < kStages - 1; ++i) queue[i] = load();
+    while (queue[0].bytes) {
+      const Piece out = queue[0];
+      const uint32_t stage = stored_++ % kStages;
+      if (live_ >> stage & 1) {
+        ptx::wait_barrier(&barriers_[stage], phases_ >> stage & 1);
+        phases_ ^= 1u << stage;
+        if (out.to) ptx::store(out.to, stages_ + stage * stage_bytes_, out.bytes);
+      }
+      ptx::commit_stores();
+      ptx::wait_stores_read<1>();  // the stage before this one is free again
+      team_.sync();
+      for (int i = 0; i < kStages - 2; ++i) queue[i] = queue[i + 1];
+      queue[kStages - 2] = load();
+      if (out.place >= 0) after(out.place, *this);
+    }
+  }
+
+  const Team& team_;
+  uint64_t* const barriers_;
+  char* const stages_;
+  const int stage_bytes_;
+  uint32_t loaded_ = 0, stored_ = 0;  // of all pieces: they name the stage
+  uint32_t live_ = 0, phases_ = 0;    // a bit per stage: something is in it; the parity of its barrier
+};
+
+// Batches come to shared memory before they are needed.
+class BulkReader {
+ public:
+  // `bulk` if every batch is made of 16-byte words; `writer_bytes`: of all stages of the writer.
+  JAX_EP_FN BulkReader(const Team& team, int batch_bytes, bool bulk, int writer_bytes)
+      : team_(team),
+        barriers_(reinterpret_cast<uint64_t*>(team.shared)),
+        stages_(team.shared + kBarrierBytes + writer_bytes),
+        batch_bytes_(batch_bytes),
+        stage_count_((team.shared_bytes - kBarrierBytes - writer_bytes) / batch_bytes),
+        bulk_(bulk && kHopper && stage_count_ > 0) {
+    if (stage_count_ > kReaderBarriers) stage_count_ = kReaderBarriers;
+    if (bulk_ && team.lane < stage_count_) open_barrier(&barriers_[team.lane]);
+    if (bulk_) ptx::proxy_fence();
+    team.sync();
+  }
+
+  JAX_EP_FN int depth() const { return stage_count_; }
+  JAX_EP_FN bool in_bulk() const { return bulk_; }
+
+  JAX_EP_FN void acquire() {
+    if (bulk_) ptx::proxy_fence();
+    team_.sync();
+  }
+
+  // Lanes ask for `count` batches, which are taken in the order of their numbers `mine`, from 0 on.
+  JAX_EP_FN void ask(int mine, int count, const char* from, int bytes) {
+    const int stage = wrap(ask_ + mine);
+    if (mine >= 0 && mine < count) ptx::load(stages_ + stage * batch_bytes_, from, bytes, &barriers_[stage]);
+    ask_ = wrap(ask_ + count);
+  }
+  JAX_EP_FN const char* take() {
+    const int stage = take_;
+    ptx::wait_barrier(&barriers_[stage], phases_ >> stage & 1);
+    phases_ ^= 1u << stage;
+    take_ = wrap(stage + 1);
+    return stages_ + stage * batch_bytes_;
+  }
+  // All that was taken has been looked at.
+  JAX_EP_FN void release() { team_.sync(); }
+
+ private:
+  JAX_EP_FN int wrap(int stage) const { return stage >= stage_count_ ? stage - stage_count_ : stage; }
+
+  const Team& team_;
+  uint64_t* const barriers_;
+  char* const stages_;
+  const int batch_bytes_;
+  int stage_count_;
+  const bool bulk_;
+  int ask_ = 0, take_ = 0;
+  uint32_t phases_ = 0;  // a bit per stage: the parity of its barrier
+};
+
+// Batches are made in shared memory, and leave from there on their own.
+class BulkWriter {
+ public:
+  // Of one stage or two.
+  JAX_EP_FN BulkWriter(const Team& team, int batch_bytes, bool bulk, int stages)
+      : team_(team),
+        plain_(team, batch_bytes, bulk, stages),
+        batch_bytes_(batch_bytes),
+        stages_(stages),
+        bulk_(bulk && kHopper && team.shared_bytes >= kBarrierBytes + stages * batch_bytes) {}
+
+  template <class Places, class Fill>
+  JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
+    if (!bulk_) return plain_.put(places, offset, bytes, fill);
+    char* const to = stage(/*fresh=*/true);
+    fill(to);
+    seal();
+    send(places, offset, bytes, to);
+    commit();
+  }
+  template <class Places, class Fill>
+  JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
+    plain_.put(places, offset, bytes, fill);
+  }
+
+  JAX_EP_FN char* stage(bool fresh) {
+    if (fresh) {
+      ++put_;
+      if (stages_ > 1)
+        ptx::wait_stores_read<1>();
+      else
+        ptx::wait_stores_read<0>();
+      team_.sync();
+    }
+    return team_.shared + kBarrierBytes + (stages_ > 1 ? put_ % 2 : 0) * batch_bytes_;
+  }
+  JAX_EP_FN void seal() const {
+    ptx::shared_proxy_fence();
+    team_.sync();
+  }
+  template <class Places>
+  JAX_EP_FN void send(const Places& places, int64_t offset, int bytes, const char* from) const {
+    if (places.cached()) {
+      if (char* mine = places.held().mine()) ptx::store(mine + offset, from, bytes);
+    } else {
+      auto walk = places.walk();
+      for (char* place = walk.next().row; place; place = walk.next().row)
+        if (team_.lane == 0) ptx::store(place + offset, from, bytes);
+    }
+  }
+  JAX_EP_FN void commit() const { ptx::commit_stores(); }
+
+  JAX_EP_FN int mark() const { return static_cast<int>(put_); }
+  JAX_EP_FN void complete_to(int mark) {
+    if (kHopper) {
+      ptx::wait_stores_written_but(static_cast<int>(put_) - mark);
+      ptx::proxy_fence();
+    }
+    team_.sync();
+  }
+
+ private:
+  const Team& team_;
+  PlainWriter plain_;
+  const int batch_bytes_, stages_;
+  const bool bulk_;
+  uint32_t put_ = 0;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,106 @@
+// Plans of every op, on every model and on devices of odd sizes: they ask for no more than there is, and know
+// themselves in words.
+#include "gemm/plan.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "comm/platform.h"
+#include "kernels/matmul/plan.h"
+#include "kernels/plan.h"
+
+namespace jax_ep {
+namespace {
+
+void expect(bool condition, const char* what, const HardwareModel& model, const std::string& plan) {
+  if (condition) return;
+  std::fprintf(stderr, "FAILED: %s (%s with %d SMs: %s)\n", what, std::string(model.architecture).c_str(), model.sms,
+               plan.c_str());
+  std::exit(1);
+}
+
+void check_row_plan(const RowShape& shape, const HardwareModel& model) {
+  const LaunchConfig config = plan(shape, model);
+  const std::string words = config.describe();
+  const int teams = config.threads / model.team_lanes;
+  int pushing = 0;
+  for (int team = 0; team < teams; ++team)
+    pushing += pusher_place(0, config.blocks, team, config.pushers_per_block).index >= 0;
+  const int counted = pusher_place(0, config.blocks, 0, config.pushers_per_block).count;
+  expect(config.blocks >= 1 && config.blocks <= model.row_sms, "blocks are within the SMs", model, words);
+  expect(counted == pushing * config.blocks, "every pusher that is counted exists", model, words);
+  expect(config.team_bytes * teams <= model.shared_bytes, "the teams share what there is", model, words);
+  const bool uses_all = config.team_bytes * (teams + 1) > model.shared_bytes;
+  expect(uses_all || config.team_bytes >= 7 * 4096, "where there is little, they share all of it", model, words);
+  expect(words.find(std::to_string(config.blocks) + " blocks") == 0, "words say the blocks", model, words);
+}
+
+void check_row_plans(const HardwareModel& model) {
+  constexpr OpKind kLaunched[] = {OpKind::dispatch,          OpKind::scatter,      OpKind::combine,
+                                  OpKind::ragged_all_to_all, OpKind::sparse_union, OpKind::sparse_reduce};
+  for (const OpKind op : kLaunched)
+    for (const int tokens : {0, 1, 128, 512, 513, 4096})
+      for (const bool encoded : {false, true})
+        for (const int ranks : {2, 4}) check_row_plan({op, ranks, tokens, encoded}, model);
+}
+
+void check_product_plan(const ProductShape& shape, const HardwareModel& model) {
+  const OverlapConfig config = plan(shape, model);
+  const std::string words = config.describe();
+  const bool fits = config.blocks() <= model.sms && config.communicating % 2 == 0 && config.multiplying % 2 == 0;
+  expect(fits && config.multiplying >= 2, "whole clusters within the SMs", model, words);
+  expect(config.band >= 1 && config.microseconds > 0, "bands and a time", model, words);
+  expect(words.find("tiles 128x" + std::to_string(config.block_n)) == 0, "words say the tiles", model, words);
+}
+
+void check_products(const HardwareModel& model) {
+  constexpr OpKind kProducts[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
+  for (const int m : {128, 4096, 5416})
+    for (const int n : {64, 1408, 8192})
+      for (const int k : {64, 6144}) {
+        for (const OpKind op : kProducts)
+          for (const int ranks : {2, 4, 8}) check_product_plan({op, m, n, k, 2, ranks}, model);
+        using gemm::Grouping;
+        for (const Grouping grouping : {Grouping::none, Grouping::rows, Grouping::contraction}) {
+          const gemm::Config config = gemm::plan({grouping, m, n, k, 8}, model);
+          const bool fits = config.blocks >= 2 && config.blocks <= model.sms && config.blocks % gemm::kCluster == 0;
+          expect(fits, "whole clusters within the SMs", model, config.describe());
+        }
+      }
+}
+
+void check_models() {
+  for (const char* architecture : {"sm_90", "sm_80", "gfx942"}) {
+    const HardwareModel& model = hardware_model(architecture);
+    expect(model.architecture == architecture, "a model has its name", model, "");
+    expect(model.timed == (model.architecture == "sm_90"), "only Hopper was timed", model, "");
+  }
+  expect(hardware_model("sm_120").architecture == "unknown", "others are unknown", hardware_model("sm_120"), "");
+  const HardwareModel half = hardware_model("sm_90", 66, 1 << 16, 32);
+  expect(half.row_sms == 48 && half.shared_bytes == 1 << 16, "a device says what it has", half, "");
+  const HardwareModel few = limit_sms(hardware_model("sm_90"), 100);
+  expect(few.sms == 100 && few.row_sms == 100, "what the user allows is used", few, "");
+  expect(limit_sms(few, 200).sms == 100, "a limit adds nothing", few, "");
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() {
+  using namespace jax_ep;
+  check_models();
+  for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"}) {
+    check_row_plans(hardware_model(architecture));
+    check_products(hardware_model(architecture));
+    for (const int sms : {4, 8, 31, 32, 64, 96, 222}) {
+      const HardwareModel device = hardware_model(architecture, sms, 1 << 16, architecture[0] == 'g' ? 64 : 32);
+      check_row_plans(device);
+      check_products(device);
+      check_row_plans(limit_sms(device, 1));
+    }
+  }
+  std::puts("plans: all checks passed");
+  return 0;
+}
