@@ -12,12 +12,9 @@ enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
 
 // A result of an op.
 struct Buffer {
-  JAX_EP_FN Buffer(void* data, int64_t bytes, Undelivered undelivered = Undelivered::nan)
-      : data(data), bytes(bytes), undelivered(undelivered) {}
-
   void* data;
   int64_t bytes;
-  Undelivered undelivered;
+  Undelivered undelivered = Undelivered::nan;
 };
 
 // Fills the share of a buffer that belongs to one of several teams.

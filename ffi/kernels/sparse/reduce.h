@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "comm/members.h"
+#include "kernels/results.h"
 #include "kernels/sparse/landing.h"
 #include "kernels/sparse/run_sums.h"
 #include "rows/row_sum.h"
@@ -240,7 +241,7 @@ template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Team& all) {
   const Team team = join_op(comm, all);
   Op op(comm, team, OpKind::sparse_reduce);
-  const Buffer results[] = {{args.result, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))}};
+  const Results<SparseReduceArgs> results(args, comm.size);
   if (team.squad.index >= 0) {
     op.poison(results);
     reduce_rows<T>(op, args);

@@ -6,8 +6,6 @@
 
 namespace jax_ep {
 
-int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
-
 PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
                              Neighbours neighbours, int64_t id)
     : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id) {
