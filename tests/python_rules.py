@@ -115,14 +115,14 @@ def only_ffi_py_names_libraries(root: Path) -> list[str]:
 
 
 def only_kernels_py_calls_targets(root: Path) -> list[str]:
-    """By `ffi.call` of _core/ffi.py, each family in its kernels.py."""
+    """By `ffi.call` and `ffi.call_alone` of _core/ffi.py, each family in its kernels.py."""
     return [
         path
         for path, tree in python_files(root, "jax_ep")
         if not (path.startswith("jax_ep/ops/") and path.endswith("/kernels.py"))
         and (
-            any(isinstance(node, ast.Attribute) and ast.unparse(node) == "ffi.call" for node in ast.walk(tree))
-            or "jax_ep._core.ffi.call" in imports(path, tree)
+            any(isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ffi.call") for node in ast.walk(tree))
+            or any(name.startswith("jax_ep._core.ffi.call") for name in imports(path, tree))
         )
     ]
 

@@ -16,10 +16,10 @@
 #include <random>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "graph_times.h"
-#include "kernels/sizes.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/group.h"
 
@@ -91,7 +91,7 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.targets = device_array<int32_t>(r.ids.size()), d.rows = device_array<int32_t>(table);
   d.arrived = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
-  d.scratch = device_array<int32_t>(route_scratch(s.experts));
+  d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks));
   d.landing = device_array<char>(ranks * s.tokens * row);
   d.few = are_few(s.tokens, s.top_k), d.early = early_tokens(s.tokens, s.top_k, false, false);
   r.dispatch_float8 = d;
@@ -129,7 +129,9 @@ void release(Rank& r) {
 template <class ArgsOf>
 double time_op(const Group& group, const std::vector<Rank>& ranks, const LaunchConfig& config, ArgsOf args_of) {
   return time_graphs(ranks, [&](int rank) {
-    CHECK(launch_kernel(config, ranks[rank].stream, group.comm({0, rank}), args_of(ranks[rank])));
+    const auto args = args_of(ranks[rank]);
+    using Args = std::decay_t<decltype(args)>;
+    CHECK((Kernel<BFloat16, Args>::start(config, ranks[rank].stream, group.comm({0, rank}), args)));
   });
 }
 

@@ -13,7 +13,7 @@
 
 #include "check.h"
 #include "gemm/gemm.h"
-#include "runtime/cuda/matmul.h"
+#include "runtime/gpu/kernel_launch.h"
 #include "runtime/group.h"
 
 using namespace jax_ep;

@@ -12,11 +12,11 @@
 #include <functional>
 #include <random>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
 #include "kernels/signature.h"
-#include "kernels/sizes.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/stream_order.h"
 #include "runtime/group.h"
@@ -84,6 +84,12 @@ std::vector<float> floats(size_t count) {
   return found;
 }
 
+template <class Args>
+cudaError_t start(const LaunchConfig& config, cudaStream_t stream, const Comm& comm, const Args& args) {
+  using Row = std::conditional_t<kHasRows<Args>, float, void>;
+  return Kernel<Row, Args>::start(config, stream, comm, args);
+}
+
 // dispatch, combine and combine's gradient of one routing.
 void add_routed(std::vector<Case>& cases, int tokens) {
   constexpr int kTopK = 8, kHidden = 1024, kExperts = 64;
@@ -100,7 +106,8 @@ void add_routed(std::vector<Case>& cases, int tokens) {
   d.received = received.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
   d.rows = rows.as<int32_t>(), d.arrived = arrived.as<float>(), d.counts = counts.as<int32_t>();
   d.dropped = Array(4).as<int32_t>(), d.invalid = Array(4).as<int32_t>();
-  d.scratch = Array(route_scratch(kExperts) * 4).as<int32_t>(), d.landing = Array(tokens * row).as<char>();
+  d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks) * 4).as<int32_t>(),
+  d.landing = Array(tokens * row).as<char>();
   CombineArgs c{};
   c.dtype = DType::float32;
   c.num_tokens = tokens, c.top_k = kTopK, c.hidden = kHidden, c.capacity = capacity;
@@ -113,13 +120,13 @@ void add_routed(std::vector<Case>& cases, int tokens) {
   s.received = scattered.as<char>();
   const bool few = tokens <= kFewTokens;
   cases.push_back({few ? "dispatch, few tokens" : "dispatch",
-                   [d](cudaStream_t on, const Comm& comm) { return launch_kernel(kConfig, on, comm, d); },
+                   [d](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, d); },
                    {received, sizes, targets, rows, arrived, counts}});
   cases.push_back({few ? "combine, few tokens" : "combine",
-                   [c](cudaStream_t on, const Comm& comm) { return launch_kernel(kConfig, on, comm, c); },
+                   [c](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, c); },
                    {combined}});
   cases.push_back({few ? "its gradient, few tokens" : "its gradient",
-                   [s](cudaStream_t on, const Comm& comm) { return launch_kernel(kConfig, on, comm, s); },
+                   [s](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, s); },
                    {scattered}});
 }
 
@@ -131,9 +138,8 @@ void add_ragged(std::vector<Case>& cases) {
   a.operand = Array(integers(size_t{kRows} * kWidth / 4, 1 << 30)).as<char>(), a.result = result.as<char>();
   a.input_offsets = a.output_offsets = Array(std::vector<int32_t>{0}).as<int32_t>();
   a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>{kRows}).as<int32_t>();
-  cases.push_back({"ragged_all_to_all",
-                   [a](cudaStream_t on, const Comm& comm) { return launch_kernel(kConfig, on, comm, a); },
-                   {result}});
+  cases.push_back(
+      {"ragged_all_to_all", [a](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, a); }, {result}});
 }
 
 void add_sparse(std::vector<Case>& cases) {
@@ -145,7 +151,7 @@ void add_sparse(std::vector<Case>& cases) {
   u.ids = Array(integers(kEntries, kRows / 2)).as<int32_t>();
   u.missing = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
   u.indices = indices.as<int32_t>(), u.slots = slots.as<int32_t>(), u.bounds = bounds.as<int32_t>();
-  u.all_missing = ints(2), u.scratch = ints(bitmap_scratch(kRows));
+  u.all_missing = ints(2), u.scratch = ints(bitmap_scratch_ints(kRows));
   SparseReduceArgs r{};
   r.dtype = DType::float32;
   r.entries = kEntries, r.hidden = kHidden, r.capacity = kCapacity, r.slots_kept = kCapacity, r.scale = 1;
@@ -156,10 +162,10 @@ void add_sparse(std::vector<Case>& cases) {
   r.landing = Array(landing_bytes(1, kCapacity, 0, kHidden * 4)).as<char>();
   r.partials = Array(size_t{kEntries} * kHidden * 4).as<float>();
   cases.push_back({"sparse_all_reduce, union",
-                   [u](cudaStream_t on, const Comm& comm) { return launch_kernel(kConfig, on, comm, u); },
+                   [u](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, u); },
                    {indices, slots, bounds}});
   cases.push_back({"sparse_all_reduce, sums",
-                   [r](cudaStream_t on, const Comm& comm) { return launch_kernel(kConfig, on, comm, r); },
+                   [r](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, r); },
                    {result}});
 }
 
@@ -238,7 +244,7 @@ bool mismatch_is_named(cudaStream_t (&streams)[2]) {
     Comm comm = group.comm({0, rank});
     comm.signature = signature_of(calls[rank]);
     comm.tag = tag_of(comm.signature);
-    CHECK(launch_kernel(kSmall, streams[rank], comm, calls[rank]));
+    CHECK(start(kSmall, streams[rank], comm, calls[rank]));
   }
   CHECK(cudaDeviceSynchronize());
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;

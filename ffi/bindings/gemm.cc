@@ -1,10 +1,8 @@
 // FFI handlers of the grouped products. They need no group of ranks: everything is on the device of the call.
 #include "gemm/gemm.h"
 
-#include "bindings/decode.h"
-#include "bindings/handlers.h"
-#include "runtime/cuda/matmul.h"
 #include "runtime/extra.h"
+#include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {
 namespace {
@@ -73,18 +71,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_outer_handler, grouped_outer_impl,
 }  // namespace
 
 std::vector<NamedHandler> extra_handlers() {
-  return {{"grouped_matmul", grouped_matmul_handler},
-          {"grouped_outer", grouped_outer_handler},
-          {"matmul_reduce", matmul_reduce_handler},
-          {"gather_matmul", gather_matmul_handler}};
+  return {{"grouped_matmul", grouped_matmul_handler}, {"grouped_outer", grouped_outer_handler}};
 }
 
 std::optional<std::string> load_extra_kernels() {
-  cudaError_t error = gemm::load();
-  if (error == cudaSuccess) error = load_matmul_reduce();
-  if (error == cudaSuccess) error = load_gather_matmul();
-  if (error == cudaSuccess) return std::nullopt;
-  return cudaGetErrorString(error);
+#define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
+  for (const auto load : {&gemm::load, JAX_EP_MATMUL_OPS(JAX_EP_LOAD)})
+    if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
+  return std::nullopt;
 }
 
 }  // namespace jax_ep

@@ -10,8 +10,8 @@
 #include <tuple>
 #include <utility>
 
-#include "bindings/decode.h"
-#include "bindings/handlers.h"
+#include "bindings/bound_op.h"
+#include "platform/launch.h"
 #include "runtime/call_site.h"
 #include "runtime/extra.h"
 #include "runtime/memory.h"
@@ -27,13 +27,19 @@ py::capsule capsule(Function* handler) {
   return py::capsule(reinterpret_cast<void*>(handler));
 }
 
-// The stages of each op's handler.
+std::vector<BoundOp> bound_ops() {
+#define JAX_EP_BOUND(Args) bind<Args>(),
+  std::vector<BoundOp> ops{JAX_EP_MOE_OPS(JAX_EP_BOUND) JAX_EP_RAGGED_OPS(JAX_EP_BOUND)
+                               JAX_EP_SPARSE_OPS(JAX_EP_BOUND)};
+#undef JAX_EP_BOUND
+  for (const BoundOp& product : bind_products()) ops.push_back(product);
+  return ops;
+}
+
+// The stages of each target's handler.
 py::dict handlers() {
-  std::vector<NamedHandler> named{
-      {"dispatch", dispatch_handler},         {"scatter", scatter_handler},
-      {"combine", combine_handler},           {"ragged_all_to_all", ragged_all_to_all_handler},
-      {"sparse_union", sparse_union_handler}, {"sparse_reduce", sparse_reduce_handler}};
-  for (const NamedHandler& extra : extra_handlers()) named.push_back(extra);
+  std::vector<NamedHandler> named = extra_handlers();
+  for (const BoundOp& op : bound_ops()) named.push_back({op.target, op.handler});
   py::dict all;
   for (const auto& [name, handler] : named) {
     py::dict stages;
@@ -43,6 +49,36 @@ py::dict handlers() {
     all[name] = stages;
   }
   return all;
+}
+
+// What Python calls an op with.
+class Keywords final : public Settings {
+ public:
+  explicit Keywords(const py::kwargs& all) : all_(all) {}
+  std::optional<int64_t> integer(const char* name) const override { return get<int64_t, py::int_>(name); }
+  std::optional<bool> option(const char* name) const override { return get<bool, py::bool_>(name); }
+  std::optional<float> real(const char* name) const override { return get<float, py::float_>(name); }
+  std::optional<std::string> text(const char* name) const override { return get<std::string, py::str>(name); }
+
+ private:
+  template <class T, class Python>
+  std::optional<T> get(const char* name) const {
+    const py::object value = all_.contains(name) ? py::object(all_[name]) : py::none();
+    return py::isinstance<Python>(value) ? std::optional<T>(value.cast<T>()) : std::nullopt;
+  }
+  const py::kwargs& all_;
+};
+
+// The results of a call of an op by so many ranks: (name, dtype, shape) in its order. The dtype is None where a result
+// begins as an operand, of which it has the type.
+using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>>;
+std::vector<PyResultType> result_types(const std::string& target, int ranks, const py::kwargs& settings) {
+  std::vector<PyResultType> types;
+  for (const BoundOp& op : bound_ops())
+    if (target == op.target)
+      for (const ResultType& type : op.result_types(Keywords(settings), ranks))
+        types.emplace_back(type.name, type.dtype, type.shape);
+  return types;
 }
 
 py::dict types() {
@@ -196,11 +232,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
   module.def("types", &types);
-  module.def("route_scratch", &route_scratch);
-  module.def("bitmap_scratch", &bitmap_scratch);
-  module.def("sparse_landing_bytes", &sparse_landing_bytes);
-  module.def("early_tokens", &early_tokens);
-  module.def("landing_slot_bytes", &landing_slot_bytes);
+  module.def("result_types", &result_types);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,

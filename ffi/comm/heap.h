@@ -17,17 +17,7 @@ constexpr int kFewAssignments = kMaxExperts;
 constexpr int kEarlyTokens = 1024;  // of many: so many travel while the places of all are worked out
 constexpr int kMailBuffers = 5;
 
-enum class OpKind : int32_t {
-  dispatch,
-  scatter,
-  combine,
-  ragged_all_to_all,
-  sparse_union,
-  sparse_reduce,
-  matmul_all_reduce,
-  matmul_reduce_scatter,
-  all_gather_matmul
-};
+enum class OpKind : int32_t;  // kernels/ops.h
 
 // What an op is called with. Ranks that run an op together call it with equal signatures; kernels/signature.h says what
 // sizes and flags mean.

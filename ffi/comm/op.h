@@ -51,7 +51,7 @@ class Op {
       meet(&heap->routers, squads);
   }
 
-  // Sends every peer the addresses that it may write to, in the order of posted.h. Every team calls it; whoever wrote
+  // Sends every peer the addresses that it may write to, in the order of its OpSpec. Every team calls it; whoever wrote
   // the rest of the mail has met the poster before.
   JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
     record_begin(is_recorder());
@@ -185,9 +185,10 @@ class Op {
     team.sync();
   }
 
-  // Debug: results start as 0xFF, so that a value nobody wrote cannot pass for a result.
-  template <int N>
-  JAX_EP_FN void poison(const Buffer (&results)[N]) {
+  // Debug: results start as 0xFF, so that no stale value passes for one. Here and below they are an array, or a
+  // Results.
+  template <class Results>
+  JAX_EP_FN void poison(const Results& results) {
     if (!comm.poison) return;
     enter(Phase::poison);
     fill(results, {team.index, team.count});
@@ -196,23 +197,20 @@ class Op {
 
   // Ends the op; every team must call it. The last team to come settles a failure: it returns only when no peer can
   // write into this rank's buffers any more.
-  template <int N>
-  JAX_EP_FN void finish(const Buffer (&results)[N]) {
-    finish(results, team.count);
-  }
-  // `teams`: how many call it, with those that did nothing else.
-  template <int N>
-  JAX_EP_FN void finish(const Buffer (&results)[N], int teams) {
+  // `teams`: how many call it, if some do nothing else.
+  template <class Results>
+  JAX_EP_FN void finish(const Results& results, int teams = 0) {
     team.sync();
     int last = 0;
-    if (team.lane == 0) last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams) - 1;
+    if (team.lane == 0)
+      last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams ? teams : team.count) - 1;
     if (team.broadcast(last)) finish_last(results);
     enter(Phase::none);
   }
 
  private:
-  template <int N>
-  JAX_EP_FN void finish_last(const Buffer (&results)[N]) {
+  template <class Results>
+  JAX_EP_FN void finish_last(const Results& results) {
     team.sync();  // what lane 0 has seen of the other teams, all lanes see
     const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
     const uint64_t now = clock_ns();
@@ -327,15 +325,15 @@ class Op {
     team.sync();
   }
 
-  template <int N>
-  JAX_EP_FN void fill(const Buffer (&results)[N], Place place) const {
-    for (const Buffer& result : results) fill_share(team, result, place);
+  template <class Results>
+  JAX_EP_FN void fill(const Results& results, Place place) const {
+    for_each_result(results, [&](const Buffer& result) { fill_share(team, result, place); });
     team.sync();
   }
 
   JAX_EP_FN void poison_mail() const {
     for (int source = 0; source < comm.size; ++source)
-      fill_share(team, Buffer(mail(comm.rank, source), sizeof(Mail)), {0, 1});
+      fill_share(team, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
   }
 
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;

@@ -12,12 +12,9 @@ enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
 
 // A result of an op.
 struct Buffer {
-  JAX_EP_FN Buffer(void* data, int64_t bytes, Undelivered undelivered = Undelivered::nan)
-      : data(data), bytes(bytes), undelivered(undelivered) {}
-
   void* data;
   int64_t bytes;
-  Undelivered undelivered;
+  Undelivered undelivered = Undelivered::nan;
 };
 
 // Fills the share of a buffer that belongs to one of several teams.
@@ -28,6 +25,16 @@ JAX_EP_COLD_FN void fill_share(Team team, Buffer buffer, Place place) {
     fill_row(team, static_cast<char*>(buffer.data) + begin, static_cast<uint8_t>(buffer.undelivered),
              left < kChunk ? left : kChunk);
   }
+}
+
+// Calls visit(Buffer) for each of an array, or of a Results (kernels/results.h).
+template <int N, class Visit>
+JAX_EP_FN void for_each_result(const Buffer (&results)[N], Visit visit) {
+  for (const Buffer& result : results) visit(result);
+}
+template <class Results, class Visit>
+JAX_EP_FN void for_each_result(const Results& results, Visit visit) {
+  results.each(visit);
 }
 
 }  // namespace jax_ep

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "comm/hardware_model.h"
-#include "comm/heap.h"
+#include "kernels/ops.h"
 
 namespace jax_ep {
 

@@ -3,53 +3,98 @@
 
 #include <cstring>
 #include <string>
+#include <string_view>
 
-#include "kernels/matmul/args.h"
-#include "kernels/moe/args.h"
-#include "kernels/ragged/args.h"
-#include "kernels/sparse/args.h"
+#include "kernels/args.h"
 
 namespace jax_ep {
 
-// What an op's sizes and flags are called in errors; an op has as many as it has names.
+constexpr int kSignatureFlags = 4;
+
+// What a kind of op, its sizes and its flags are called in errors; null where there is none, or nothing to tell.
 struct SignatureNames {
-  const char* op;
-  const char* sizes[kSignatureSizes];
-  const char* flags[4];
-  bool rows;  // whether it looks at the dtype of rows
+  const char* op = "an unknown op";
+  const char* sizes[kSignatureSizes] = {};
+  const char* flags[kSignatureFlags] = {};
+  bool rows = false;  // whether it looks at the dtype of rows
 };
 
-inline const SignatureNames& names_of(OpKind op) {
-  static constexpr SignatureNames kNames[] = {
-      {"dispatch", {"T", "K", "H", "E", "capacity", "alignment"}, {"drop", "float8 wire", "float8 rows"}, true},
-      {"combine's backward pass", {"T", "K", "H", "E / R", "capacity", "alignment"}, {}, true},
-      {"combine", {"T", "K", "H", "capacity"}, {"weights", "scalars"}, true},
-      {"ragged_all_to_all", {"slices", "operand rows", "output rows", "row bytes"}, {}, false},
-      {"sparse_all_reduce", {"N", "table rows", "capacity"}, {"sharded"}, false},
-      {"sparse_all_reduce", {"N", "D", "capacity", "slots", "scale bits"}, {"sharded", "drop", "by count"}, true},
-      {"matmul_all_reduce", {"M", "N", "K"}, {"transposed b"}, true},
-      {"matmul_reduce_scatter", {"M", "N", "K"}, {"transposed b"}, true},
-      {"all_gather_matmul", {"M", "N", "K"}, {"transposed b"}, true}};
-  static constexpr SignatureNames kUnknown{"an unknown op", {}, {}, false};
-  const auto index = static_cast<std::size_t>(op);
-  return index < sizeof(kNames) / sizeof(*kNames) ? kNames[index] : kUnknown;
+// Puts the settings of an op where they stand in its signature: numbers among the sizes, options among the flags.
+template <class Args>
+struct SignatureOf {
+  const Args& args;
+  Signature signature{};
+  SignatureNames names{};
+  int sizes = 0, flags = 0;
+
+  void add(const char* label, int64_t size) {
+    names.sizes[sizes] = label;
+    signature.sizes[sizes++] = size;
+  }
+  void operator()(const char*, const char* label, int Args::* member) { add(label, args.*member); }
+  void operator()(const char*, const char* label, int64_t Args::* member) { add(label, args.*member); }
+  void operator()(const char*, const char* label, float Args::* member) {
+    uint32_t bits = 0;
+    static_assert(sizeof(bits) == sizeof(args.*member));
+    std::memcpy(&bits, &(args.*member), sizeof(bits));
+    add(label, bits);
+  }
+  void operator()(const char*, const char* label, bool Args::* member) {
+    names.flags[flags] = label;
+    signature.flags |= static_cast<uint32_t>(args.*member) << flags++;
+  }
+  void operator()(const char* name, const char*, DType Args::* member) {
+    names.rows = true;
+    signature.other_dtype = args.*member;  // that of operands comes last
+    if (std::string_view(name) == "dtype") signature.dtype = args.*member;
+  }
+};
+
+template <class Args>
+SignatureOf<Args> sign(const Args& args) {
+  SignatureOf<Args> made{args};
+  OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { made(name, label, member); });
+  return made;
+}
+
+template <class Args>
+Signature signature_of(const Args& args) {
+  Signature signature = sign(args).signature;
+  signature.op = kind_of(args);
+  return signature;
+}
+
+template <class Args>
+void find_names(OpKind op, SignatureNames* names) {
+  for (const KindName& kind : OpSpec<Args>::kKinds)
+    if (kind.kind == op) {
+      *names = sign(Args{}).names;
+      names->op = kind.name;
+    }
+}
+
+inline SignatureNames names_of(OpKind op) {
+  SignatureNames names;
+#define JAX_EP_FIND_NAMES(Args) find_names<Args>(op, &names);
+  JAX_EP_OPS(JAX_EP_FIND_NAMES)
+#undef JAX_EP_FIND_NAMES
+  return names;
 }
 
 // "dispatch bfloat16 T=64 K=2 H=8192 E=16 capacity=1024 alignment=1 drop".
 inline std::string describe(const Signature& signature) {
-  static constexpr const char* kDTypes[] = {"float32", "bfloat16", "float16"};
   const auto dtype_name = [](DType dtype) {
-    const auto index = static_cast<std::size_t>(dtype);
-    return std::string(index < 3 ? kDTypes[index] : "?");
+    const bool known = static_cast<std::size_t>(dtype) <= static_cast<std::size_t>(DType::float16);
+    return std::string(known ? name_of(values_of(dtype)) : "?");  // a peer may have been killed while it wrote
   };
-  const SignatureNames& names = names_of(signature.op);
+  const SignatureNames names = names_of(signature.op);
   std::string text = names.op;
   if (names.rows) text += " " + dtype_name(signature.dtype);
   if (names.rows && signature.other_dtype != signature.dtype) text += " of " + dtype_name(signature.other_dtype);
   for (int i = 0; i < kSignatureSizes && names.sizes[i]; ++i)
     text += std::string(" ") + names.sizes[i] + "=" + std::to_string(signature.sizes[i]);
-  for (int i = 0; i < 4 && names.flags[i]; ++i)
-    if (signature.flags >> i & 1) text += std::string(", ") + names.flags[i];
+  for (int i = 0; i < kSignatureFlags; ++i)
+    if (names.flags[i] && signature.flags >> i & 1) text += std::string(", ") + names.flags[i];
   return text;
 }
 
@@ -63,48 +108,6 @@ inline uint64_t hash_of(const void* data, std::size_t size) {
 inline uint32_t tag_of(const Signature& signature) {
   const uint64_t hash = hash_of(&signature, sizeof(signature));
   return static_cast<uint32_t>((hash ^ hash >> kTagBits ^ hash >> 2 * kTagBits) & ((1u << kTagBits) - 1));
-}
-
-inline uint32_t flag_bits(bool a, bool b = false, bool c = false) { return a | b << 1 | c << 2; }
-
-inline Signature signature_of(const DispatchArgs& a) {
-  return {kind_of(a),
-          a.dtype,
-          a.dtype,
-          flag_bits(a.drop, a.wire_float8, a.rows_float8),
-          {a.num_tokens, a.top_k, a.hidden, a.num_experts, a.capacity, a.alignment}};
-}
-inline Signature signature_of(const ScatterArgs& a) {
-  return {kind_of(a), a.dtype, a.dtype, 0, {a.num_tokens, a.top_k, a.hidden, a.local_experts, a.capacity, a.alignment}};
-}
-inline Signature signature_of(const CombineArgs& a) {
-  return {kind_of(a),
-          a.dtype,
-          a.dtype,
-          flag_bits(a.weights != nullptr, a.scalars != nullptr),
-          {a.num_tokens, a.top_k, a.hidden, a.capacity}};
-}
-inline Signature signature_of(const RaggedArgs& a) {
-  return {kind_of(a), DType::float32, DType::float32, 0, {a.slices, a.operand_rows, a.result_rows, a.row_bytes}};
-}
-inline Signature signature_of(const SparseUnionArgs& a) {
-  return {kind_of(a), DType::float32, DType::float32, flag_bits(a.sharded), {a.entries, a.num_rows, a.capacity}};
-}
-inline Signature signature_of(const SparseReduceArgs& a) {
-  uint32_t scale = 0;
-  static_assert(sizeof(scale) == sizeof(a.scale));
-  std::memcpy(&scale, &a.scale, sizeof(scale));
-  return {kind_of(a),
-          a.dtype,
-          a.dtype,
-          flag_bits(a.sharded, a.drop, a.by_count),
-          {a.entries, a.hidden, a.capacity, a.slots_kept, scale}};
-}
-inline Signature signature_of(const MatmulReduceArgs& a) {
-  return {kind_of(a), a.dtype, a.operand_dtype, flag_bits(a.transpose_b), {a.m, a.n, a.k}};
-}
-inline Signature signature_of(const GatherMatmulArgs& a) {
-  return {kind_of(a), a.dtype, a.operand_dtype, flag_bits(a.transpose_b), {a.m, a.n, a.k}};
 }
 
 }  // namespace jax_ep

@@ -1,10 +1,8 @@
 // A launch with buffers that peers can write into: XLA's own where they can be mapped, staging elsewhere.
 #pragma once
 
-#include <type_traits>
 #include <vector>
 
-#include "kernels/posted.h"
 #include "kernels/signature.h"
 #include "runtime/group.h"
 
@@ -31,15 +29,15 @@ Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0)
   reached.comm.tag = tag_of(reached.comm.signature);
   reached.comm.site = site;
   int slot = 0;
-  for_each_posted(reached.args, group.size(), [&](auto& buffer, int64_t size, Use use) {
-    using Pointer = std::remove_reference_t<decltype(buffer)>;
-    const auto bytes = static_cast<std::size_t>(size);
-    void* const own = const_cast<void*>(static_cast<const void*>(buffer));
+  OpSpec<Args>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {
+    if (!spec.posted) return;
+    const std::size_t bytes = spec.reached ? spec.bytes() : 0;
+    void* const own = const_cast<void*>(static_cast<const void*>(args.*member));
     void* const mapped = group.reach(seat, slot++, own, bytes, &reached.comm);
     if (mapped == own) return;
-    buffer = static_cast<Pointer>(mapped);
-    if (use == Use::updated || use == Use::operand) reached.before.push_back({mapped, own, bytes});
-    if (use == Use::updated || use == Use::result) reached.after.push_back({own, mapped, bytes});
+    set_pointer(&(reached.args.*member), mapped);
+    if (spec.use == Use::updated || spec.use == Use::operand) reached.before.push_back({mapped, own, bytes});
+    if (spec.is_result()) reached.after.push_back({own, mapped, bytes});
   });
   return reached;
 }

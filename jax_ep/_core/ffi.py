@@ -3,7 +3,9 @@
 import functools
 import importlib
 import importlib.util
+import operator
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -85,30 +87,71 @@ class Ranks(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
+    def axis_name(self) -> str: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
     def native_id(self) -> int: ...
 
 
 def call(
     name: str,
-    results: Any,
     *operands: jax.Array,
-    group: Ranks | None = None,
+    group: Ranks,
     op: str = "",
-    aliases: dict[int, int] | None = None,
-    vmap_method: str | None = None,
-    **attributes: Any,
-):
-    """Calls an FFI target, for the kernels.py of a family of ops.
+    updated: jax.Array | None = None,
+    alike: Sequence[str] = (),
+    **settings: bool | int | float | np.dtype,
+) -> dict[str, jax.Array]:
+    """Calls an op of a group, for the kernels.py of its family.
+
+    Its OpSpec (ffi/kernels/<family>/args.h) lists operands, settings and results. Results vary over the axes that the
+    first operand varies over.
 
     Args:
-      name: of the target, without prefix; `results` and `attributes` are those of its handler.
-      group: of a collective.
+      name: of the FFI target, without prefix.
       op: what the user knows it as, if not by this name.
-      aliases, vmap_method: as in `jax.ffi.ffi_call`.
+      updated: the operand behind the others as which a result begins.
+      alike: results that all ranks have alike, by name.
+
+    Returns:
+      Its results by name, and its workspace.
     """
-    if group is not None:  # refused also where nothing but a gradient is batched, as by jax.jacrev
-        operands = tuple(checks.not_batched(op or name, x, group.mesh) for x in operands)
-        attributes["group"] = np.int64(group.native_id)
-        attributes["site"] = _call_site()
-    target = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method=vmap_method)
-    return target(*operands, **attributes)
+    operands = (*operands, updated) if updated is not None else operands
+    plain = {key: _plain(value) for key, value in settings.items()}
+    types = library(group.platform).result_types(name, group.size, **plain)
+    results: list[jax.ShapeDtypeStruct] = []
+    aliases: dict[int, int] = {}
+    for result, dtype, shape in types:
+        like, unvarying = operands[0], frozenset({group.axis_name} if result in alike else ())
+        if dtype is None:
+            like = operands[-1]
+            aliases[len(operands) - 1], dtype, shape = len(results), like.dtype, like.shape
+        results.append(checks.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
+    # Refused also where nothing but a gradient is batched, as by jax.jacrev.
+    operands = tuple(checks.not_batched(op or name, x, group.mesh) for x in operands)
+    target = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)
+    attributes = {key: _attribute(value) for key, value in plain.items()}
+    returned = target(*operands, group=np.int64(group.native_id), site=_call_site(), **attributes)
+    return {result: array for (result, _, _), array in zip(types, returned, strict=True)}
+
+
+def _plain(value: bool | int | float | np.dtype) -> bool | int | float | str:
+    """A setting as Python's own value, also where the user gave a size as one of numpy's."""
+    if isinstance(value, np.dtype):
+        return value.name
+    return value if isinstance(value, (bool, float)) else operator.index(value)
+
+
+def _attribute(value: bool | int | float | str) -> Any:
+    """A plain setting as the libraries read it: numbers of a known width."""
+    if isinstance(value, (bool, str)):
+        return value
+    return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+
+def call_alone(name: str, result: jax.ShapeDtypeStruct, *operands: jax.Array, **attributes: bool) -> jax.Array:
+    """Calls an FFI target that needs no group; a batch is one call after the other."""
+    return jax.ffi.ffi_call(f"jax_ep_{name}", result, vmap_method="sequential")(*operands, **attributes)

@@ -48,7 +48,7 @@ struct Rank {
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
     a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
-    a.landing = wire.data(), a.landing_bytes = static_cast<int64_t>(wire.size());
+    a.landing = wire.data();
     return a;
   }
 

@@ -2,6 +2,7 @@
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
 #include "matmul.h"
 #include "moe.h"
+#include "posting.h"
 #include "processes_ending.h"
 #include "recordings.h"
 #include "sparse.h"
@@ -40,6 +41,7 @@ int main() {
   jax_ep::host_clock();
   jax_ep::round_trips(jax_ep::kMostTokens, 12);
   jax_ep::round_trips(40, 60);  // routed by one team of each rank
+  jax_ep::posts_what_specs_mark();
   jax_ep::rows_out_of_bounds(12);
   jax_ep::two_processes();
   jax_ep::deaf_process();

@@ -6,6 +6,7 @@
 #include "comm/dtype.h"
 #include "comm/heap.h"
 #include "comm/platform.h"
+#include "kernels/op_spec.h"
 
 namespace jax_ep {
 
@@ -20,6 +21,9 @@ struct MatmulReduceArgs {
   char* result;      // [M, N], or [M / R, N]
   char* partial;     // [M, N]: the product of this rank
 };
+
+// For a kernel of its own, in which two ranks exchange their tiles.
+struct MatmulExchangeArgs : MatmulReduceArgs {};
 
 // Every rank's rows, one after the other, times this rank's matrix.
 struct GatherMatmulArgs {
@@ -40,5 +44,66 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_
 JAX_EP_CONSTANT_FN int64_t result_bytes(const MatmulReduceArgs& args, int ranks) {
   return int64_t{args.scatter ? args.m / ranks : args.m} * args.n * size_of(args.dtype);
 }
+
+// What both are told alike.
+template <class Args>
+struct ProductSpec : OpDefaults {
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    visit("operand_dtype", nullptr, &Args::operand_dtype);
+    visit("m", "M", &Args::m);
+    visit("n", "N", &Args::n);
+    visit("k", "K", &Args::k);
+    visit("transpose_b", "transposed b", &Args::transpose_b);
+  }
+  static Load load(const Args& args) { return {args.m, false}; }
+
+ protected:
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void factors(const Args& a, Visit visit) {
+    const Values values = values_of(a.operand_dtype);
+    visit(operand("a", values, a.m, a.k), &Args::a);
+    visit(operand("b", values, a.transpose_b ? a.n : a.k, a.transpose_b ? a.k : a.n), &Args::b);
+  }
+};
+
+template <>
+struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
+  using Args = MatmulReduceArgs;
+  static constexpr const char* kTarget = "matmul_reduce";
+  static constexpr KindName kKinds[] = {{OpKind::matmul_all_reduce, "matmul_all_reduce"},
+                                        {OpKind::matmul_reduce_scatter, "matmul_reduce_scatter"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    ProductSpec::settings(visit);
+    visit("scatter", nullptr, &Args::scatter);
+  }
+  static const char* fault(const Args& args, int ranks) {
+    return args.scatter && args.m % ranks ? "the rows must be a multiple of the ranks" : nullptr;
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    factors(a, visit);
+    visit(scratch("partial", values_of(a.dtype), a.m, a.n).for_peers(), &Args::partial);
+    visit(result("sums", values_of(a.dtype), a.scatter ? a.m / ranks : a.m, a.n).for_peers(!a.scatter), &Args::result);
+  }
+};
+
+template <>
+struct OpSpec<GatherMatmulArgs> : ProductSpec<GatherMatmulArgs> {
+  using Args = GatherMatmulArgs;
+  static constexpr const char* kTarget = "gather_matmul";
+  static constexpr KindName kKinds[] = {{OpKind::all_gather_matmul, "all_gather_matmul"}};
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    factors(a, visit);
+    visit(result("product", values_of(a.dtype), int64_t{ranks} * a.m, a.n), &Args::result);
+    visit(result("gathered", values_of(a.operand_dtype), int64_t{ranks} * a.m, a.k).for_peers(), &Args::gathered);
+  }
+};
 
 }  // namespace jax_ep

@@ -7,6 +7,7 @@
 #include "comm/push.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/product.h"
+#include "kernels/results.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
@@ -92,10 +93,8 @@ JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const Team& team) {
   Op op(comm, team, kind_of(args));
-  const int total = args.m * comm.size;
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype);
-  const Buffer results[] = {{args.result, int64_t{total} * args.n * size_of(args.dtype)},
-                            {args.gathered, total * row_bytes}};
+  const Results<GatherMatmulArgs> results(args, comm.size);
   op.poison(results);
   op.post(args.gathered);
   spread_rows(op, args);

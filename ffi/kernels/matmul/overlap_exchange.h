@@ -8,9 +8,6 @@
 #include "kernels/matmul/overlap.h"
 
 namespace jax_ep {
-
-struct MatmulExchangeArgs : MatmulReduceArgs {};
-
 // What the warps of a block tell each other, in shared memory.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed

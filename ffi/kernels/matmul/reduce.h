@@ -8,6 +8,7 @@
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/exchange.h"
 #include "kernels/matmul/product.h"
+#include "kernels/results.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {
@@ -139,8 +140,7 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const MatmulReduceArgs& args, const Team& team) {
   Op op(comm, team, kind_of(args));
-  const Buffer results[] = {{args.result, result_bytes(args, comm.size)},
-                            {args.partial, int64_t{args.m} * args.n * size_of(args.dtype)}};
+  const Results<MatmulReduceArgs> results(args, comm.size);
   op.poison(results);
   if (comm.size == kExchangingRanks)
     exchange_products<T>(op, args);

@@ -1,10 +1,13 @@
 // What the ops of a dispatch are called with: plain pointers into XLA's buffers of this rank, and the shapes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
+#include "comm/layout.h"
+#include "kernels/op_spec.h"
 
 namespace jax_ep {
 
@@ -42,7 +45,6 @@ struct DispatchArgs {
   bool few;       // tokens
   int early;      // tokens, the first: they land in slots by source and token, and go to their rows from there
   char* landing;  // [R, early] slots
-  int64_t landing_bytes;
 };
 
 // Of the routing that scatter and combine are handed: which leaf is out of bounds, as the `peer` of a report.
@@ -61,14 +63,15 @@ struct ScatterArgs {
 struct CombineArgs {
   DType dtype;
   int num_tokens, top_k, hidden, capacity;
-  const char* outputs;     // [C, H]
-  const float* weights;    // [R, T, K], or null for 1
-  const float* scalars;    // [R, T, K] to return to their token's rank, or null
-  const int32_t* targets;  // [T, K]
-  const int32_t* rows;     // [R, T, K]
-  char* combined;          // [T, H]
-  float* returned;         // [T, K], or null
-  char* landing;           // [R, T, H] partial sums
+  bool weighted, returning;  // whether there are weights, and scalars
+  const char* outputs;       // [C, H]
+  const float* weights;      // [R, T, K], or null for 1
+  const float* scalars;      // [R, T, K] to return to their token's rank, or null
+  const int32_t* targets;    // [T, K]
+  const int32_t* rows;       // [R, T, K]
+  char* combined;            // [T, H]
+  float* returned;           // [T, K], or null
+  char* landing;             // [R, T, H] partial sums
 };
 
 // The same for a kernel of its own, which sums long batches.
@@ -77,5 +80,125 @@ struct LongCombineArgs : CombineArgs {};
 constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
 constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
 constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
+
+template <>
+struct OpSpec<DispatchArgs> : OpDefaults {
+  using Args = DispatchArgs;
+  static constexpr const char* kTarget = "dispatch";
+  static constexpr KindName kKinds[] = {{OpKind::dispatch, "dispatch"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    visit("num_tokens", "T", &Args::num_tokens);
+    visit("top_k", "K", &Args::top_k);
+    visit("hidden", "H", &Args::hidden);
+    visit("num_experts", "E", &Args::num_experts);
+    visit("capacity", "capacity", &Args::capacity);
+    visit("alignment", "alignment", &Args::alignment);
+    visit("drop", "drop", &Args::drop);
+    visit("wire_float8", "float8 wire", &Args::wire_float8);
+    visit("rows_float8", "float8 rows", &Args::rows_float8);
+  }
+  static void complete(Args& args, int, bool) {
+    args.few = are_few(args.num_tokens, args.top_k);
+    args.early = early_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
+  }
+  static const char* fault(const Args& args, int ranks) {
+    if (args.num_experts % ranks) return "the experts must be a multiple of the ranks";
+    if (args.num_experts > kMaxExperts) return "there are more experts than a mailbox holds";
+    return args.alignment > 0 ? nullptr : "alignment must be positive";
+  }
+  static Load load(const Args& args) { return {args.num_tokens, args.wire_float8}; }
+
+  // Peers write rows of received, and what belongs to them, where some tokens do not land in slots; and tell each other
+  // where all have their rows where not every rank works that out for itself.
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;
+    const bool straight = a.early < tokens;
+    const Values rows = a.rows_float8 ? Values::float8 : values_of(a.dtype);
+    const int64_t slot = landing_slot_bytes(a.hidden, size_of(a.dtype), a.wire_float8, a.rows_float8);
+    visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
+    visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
+    visit(operand("weights", Values::float32, tokens, top_k), &Args::weights);
+    visit(result("received", rows, a.capacity, a.hidden).for_peers(straight), &Args::received);
+    visit(result("rows", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::rows);
+    visit(result("arrived", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::arrived);
+    visit(result("scales", Values::float32, a.capacity, a.hidden / kScaleBlock).when(a.rows_float8).for_peers(straight),
+          &Args::scales);
+    visit(result("group_sizes", Values::int32, local).undelivered_as(Undelivered::size), &Args::group_sizes);
+    visit(result("targets", Values::int32, tokens, top_k).undelivered_as(Undelivered::target), &Args::targets);
+    visit(result("counts", Values::int32, ranks, local).undelivered_as(Undelivered::size), &Args::counts);
+    visit(result("dropped", Values::int32, 1).undelivered_as(Undelivered::size), &Args::dropped);
+    visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);
+    visit(scratch("landing", Values::uint8, ranks, a.early, slot).for_peers(), &Args::landing);
+    visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, kMaxRanks)), &Args::scratch);
+  }
+};
+
+template <>
+struct OpSpec<ScatterArgs> : OpDefaults {
+  using Args = ScatterArgs;
+  static constexpr const char* kTarget = "scatter";
+  static constexpr KindName kKinds[] = {{OpKind::scatter, "combine's backward pass"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    visit("num_tokens", "T", &Args::num_tokens);
+    visit("top_k", "K", &Args::top_k);
+    visit("hidden", "H", &Args::hidden);
+    visit("local_experts", "E / R", &Args::local_experts);
+    visit("capacity", "capacity", &Args::capacity);
+    visit("alignment", "alignment", &Args::alignment);
+  }
+  static const char* fault(const Args& args, int) {
+    return args.alignment > 0 ? nullptr : "alignment must be positive";
+  }
+  static Load load(const Args& args) { return {std::max(args.num_tokens, args.capacity), false}; }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    visit(operand("tokens", values_of(a.dtype), a.num_tokens, a.hidden), &Args::tokens);
+    visit(operand("targets", Values::int32, a.num_tokens, a.top_k), &Args::targets);
+    visit(operand("rows", Values::int32, ranks, a.num_tokens, a.top_k), &Args::rows);
+    visit(operand("counts", Values::int32, ranks, a.local_experts), &Args::counts);
+    visit(result("received", values_of(a.dtype), a.capacity, a.hidden).for_peers(), &Args::received);
+  }
+};
+
+template <>
+struct OpSpec<CombineArgs> : OpDefaults {
+  using Args = CombineArgs;
+  static constexpr const char* kTarget = "combine";
+  static constexpr KindName kKinds[] = {{OpKind::combine, "combine"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    visit("num_tokens", "T", &Args::num_tokens);
+    visit("top_k", "K", &Args::top_k);
+    visit("hidden", "H", &Args::hidden);
+    visit("capacity", "capacity", &Args::capacity);
+    visit("weighted", "weights", &Args::weighted);
+    visit("returning", "scalars", &Args::returning);
+  }
+  static Load load(const Args& args) { return {args.num_tokens, false}; }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    const Values values = values_of(a.dtype);
+    const int tokens = a.num_tokens;
+    visit(operand("outputs", values, a.capacity, a.hidden), &Args::outputs);
+    visit(operand("weights", Values::float32, ranks, tokens, a.top_k).when(a.weighted), &Args::weights);
+    visit(operand("scalars", Values::float32, ranks, tokens, a.top_k).when(a.returning), &Args::scalars);
+    visit(operand("targets", Values::int32, tokens, a.top_k), &Args::targets);
+    visit(operand("rows", Values::int32, ranks, tokens, a.top_k), &Args::rows);
+    visit(scratch("landing", values, ranks, tokens, a.hidden).for_peers(), &Args::landing);
+    visit(result("combined", values, tokens, a.hidden), &Args::combined);
+    visit(result("returned", Values::float32, tokens, a.top_k).when(a.returning).for_peers(), &Args::returned);
+  }
+};
 
 }  // namespace jax_ep

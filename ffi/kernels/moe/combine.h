@@ -7,6 +7,7 @@
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
 #include "kernels/moe/schedule.h"
+#include "kernels/results.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {
@@ -262,9 +263,7 @@ class Combine {
 template <class T, int kPieces = kLanePieces>
 JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team& team) {
   Op op(comm, team, OpKind::combine);
-  const int64_t row = int64_t{args.hidden} * sizeof(T);
-  const Buffer results[] = {{args.combined, args.num_tokens * row},
-                            {args.returned, args.returned ? int64_t{args.num_tokens} * args.top_k * 4 : 0}};
+  const Results<CombineArgs> results(args, comm.size);
   op.poison(results);
   op.post(args.landing, args.returned);
   Combine<T, kPieces> combine(op, args);

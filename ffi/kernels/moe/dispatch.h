@@ -8,6 +8,7 @@
 #include "kernels/moe/route_few.h"
 #include "kernels/moe/routing.h"
 #include "kernels/moe/rows.h"
+#include "kernels/results.h"
 #include "rows/float8_rows.h"
 #include "rows/wire.h"
 
@@ -222,19 +223,7 @@ JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args) {
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
   Op op(comm, team, OpKind::dispatch);
-  const int64_t local = args.num_experts / comm.size;
-  const int64_t table = int64_t{comm.size} * args.num_tokens * args.top_k * 4;
-  const int64_t row = args.hidden * (args.rows_float8 ? 1 : static_cast<int64_t>(sizeof(T)));
-  const int64_t scale_row = args.rows_float8 ? scale_row_bytes(args.hidden) : 0;
-  const Buffer results[] = {{args.received, args.capacity * row},
-                            {args.scales, args.capacity * scale_row},
-                            {args.group_sizes, local * 4, Undelivered::size},
-                            {args.targets, int64_t{args.num_tokens} * args.top_k * 4, Undelivered::target},
-                            {args.rows, table},
-                            {args.arrived, table},
-                            {args.counts, comm.size * local * 4, Undelivered::size},
-                            {args.dropped, 4, Undelivered::size},
-                            {args.invalid, 4, Undelivered::size}};
+  const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
   route_and_send<T>(op, args);
   op.finish(results);

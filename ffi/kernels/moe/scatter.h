@@ -4,6 +4,7 @@
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
+#include "kernels/results.h"
 
 namespace jax_ep {
 
@@ -25,7 +26,7 @@ template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Team& team) {
   Op op(comm, team, OpKind::scatter);
   const int64_t bytes = int64_t{args.hidden} * sizeof(T);
-  const Buffer results[] = {{args.received, args.capacity * bytes}};
+  const Results<ScatterArgs> results(args, comm.size);
   op.poison(results);
   op.post(args.received);
   op.wait_posted();

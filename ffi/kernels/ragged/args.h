@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "comm/heap.h"
+#include "kernels/op_spec.h"
 
 namespace jax_ep {
 
@@ -16,5 +17,35 @@ struct RaggedArgs {
 };
 
 constexpr OpKind kind_of(const RaggedArgs&) { return OpKind::ragged_all_to_all; }
+
+template <>
+struct OpSpec<RaggedArgs> : OpDefaults {
+  using Args = RaggedArgs;
+  static constexpr const char* kTarget = "ragged_all_to_all";
+  static constexpr KindName kKinds[] = {{OpKind::ragged_all_to_all, "ragged_all_to_all"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("slices", "slices", &Args::slices);
+    visit("operand_rows", "operand rows", &Args::operand_rows);
+    visit("result_rows", "output rows", &Args::result_rows);
+    visit("row_bytes", "row bytes", &Args::row_bytes);
+  }
+  static const char* fault(const Args& args, int) {
+    return args.slices <= kMaxExperts ? nullptr : "there are more slices than a mailbox holds";
+  }
+  static Load load(const Args&) { return {0, false}; }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    const int64_t all = int64_t{ranks} * a.slices;
+    visit(any_rows("operand", Use::operand, a.operand_rows, a.row_bytes), &Args::operand);
+    visit(operand("input_offsets", Values::int32, all), &Args::input_offsets);
+    visit(operand("send_sizes", Values::int32, all), &Args::send_sizes);
+    visit(operand("output_offsets", Values::int32, all), &Args::output_offsets);
+    visit(operand("recv_sizes", Values::int32, all), &Args::recv_sizes);
+    visit(any_rows("output", Use::updated, a.result_rows, a.row_bytes).for_peers(), &Args::result);
+  }
+};
 
 }  // namespace jax_ep

@@ -4,6 +4,7 @@
 #include "comm/op.h"
 #include "comm/squads.h"
 #include "kernels/ragged/args.h"
+#include "kernels/results.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
@@ -71,7 +72,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& 
   const Team team = join_op(comm, all);
   Op op(comm, team, OpKind::ragged_all_to_all);
   if (team.squad.index >= 0) exchange_slices(op, args);
-  const Buffer results[] = {{args.result, args.result_rows * args.row_bytes}};
+  const Results<RaggedArgs> results(args, comm.size);
   op.finish(results, all.count);
 }
 

@@ -3,10 +3,13 @@
 // The union of all ranks' row ids, sorted, numbers the slots 0 .. U - 1. An entry of no row has the slot U.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
+#include "comm/layout.h"
+#include "kernels/op_spec.h"
 
 namespace jax_ep {
 
@@ -57,5 +60,77 @@ struct SparseReduceArgs {
 
 constexpr OpKind kind_of(const SparseUnionArgs&) { return OpKind::sparse_union; }
 constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce; }
+
+template <>
+struct OpSpec<SparseUnionArgs> : OpDefaults {
+  using Args = SparseUnionArgs;
+  static constexpr const char* kTarget = "sparse_union";
+  static constexpr KindName kKinds[] = {{OpKind::sparse_union, "sparse_all_reduce"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("entries", "N", &Args::entries);
+    visit("num_rows", "table rows", &Args::num_rows);
+    visit("capacity", "capacity", &Args::capacity);
+    visit("sharded", "sharded", &Args::sharded);
+  }
+  static Load load(const Args& args) { return {args.entries, false}; }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    visit(operand("ids", Values::int32, a.entries), &Args::ids);
+    visit(operand("missing", Values::int32, kMissing), &Args::missing);
+    visit(result("indices", Values::int32, a.capacity), &Args::indices);
+    visit(result("slots", Values::int32, ranks, a.entries).for_peers(), &Args::slots);
+    visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size), &Args::bounds);
+    visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size), &Args::all_missing);
+    visit(scratch("scratch", Values::int32, bitmap_scratch_ints(a.num_rows)), &Args::scratch);
+  }
+};
+
+template <>
+struct OpSpec<SparseReduceArgs> : OpDefaults {
+  using Args = SparseReduceArgs;
+  static constexpr const char* kTarget = "sparse_reduce";
+  static constexpr KindName kKinds[] = {{OpKind::sparse_reduce, "sparse_all_reduce"}};
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    visit("entries", "N", &Args::entries);
+    visit("hidden", "D", &Args::hidden);
+    visit("capacity", "capacity", &Args::capacity);
+    visit("slots_kept", "slots", &Args::slots_kept);
+    visit("scale", "scale bits", &Args::scale);
+    visit("sharded", "sharded", &Args::sharded);
+    visit("drop", "drop", &Args::drop);
+    visit("by_count", "by count", &Args::by_count);
+  }
+  static void complete(Args& args, int ranks, bool sends_ahead) {
+    args.landing_room = sends_ahead ? landing_room(args.entries, ranks, args.sharded) : 0;
+  }
+  static Load load(const Args& args) { return {std::max(args.entries, args.capacity), false}; }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
+    const Values values = values_of(a.dtype);
+    const int64_t landing = landing_bytes(ranks, a.slots_kept, a.landing_room, int64_t{a.hidden} * size_of(a.dtype));
+    visit(operand("values", values, a.entries, a.hidden).for_peers(), &Args::values);
+    visit(operand("slots", Values::int32, ranks, a.entries), &Args::slots);
+    visit(operand("bounds", Values::int32, ranks + 1), &Args::bounds);
+    visit(result("sums", values, a.capacity, a.hidden).for_peers(), &Args::result);
+    visit(scratch("partials", Values::float32, a.entries, a.hidden).for_peers(), &Args::partials);
+    visit(scratch("landing", Values::uint8, landing).for_peers(), &Args::landing);
+    visit(scratch("runs", Values::int32, ranks, a.slots_kept, 2), &Args::runs);
+    visit(scratch("heads", Values::int32, a.slots_kept), &Args::heads);
+    visit(scratch("next", Values::int32, a.entries), &Args::next);
+    visit(scratch("members", Values::int32, a.entries), &Args::members);
+    visit(scratch("begins", Values::int32, a.slots_kept), &Args::begins);
+    visit(scratch("listed", Values::int32, 1), &Args::listed);
+    visit(scratch("long_slots", Values::int32, a.entries), &Args::long_slots);
+    visit(scratch("long_lists", Values::int32, 1), &Args::long_lists);
+    visit(scratch("sent", Values::int32, ranks), &Args::sent);
+  }
+};
 
 }  // namespace jax_ep

@@ -8,6 +8,7 @@
 
 #include "comm/op.h"
 #include "comm/squads.h"
+#include "kernels/results.h"
 #include "kernels/sparse/args.h"
 #include "kernels/sparse/run_sums.h"
 #include "rows/row_sum.h"
@@ -294,7 +295,7 @@ template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Team& all) {
   const Team team = join_op(comm, all);
   Op op(comm, team, OpKind::sparse_reduce);
-  const Buffer results[] = {{args.result, int64_t{args.capacity} * args.hidden * static_cast<int>(sizeof(T))}};
+  const Results<SparseReduceArgs> results(args, comm.size);
   if (team.squad.index >= 0) {
     op.poison(results);
     reduce_rows<T>(op, args);

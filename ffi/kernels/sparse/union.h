@@ -4,6 +4,7 @@
 
 #include "comm/op.h"
 #include "comm/squads.h"
+#include "kernels/results.h"
 #include "kernels/sparse/args.h"
 
 namespace jax_ep {
@@ -152,11 +153,7 @@ class SparseUnion {
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Team& all) {
   const Team team = join_op(comm, all);
   Op op(comm, team, OpKind::sparse_union);
-  const int64_t table = int64_t{comm.size} * args.entries * 4;
-  const Buffer results[] = {{args.indices, int64_t{args.capacity} * 4},
-                            {args.slots, table},
-                            {args.bounds, (comm.size + 1) * 4, Undelivered::size},
-                            {args.all_missing, kMissing * 4, Undelivered::size}};
+  const Results<SparseUnionArgs> results(args, comm.size);
   if (team.squad.index >= 0) {
     op.poison(results);
     SparseUnion(op, args).run();

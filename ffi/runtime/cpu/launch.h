@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "kernels/kernels.h"
-#include "kernels/sizes.h"
 #include "runtime/call_site.h"
 #include "runtime/cpu/cpu_group.h"
 #include "runtime/reach.h"
@@ -24,6 +23,7 @@ inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup&, O
 }
 using LaunchResult = ffi::Future;
 constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
+constexpr bool kSendsAhead = false;  // peers' memory is as near as one's own
 
 // What a handler learns from XLA about its call.
 struct Call {
@@ -43,7 +43,10 @@ template <class Args>
 void run_here(Group& group, Seat seat, int32_t site, const Args& args) {
   const Reached<Args> reached = reach(group, seat, args, site);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
-  run_any(reached.comm, reached.args, Team{});
+  if constexpr (kHasRows<Args>)
+    with_format(args.dtype, [&](auto row) { run_kernel<decltype(row)>(reached.comm, reached.args, Team{}); });
+  else
+    run_kernel(reached.comm, reached.args, Team{});
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
@@ -58,12 +61,6 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Sea
                   error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
                 });
   return future;
-}
-
-template <class Args>
-ffi::Future launch_matmul(const Call& call, const std::shared_ptr<CpuGroup>& group, Seat seat, int32_t site,
-                          const Args& args) {
-  return launch(call, group, seat, site, args);
 }
 
 }  // namespace jax_ep

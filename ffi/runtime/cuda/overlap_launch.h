@@ -1,9 +1,10 @@
-// Starts an overlapped product: picks the kernel for dtypes, tiles and storage order, and describes arrays to TMA.
+// Defines what kernel_launch.h declares of products: picks the kernel for dtypes, tiles and storage order, and
+// describes arrays to TMA.
 #pragma once
 
 #include "gemm/tensor_map.h"
 #include "kernels/matmul/overlap.h"
-#include "kernels/matmul/plan.h"
+#include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {
 
@@ -32,11 +33,13 @@ constexpr int overlapped_bytes(int block_n) {
   return block_n == 128 ? sizeof(gemm::Shared<128, Beside>) : sizeof(gemm::Shared<256, Beside>);
 }
 
-// The product that a rank computes: `a` [m, k] times b, to `out` [m, n].
+// The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. product_of(args, comm) stands in the file of
+// each op.
 struct Product {
   int m;
   const char* a;
   char* out;
+  PairOrder order;
 };
 
 // What only a gather is told: where its own rows are.
@@ -49,9 +52,16 @@ inline std::optional<std::string> prepare(Work<GatherMatmulArgs>* work) {
   return gemm::describe_boxes({args.a, args.operand_dtype, args.k, args.m, 1}, gemm::kSlice, &work->own);
 }
 
+// Two ranks may exchange their tiles instead of summing them beside the product.
 template <class Args>
-std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaStream_t stream, const Comm& comm,
-                                             const Args& args, const Product& product, const PairOrder& order) {
+constexpr bool kMayExchange = std::is_same_v<Args, MatmulReduceArgs>;
+
+template <class Args>
+std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
+                                                      const Args& args) {
+  if constexpr (kMayExchange<Args>)
+    if (config.communicating == 0) return ProductKernel<MatmulExchangeArgs>::start(config, stream, comm, {args});
+  const Product product = product_of(args, comm);
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const DType in = args.operand_dtype, out = args.dtype;
   CUtensorMap a, b, out_map;
@@ -65,9 +75,9 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
     return error;
   gemm::Problem problem{gemm::Grouping::none, product.m, args.n, args.k, 1, nullptr, config.band};
   problem.split_k = config.split_k;
-  problem.pair_first = order.first;
-  problem.pair_lead = order.lead;
-  problem.pair_parts = order.parts;
+  problem.pair_first = product.order.first;
+  problem.pair_lead = product.order.lead;
+  problem.pair_parts = product.order.parts;
   Work<Args> work{comm, args, config.communicating, config.block_n, {}};
   if (const auto error = prepare(&work)) return error;
   const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
@@ -83,13 +93,14 @@ std::optional<std::string> launch_overlapped(const OverlapConfig& config, cudaSt
   return config.describe() + ": " + cudaGetErrorString(error);
 }
 
-// Loads every kernel on the current device, if it is a Hopper.
 template <class Args>
-cudaError_t load_overlapped() {
+gpu::Error ProductKernel<Args>::load() {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess || major != 9) return error;
+  if constexpr (kMayExchange<Args>)
+    if (error = ProductKernel<MatmulExchangeArgs>::load(); error != cudaSuccess) return error;
   for (const DType in : {DType::bfloat16, DType::float16})
     for (const DType out : {in, DType::float32})
       for (const int block_n : {128, 256})

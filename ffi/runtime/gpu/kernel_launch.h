@@ -5,34 +5,38 @@
 #include <string>
 
 #include "comm/timeline.h"
-#include "kernels/matmul/args.h"
-#include "kernels/moe/args.h"
+#include "kernels/args.h"
+#include "kernels/matmul/plan.h"
 #include "kernels/plan.h"
-#include "kernels/ragged/args.h"
-#include "kernels/sparse/args.h"
 #include "platform/runtime.h"
 
 namespace jax_ep {
 
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const DispatchArgs& args);
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args);
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args);
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args);
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const SparseUnionArgs& args);
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                         const SparseReduceArgs& args);
+// The kernel of an op on rows of one dtype; void where it does not look at them. Defined in define_kernels.h, for the
+// files that instantiate it: one for each dtype, as a compiler takes minutes for it.
+template <class Row, class Args>
+struct Kernel {
+  static gpu::Error start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
+  // On the current device, where a block has so much shared memory: a first launch would wait for a spinning kernel to
+  // end.
+  static gpu::Error load(int shared_bytes);
+};
 
-// The products with a collective, which only the library for CUDA has. They say why they cannot start.
-std::optional<std::string> launch_matmul(const HardwareModel& model, gpu::Stream stream, const Comm& comm,
-                                         const MatmulReduceArgs& args);
-std::optional<std::string> launch_matmul(const HardwareModel& model, gpu::Stream stream, const Comm& comm,
-                                         const GatherMatmulArgs& args);
+// The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h, for the
+// file of each.
+template <class Args>
+struct ProductKernel {
+  // Says why it cannot start. May be captured in a graph.
+  static std::optional<std::string> start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
+                                          const Args& args);
+  // On the current device, if it is a Hopper.
+  static gpu::Error load();
+};
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
 
-// Loads every kernel on the current device, where a block has so much shared memory: a first launch would wait for a
-// spinning kernel to end.
+// Loads every kernel of the ops that are no products.
 gpu::Error load_kernels(int shared_bytes);
 
 }  // namespace jax_ep

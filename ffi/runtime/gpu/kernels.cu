@@ -1,6 +1,5 @@
-// Launching the ops' kernels: those that look at no values are here, those on rows in row_kernels_*.cu.
-#include "runtime/gpu/row_kernels.h"
-#include "runtime/gpu/start_kernel.h"
+// The kernels that look at no values; those on rows are in row_kernels_*.cu.
+#include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
 namespace {
@@ -14,51 +13,28 @@ __global__ void answer_with_time(ClockFace* face, int questions) {
   }
 }
 
-template <class Args>
-gpu::Error start_any(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
-  switch (args.dtype) {
-    case DType::float32:
-      return RowKernels<float>::start(config, stream, comm, args);
-    case DType::bfloat16:
-      return RowKernels<BFloat16>::start(config, stream, comm, args);
-    default:
-      return RowKernels<Float16>::start(config, stream, comm, args);
-  }
-}
-
 }  // namespace
 
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const DispatchArgs& args) {
-  return start_any(config, stream, comm, args);
-}
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const ScatterArgs& args) {
-  return start_any(config, stream, comm, args);
-}
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const CombineArgs& args) {
-  if (sums_long_batches(args)) return start_any(config, stream, comm, LongCombineArgs{args});
-  return start_any(config, stream, comm, args);
-}
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const RaggedArgs& args) {
-  return start_kernel<void>(config, stream, comm, args);
-}
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                         const SparseUnionArgs& args) {
-  return start_kernel<void>(config, stream, comm, args);
-}
-gpu::Error launch_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                         const SparseReduceArgs& args) {
-  return start_any(config, stream, comm, args);
-}
+#define JAX_EP_INSTANTIATE(Args) template struct Kernel<void, Args>;
+JAX_EP_BLIND_OPS(JAX_EP_INSTANTIATE)
 
 gpu::Error launch_clock(ClockFace* face, int questions) {
   answer_with_time<<<1, 1>>>(face, questions);
   return gpu::take_last_error();
 }
 
+#define JAX_EP_ELSEWHERE(Args)                   \
+  extern template struct Kernel<float, Args>;    \
+  extern template struct Kernel<BFloat16, Args>; \
+  extern template struct Kernel<Float16, Args>;
+JAX_EP_ROW_OPS(JAX_EP_ELSEWHERE)
+
 gpu::Error load_kernels(int shared_bytes) {
-  for (const auto each : {&RowKernels<float>::load, &RowKernels<BFloat16>::load, &RowKernels<Float16>::load,
-                          &load_kernel<void, RaggedArgs>, &load_kernel<void, SparseUnionArgs>})
-    if (const gpu::Error error = each(shared_bytes); error != gpu::kSuccess) return error;
+#define JAX_EP_LOAD_FOR_ROWS(Args) \
+  &Kernel<float, Args>::load, &Kernel<BFloat16, Args>::load, &Kernel<Float16, Args>::load,
+#define JAX_EP_LOAD(Args) &Kernel<void, Args>::load,
+  for (const auto load : {JAX_EP_ROW_OPS(JAX_EP_LOAD_FOR_ROWS) JAX_EP_BLIND_OPS(JAX_EP_LOAD)})
+    if (const gpu::Error error = load(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }
 

@@ -19,8 +19,6 @@ HardwareModel model_of(int device) {
 
 }  // namespace
 
-int sparse_landing_room(int entries, int ranks, bool sharded) { return landing_room(entries, ranks, sharded); }
-
 PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
                              Neighbours neighbours, int64_t id)
     : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id) {

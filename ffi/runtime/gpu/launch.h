@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "kernels/sizes.h"
 #include "runtime/call_site.h"
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"
@@ -24,6 +23,7 @@ namespace ffi = xla::ffi;
 
 using LaunchResult = ffi::Error;
 constexpr ffi::Traits kTraits = ffi::Traits::kCmdBufferCompatible;
+constexpr bool kSendsAhead = true;  // a read of a peer's memory takes longer than a write
 
 class PlatformGroup final : public Group {
  public:
@@ -71,22 +71,6 @@ struct Call {
 
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
-// What an op has to do: its tokens or entries, or the rows that it zeroes at least.
-inline int tokens_of(const RaggedArgs&) { return 0; }
-inline int tokens_of(const ScatterArgs& args) { return std::max(args.num_tokens, args.capacity); }
-inline int tokens_of(const SparseUnionArgs& args) { return args.entries; }
-inline int tokens_of(const SparseReduceArgs& args) { return std::max(args.entries, args.capacity); }
-template <class Args>
-int tokens_of(const Args& args) {
-  return args.num_tokens;
-}
-
-inline bool is_encoded(const DispatchArgs& args) { return args.wire_float8; }
-template <class Args>
-bool is_encoded(const Args&) {
-  return false;
-}
-
 inline std::optional<std::string> explain(gpu::Error error) {
   if (error == gpu::kSuccess) return std::nullopt;
   return gpu::describe(error);
@@ -105,40 +89,39 @@ inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& err
   return to_ffi(error);
 }
 
-// `start` launches the kernel, where peers reach the buffers of the args, and says why it cannot.
-template <class Args, class Start>
-ffi::Error launch_with(const Call& call, PlatformGroup& group, Seat seat, int32_t site, const Args& args,
-                       Start start) try {
-  if (const std::optional<GroupError> failed = group.failure()) return to_ffi(*failed);
-  if (group.stalled(seat)) return ffi::Error::Success();
-  const gpu::StreamOrder::Turn turn(group.order(seat), call.stream);
-  const Reached<Args> reached = reach(group, seat, args, site);
-  std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
-  if (!error) error = start(reached);
-  if (!error) error = explain(copy_all(reached.after, call.stream));
-  if (!error) return ffi::Error::Success();
-  return give_up(group, seat, {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
-} catch (const GroupException& failure) {
-  return give_up(group, seat, failure.error);
-} catch (const std::exception& error) {
-  return give_up(group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
-}
-
 template <class Args>
 ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
-                  const Args& args) {
-  return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
-    const LaunchConfig config = group->config(kind_of(args), tokens_of(args), is_encoded(args));
-    return explain(launch_kernel(config, call.stream, reached.comm, reached.args));
-  });
-}
-
-template <class Args>
-ffi::Error launch_matmul(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
-                         const Args& args) {
-  return launch_with(call, *group, seat, site, args, [&](const Reached<Args>& reached) {
-    return launch_matmul(group->model(), call.stream, reached.comm, reached.args);
-  });
+                  const Args& args) try {
+  if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
+  if (group->stalled(seat)) return ffi::Error::Success();
+  const gpu::StreamOrder::Turn turn(group->order(seat), call.stream);
+  const Reached<Args> reached = reach(*group, seat, args, site);
+  const auto start = [&]() -> std::optional<std::string> {
+    if constexpr (kIsProduct<Args>) {
+      const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
+      return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
+    } else {
+      const Load load = OpSpec<Args>::load(args);
+      const LaunchConfig config = group->config(kind_of(args), load.tokens, load.encoded);
+      const auto start_for = [&](auto kernel) {
+        return explain(kernel.start(config, call.stream, reached.comm, reached.args));
+      };
+      if constexpr (kHasRows<Args>)
+        return with_format(args.dtype, [&](auto row) { return start_for(Kernel<decltype(row), Args>{}); });
+      else
+        return start_for(Kernel<void, Args>{});
+    }
+  };
+  std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
+  if (!error) error = start();
+  if (!error) error = explain(copy_all(reached.after, call.stream));
+  if (!error) return ffi::Error::Success();
+  return give_up(*group, seat,
+                 {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
+} catch (const GroupException& failure) {
+  return give_up(*group, seat, failure.error);
+} catch (const std::exception& error) {
+  return give_up(*group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
 }  // namespace jax_ep

@@ -1,8 +1,9 @@
 // The kernels on rows of bfloat16.
-#include "runtime/gpu/define_row_kernels.h"
+#include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
 
-template struct RowKernels<BFloat16>;
+#define JAX_EP_INSTANTIATE(Args) template struct Kernel<BFloat16, Args>;
+JAX_EP_ROW_OPS(JAX_EP_INSTANTIATE)
 
 }  // namespace jax_ep

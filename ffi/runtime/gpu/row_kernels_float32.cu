@@ -1,8 +1,9 @@
 // The kernels on rows of float32.
-#include "runtime/gpu/define_row_kernels.h"
+#include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
 
-template struct RowKernels<float>;
+#define JAX_EP_INSTANTIATE(Args) template struct Kernel<float, Args>;
+JAX_EP_ROW_OPS(JAX_EP_INSTANTIATE)
 
 }  // namespace jax_ep

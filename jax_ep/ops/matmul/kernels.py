@@ -13,12 +13,10 @@ def grouped_matmul(
     """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
     columns = rhs.shape[1 if transpose_rhs else 2]
     result = checks.result_type((lhs.shape[0], columns), dtype, lhs)
-    return ffi.call(
-        "grouped_matmul", result, lhs, rhs, group_sizes, vmap_method="sequential", transpose_rhs=transpose_rhs
-    )
+    return ffi.call_alone("grouped_matmul", result, lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
 
 
 def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
     result = checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
-    return ffi.call("grouped_outer", result, lhs, rhs, group_sizes, vmap_method="sequential")
+    return ffi.call_alone("grouped_outer", result, lhs, rhs, group_sizes)

@@ -1,0 +1,34 @@
+// An op as the module of a library sees it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bindings/settings.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+// What Python must know of a result; the dtype is null where it is that of an operand which it begins as.
+struct ResultType {
+  std::string name;
+  const char* dtype;
+  std::vector<int64_t> shape;
+};
+
+struct BoundOp {
+  const char* target;  // of the FFI
+  XLA_FFI_Handler* handler;
+  // The results of a call with these settings, in its order; throws std::invalid_argument.
+  std::vector<ResultType> (*result_types)(const Settings& settings, int ranks);
+};
+
+// Each family instantiates it in a file of its own: on the CPU that holds the kernels, and a compiler takes long.
+template <class Args>
+BoundOp bind();
+
+// The products with a collective, where the library has them: bindings/matmul.cc, or else no_matmul.cc.
+std::vector<BoundOp> bind_products();
+
+}  // namespace jax_ep

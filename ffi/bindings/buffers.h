@@ -1,0 +1,100 @@
+// The buffers of a call against those that the op's spec lists: compared, and set in its arguments.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/op_spec.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+inline ffi::DataType ffi_type(Values values) {
+  static constexpr ffi::DataType kTypes[] = {
+      ffi::F32, ffi::BF16, ffi::F16, ffi::F8E4M3FN, ffi::S32, ffi::U8, ffi::DataType::INVALID};
+  return kTypes[static_cast<int>(values)];
+}
+
+// "int32[4, 2]".
+inline std::string describe(const std::string& type, const int64_t* begin, const int64_t* end) {
+  std::string sizes;
+  for (const int64_t* size = begin; size != end; ++size) sizes += (size == begin ? "" : ", ") + std::to_string(*size);
+  return type + "[" + sizes + "]";
+}
+
+inline std::string describe(ffi::AnyBuffer buffer) {
+  std::string type = "type " + std::to_string(static_cast<int>(buffer.element_type()));
+  for (int i = 0; i < static_cast<int>(Values::any); ++i)
+    if (buffer.element_type() == ffi_type(static_cast<Values>(i))) type = name_of(static_cast<Values>(i));
+  const auto sizes = buffer.dimensions();
+  return describe(type, sizes.begin(), sizes.end());
+}
+
+// What is wrong with a buffer. A program that was compiled for another group may come here, from a file.
+inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer buffer) {
+  const auto sizes = buffer.dimensions();
+  const bool any = spec.values == Values::any;
+  const bool fits =
+      any ? sizes.size() > 0 && sizes[0] == spec.sizes[0] && static_cast<int64_t>(buffer.size_bytes()) == spec.bytes()
+          : buffer.element_type() == ffi_type(spec.values) &&
+                std::equal(sizes.begin(), sizes.end(), spec.sizes, spec.sizes + spec.rank);
+  if (fits) return std::nullopt;
+  const std::string wanted =
+      any ? std::to_string(spec.sizes[0]) + " rows of " + std::to_string(spec.sizes[1]) + " bytes"
+          : describe(name_of(spec.values), spec.sizes, spec.sizes + spec.rank);
+  return std::string(spec.name) + " must be " + wanted + " in this group, got " + describe(buffer);
+}
+
+// All that a call hands over. Behind the operands of the spec come those that updated results begin as, and behind the
+// results the workspace, if there is one.
+struct CallBuffers {
+  std::vector<ffi::AnyBuffer> operands, results;
+
+  CallBuffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& returned) {
+    for (size_t i = 0; i < arguments.size(); ++i) operands.push_back(arguments.get<ffi::AnyBuffer>(i).value());
+    for (size_t i = 0; i < returned.size(); ++i) results.push_back(*returned.get<ffi::AnyBuffer>(i).value());
+  }
+};
+
+// How many operands and results a call has.
+struct BufferCounts {
+  size_t operands, results;
+};
+template <class Args>
+BufferCounts count_buffers(const Args& args, int ranks, int64_t workspace_bytes) {
+  BufferCounts counts{0, workspace_bytes > 0};
+  OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
+    if (!spec.present) return;
+    counts.operands += spec.use == Use::operand || spec.use == Use::updated;
+    counts.results += spec.is_result();
+  });
+  return counts;
+}
+
+// Sets the pointers of `args`, whose sizes are set; or says which buffer is not what those want.
+template <class Args>
+std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args* args) {
+  const int64_t workspace_bytes = for_each_part(*args, ranks, [](auto, int64_t) {});
+  const BufferCounts counts = count_buffers(*args, ranks, workspace_bytes);
+  if (call.operands.size() != counts.operands || call.results.size() != counts.results)
+    return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
+           " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
+  auto operand = call.operands.begin(), result = call.results.begin();
+  std::optional<std::string> error;
+  OpSpec<Args>::buffers(*args, ranks, [&](const BufferSpec& spec, auto member) {
+    if (!spec.present || spec.use == Use::scratch) return;
+    const ffi::AnyBuffer buffer = spec.use == Use::operand ? *operand++ : *result++;
+    if (!error) error = compare(spec, buffer);
+    set_pointer(&(args->*member), buffer.untyped_data());
+  });
+  if (error || workspace_bytes == 0) return error;
+  char* const workspace = static_cast<char*>(result->untyped_data());
+  for_each_part(*args, ranks, [&](auto member, int64_t offset) { set_pointer(&(args->*member), workspace + offset); });
+  return compare(jax_ep::result("the workspace", Values::uint8, workspace_bytes), *result);
+}
+
+}  // namespace jax_ep

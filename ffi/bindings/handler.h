@@ -1,0 +1,82 @@
+// The FFI handler of any op, from its spec: decode, check, launch.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings/bound_op.h"
+#include "bindings/buffers.h"
+#include "bindings/settings.h"
+#include "platform/launch.h"
+#include "runtime/registry.h"
+#include "runtime/sites.h"
+
+namespace jax_ep {
+
+// The group of a call and the seat of its device in it, or why there is none.
+struct Caller {
+  std::shared_ptr<PlatformGroup> group;
+  Seat seat;
+  std::optional<ffi::Error> error;
+};
+
+inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
+  Caller caller{id ? std::static_pointer_cast<PlatformGroup>(find_group(*id)) : nullptr, {}, std::nullopt};
+  if (!caller.group) {
+    caller.error = to_ffi(group_not_open());
+  } else if (const std::optional<Seat> seat = caller.group->find_seat(call.device)) {
+    caller.seat = *seat;
+  } else {
+    caller.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                              "device " + std::to_string(call.device) + " is not in the group of this program");
+  }
+  return caller;
+}
+
+template <class Args>
+std::string wrong_call(const Args& args, const std::string& what) {
+  return std::string(name_of(kind_of(args))) + ": " + what;
+}
+
+template <class Args>
+LaunchResult execute(Call call, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const Attributes settings(attributes);
+  const Caller caller = find_caller(call, settings.integer("group"));
+  if (caller.error) return fail_call(*caller.error);
+  Args args{};
+  std::optional<std::string> error = read_settings(settings, caller.group->size(), kSendsAhead, &args);
+  if (!error) error = set_pointers(CallBuffers(operands, results), caller.group->size(), &args);
+  if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, wrong_call(args, *error)});
+  const int32_t site = number_of_site(settings.text("site").value_or(""));
+  return launch(call, caller.group, caller.seat, site, args);
+}
+
+template <class Args>
+std::vector<ResultType> result_types(const Settings& settings, int ranks) {
+  Args args{};
+  if (const auto error = read_settings(settings, ranks, kSendsAhead, &args))
+    throw std::invalid_argument(wrong_call(args, *error));
+  std::vector<ResultType> types;
+  OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
+    if (!spec.present || !spec.is_result()) return;
+    types.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
+                     std::vector<int64_t>(spec.sizes, spec.sizes + spec.rank)});
+  });
+  if (const int64_t bytes = for_each_part(args, ranks, [](auto, int64_t) {}))
+    types.push_back({"workspace", name_of(Values::uint8), {bytes}});
+  return types;
+}
+
+template <class Args>
+BoundOp bind() {
+  XLA_FFI_DEFINE_HANDLER(handler, execute<Args>, ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(),
+                         {kTraits});
+  return {OpSpec<Args>::kTarget, handler, result_types<Args>};
+}
+
+}  // namespace jax_ep
+
+#define JAX_EP_BIND(Args) template BoundOp bind<Args>();

@@ -1,0 +1,112 @@
+// The sizes and options of a call, by name: FFI attributes when it runs, Python's keywords when it is traced.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "kernels/op_spec.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+// Each answers nothing where there is no such setting of this type.
+class Settings {
+ public:
+  virtual ~Settings() = default;
+  virtual std::optional<int64_t> integer(const char* name) const = 0;
+  virtual std::optional<bool> option(const char* name) const = 0;
+  virtual std::optional<float> real(const char* name) const = 0;
+  virtual std::optional<std::string> text(const char* name) const = 0;
+};
+
+class Attributes final : public Settings {
+ public:
+  explicit Attributes(const ffi::Dictionary& all) : all_(all) {}
+  std::optional<int64_t> integer(const char* name) const override { return get<int64_t>(name); }
+  std::optional<bool> option(const char* name) const override { return get<bool>(name); }
+  std::optional<float> real(const char* name) const override { return get<float>(name); }
+  std::optional<std::string> text(const char* name) const override {
+    const auto found = get<std::string_view>(name);
+    return found ? std::optional(std::string(*found)) : std::nullopt;
+  }
+
+ private:
+  template <class T>
+  std::optional<T> get(const char* name) const {
+    const auto found = all_.get<T>(name);
+    return found.has_value() ? std::optional<T>(*found) : std::nullopt;
+  }
+  const ffi::Dictionary& all_;
+};
+
+// Reads every setting of an op into its arguments; keeps what is wrong with the first that is.
+template <class Args>
+class SettingsReader {
+ public:
+  SettingsReader(const Settings& settings, Args* args) : settings_(settings), args_(*args) {}
+
+  void operator()(const char* name, const char*, int Args::* member) {
+    constexpr int kMost = std::numeric_limits<int>::max();
+    if (const auto size = size_of(name, kMost)) args_.*member = static_cast<int>(*size);
+  }
+  void operator()(const char* name, const char*, int64_t Args::* member) {
+    if (const auto size = size_of(name, std::numeric_limits<int64_t>::max())) args_.*member = *size;
+  }
+  void operator()(const char* name, const char*, bool Args::* member) {
+    take(name, settings_.option(name), "True or False", &(args_.*member));
+  }
+  void operator()(const char* name, const char*, float Args::* member) {
+    take(name, settings_.real(name), "a float", &(args_.*member));
+  }
+  void operator()(const char* name, const char*, DType Args::* member) {
+    const std::string dtype = settings_.text(name).value_or("");
+    for (const DType known : {DType::float32, DType::bfloat16, DType::float16})
+      if (dtype == name_of(values_of(known))) {
+        args_.*member = known;
+        return;
+      }
+    fail(name, "bfloat16, float16 or float32", dtype);
+  }
+
+  const std::optional<std::string>& error() const { return error_; }
+
+ private:
+  std::optional<int64_t> size_of(const char* name, int64_t most) {
+    const std::optional<int64_t> size = settings_.integer(name);
+    if (size && *size >= 0 && *size <= most) return size;
+    fail(name, "an integer of at least 0 and at most " + std::to_string(most), size ? std::to_string(*size) : "");
+    return std::nullopt;
+  }
+  template <class T>
+  void take(const char* name, std::optional<T> found, const char* wanted, T* member) {
+    if (found)
+      *member = *found;
+    else
+      fail(name, wanted, "");
+  }
+  void fail(const char* name, const std::string& wanted, const std::string& found) {
+    if (!error_) error_ = std::string(name) + " must be " + wanted + ", got " + (found.empty() ? "none" : found);
+  }
+
+  const Settings& settings_;
+  Args& args_;
+  std::optional<std::string> error_;
+};
+
+// Sets all of `args` but its pointers, or says what is wrong with the settings. `sends_ahead`: as in OpSpec::complete.
+template <class Args>
+std::optional<std::string> read_settings(const Settings& settings, int ranks, bool sends_ahead, Args* args) {
+  SettingsReader<Args> reader(settings, args);
+  OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { reader(name, label, member); });
+  if (reader.error()) return reader.error();
+  if (const char* fault = OpSpec<Args>::fault(*args, ranks)) return fault;
+  OpSpec<Args>::complete(*args, ranks, sends_ahead);
+  return std::nullopt;
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,185 @@
+// What there is to know of an op without running it, said once: by a specialisation of OpSpec for its arguments, in
+// args.h of its family. From it follow the FFI handler and its checks, the types of results in Python, the workspace,
+// the signature that ranks compare, what peers must reach, and what a failure leaves.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "comm/dtype.h"
+#include "comm/platform.h"
+#include "comm/result.h"
+#include "kernels/ops.h"
+
+namespace jax_ep {
+
+// Calls run(row) with a value of the format that a dtype stands for: the one place that chooses it.
+template <class Run>
+auto with_format(DType dtype, Run run) {
+  switch (dtype) {
+    case DType::float32:
+      return run(float{});
+    case DType::bfloat16:
+      return run(BFloat16{});
+    default:
+      return run(Float16{});
+  }
+}
+
+// The dtype of a buffer; `any` where the op moves rows of so many bytes, whatever they hold.
+enum class Values : uint8_t { float32, bfloat16, float16, float8, int32, uint8, any };
+
+// As jax names them.
+inline const char* name_of(Values values) {
+  static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "any"};
+  return kNames[static_cast<int>(values)];
+}
+
+enum class Use : uint8_t {
+  operand,  // is only read
+  result,
+  updated,  // a result that begins as the operand of its name and keeps what no rank overwrites
+  scratch,  // a part of the workspace: nobody reads it after the op
+};
+
+struct BufferSpec {
+  const char* name;
+  Use use;
+  Values values;
+  int rank;          // of `any`: 1
+  int64_t sizes[3];  // of `any`: rows, and the bytes of a row
+  bool present = true;
+  bool posted = false;   // its address is in the mail, where the buffers that are posted stand in the order of the spec
+  bool reached = false;  // and peers use it in this call
+  Undelivered undelivered = Undelivered::nan;
+
+  // Absent buffers are null, and neither operands nor results of the call.
+  JAX_EP_CONSTANT_FN BufferSpec when(bool is_present) const {
+    BufferSpec spec = *this;
+    spec.present = is_present;
+    return spec;
+  }
+  JAX_EP_CONSTANT_FN BufferSpec for_peers(bool is_reached = true) const {
+    BufferSpec spec = *this;
+    spec.posted = true;
+    spec.reached = is_reached;
+    return spec;
+  }
+  JAX_EP_CONSTANT_FN BufferSpec undelivered_as(Undelivered fill) const {
+    BufferSpec spec = *this;
+    spec.undelivered = fill;
+    return spec;
+  }
+
+  JAX_EP_CONSTANT_FN bool is_result() const { return use == Use::result || use == Use::updated; }
+  JAX_EP_CONSTANT_FN int64_t bytes() const {
+    if (!present) return 0;
+    return size_of_value() * sizes[0] * (rank > 1 ? sizes[1] : 1) * (rank > 2 ? sizes[2] : 1);  // no loop on a device
+  }
+
+ private:
+  JAX_EP_CONSTANT_FN int64_t size_of_value() const {
+    switch (values) {
+      case Values::float32:
+      case Values::int32:
+        return 4;
+      case Values::bfloat16:
+      case Values::float16:
+        return 2;
+      case Values::any:
+        return sizes[1];
+      default:
+        return 1;
+    }
+  }
+};
+
+template <class... Sizes>
+JAX_EP_CONSTANT_FN BufferSpec operand(const char* name, Values values, Sizes... sizes) {
+  return {name, Use::operand, values, sizeof...(sizes), {static_cast<int64_t>(sizes)...}};
+}
+template <class... Sizes>
+JAX_EP_CONSTANT_FN BufferSpec result(const char* name, Values values, Sizes... sizes) {
+  return {name, Use::result, values, sizeof...(sizes), {static_cast<int64_t>(sizes)...}};
+}
+template <class... Sizes>
+JAX_EP_CONSTANT_FN BufferSpec scratch(const char* name, Values values, Sizes... sizes) {
+  return {name, Use::scratch, values, sizeof...(sizes), {static_cast<int64_t>(sizes)...}};
+}
+// Rows of whatever dtype.
+JAX_EP_CONSTANT_FN BufferSpec any_rows(const char* name, Use use, int64_t rows, int64_t row_bytes) {
+  return {name, use, Values::any, 1, {rows, row_bytes}};
+}
+
+JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
+  return dtype == DType::float32 ? Values::float32 : dtype == DType::bfloat16 ? Values::bfloat16 : Values::float16;
+}
+
+// What an op has to do, for the choice of its launch: tokens or entries, or the rows that it zeroes at least.
+struct Load {
+  int tokens;
+  bool encoded;  // rows travel in float8
+};
+
+struct KindName {
+  OpKind kind;
+  const char* name;  // in errors and recordings
+};
+
+// What a specialisation may leave out. The others are:
+//
+//   static constexpr const char* kTarget                   of the FFI, without prefix
+//   static constexpr KindName kKinds[]                     what it is called; several where a setting decides
+//   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: they
+//                                                          are FFI attributes, and what ranks must agree on. Errors say
+//                                                          the label, if it is not null.
+//   static Load load(args)
+//   template <class Visit> static void buffers(args, ranks, visit)
+//                                                          calls visit(spec, member) for each: operands and results in
+//                                                          the order of the call, parts of the workspace anywhere
+struct OpDefaults {
+  // Sets what follows from the settings. `sends_ahead`: peers are so far that parts of sums are sent before they ask.
+  template <class Args>
+  static void complete(Args&, int, bool) {}
+  // What is wrong with the settings, or null.
+  template <class Args>
+  static const char* fault(const Args&, int) {
+    return nullptr;
+  }
+};
+
+template <class Args>
+struct OpSpec;
+
+// Whether an op's kernel is compiled for the dtype of its rows, and whether it is a product.
+template <class Args, class = void>
+constexpr bool kHasRows = false;
+template <class Args>
+constexpr bool kHasRows<Args, std::void_t<decltype(Args::dtype)>> = true;
+template <class Args, class = void>
+constexpr bool kIsProduct = false;
+template <class Args>
+constexpr bool kIsProduct<Args, std::void_t<decltype(Args::operand_dtype)>> = true;
+
+// Points a member of an op's arguments at a buffer.
+template <class T>
+void set_pointer(T** member, void* buffer) {
+  *member = static_cast<T*>(buffer);
+}
+
+// The parts of a workspace lie one behind the other, each as aligned as XLA's own buffers.
+constexpr int64_t kWorkspaceAlignment = 256;
+
+// Calls visit(member, offset) for each part of the workspace; returns its bytes.
+template <class Args, class Visit>
+int64_t for_each_part(const Args& args, int ranks, Visit visit) {
+  int64_t end = 0;
+  OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto member) {
+    if (spec.use != Use::scratch) return;
+    visit(member, end);
+    end += (spec.bytes() + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  });
+  return end;
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,44 @@
+// What a kernel posts is what its op's spec marks for peers, in that order: reach.h makes those buffers reachable.
+#pragma once
+
+#include "matmul.h"
+#include "moe.h"
+#include "sparse.h"
+
+namespace jax_ep {
+
+// Runs an op, and looks into the mail that each rank leaves for itself.
+template <class Ranks, class Run, class ArgsOf>
+void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) { run(comm, args_of(ranks[rank]), team); });
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const Heap& heap = *group.comm({0, rank}).heaps[rank];
+    const auto args = args_of(ranks[rank]);
+    int slot = 0;
+    OpSpec<std::decay_t<decltype(args)>>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {
+      if (spec.posted) expect(heap.mail[heap.epoch & 1][rank].buffers[slot++] == args.*member, spec.name);
+    });
+    expect(slot > 0 && slot <= kMailBuffers, "an op posts no more than its mail holds");
+  }
+}
+
+inline void posts_what_specs_mark() {
+  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
+  const auto blind = [](const Comm& comm, const auto& args, const Team& team) { run_kernel(comm, args, team); };
+  const auto rows = [](const Comm& comm, const auto& args, const Team& team) { run_kernel<float>(comm, args, team); };
+  std::mt19937 random(1);
+  std::vector<Rank> routed(kRanks, Rank{40});
+  fill(routed, random);
+  check_posting(group, routed, rows, [](Rank& rank) { return rank.dispatch_args(Way::straight); });
+  check_posting(group, routed, rows, [](Rank& rank) { return rank.combine_args(); });
+  std::vector<SparseRank> sparse(kRanks);
+  for (SparseRank& rank : sparse) rank.draw(random);
+  check_posting(group, sparse, blind, [](SparseRank& rank) { return rank.union_args(false); });
+  check_posting(group, sparse, rows, [](SparseRank& rank) { return rank.reduce_args(false); });
+  std::vector<MatmulRank> products(kRanks, MatmulRank({64, 16, 8}, kRanks));
+  check_posting(group, products, rows, [](MatmulRank& rank) { return rank.reduce_args(false); });
+  check_posting(group, products, rows, [](MatmulRank& rank) { return rank.gather_args(); });
+  expect(!group.take_error(), "no error is reported");
+}
+
+}  // namespace jax_ep

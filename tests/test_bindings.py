@@ -1,0 +1,108 @@
+"""What the libraries tell of an op's results, and calls that do not fit the op: as a program from a file may make."""
+
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from conftest import OpenGroup
+
+from jax_ep import Group
+from jax_ep._core import checks, ffi
+
+pytestmark = pytest.mark.usefixtures("native")
+
+RANKS = 2
+SCATTER = {"num_tokens": 3, "top_k": 2, "hidden": 4, "local_experts": 1, "capacity": 8, "alignment": 1}
+DISPATCH = {**SCATTER, "num_experts": 4, "drop": False, "wire_float8": False, "rows_float8": False}
+del DISPATCH["local_experts"]
+
+
+def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
+    return ffi.library(ffi.library_name(jax.devices()[0])).result_types(name, RANKS, **settings)
+
+
+def test_results_follow_from_the_settings() -> None:
+    assert types_of("scatter", dtype="bfloat16", **SCATTER) == [("received", "bfloat16", [8, 4])]
+    rows = {"received": ("float32", [8, 256]), "rows": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
+    found = {
+        name: (dtype, shape)
+        for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | {"hidden": 256})
+    }
+    assert found.items() >= rows.items()
+    assert "scales" not in found
+    float8 = {"hidden": 256, "wire_float8": True, "rows_float8": True}
+    found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | float8)}
+    assert found["received"] == ("float8_e4m3fn", [8, 256])
+    assert found["scales"] == ("float32", [8, 2])
+
+
+def test_a_workspace_is_the_last_result_and_aligned() -> None:
+    combine = {"num_tokens": 3, "top_k": 2, "hidden": 5, "capacity": 8, "weighted": False, "returning": True}
+    assert types_of("combine", dtype="float32", **combine) == [
+        ("combined", "float32", [3, 5]),
+        ("returned", "float32", [3, 2]),
+        ("workspace", "uint8", [256]),  # 2 * 3 * 5 values
+    ]
+    assert [name for name, _, _ in types_of("combine", dtype="float32", **combine | {"num_tokens": 0})] == [
+        "combined",
+        "returned",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_k": -1}, "dispatch: top_k must be an integer of at least 0 and at most 2147483647, got -1"),
+        ({"top_k": 2**31}, "dispatch: top_k must be an integer of at least 0 and at most 2147483647, got 2147483648"),
+        ({"drop": 1}, "dispatch: drop must be True or False, got none"),
+        ({"dtype": "int8"}, "dispatch: dtype must be bfloat16, float16 or float32, got int8"),
+        ({"alignment": 0}, "dispatch: alignment must be positive"),
+        ({"num_experts": 3}, "dispatch: the experts must be a multiple of the ranks"),
+        ({"num_experts": 5000}, "dispatch: there are more experts than a mailbox holds"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        types_of("dispatch", **{"dtype": "float32", **DISPATCH, **settings})
+
+
+def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], **change: int | None) -> Any:
+    """The call of a program that was compiled for other sizes, maybe; a size of None is left out."""
+    sizes = {name: np.int64(value) for name, value in (SCATTER | change).items() if value is not None}
+
+    def body(*operands: jax.Array) -> jax.Array:
+        target = jax.ffi.ffi_call("jax_ep_scatter", checks.result_type(received, np.float32, operands[0]))
+        return target(*operands, dtype="float32", group=np.int64(group.native_id), **sizes)
+
+    return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
+
+
+def operands_of(top_k: int = 2) -> list[Any]:
+    zeros = np.zeros((RANKS, 3, 2), np.int32)
+    return [np.zeros((3, 4), np.float32), np.zeros((3, top_k), np.int32), zeros, np.zeros((RANKS, 1), np.int32)]
+
+
+def test_a_call_that_fits(open_group: OpenGroup) -> None:
+    assert not helpers.fetch(call_scatter(open_group(RANKS), operands_of(), (8, 4))).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "received", "operands", "message"),
+    [
+        ({}, (9, 4), operands_of(), r"received must be float32\[8, 4\] in this group, got float32\[9, 4\]"),
+        ({}, (8, 4), operands_of(top_k=3), r"targets must be int32\[3, 2\] in this group, got int32\[3, 3\]"),
+        ({"hidden": 5}, (8, 4), operands_of(), r"tokens must be float32\[3, 5\] in this group, got float32\[3, 4\]"),
+        ({}, (8, 4), operands_of()[:1], "there must be 4 operands and 1 results, got 1 and 1"),
+        ({"top_k": None}, (8, 4), operands_of(), "top_k must be an integer of at least 0 .*, got none"),
+        ({"alignment": 0}, (8, 4), operands_of(), "alignment must be positive"),
+    ],
+)
+def test_a_call_that_does_not_fit_says_what(
+    change: dict[str, int | None], received: tuple[int, int], operands: list[Any], message: str, open_group: OpenGroup
+) -> None:
+    group = open_group(RANKS)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"combine's backward pass: {message}"):
+        helpers.fetch(call_scatter(group, operands, received, **change))
+    group.check()
