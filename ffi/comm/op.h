@@ -317,6 +317,7 @@ class Op {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
       store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
     }
+    if (is_earlier(ask_posted())) return team.sync();  // nobody knows where this op's buffers are
     uint64_t spent = 0;
     for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
       const uint64_t grace = load_acquire(&heap->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/heap.h"
 #include "comm/layout.h"
 
 namespace jax_ep {

@@ -203,6 +203,23 @@ inline void given_up_between_ops() {
     expect(group.comm({0, rank}).report->epoch == 1, "the first op that failed has the word");
 }
 
+// A rank is absent. The others wait for it until the timeout, and a grace for it to stop writing, once: not in each op
+// that follows.
+inline void one_grace_for_all_ops() {
+  Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(5);
+  fill(ranks, random);
+  const auto began = std::chrono::steady_clock::now();
+  for (int op = 0; op < 20; ++op)
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+      if (rank != 3) run_kernel<float>(comm, ranks[rank].dispatch_args(Way::few), team);
+    });
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+  expect(took.count() < 3.0, "a failed group ends its ops at once");  // 20 graces are 6 s
+  expect(std::isnan(ranks[0].received[0]), "nothing is delivered");
+}
+
 // One rank runs another op, or the op with another number of tokens: nothing is pushed, and the error names both calls.
 inline void different_ops(bool other_op) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);

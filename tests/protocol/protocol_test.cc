@@ -58,6 +58,7 @@ int main() {
         40, static_cast<jax_ep::Way>(i % jax_ep::kWays));  // some teams wait for the peer, the others for them
   for (int i = 0; i < 10; ++i) jax_ep::different_ops(i % 2 == 0);
   jax_ep::given_up_between_ops();
+  jax_ep::one_grace_for_all_ops();
   jax_ep::reports_are_whole(200'000);
   jax_ep::sparse_reductions(20);
   for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();

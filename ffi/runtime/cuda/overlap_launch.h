@@ -60,7 +60,8 @@ template <class Args>
 std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
                                                       const Args& args) {
   if constexpr (kMayExchange<Args>)
-    if (config.communicating == 0) return ProductKernel<MatmulExchangeArgs>::start(config, stream, comm, {args});
+    if (config.communicating == 0)
+      return ProductKernel<MatmulExchangeArgs>::start(config, stream, comm, MatmulExchangeArgs{args});
   const Product product = product_of(args, comm);
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const DType in = args.operand_dtype, out = args.dtype;
