@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "comm/heap.h"
+#include "comm/heap.h"
 #include "comm/layout.h"
 
 namespace jax_ep {
