@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "comm/heap.h"
-#include "comm/heap.h"
 #include "comm/layout.h"
 
 namespace jax_ep {
