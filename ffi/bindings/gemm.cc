@@ -7,7 +7,17 @@
 namespace jax_ep {
 namespace {
 
+namespace ffi = xla::ffi;
 using Sizes = ffi::Buffer<ffi::S32>;
+
+std::optional<DType> dtype_of(ffi::DataType type) {
+  if (type == ffi::BF16) return DType::bfloat16;
+  if (type == ffi::F16) return DType::float16;
+  if (type == ffi::F32) return DType::float32;
+  return std::nullopt;
+}
+
+int dim(ffi::AnyBuffer buffer, size_t axis) { return static_cast<int>(buffer.dimensions()[axis]); }
 
 ffi::Error start(gemm::Arguments arguments, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, Sizes sizes,
                  ffi::AnyBuffer out) {
