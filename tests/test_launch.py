@@ -124,6 +124,7 @@ def test_a_launcher_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     try:
         with launch._signals() as received:
             signal.raise_signal(signal.SIGHUP)
@@ -133,6 +134,7 @@ def test_what_is_ignored_stays_so() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def listening_at(port: int) -> set[str]:
