@@ -61,11 +61,40 @@ def test_a_workspace_is_the_last_result_and_aligned() -> None:
         ({"alignment": 0}, "dispatch: alignment must be positive"),
         ({"num_experts": 3}, "dispatch: the experts must be a multiple of the ranks"),
         ({"num_experts": 5000}, "dispatch: there are more experts than a mailbox holds"),
+        ({"wire_float8": True, "hidden": 200}, "dispatch: float8 needs rows of whole blocks of 128 values"),
+        ({"rows_float8": True, "hidden": 128}, "dispatch: rows in float8 need a wire in float8"),
+        ({"alignment": 3}, "dispatch: capacity must be a multiple of alignment"),
+        ({"num_tokens": 2**30}, "dispatch: the assignments of all ranks must be fewer than 2..31"),
+        ({"capacity": 2**30}, "dispatch: the rows of all ranks must be fewer than 2..31"),
+        ({"alignment": 2**30, "capacity": 0}, "dispatch: the rows and their padding must be fewer than 2..31"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         types_of("dispatch", **{"dtype": "float32", **DISPATCH, **settings})
+
+
+PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"m": 0}, "a and b must not be empty"),
+        ({"m": 2**30}, "the rows of all ranks must be fewer than 2..31"),
+        ({"dtype": "float16"}, "the result must be of the operands' dtype, or float32"),
+    ],
+)
+def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"dtype": "float32", "operand_dtype": "bfloat16", **PRODUCT, **settings}
+    with pytest.raises(ValueError, match=f"^all_gather_matmul: {message}$"):
+        types_of("gather_matmul", **given)
+
+
+@pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])
+def test_slices_that_cannot_be(operand_rows: int, row_bytes: int) -> None:
+    with pytest.raises(ValueError, match="^ragged_all_to_all: (there must be fewer than 2..31 rows|a row must be)"):
+        types_of("ragged_all_to_all", slices=1, operand_rows=operand_rows, result_rows=4, row_bytes=row_bytes)
 
 
 def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], **change: int | None) -> Any:

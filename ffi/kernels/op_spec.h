@@ -137,6 +137,8 @@ struct KindName {
 //   template <class Visit> static void buffers(args, ranks, visit)
 //                                                          calls visit(spec, member) for each: operands and results in
 //                                                          the order of the call, parts of the workspace anywhere
+//
+// and kind_of(args), one of kKinds. `fault` refuses what Python refuses, too: a program may come from a file.
 struct OpDefaults {
   // Sets what follows from the settings. `sends_ahead`: peers are so far that parts of sums are sent before they ask.
   template <class Args>
@@ -160,6 +162,9 @@ template <class Args, class = void>
 constexpr bool kIsProduct = false;
 template <class Args>
 constexpr bool kIsProduct<Args, std::void_t<decltype(Args::operand_dtype)>> = true;
+
+// Kernels count rows in int32.
+constexpr bool fits_int32(int64_t count) { return count <= INT32_MAX; }
 
 // Points a member of an op's arguments at a buffer.
 template <class T>

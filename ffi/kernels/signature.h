@@ -1,7 +1,9 @@
 // What the ranks must agree on when they run an op together: its signature, from the arguments of this rank.
 #pragma once
 
+#include <cassert>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <string_view>
 
@@ -28,6 +30,7 @@ struct SignatureOf {
   int sizes = 0, flags = 0;
 
   void add(const char* label, int64_t size) {
+    assert(sizes < kSignatureSizes);
     names.sizes[sizes] = label;
     signature.sizes[sizes++] = size;
   }
@@ -40,6 +43,7 @@ struct SignatureOf {
     add(label, bits);
   }
   void operator()(const char*, const char* label, bool Args::* member) {
+    assert(flags < static_cast<int>(std::size(names.flags)));
     names.flags[flags] = label;
     signature.flags |= static_cast<uint32_t>(args.*member) << flags++;
   }

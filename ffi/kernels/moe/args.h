@@ -47,7 +47,7 @@ struct DispatchArgs {
   char* landing;  // [R, early] slots
 };
 
-// Of the routing that scatter and combine are handed: which leaf is out of bounds, as the `peer` of a report.
+// The leaves of a routing that is handed to scatter and combine; as the `peer` of a report, the one out of bounds.
 enum class RoutingLeaf : int32_t { targets, rows, counts };
 
 struct ScatterArgs {
@@ -74,12 +74,22 @@ struct CombineArgs {
   char* landing;             // [R, T, H] partial sums
 };
 
-// The same for a kernel of its own, which sums long batches.
+// CombineArgs for a kernel of its own, which sums long batches.
 struct LongCombineArgs : CombineArgs {};
 
 constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
 constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
 constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
+
+// What is wrong with the numbers of rows of a dispatch or of its gradient.
+template <class Args>
+const char* fault_of_rows(const Args& args, int ranks) {
+  if (args.alignment <= 0) return "alignment must be positive";
+  if (args.capacity % args.alignment) return "capacity must be a multiple of alignment";
+  if (!fits_int32(int64_t{args.num_tokens} * args.top_k) || !fits_int32(int64_t{ranks} * args.num_tokens * args.top_k))
+    return "the assignments of all ranks must be fewer than 2**31";
+  return fits_int32(int64_t{ranks} * args.capacity) ? nullptr : "the rows of all ranks must be fewer than 2**31";
+}
 
 template <>
 struct OpSpec<DispatchArgs> : OpDefaults {
@@ -107,7 +117,13 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   static const char* fault(const Args& args, int ranks) {
     if (args.num_experts % ranks) return "the experts must be a multiple of the ranks";
     if (args.num_experts > kMaxExperts) return "there are more experts than a mailbox holds";
-    return args.alignment > 0 ? nullptr : "alignment must be positive";
+    if (args.wire_float8 && args.hidden % kScaleBlock) return "float8 needs rows of whole blocks of 128 values";
+    if (args.rows_float8 && !args.wire_float8) return "rows in float8 need a wire in float8";
+    const char* const rows = fault_of_rows(args, ranks);
+    if (rows) return rows;
+    const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
+    const bool fits = fits_int32(int64_t{ranks} * args.num_tokens * args.top_k + padding);
+    return fits ? nullptr : "the rows and their padding must be fewer than 2**31";
   }
   static Load load(const Args& args) { return {args.num_tokens, args.wire_float8}; }
 
@@ -153,9 +169,7 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("alignment", "alignment", &Args::alignment);
   }
-  static const char* fault(const Args& args, int) {
-    return args.alignment > 0 ? nullptr : "alignment must be positive";
-  }
+  static const char* fault(const Args& args, int ranks) { return fault_of_rows(args, ranks); }
   static Load load(const Args& args) { return {std::max(args.num_tokens, args.capacity), false}; }
 
   template <class Visit>
@@ -183,6 +197,12 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("weighted", "weights", &Args::weighted);
     visit("returning", "scalars", &Args::returning);
+  }
+  static const char* fault(const Args& args, int ranks) {
+    const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
+    const bool fits = fits_int32(assignments) && fits_int32(ranks * assignments);
+    return fits && fits_int32(int64_t{ranks} * args.capacity) ? nullptr
+                                                              : "the rows of all ranks must be fewer than 2**31";
   }
   static Load load(const Args& args) { return {args.num_tokens, false}; }
 

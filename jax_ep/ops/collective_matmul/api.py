@@ -105,6 +105,8 @@ def _call(
     dtype = checks.canonical_dtype(op, "out_dtype", out_dtype) or np.dtype(a.dtype)
     _check_result(op, a, b, bias, group, dtype)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+    if op == "all_gather_matmul" and group.size * a.shape[0] >= 2**31:  # kernels count rows in int32
+        raise ValueError(f"{op}: a must have fewer than 2**31 / {group.size} rows, got {a.shape}")
     a, b = checks.vary_alike(group.axis_name, a, b)
     a, b = checks.not_batched(op, a), checks.not_batched(op, b)
     if _resolve(op, group, implementation, a, b) == "xla":
