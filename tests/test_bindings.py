@@ -93,7 +93,7 @@ def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])
 def test_slices_that_cannot_be(operand_rows: int, row_bytes: int) -> None:
-    with pytest.raises(ValueError, match="^ragged_all_to_all: (there must be fewer than 2..31 rows|a row must be)"):
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: (there must be fewer than 2..31 rows|a row must be)"):
         types_of("ragged_all_to_all", slices=1, operand_rows=operand_rows, result_rows=4, row_bytes=row_bytes)
 
 
