@@ -142,3 +142,11 @@ def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
     expect(ValueError, "multiple of the group's size", a[:, :7], b, name="matmul_reduce_scatter")
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
         jax_ep.matmul_all_reduce(a[0], b[0], group=group)
+
+
+def test_more_rows_than_kernels_count(open_group: OpenGroup) -> None:
+    group = open_group(2)
+    program = helpers.per_rank(lambda a, b: jax_ep.all_gather_matmul(a, b, group=group), group.mesh)
+    a, b = jax.ShapeDtypeStruct((2, 2**30, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 8, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"all_gather_matmul: a must have fewer than 2\*\*31 / 2 rows, got"):
+        jax.eval_shape(program, a, b)
