@@ -17,7 +17,7 @@ struct PusherRule {
 };
 constexpr int kPusherRules = 4;
 
-// Of ops on rows: kernels/plan.cc.
+// Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
@@ -29,14 +29,14 @@ struct RowRates {
   int union_blocks = 96;              // at the most: alike
 };
 
-// Of matrix products: gemm/plan.cc.
+// Rates of matrix products: gemm/plan.cc.
 struct GemmRates {
   int band = 8;            // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
   int tile_columns = 24;   // a tile costs its columns and so many more, for its other operand: gemm_bench sweep
   int least_split = 1024;  // a contraction that two blocks share: gemm_bench time, products of 64 and 128 rows
 };
 
-// Of all_gather_matmul: kernels/matmul/plan_gather.cc. Fitted together to overlap_bench sweep 2, overlap_bench sweep 4.
+// Rates of all_gather_matmul: kernels/matmul/plan_gather.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct GatherRates {
   double flops_per_us = 5.9e6;     // of an SM with tiles of 256 columns
   double narrow = 0.93;            // of that with 128 columns
@@ -48,8 +48,8 @@ struct GatherRates {
   int most_pairs = 8;              // of a band: overlap_bench bands 2, overlap_bench bands 4
 };
 
-// Of the reductions, where some blocks fetch and sum: kernels/matmul/plan_reduce.cc. Fitted together to overlap_bench
-// sweep 2, overlap_bench sweep 4.
+// Rates of reductions in which some blocks fetch and sum: kernels/matmul/plan_reduce.cc. Fitted together to
+// overlap_bench sweep 2 and sweep 4.
 struct ReduceRates {
   double flops_per_us = 6.2e6;  // of an SM with tiles of 256 columns
   double narrow = 0.94;         // of that with 128 columns
@@ -62,7 +62,7 @@ struct ReduceRates {
   int least_bands = 8;          // so that what the last one moves is little: overlap_bench bands 2
 };
 
-// Of the reductions of two ranks that exchange tiles. Fitted together to overlap_bench time 2, overlap_bench sweep 2.
+// Rates of reductions in which two ranks exchange tiles. Fitted together to overlap_bench time 2 and sweep 2.
 struct ExchangeRates {
   int spare_sms = 2;             // where other kernels get on while all blocks wait for a peer: a choice, not measured
   double most_reduced = 28e6;    // bytes: to push more holds up the product longer than fetching takes
@@ -93,7 +93,7 @@ const HardwareModel& hardware_model(std::string_view architecture);
 // The model of a device: that of its architecture, and what the device says of itself.
 HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int team_lanes);
 
-// Takes no more SMs than so many, for ops of any kind.
+// The model with at most so many SMs, all of them for ops on rows too.
 HardwareModel limit_sms(HardwareModel model, int most);
 
 }  // namespace jax_ep

@@ -10,7 +10,7 @@ namespace jax_ep {
 JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
 JAX_EP_FN int larger(int a, int b) { return a > b ? a : b; }
 
-// Of numbers that are not negative.
+// Both take numbers that are not negative.
 JAX_EP_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 JAX_EP_FN int align_up(int a, int alignment) { return (a + alignment - 1) / alignment * alignment; }
 

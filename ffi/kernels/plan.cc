@@ -21,7 +21,7 @@ int find_pushers(const PusherRule (&rules)[kPusherRules], int ranks, int blocks)
   return ranks > 2 ? rule->more_ranks : rule->two_ranks;  // two ranks send each other less
 }
 
-// Of the teams of a block.
+// How many teams of a block push.
 int pushers(const RowShape& shape, const RowRates& rates, int blocks, int teams) {
   const bool few = shape.num_tokens <= kFewTokens;
   switch (shape.op) {

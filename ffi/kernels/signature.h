@@ -85,7 +85,7 @@ inline SignatureNames names_of(OpKind op) {
   return names;
 }
 
-// "dispatch bfloat16 T=64 K=2 H=8192 E=16 capacity=1024 alignment=1 drop".
+// "dispatch bfloat16 T=64 K=2 H=8192 E=16 capacity=1024 alignment=1, drop".
 inline std::string describe(const Signature& signature) {
   const auto dtype_name = [](DType dtype) {
     const bool known = static_cast<std::size_t>(dtype) <= static_cast<std::size_t>(DType::float16);

@@ -1,5 +1,5 @@
-// Where a rank's kernels look up by how much an address of theirs differs from a peer's in another process: a row for
-// each region of memory, in memory of the device, so that a launch hands over no more than a pointer for each buffer.
+// A table in device memory: a row for each region, which holds by how much an address differs at each peer. Kernels
+// look it up, so that a launch hands over no more than a pointer for each buffer.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace jax_ep {
 
 class ShiftTable {
  public:
-  // Of a rank on this device; `owner` as in memory.h. Throws std::runtime_error.
+  // The table of a rank on this device; `owner` as in memory.h. Throws std::runtime_error.
   ShiftTable(int device, int64_t owner);
 
   // The row of a region: by peer, what to add to an address here. `shifts` are the same whenever a region is asked for.

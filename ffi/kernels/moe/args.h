@@ -81,14 +81,20 @@ constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
 constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
 constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
 
-// What is wrong with the numbers of rows of a dispatch or of its gradient.
+// What is wrong with the numbers of rows that an op along a routing moves.
 template <class Args>
-const char* fault_of_rows(const Args& args, int ranks) {
-  if (args.alignment <= 0) return "alignment must be positive";
-  if (args.capacity % args.alignment) return "capacity must be a multiple of alignment";
-  if (!fits_int32(int64_t{args.num_tokens} * args.top_k) || !fits_int32(int64_t{ranks} * args.num_tokens * args.top_k))
+const char* fault_of_counts(const Args& args, int ranks) {
+  const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
+  if (!fits_int32(assignments) || !fits_int32(ranks * assignments))
     return "the assignments of all ranks must be fewer than 2**31";
   return fits_int32(int64_t{ranks} * args.capacity) ? nullptr : "the rows of all ranks must be fewer than 2**31";
+}
+// And with how a dispatch, or combine's gradient, lays them out.
+template <class Args>
+const char* fault_of_layout(const Args& args, int ranks) {
+  if (args.alignment <= 0) return "alignment must be positive";
+  if (args.capacity % args.alignment) return "capacity must be a multiple of alignment";
+  return fault_of_counts(args, ranks);
 }
 
 template <>
@@ -119,8 +125,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     if (args.num_experts > kMaxExperts) return "there are more experts than a mailbox holds";
     if (args.wire_float8 && args.hidden % kScaleBlock) return "float8 needs rows of whole blocks of 128 values";
     if (args.rows_float8 && !args.wire_float8) return "rows in float8 need a wire in float8";
-    const char* const rows = fault_of_rows(args, ranks);
-    if (rows) return rows;
+    if (const char* const fault = fault_of_layout(args, ranks)) return fault;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const bool fits = fits_int32(int64_t{ranks} * args.num_tokens * args.top_k + padding);
     return fits ? nullptr : "the rows and their padding must be fewer than 2**31";
@@ -169,7 +174,7 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("alignment", "alignment", &Args::alignment);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_rows(args, ranks); }
+  static const char* fault(const Args& args, int ranks) { return fault_of_layout(args, ranks); }
   static Load load(const Args& args) { return {std::max(args.num_tokens, args.capacity), false}; }
 
   template <class Visit>
@@ -198,12 +203,7 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit("weighted", "weights", &Args::weighted);
     visit("returning", "scalars", &Args::returning);
   }
-  static const char* fault(const Args& args, int ranks) {
-    const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
-    const bool fits = fits_int32(assignments) && fits_int32(ranks * assignments);
-    return fits && fits_int32(int64_t{ranks} * args.capacity) ? nullptr
-                                                              : "the rows of all ranks must be fewer than 2**31";
-  }
+  static const char* fault(const Args& args, int ranks) { return fault_of_counts(args, ranks); }
   static Load load(const Args& args) { return {args.num_tokens, false}; }
 
   template <class Visit>

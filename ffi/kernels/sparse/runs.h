@@ -98,7 +98,7 @@ class RunLists {
   // Fills them, behind a barrier.
   JAX_EP_FN void fill() const {
     runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
-    // Of all entries, each for a team: enough to keep all busy.
+    // All entries, each for a team: enough to keep all busy.
     const int lists = count_long(), slices = larger(1, op_.team.count / larger(1, lists));
     for (int i = op_.team.index; op_.ok() && i < lists * slices; i += op_.team.count)
       list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));

@@ -174,7 +174,7 @@ class BulkReader {
 // Batches are made in shared memory, and leave from there on their own.
 class BulkWriter {
  public:
-  // Of one stage or two.
+  // With one stage or two.
   JAX_EP_FN BulkWriter(const Team& team, int batch_bytes, bool bulk, int stages)
       : team_(team),
         plain_(team, batch_bytes, bulk, stages),

@@ -36,7 +36,7 @@ class PlatformGroup final : public Group {
   // The most squads that an op has.
   int most_squads() const { return model_.row_sms; }
 
-  // Of its GPUs, less what it may not take of them.
+  // What plans know of its GPUs, within max_sms.
   const HardwareModel& model() const { return model_; }
 
   // From now on ops take at most so many processors.
