@@ -47,7 +47,7 @@ OPS: dict[str, Op] = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of the product that every rank computes: [rows, contracted] x [contracted, columns]."""
+    """The product that every rank computes: [rows, contracted] x [contracted, columns]."""
 
     rows: int
     contracted: int

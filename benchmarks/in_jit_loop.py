@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ class Loop:
     unroll: int = 1
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """For the ranks of a mesh with one axis."""
+        """The spec of an array over the ranks of a mesh with one axis."""
         spec = P(*mesh.axis_names)
         function = jax.shard_map(self._run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(function).lower(*self.arguments)
@@ -87,12 +86,26 @@ class ChainedLoop(Loop):
         return _one_of_each(jax.lax.fori_loop(0, self.calls, lambda _, last: self.op(*operands, last), own[0]))
 
 
-def compile_loops(loops: Sequence[Loop], mesh: Mesh) -> list[Callable[[], Any]]:
-    """One execution of each."""
-    lowered = [loop.lower(mesh) for loop in loops]
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled loop: a call is one execution."""
+
+    compiled: jax.stages.Compiled
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+
+def compile_loops(loops: Sequence[Loop], mesh: Mesh) -> list[Program]:
+    compiled = compile_all([loop.lower(mesh) for loop in loops])
+    return [Program(program, loop.arguments) for loop, program in zip(loops, compiled, strict=True)]
+
+
+def compile_all(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    """All at once, each in a thread."""
     with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(lambda one: one.compile(), lowered))
-    return [partial(program, *loop.arguments) for loop, program in zip(loops, programs, strict=True)]
+        return list(pool.map(lambda one: one.compile(), lowered))
 
 
 def add_pause(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +164,7 @@ def median_microseconds(
 
 
 def _executions_before(program: Callable[[], Any], hot: bool) -> int:
-    """Warms up. Of a hot loop they last for HEAT_SECONDS, if they are not too many."""
+    """Warms up; returns how many executions go before: those of HEAT_SECONDS in a hot loop, or MOST_BEFORE."""
     _seconds(program, 1 + MORE_EXECUTIONS, 0)
     return min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, 1, 0))) if hot else 1
 

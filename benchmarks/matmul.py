@@ -132,7 +132,8 @@ def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool
     ops = {OURS: partial(grouped, ragged_dot), DENSE: dense}
     calls, lax_calls = (calls_between(pause, most, case.flops) for most in (CALLS, LAX_CALLS))
     loops = [Loop(op, (rhs, sizes), lhs, calls) for op in ops.values()]
-    programs, names = compile_loops(loops, mesh), list(ops)
+    programs: list[Callable[[], object]] = [*compile_loops(loops, mesh)]
+    names = list(ops)
     if with_torch:
         loops.append(loops[0])
         programs.append(torch_program(lhs, rhs, sizes, calls))

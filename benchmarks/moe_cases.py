@@ -60,7 +60,7 @@ FAMILIES: Families = {
     "All to one: every token goes to experts of rank 0": [Case(_LARGE, "all-to-one")],
 }
 
-# The same paths at a size that virtual devices of a CPU can bear.
+# These cases take every path at a size that virtual devices of a CPU can bear.
 TINY_FAMILIES: Families = {
     "Tiny, uniform routing": [
         Case(_TINY, few_sms=24),

@@ -1,4 +1,4 @@
-"""Where the time of an op goes: `python -m jax_ep bench phases`. Of one call in a jitted loop, by `jax_ep.profile`."""
+"""Where the time of an op goes: `python -m jax_ep bench phases`. One call in a jitted loop."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ PRODUCTS = (collective_matmul.SEED_SHAPE, collective_matmul.Shape(8192, 8192, 14
 
 
 class Span(NamedTuple):
-    """A phase of one block's first pushing or first filling warp, in microseconds since its rank began the op."""
+    """A phase of the first sender or the first receiver warp of a CTA, in microseconds since its rank began the op."""
 
     phase: str
     track: tuple[int, int]  # rank, thread
@@ -161,6 +161,6 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     devices = np.array(jax.devices())
     print(header(list(devices), "'ffi'", ["phases", *arguments]))
-    print(f"- medians over {CALLS} calls, of the first pushing and the first filling warp of each block", flush=True)
+    print(f"- medians over {CALLS} calls, of the first sender and the first receiver warp of each CTA", flush=True)
     run(devices, options.ops)
     return 0

@@ -8,7 +8,6 @@ T = B * S tokens, D = d_model, E experts of which E / size are local.
 
 import dataclasses
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -31,6 +30,7 @@ class Config:
     d_expert: int = 256
     capacity_factor: float = 1.5  # rows a device may receive, as a multiple of the mean
     balance_weight: float = 0.01
+    z_weight: float = 0.001
     implementation: str = "auto"
 
 
@@ -55,6 +55,7 @@ class Params(NamedTuple):
 
 class RouterStats(NamedTuple):
     balance_loss: jax.Array  # [] 1 when tokens are spread evenly
+    z_loss: jax.Array  # [] grows with the router's logits
     load: jax.Array  # [E] share of the assignments of all devices
     dropped: jax.Array  # [] share of the assignments that found no room
 
@@ -65,7 +66,7 @@ class Metrics(NamedTuple):
     dropped: jax.Array  # []
 
 
-def partition_specs(axis: str) -> Params:
+def partition_specs(axis: str | tuple[str, ...]) -> Params:
     """Expert weights are spread over `axis`, all others replicated."""
     replicated = P()
     experts = P(None, axis)
@@ -115,50 +116,43 @@ def attention(layer: Layer, x: jax.Array, heads: int) -> jax.Array:
     return out.reshape(batch, length, d) @ layer.attention_out
 
 
-def route(layer: Layer, tokens: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T, D] -> expert ids [T, K] int32, their weights [T, K] summing to 1, and all probabilities [T, E]."""
-    probabilities = jax.nn.softmax(tokens @ layer.router)
-    weights, ids = jax.lax.top_k(probabilities, top_k)
-    return ids, weights / jnp.sum(weights, axis=-1, keepdims=True), probabilities
-
-
-def experts(layer: Layer, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The local experts on rows grouped by expert: [C, D] -> [C, D]."""
-    hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, layer.expert_in, group_sizes))
-    return jax.lax.ragged_dot(hidden, layer.expert_out, group_sizes)
-
-
 def exchange(
     layer: Layer, tokens: jax.Array, ids: jax.Array, weights: jax.Array, config: Config, group: jax_ep.Group
 ) -> tuple[jax.Array, jax_ep.Dispatched]:
     """Tokens [T, D] to their experts and back: the weighted sum of their answers [T, D], and where they went."""
-    dispatched = jax_ep.dispatch(
+    hidden, dispatched = jax_ep.dispatch_ragged_dot(
         tokens,
         ids,
         weights,
+        layer.expert_in,
         group=group,
         num_experts=config.experts,
         capacity=math.ceil(config.capacity_factor * ids.size),
         on_overflow="drop",
         implementation=config.implementation,
     )
-    outputs = experts(layer, dispatched.tokens, dispatched.group_sizes)
-    combined = jax_ep.combine(outputs, dispatched.routing, group=group, implementation=config.implementation)
+    combined = jax_ep.ragged_dot_combine(
+        jax.nn.gelu(hidden), layer.expert_out, dispatched.routing, group=group, implementation=config.implementation
+    )
     return combined, dispatched
 
 
 def moe(layer: Layer, x: jax.Array, config: Config, group: jax_ep.Group) -> tuple[jax.Array, RouterStats]:
     """The mixture of experts: [B, S, D] -> [B, S, D]."""
     tokens = rms_norm(x, layer.moe_norm).reshape(-1, x.shape[-1])
-    ids, weights, probabilities = route(layer, tokens, config.top_k)
+    logits = tokens @ layer.router
+    ids, weights = jax_ep.nn.softmax_top_k(logits, config.top_k)
     combined, dispatched = exchange(layer, tokens, ids, weights, config, group)
 
-    # Load-balancing loss of the Switch Transformer (Fedus et al. 2021, eq. 4), over the tokens of all devices.
-    mean = partial(jax.lax.pmean, axis_name=group.axis_name)
-    load = mean(jnp.mean(jax.nn.one_hot(ids, config.experts), axis=(0, 1)))
-    balance_loss = config.experts * jnp.sum(load * mean(jnp.mean(probabilities, axis=0)))
-    dropped = mean(dispatched.routing.dropped[0] / ids.size)
-    return combined.reshape(x.shape), RouterStats(balance_loss, load, dropped)
+    axis = group.axis_name  # losses and loads are of the tokens of all devices
+    load = jax_ep.nn.expert_load(ids, config.experts, axis_name=axis)
+    stats = RouterStats(
+        balance_loss=jax_ep.nn.balance_loss(logits, ids, axis_name=axis),
+        z_loss=jax_ep.nn.z_loss(logits, axis_name=axis),
+        load=load / jnp.sum(load),
+        dropped=jax.lax.pmean(dispatched.routing.dropped[0] / ids.size, axis),
+    )
+    return combined.reshape(x.shape), stats
 
 
 def forward(params: Params, inputs: jax.Array, config: Config, group: jax_ep.Group) -> tuple[jax.Array, RouterStats]:
@@ -185,6 +179,7 @@ def loss(params: Params, batch: jax.Array, config: Config, group: jax_ep.Group) 
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
         cross_entropy = jax.lax.pmean(jnp.mean(losses), group.axis_name)
         total = cross_entropy + config.balance_weight * jnp.mean(stats.balance_loss)
+        total += config.z_weight * jnp.mean(stats.z_loss)
         return total, Metrics(cross_entropy, jnp.mean(stats.load, axis=0), jnp.mean(stats.dropped))
 
     specs = partition_specs(group.axis_name), P(group.axis_name)

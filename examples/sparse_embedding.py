@@ -142,7 +142,7 @@ def neighbours(corpus: Corpus, tables: Tables, word: str, count: int = 6) -> lis
 def received_bytes(metrics: Metrics, vocabulary: int, size: int) -> tuple[float, float]:
     """What a device receives over all steps: with sparse rows, and in a dense all-reduce of both tables."""
     row = DIMENSION * 4
-    # Of each row all holders but one send it to that one, who sends the sum to all others.
+    # All holders of a row but one send it to that one, which sends the sum to all others.
     rows = np.sum(metrics.own_rows + metrics.all_rows * (size - 2) / size)
     dense = len(metrics.loss) * 2 * vocabulary * row * 2 * (size - 1) / size
     return float(rows * (row + 4)), dense  # a row travels with its id

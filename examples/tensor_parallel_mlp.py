@@ -36,8 +36,8 @@ class Params(NamedTuple):
     logits: jax.Array  # [D_MODEL, 256]
 
 
-def partition_specs(axis: str) -> Any:
-    """Of `Params`."""
+def partition_specs(axis: str | tuple[str, ...]) -> Any:
+    """The specs of `Params`."""
     return Params(*(P(), P(None, None, axis), P(None, axis), P()))  # pyright: ignore
 
 
@@ -97,7 +97,7 @@ def train(
 def difference_from_xla(
     params: Params, batch: np.ndarray, dtype: Any, group: jax_ep.Group, implementation: str
 ) -> float:
-    """Of the gradients, by norms: the largest over all weights."""
+    """The difference of the gradients, by norms: the largest over all weights."""
 
     def gradients(implementation: str) -> Any:
         return jax.jit(lambda params: jax.grad(loss)(params, batch, dtype, group, implementation))(params)

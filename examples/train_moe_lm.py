@@ -87,7 +87,7 @@ def agrees_with_reference(
         x = params.embedding[batch[:, :-1].astype(jnp.int32)]
         x = x + moe_lm.attention(layer, x, config.heads)
         tokens = moe_lm.rms_norm(x, layer.moe_norm).reshape(-1, config.d_model)
-        ids, weights, _ = moe_lm.route(layer, tokens, config.top_k)
+        ids, weights = jax_ep.nn.softmax_top_k(tokens @ layer.router, config.top_k)
         run = partial(moe_lm.exchange, layer, tokens, ids, weights, group=group)
         return run(config=config), run(config=dataclasses.replace(config, implementation="xla"))
 

@@ -1,6 +1,6 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
-from jax_ep import embedding as embedding, lax as lax
+from jax_ep import embedding as embedding, lax as lax, nn as nn
 from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
@@ -13,7 +13,7 @@ from jax_ep.errors import (
     PlatformError as PlatformError,
 )
 from jax_ep.group import Group as Group
-from jax_ep.nn.layers import moe_mlp as moe_mlp
+from jax_ep.nn.layers import MoeStats as MoeStats, moe_mlp as moe_mlp
 from jax_ep.ops.collective_matmul.api import (
     all_gather_matmul as all_gather_matmul,
     matmul_all_reduce as matmul_all_reduce,
@@ -21,6 +21,10 @@ from jax_ep.ops.collective_matmul.api import (
 )
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
 from jax_ep.ops.moe.types import Dispatched as Dispatched, Float8Rows as Float8Rows, Routing as Routing
+from jax_ep.ops.moe_fused.api import (
+    dispatch_ragged_dot as dispatch_ragged_dot,
+    ragged_dot_combine as ragged_dot_combine,
+)
 from jax_ep.ops.sparse.api import sparse_all_reduce as sparse_all_reduce
 from jax_ep.ops.sparse.coalesce import coalesce as coalesce
 from jax_ep.ops.sparse.types import SparseRows as SparseRows

@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
     kinds = bench.add_subparsers(dest="what", required=True)
     kinds.add_parser("moe", add_help=False, help="dispatch and combine")
+    kinds.add_parser("layer", add_help=False, help="moe_mlp beside its products alone")
     kinds.add_parser("ragged", add_help=False, help="ragged_all_to_all")
     kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
     kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")

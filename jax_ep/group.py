@@ -1,7 +1,8 @@
 """A group: the devices along one mesh axis, their symmetric heap, and its lifetime."""
 
 import hashlib
-import os
+import logging
+import math
 import threading
 import weakref
 from collections import defaultdict
@@ -11,18 +12,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import profiling
-from jax_ep._core import checks, ffi, jax_private, native, rendezvous, watchdog
+from jax_ep._core import checks, ffi, jax_private, native, rendezvous, timeouts, watchdog
+from jax_ep._core.checks import AxisName
 from jax_ep.errors import GroupClosedError, JaxEpError, PlatformError
 
+LOGGER = logging.getLogger("jax_ep")
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
-LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
-DEFAULT_TIMEOUT = 300.0  # seconds, as of jax.distributed.initialize; the first op may wait for a peer that compiles
 LONGEST_OPENING = 300.0  # seconds
 MOST_SMS = 2**31 - 1  # what a C++ int holds
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
@@ -46,7 +46,8 @@ class Group:
     Args:
       mesh: the very mesh that `jax.shard_map` runs over: the same axes and devices, in the same order. Other axes raise
         when an op is traced, devices in another order when its kernels are lowered.
-      axis_name: the axis whose devices exchange tokens.
+      axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
+        numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
         deadlock with a collective that runs beside it, until the timeout.
@@ -69,23 +70,24 @@ class Group:
     def __init__(
         self,
         mesh: Mesh,
-        axis_name: str,
+        axis_name: AxisName,
         *,
         timeout: float | None = None,
         open_timeout: float | None = None,
         max_sms: int | None = None,
     ):
-        if axis_name not in mesh.axis_names:
-            raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+        checks.check_mesh(mesh, axis_name)
         if max_sms is not None:
             checks.check_positive("Group", "max_sms", max_sms)
-        timeout = _seconds("timeout", _default_timeout() if timeout is None else timeout)
-        open_timeout = _seconds("open_timeout", min(timeout, LONGEST_OPENING) if open_timeout is None else open_timeout)
+        timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
+        if open_timeout is None:
+            open_timeout = min(timeout, LONGEST_OPENING)
+        open_timeout = timeouts.seconds("open_timeout", open_timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
             raise ValueError(f"Group: the devices of a mesh must be of one platform, got {sorted(platforms)}")
         self.mesh = mesh
-        self.axis_name = axis_name
+        self.axis_name: AxisName = checks.canonical_axis(axis_name)
         self.timeout = timeout
         self.platform = ffi.library_name(mesh.devices.flat[0])
         self._closed = False
@@ -93,14 +95,13 @@ class Group:
         self._lock = threading.Lock()
         self._native: native.NativeGroup | None = None
         if ffi.is_built(self.platform) and not self._needs_xla:
+            checks.check_ranks(self.size, ffi.MAX_RANKS)
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
-            self._native, self._free_number = self._create_native(open_timeout)
+            self._native, self._free_number = self._create_native(open_timeout, max_sms)
             self._finalizer = weakref.finalize(self, self._native.release)
             self._finalizer.atexit = False  # then the watchdogs close all groups
             try:
-                if max_sms is not None:
-                    self._native.limit_processors(min(int(max_sms), MOST_SMS))
                 profiling.group_opened(self, self._native)
             except BaseException:
                 self._end_native()
@@ -112,7 +113,7 @@ class Group:
     @property
     def size(self) -> int:
         """Ranks in each line of the group."""
-        return self.mesh.shape[self.axis_name]
+        return math.prod(self.mesh.shape[axis] for axis in checks.axes_of(self.axis_name))
 
     @property
     def closed(self) -> bool:
@@ -184,10 +185,10 @@ class Group:
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
-            return "xla"
+            return _chosen(op, "xla", "it was asked for")
         if self._needs_xla:
             if implementation == "auto":
-                return "xla"
+                return _chosen(op, "xla", "kernels on a CPU do not leave their process")
             raise PlatformError(
                 f"{op}: CPU groups of several processes need implementation='xla', got {implementation!r}"
             )
@@ -196,34 +197,13 @@ class Group:
                 f"{op}: no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
                 "install jax_ep on a machine with its compiler, or pass implementation='xla'"
             )
-        return "ffi"
+        return _chosen(op, "ffi", f"there are kernels for {self.platform}")
 
     @property
     def native_id(self) -> int:
         """The id by which kernels' handlers find the group."""
         assert self._native is not None
         return self._native.id
-
-    def nan_on_overflow(self, op: str, needed: jax.Array, capacity: int, rows: Any) -> Any:
-        """For the "xla" implementation: NaN, and a `CapacityError` for `check()`, if a rank needs more than it holds.
-
-        Args:
-          op: that needs the rows.
-          needed: [R] rows that each rank needs, the same on all ranks.
-          capacity: rows that each can hold.
-          rows: what to return if they fit; a pytree.
-        """
-        overflow = jnp.any(needed > capacity)
-
-        def report() -> None:
-            jax.debug.callback(partial(self._report_overflow, op, capacity), needed)
-
-        jax.lax.cond(overflow, report, lambda: None)
-        return jax.tree.map(lambda x: jnp.where(overflow, jnp.asarray(jnp.nan, x.dtype), x), rows)
-
-    def _report_overflow(self, op: str, capacity: int, needed: np.ndarray) -> None:
-        rank = int(np.argmax(np.asarray(needed) > capacity))
-        self.keep_error(native.capacity_error(op, rank, int(needed[rank]), capacity))
 
     def keep_error(self, error: JaxEpError) -> None:
         """For the "xla" implementation: what the next `check()` raises."""
@@ -238,13 +218,13 @@ class Group:
 
     def _lines(self) -> list[list[Any]]:
         """For every line along the axis, its devices in rank order."""
-        axis = self.mesh.axis_names.index(self.axis_name)
-        return np.moveaxis(self.mesh.devices, axis, -1).reshape(-1, self.size).tolist()
+        axes = [self.mesh.axis_names.index(axis) for axis in checks.axes_of(self.axis_name)]
+        return np.moveaxis(self.mesh.devices, axes, range(-len(axes), 0)).reshape(-1, self.size).tolist()
 
     def _processes(self) -> list[list[int]]:
         return [[device.process_index for device in line] for line in self._lines()]
 
-    def _create_native(self, open_timeout: float) -> tuple[native.NativeGroup, Callable[[], None]]:
+    def _create_native(self, open_timeout: float, max_sms: int | None) -> tuple[native.NativeGroup, Callable[[], None]]:
         """The group, and what frees its number when it is closed."""
         me, processes = jax.process_index(), self._processes()
         ordinals = [
@@ -255,17 +235,27 @@ class Group:
         what = f"{self.platform} {[(d.id, d.process_index) for d in self.mesh.devices.flat]} {dict(self.mesh.shape)}"
         what += f" {self.axis_name}"
         content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
+        most = None if max_sms is None else min(int(max_sms), MOST_SMS)
+        create = partial(native.create_group, self.platform, ordinals, self.timeout, content=content, max_sms=most)
         if everyone == {me}:
-            return native.create_group(self.platform, ordinals, self.timeout, content=content), lambda: None
+            return create(), lambda: None
         number, neighbours = _meet(what, me, processes, open_timeout)
         try:
-            created = native.create_group(
-                self.platform, ordinals, self.timeout, content=content, index=number, **neighbours
-            )
+            created = create(index=number, **neighbours)
         except BaseException:
             _numbers[what].discard(number)
             raise
         return created, partial(_numbers[what].discard, number)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        """Itself: a copy of a module that holds the group exchanges through the same memory."""
+        return self
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a jax_ep.Group cannot be pickled: it is memory of this process; open one where it is loaded")
 
     def __enter__(self) -> Self:
         return self
@@ -280,12 +270,31 @@ class Group:
         return f"Group(mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r})"
 
 
-def find_open_group(op: str, axis_name: str) -> Group:
+def _chosen(op: str, implementation: str, why: str) -> str:
+    LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
+    return implementation
+
+
+def check_group(op: str, group: Any) -> None:
+    """What every op asks of its group: it is one, nothing went wrong in it, and its axes are manual here.
+
+    Raises:
+      TypeError, ValueError: it is no group, or this is no `jax.shard_map` over its mesh.
+      JaxEpError: an earlier op of the group failed.
+    """
+    if not isinstance(group, Group):
+        raise TypeError(f"{op}: group must be an open jax_ep.Group(mesh, axis_name), got {checks.describe(group)}")
+    group.check()
+    checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+
+
+def find_open_group(op: str, axis_name: AxisName) -> Group:
     """The open group over `axis_name` of the mesh that is manual here.
 
     Raises:
       ValueError: no such axis is manual here, there is no such group, or more than one.
     """
+    axis_name = checks.canonical_axis(axis_name)
     checks.check_manual_axis(op, axis_name)
     with _open_groups_lock:
         open_groups = list(_open_groups)
@@ -294,7 +303,7 @@ def find_open_group(op: str, axis_name: str) -> Group:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
     shape = dict(jax.sharding.get_abstract_mesh().shape)
-    raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one")
+    raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one, or pass group=")
 
 
 def _meet(what: str, me: int, processes: list[list[int]], timeout: float) -> tuple[int, dict[str, Any]]:
@@ -310,19 +319,3 @@ def _meet(what: str, me: int, processes: list[list[int]], timeout: float) -> tup
         return number, {}
     descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)]
     return number, {"processes": processes, "sockets": descriptors}
-
-
-def _seconds(name: str, value: float) -> float:
-    checks.check_seconds("Group", name, value)
-    return min(float(value), LONGEST_TIMEOUT)
-
-
-def _default_timeout() -> float:
-    given = os.environ.get("JAX_EP_TIMEOUT")
-    try:
-        seconds = DEFAULT_TIMEOUT if given is None else float(given)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"Group: JAX_EP_TIMEOUT must be a positive number of seconds, got {given!r}")
-    return seconds

@@ -159,7 +159,7 @@ def _start_all(count: int, command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Those which ask the launcher to end, as they arrive. What is ignored, by nohup for one, stays so."""
+    """The signals that ask the launcher to end, as they arrive; those that are ignored, by nohup for one, stay so."""
     received: list[int] = []
     heeded = [each for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     before = [signal.signal(each, lambda number, _: received.append(number)) for each in heeded]

@@ -1,4 +1,4 @@
-"""`with jax_ep.profile("trace.json"):` a timeline of what every block of every rank does inside the ops."""
+"""`with jax_ep.profile("trace.json"):` a timeline of what every CTA of every rank does inside the ops."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ class RankedGroup(Ranks, Protocol):
     """What a trace says of a group: a `jax_ep.Group` is one."""
 
     @property
-    def axis_name(self) -> str: ...
+    def axis_name(self) -> str | tuple[str, ...]: ...
     @property
     def platform(self) -> str: ...
     @property
@@ -33,18 +33,18 @@ _profile: "_Profile | None" = None
 
 @contextlib.contextmanager
 def profile(path: str | Path) -> Iterator[None]:
-    """Records when each block enters and leaves each phase of each op, on all ranks, into a Chrome trace.
+    """Records when each CTA enters and leaves each phase of each op, on all ranks, into a Chrome trace.
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. A process of the trace is a rank (pid: the rank, for
-    the first line of the first group; further lines and groups follow), a thread is a GPU block's first pushing
-    (tid: 2 * block) or first filling (2 * block + 1) warp, and one thread stands for a rank of the CPU. A slice is an
+    the first line of the first group; further lines and groups follow), a thread is the first sender warp of a CTA
+    (tid: 2 * cta) or its first receiver warp (2 * cta + 1), and one thread stands for a rank of the CPU. A slice is an
     op, or in it a phase: "count" ids, "post" counts and addresses to the peers, "wait" for a peer, "layout" of rows,
-    "place" (the row of every assignment), "barrier" among the blocks of a rank, "send" rows, "pad" segments with
+    "place" (the row of every assignment), "barrier" among the CTAs of a rank, "send" rows, "pad" segments with
     zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
     `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
 
     Records all open groups and those opened inside, under `jax.jit` and in replayed CUDA graphs too; nothing with
-    implementation="xla". A rank keeps its last 4096 to 32768 phases a block; the rank's label in the trace says if
+    implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if
     earlier ones were lost. Costs nothing when off.
 
     Await results inside the block (`jax.block_until_ready`): profile awaits nothing, and ops that still run when it
@@ -168,18 +168,18 @@ def _names(group: RankedGroup, recording: Recording, pid: int) -> Iterator[dict[
         notes.append(f"{recording.unfinished} rows end inside an op: its results were not awaited")
     if notes:
         yield metadata("process_labels", labels="; ".join(notes))
-    for squad, role in sorted({(span.squad, span.role) for span in recording.spans}):
-        row = "thread" if group.platform == "cpu" else f"block {squad}, {('push', 'fill')[role]}"
-        yield metadata("thread_name", tid=2 * squad + role, name=row)
-        yield metadata("thread_sort_index", tid=2 * squad + role, sort_index=2 * squad + role)
+    for cta, role in sorted({(span.cta, span.role) for span in recording.spans}):
+        row = "thread" if group.platform == "cpu" else f"CTA {cta}, {('send', 'receive')[role]}"
+        yield metadata("thread_name", tid=2 * cta + role, name=row)
+        yield metadata("thread_sort_index", tid=2 * cta + role, sort_index=2 * cta + role)
 
 
 def _slices(spans: list[Span], pid: int) -> Iterator[dict[str, Any]]:
     """A slice per op of a thread, before those of its phases: the outer of two that begin together comes first."""
-    for (squad, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.squad, span.role, span.epoch)):
+    for (cta, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.cta, span.role, span.epoch)):
         phases = list(of_op)
         op = phases[0].op
-        same = {"ph": "X", "pid": pid, "tid": 2 * squad + role, "args": {"op": op, "epoch": epoch}}
+        same = {"ph": "X", "pid": pid, "tid": 2 * cta + role, "args": {"op": op, "epoch": epoch}}
         yield same | {"name": op, "cat": "op"} | _times(phases[0].begin_ns, phases[-1].end_ns)
         for span in phases:
             yield same | {"name": span.phase, "cat": "phase"} | _times(span.begin_ns, span.end_ns)

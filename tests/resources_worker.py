@@ -20,7 +20,7 @@ MOST_PROGRAMS = 25
 
 
 def resources() -> dict[str, int]:
-    """Of this process: open files, mappings, threads of ours (XLA starts some of its own late), and MB of memory."""
+    """Open files, mappings, threads of ours (XLA starts some of its own late), and MB of memory of this process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

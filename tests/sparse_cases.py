@@ -92,7 +92,7 @@ def reduced(group: Group, num_rows: int, **options: Any) -> Callable[[jax.Array,
 
 
 def program(group: Group, num_rows: int, **options: Any) -> Program:
-    """The same for all ranks, each with its own copy of the result."""
+    """`reduced` over all ranks, each with its own copy of the result."""
     return helpers.per_rank(reduced(group, num_rows, **options), group.mesh)
 
 

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from conftest import OpenGroup
 
 from jax_ep.__main__ import load
 
@@ -46,6 +50,67 @@ def test_collective_matmul(
         assert number(row["exposed, us"]) == pytest.approx(ours - product, abs=0.2)
         assert float(row["jax_ep, TFLOP/s"]) == pytest.approx(2e-6 * 64**3 / ours, abs=0.01)
     assert image.read_bytes().startswith(PNG)
+
+
+def test_layer(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "bars.png"
+    arguments = ["--repeats", "1", "--quick", "--shapes", "wide", "--tokens", "16", "--plot", str(image)]
+    assert benchmark("layer").main(arguments) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert {row["layer"] for row in rows} == {"wide, T=16, H=64, F=128, top-2 of 8, uniform"}
+    assert [row["of it"] for row in rows] == list(benchmark("layer").PARTS)
+    products = rows[2]
+    assert number(products["step, us"]) == pytest.approx(3 * number(products["forward, us"]), abs=0.2)
+    for total, exposed in (("forward, us", "exposed, us"), ("step, us", "step exposed, us")):
+        for row in rows[2:] if total == "forward, us" else rows[2:-1]:  # quick: no step of the last
+            assert number(row[exposed]) == pytest.approx(number(row[total]) - number(products[total]), abs=0.2)
+    assert image.read_bytes().startswith(PNG)
+
+
+def test_layer_counts_operations_and_bytes(benchmark: Callable[[str], ModuleType], open_group: OpenGroup) -> None:
+    layer, cases, group = benchmark("layer"), benchmark("moe_cases"), open_group(2)
+    shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
+    result = layer.measure(layer.Model("any", shape, 48), "Zipf", group, "ffi", repeats=1, quick=True)
+    busiest = np.bincount(cases.make_ids(cases.Case(shape, "Zipf"), 2).ravel() // 4).max()
+    matrices = 2 * 3 * 4 * 64 * 48  # bytes of a rank's four experts, and of their gradients
+    assert result.flops == 2 * 3 * busiest * 64 * 48
+    assert result.operand_bytes == matrices + 32 * (2 * 64 + 2 * (4 + 4))
+    assert result.held[layer.DISPATCH, layer.FORWARD] == 2 * 64 * 128 * -(-busiest // 128)
+    assert result.held[layer.OURS, layer.FORWARD] > result.held[layer.DISPATCH, layer.FORWARD]
+    assert result.held[layer.OURS, layer.STEP] > result.held[layer.OURS, layer.FORWARD] > 0
+    assert result.held[layer.OURS, layer.STEP] > matrices
+
+    alone = 1e-6 * result.flops / 400  # us at 400 TFLOP/s
+    result.times.update({(layer.PRODUCTS, layer.FORWARD): alone, (layer.OURS, layer.STEP): 4 * 3 * alone})
+    assert layer.half(result, layer.OURS, layer.STEP)[2:] == ["4.000", "100"]
+    assert layer.half(result, layer.PRODUCTS, layer.STEP)[1:] == ["0.0", "1.000", "400"]
+
+
+@pytest.mark.parametrize("formulation", ["ours", "unfused", "padded"])
+def test_layer_trains_alike(
+    benchmark: Callable[[str], ModuleType], open_group: OpenGroup, rng: np.random.Generator, formulation: str
+) -> None:
+    """The step of each formulation against every expert computed for every token, differentiated by JAX."""
+    layer, forms, group = benchmark("layer"), benchmark("moe_formulations"), open_group(2)
+    tokens, experts, hidden, width = 16, 4, 8, 12
+    ids = np.argsort(rng.random((2 * tokens, experts)), axis=1)[:, :2].astype(np.int32)
+    sides = ((2 * tokens, 2), (experts, hidden, width), (experts, hidden, width), (experts, width, hidden))
+    others = [jnp.asarray(rng.standard_normal(side), jnp.float32) for side in (*sides, (2 * tokens, hidden))]
+
+    def dense(weights: Any, gate: Any, up: Any, down: Any, rows: Any) -> Any:
+        inner = jax.nn.silu(jnp.einsum("th,ehf->etf", rows, gate)) * jnp.einsum("th,ehf->etf", rows, up)
+        outputs = jnp.einsum("etf,efh->eth", inner, down)
+        return jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, experts), weights, outputs)
+
+    one = {
+        "ours": layer.ours(group, 4 * tokens, "ffi", "auto"),
+        "unfused": layer.ours(group, 4 * tokens, "ffi", False),
+        "padded": layer.by_exchange(forms.padded_all_to_all(experts, 2 * tokens)),
+    }[formulation]
+    actual = layer.on_ranks(layer.training_step(one), group.mesh)(ids, *others)
+    out, backward = jax.vjp(dense, *others)
+    for mine, expected in zip(jax.tree.leaves(actual), (out, *backward(others[-1])), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
 
 
 def test_matmul(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,3 +135,63 @@ def test_a_call_that_does_not_fit_says_what(
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"combine's backward pass: {message}"):
         helpers.fetch(call_scatter(group, operands, received, **change))
     group.check()
+
+
+ENTRIES, TABLE, WIDTH = 4, 100, 8
+
+
+def call_sparse(group: Group, name: str, results: tuple[str, ...], operands: list[Any], **settings: Any) -> Any:
+    """Results of a sparse op by name, as [ranks, ...]: whatever its operands say."""
+
+    def attribute(value: bool | int | float | str) -> Any:
+        if isinstance(value, bool | str):
+            return value
+        return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+    sizes = {key: attribute(value) for key, value in settings.items()}
+    types = types_of(name, **settings)
+
+    def body(*operands: jax.Array) -> dict[str, jax.Array]:
+        wanted = [checks.result_type(tuple(shape), dtype, operands[0]) for _, dtype, shape in types]
+        found = jax.ffi.ffi_call(f"jax_ep_{name}", wanted)(*operands, group=np.int64(group.native_id), **sizes)
+        return {key: value for (key, _, _), value in zip(types, found, strict=True) if key in results}
+
+    return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
+
+
+def test_ids_out_of_bounds_are_no_ids(open_group: OpenGroup) -> None:
+    ids = np.array([3, -(2**31), 2**31 - 1, TABLE], np.int32)
+    union = {"entries": ENTRIES, "num_rows": TABLE, "capacity": ENTRIES, "sharded": False}
+    group = open_group(RANKS)
+    found = call_sparse(group, "sparse_union", ("indices", "slots", "bounds"), [ids, np.zeros(2, np.int32)], **union)
+    found = helpers.fetch(found)
+    for rank in range(RANKS):
+        np.testing.assert_array_equal(found["indices"][rank], [3, TABLE, TABLE, TABLE])
+        np.testing.assert_array_equal(found["slots"][rank], [[0, 1, 1, 1]] * RANKS)
+        np.testing.assert_array_equal(found["bounds"][rank], [0, 1, 1])
+    group.check()
+
+
+@pytest.mark.parametrize("bounds", [[0, 2**30, 2**30], [-(2**31), 2**31 - 1, 8], [5, 0, -3], [2**30, 0, 2**31 - 1]])
+def test_bounds_and_slots_that_cannot_be(bounds: list[int], open_group: OpenGroup) -> None:
+    slots = np.array([[0, 2**30, -1, -(2**31)]] * RANKS, np.int32)
+    reduce = {"entries": ENTRIES, "hidden": WIDTH, "capacity": 4, "slots_kept": 8, "scale": 1.0}
+    reduce |= {"sharded": True, "drop": True, "by_count": False, "dtype": "float32"}
+    operands = [np.ones((ENTRIES, WIDTH), np.float32), slots, np.array(bounds, np.int32)]
+    group = open_group(RANKS)
+    found = helpers.fetch(call_sparse(group, "sparse_reduce", ("sums",), operands, **reduce))
+    assert found["sums"].shape == (RANKS, 4, WIDTH)  # nothing was written elsewhere: address_sanitizer.sh
+
+
+def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> None:
+    sizes = {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 16}
+    group = open_group(RANKS)
+
+    def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
+        target = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", checks.result_type((4, 4), np.float32, rows))
+        numbers = {name: np.int64(size) for name, size in sizes.items()}
+        return target(rows, offsets, offsets, offsets, offsets, rows + 1, group=np.int64(group.native_id), **numbers)
+
+    rows, offsets = np.zeros((RANKS, 4, 4), np.float32), np.zeros((RANKS, RANKS), np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
+        helpers.fetch(helpers.per_rank(body, group.mesh)(rows, offsets))

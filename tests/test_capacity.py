@@ -49,7 +49,7 @@ def test_one_too_many_raises_and_the_group_goes_on(
 
 
 def test_many_tokens_without_room(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Those that are on their way when ranks learn of it do no harm."""
+    """Tokens that are on their way when ranks learn of the lack of room do no harm."""
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, helpers.LATE_TOKENS, 2, EXPERTS, 16)
     capacity = 2 * helpers.LATE_TOKENS

@@ -127,7 +127,7 @@ def test_the_result_of_an_all_reduce_is_everybodys(
 
 
 def test_cotangents_are_summed_before_they_are_rounded(implementation: str, open_group: OpenGroup) -> None:
-    """Of a float32 result: what two ranks add to it would be lost in bfloat16. Without `check_vma` the op sums."""
+    """The result is float32: what two ranks add to it would be lost in bfloat16. Without `check_vma` the op sums."""
     group, size = open_group(2), 8
     above = np.stack([np.full((size, size), x, np.float32) for x in (1 + 2**-9, -1)])
 

@@ -27,7 +27,7 @@ SMALL = (528, 64, 264)
 
 
 def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> Operands:
-    """Of two ranks, in bfloat16, by which every sum of products is exact."""
+    """Operands of two ranks in bfloat16, of which every sum of products is exact."""
     m, k, n = shape
     a, b = (rng.integers(-1, 2, (2, *each)).astype(ml_dtypes.bfloat16) for each in ((m, k), (k, n)))
     return a, b

@@ -1,4 +1,4 @@
-"""The same bits on every run, and no hang however many ops are in flight at once."""
+"""Every run gives equal bits, and nothing hangs however many ops are in flight at once."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def dense_loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """The same, with zero rows behind the table for ids that name none."""
+    """`loss` of rows of the table, with zero rows behind it for ids that name none."""
     padded = jnp.concatenate([table, jnp.zeros((1, table.shape[1]), table.dtype)])
     return loss(padded[jnp.where((ids >= 0) & (ids < table.shape[0]), ids, table.shape[0])], weights)
 

@@ -1,20 +1,26 @@
 """What Group takes and refuses, and how it ends."""
 
 import contextlib
+import copy
 import gc
+import logging
 import os
+import pickle
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from jax.sharding import Mesh
 
-from jax_ep import Group, GroupClosedError, PlatformError, group as group_module, profiling
+from jax_ep import CapacityError, Group, GroupClosedError, PlatformError, group as group_module, profiling
 from jax_ep._core import checks, native as native_module
 
 SIZE, EXPERTS = 2, 8
@@ -67,7 +73,7 @@ def test_a_bad_default_timeout(value: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def threads() -> int:
-    """Ours alone, since XLA starts and ends its own as it likes. Those that end get the time for it."""
+    """Threads of ours alone: XLA starts and ends its own as it likes. A thread that is ending gets the time for it."""
     deadline = time.monotonic() + 10
     while (count := helpers.own_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)  # a group does not wait for the threads that hand results back
@@ -159,3 +165,62 @@ def test_ops_must_not_overlap_in_command_buffers(mode: str, monkeypatch: pytest.
     native_module.check_xla_flags("cpu")
     monkeypatch.setenv("XLA_FLAGS", f"{flag}={mode} {flag}=SERIALIZE")
     native_module.check_xla_flags("cuda")
+
+
+def test_a_copy_of_a_module_holds_the_same_group(open_group: OpenGroup) -> None:
+    group = open_group(1)
+    module = {"group": group, "layers": [group]}
+    copied = copy.deepcopy(module)
+    assert copied["group"] is copied["layers"][0] is copy.copy(group) is group
+    with pytest.raises(TypeError, match=r"^a jax_ep\.Group cannot be pickled: it is memory of this process"):
+        pickle.dumps(group)
+
+
+@pytest.mark.parametrize("trace", [jax.jit, lambda f: partial(jax.eval_shape, f), jax.make_jaxpr])
+def test_no_group_is_opened_while_tracing(trace: Any) -> None:
+    mesh = helpers.mesh_of(ep=1)
+
+    def body(x: jax.Array) -> jax.Array:
+        Group(mesh, "ep").close()
+        return x
+
+    with pytest.raises(RuntimeError, match=r"^Group: must be opened outside of traced code"):
+        trace(body)(jnp.zeros(3))
+    jax.grad(body)(1.0)  # nothing is compiled here
+
+
+def test_more_devices_than_a_signal_pad_has_flags_for(native: None) -> None:
+    mesh = Mesh(np.array([jax.devices()[0]] * 65), ("ep",))
+    with pytest.raises(ValueError, match=r"^Group: at most 64 devices along axis_name, got 65: "):
+        Group(mesh, "ep")
+
+
+def test_arguments_in_another_order() -> None:
+    mesh: Any = helpers.mesh_of(ep=1)
+    with pytest.raises(
+        TypeError, match=r"^Group: mesh must be a jax\.sharding\.Mesh, got str; call Group\(mesh, axis_"
+    ):
+        Group("ep", mesh)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^Group: axis_name must be an axis of the mesh or a tuple of axes, got Mesh"):
+        Group(mesh, mesh)
+
+
+def test_what_was_chosen_is_logged(
+    implementation: str, open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+    why = {"ffi": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
+    with caplog.at_level(logging.DEBUG, logger="jax_ep"):
+        jax.eval_shape(program, *case)
+    wanted = [f"{op}: implementation {implementation!r}, as {why}" for op in ("dispatch", "combine")]
+    assert [record.getMessage() for record in caplog.records] == wanted
+
+
+def test_a_capacity_error_says_what_to_do(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=1, implementation=implementation)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        helpers.fetch(program(*case))
+    with pytest.raises(CapacityError, match=r"but capacity is 1; raise capacity= .* or drop .* by on_overflow='drop'$"):
+        group.check()

@@ -5,14 +5,17 @@ from typing import Any, NamedTuple
 
 import helpers
 import jax
+import jax.extend
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Group, moe_mlp
+from jax_ep.nn.layers import uses_fused_ops
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
 
@@ -55,12 +58,24 @@ def dense(model: Model, ids: Any) -> Any:
     return jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, EXPERTS), weights, outputs)
 
 
-def sharded(group: Group, implementation: str) -> Callable[[Model, Any], jax.Array]:
-    def layer(model: Model, ids: jax.Array) -> jax.Array:
-        tokens, *rest = model
-        return moe_mlp(tokens, ids, *rest, group=group, implementation=implementation)
+def draw_shared(rng: np.random.Generator, dtype: Any) -> tuple[np.ndarray, ...]:
+    shapes = ((HIDDEN, 2 * WIDTH), (HIDDEN, 2 * WIDTH), (2 * WIDTH, HIDDEN))
+    return tuple((rng.standard_normal(shape) / shape[0] ** 0.5).astype(dtype) for shape in shapes)
 
-    return jax.shard_map(layer, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+
+def sharded(group: Group, implementation: str, **options: Any) -> Callable[..., Any]:
+    """(Model, ids, shared or nothing) -> what the layer returns."""
+
+    def layer(model: Model, ids: jax.Array, shared: Any = None) -> Any:
+        tokens, weights, gate, up, down = model
+        given = {"group": group, "implementation": implementation, "shared": shared} | options
+        return moe_mlp(tokens, ids, weights, gate, up, down, **given)
+
+    def call(model: Model, ids: jax.Array, *shared: Any) -> Any:
+        specs = (P("ep"), P("ep"), *[P()] * len(shared))
+        return jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=P("ep"))(model, ids, *shared)
+
+    return call
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -83,6 +98,120 @@ def test_gradients(implementation: str, open_group: OpenGroup, rng: np.random.Ge
     wanted = jax.grad(lambda m: jnp.sum(dense(m, ids) * target))(model)
     for a, w in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(a, w, rtol=0, atol=1e-5 * float(np.abs(w).max()))
+
+
+@pytest.mark.usefixtures("native")
+def test_fused_or_not(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Values and gradients have the same bits, with a shared expert too, and names stand for functions."""
+    group = open_group(SIZE)
+    model, ids = draw(rng, ml_dtypes.bfloat16)
+    shared = draw_shared(rng, model.tokens.dtype)
+    target = rng.standard_normal(model.tokens.shape).astype(model.tokens.dtype)
+
+    def results(**options: Any) -> list[bytes]:
+        layer = sharded(group, "ffi", **options)
+        both = jax.value_and_grad(lambda m, s: jnp.sum(layer(m, ids, s) * target), argnums=(0, 1))
+        return helpers.bits(helpers.fetch(jax.jit(both)(model, shared)))
+
+    assert results(fused=True, activation="gelu") == results(fused=False, activation=jax.nn.gelu)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_shared_expert(fused: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Its matrices are the same on all ranks, so that their gradients add up."""
+    model, ids = draw(rng)
+    shared = draw_shared(rng, np.float32)
+    layer = sharded(open_group(SIZE), implementation, fused=fused)
+
+    def whole(model: Model, shared: tuple[Any, ...]) -> jax.Array:
+        gate, up, down = shared
+        return dense(model, ids) + (jax.nn.silu(model.tokens @ gate) * (model.tokens @ up)) @ down
+
+    target = rng.standard_normal(model.tokens.shape).astype(np.float32)
+    program = jax.jit(jax.value_and_grad(lambda m, s: jnp.sum(layer(m, ids, s) * target), argnums=(0, 1)))
+    actual = helpers.fetch(program(model, shared))
+    wanted = jax.value_and_grad(lambda m, s: jnp.sum(whole(m, s) * target), argnums=(0, 1))(model, shared)
+    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, w, rtol=0, atol=2e-5 * float(np.abs(w).max()))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_shared_expert_waits_for_no_rows(fused: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Nor do rows wait for it: neither's products come into the other's operands, until both are added."""
+    model, ids = draw(rng)
+    layer = sharded(open_group(SIZE), "ffi", fused=fused)
+    traced = jax.make_jaxpr(layer)(model, ids, draw_shared(rng, np.float32))
+    (body,) = (each.params["jaxpr"] for each in traced.eqns if each.primitive.name == "shard_map")
+    behind: dict[Any, set[str]] = {}  # for every value, what it was made of
+    dense_products = 0
+    for equation in body.eqns:
+        inputs = [behind.get(x, set()) for x in equation.invars if not isinstance(x, jax.extend.core.Literal)]
+        made_of = set().union(*inputs)
+        text = str(equation)
+        if "ffi_call" in text:
+            assert "shared" not in made_of
+            made_of = made_of | {"exchange"}
+        elif "dot_general[" in text and "ragged" not in text:
+            assert "exchange" not in made_of
+            made_of, dense_products = made_of | {"shared"}, dense_products + 1
+        behind |= dict.fromkeys(equation.outvars, made_of)
+    assert dense_products == 3
+    assert behind[body.outvars[0]] == {"exchange", "shared"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_stats(fused: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    model, ids = draw(rng)
+    ids[3, :2] = EXPERTS, -7
+    capacity = 8
+    layer = sharded(
+        open_group(SIZE), implementation, fused=fused, with_stats=True, capacity=capacity, on_overflow="drop"
+    )
+    out, stats = helpers.fetch(jax.jit(layer)(model, ids))
+    valid = (ids >= 0) & (ids < EXPERTS)
+    np.testing.assert_array_equal(stats.counts, np.bincount(ids[valid], minlength=EXPERTS))
+    per_rank = (SIZE, TOKENS * TOP_K)
+    np.testing.assert_array_equal(stats.invalid, (~valid & (ids != -1)).reshape(per_rank).sum(axis=1))
+    expected = oracle.dispatch(
+        *(np.asarray(x).reshape(SIZE, TOKENS, -1) for x in (model.tokens, ids, model.weights)),
+        num_experts=EXPERTS,
+        capacity=capacity,
+    )
+    assert expected.dropped.any()
+    np.testing.assert_array_equal(stats.dropped, expected.dropped[:, 0])
+    assert out.shape == model.tokens.shape
+
+
+@pytest.mark.parametrize(
+    ("fused", "by_xla", "wanted"),
+    [
+        ("auto", False, True),
+        ("auto", True, False),
+        *((each, xla, each) for each in (True, False) for xla in (True, False)),
+    ],
+)
+def test_what_auto_takes(fused: Any, by_xla: bool, wanted: bool) -> None:
+    assert uses_fused_ops(fused, by_xla=by_xla) is wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "match"),
+    [
+        ("fused", "always", "fused must be True, False or 'auto', got 'always'"),
+        ("fused", 1, "fused must be True, False or 'auto', got 1"),
+        ("with_stats", 1, "with_stats must be True or False, got 1"),
+        ("activation", "swiglu", "activation must be one of 'silu', 'gelu', 'relu'; got 'swiglu'"),
+        ("activation", None, "activation must be a function or one of 'silu', 'gelu', 'relu', got None"),
+        ("shared", 7, r"shared must be None or \(gate, up, down\), got int"),
+        ("shared", (np.zeros((HIDDEN, 8)),) * 2, r"shared must be None or \(gate, up, down\), got a tuple of 2"),
+        ("shared", (np.zeros((HIDDEN, 8), np.float32),) * 3, r"shared\[2\] must have shape \[S, H\] = \(8, 16\)"),
+        ("shared", (np.zeros((HIDDEN, 8), np.float16),) * 3, r"shared\[0\] must be of dtype float32, got float16"),
+    ],
+)
+def test_wrong_options(name: str, wrong: Any, match: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^moe_mlp: {match}"):
+        jax.eval_shape(sharded(open_group(SIZE), "xla", **{name: wrong}), *draw(rng))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_operands_equal_on_all_ranks(
 
 
 def test_axes_in_another_order_are_refused(open_group: OpenGroup) -> None:
-    """The same axes of the same sizes: ranks would be other devices than the group takes them for."""
+    """Axes and sizes are equal, but ranks would be other devices than the group takes them for."""
     group, other = open_group(mesh=helpers.mesh_of(dp=2, ep=4)), helpers.mesh_of(ep=4, dp=2)
     tokens, ids = np.zeros((4, 2, TOKENS, HIDDEN), np.float32), np.zeros((4, 2, TOKENS, TOP_K), np.int32)
     route = partial(dispatch, group=group, num_experts=EXPERTS)

@@ -27,7 +27,7 @@ from traces import (
 import jax_ep
 from jax_ep import Group, JaxEpError, combine, dispatch
 
-# Two chunks of tokens, and not so few that the teams of a GPU that have no thread here expand or reduce them all.
+# Two chunks of tokens, and not so few that the coops of a GPU that have no thread here expand or reduce them all.
 SIZE, EXPERTS, TOKENS = 4, 8, 600
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -79,7 +79,7 @@ def test_ragged_all_to_all(open_group: OpenGroup, tmp_path: Path) -> None:
 def test_only_what_runs_inside_is_recorded_each_time(
     open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
 ) -> None:
-    """The same compiled program, before, inside and after two profiles."""
+    """One compiled program runs before, inside and after two profiles."""
     program, case = round_trip(open_group(SIZE)), draw(rng)
     ops = {}
     for run, times in enumerate([2, 1]):

@@ -76,7 +76,7 @@ def test_heights_of_the_table(
 
 
 def test_many_entries_of_few_rows(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Runs long enough to be summed by all teams together, beside short ones and single entries."""
+    """Runs long enough to be summed by all coops together, beside short ones and single entries."""
     ids = rng.choice(np.array([3, 3, 3, 3, 500, 500, 777, 2, 9], np.int32), (4, 1500))
     ids[0, :40] = np.arange(40)
     values = cases.draw_values(rng, ids, 200)
@@ -85,7 +85,7 @@ def test_many_entries_of_few_rows(way: dict[str, Any], open_group: OpenGroup, rn
 
 
 def test_runs_of_all_lengths(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Of wide rows, and on every run the same bits: chains and scans, whole runs and runs in parts, side by side."""
+    """Wide rows have equal bits on every run: chains and scans, whole runs and runs in parts, side by side."""
     lengths = [1, 2, 3, 5, 16, 31, 32, 33, 63, 64, 65, 100, 1, 2, 2, 47, 2500]
     runs = np.repeat(rng.choice(ROWS, len(lengths), replace=False), lengths).astype(np.int32)
     ids = np.stack([rng.permutation(runs) for _ in range(2)])

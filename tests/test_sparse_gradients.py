@@ -16,7 +16,7 @@ CAPACITY = {False: 64, True: 16}
 
 
 def wanted_gradient(ids: np.ndarray, weights: np.ndarray, op: str) -> np.ndarray:
-    """Of the sum over rows of weights[id] * row, weights [ROWS, D]."""
+    """The gradient of the sum over rows of weights[id] * row, weights [ROWS, D]."""
     valid = (ids >= 0) & (ids < ROWS)
     taken = np.where(valid[..., None], weights[np.clip(ids, 0, ROWS - 1)], 0)
     if op == "mean":
@@ -79,7 +79,7 @@ def test_grad_inside_shard_map(
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "scan"])
 def test_transformed(wrap: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Of a loss that is not linear: the sum of squares of the summed table."""
+    """The loss is not linear: the sum of squares of the summed table."""
     group, ids = open_group(SIZE), cases.zipf(rng, SIZE, ENTRIES, ROWS)
     values = cases.draw_values(rng, ids, WIDTH)
     run = cases.reduced(group, ROWS, capacity=64, implementation=implementation)

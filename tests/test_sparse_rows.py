@@ -158,14 +158,6 @@ def test_where_it_may_be_called(implementation: str, open_group: OpenGroup) -> N
     with pytest.raises(ValueError, match=r"^sparse_all_reduce: must be called inside jax\.shard_map"):
         reduce(group, implementation=implementation)
 
-    def batched() -> None:
-        rows = SparseRows(jnp.stack([IDS] * 3), jnp.stack([VALUES] * 3), jnp.full(3, ENTRIES), ROWS)
-        rows = SparseRows(rows.indices, rows.values, rows.count, ROWS, jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32))
-        jax.vmap(lambda one: reduce(group, one, implementation=implementation))(rows)
-
-    with pytest.raises(NotImplementedError, match=r"^sparse_all_reduce does not support jax\.vmap"):
-        trace(group, batched)
-
 
 def test_coalesce_of_bad_arguments() -> None:
     rows = SparseRows(IDS, VALUES, jnp.int32(1), ROWS)

@@ -1,4 +1,4 @@
-"""Batching an op, or no more than its gradient or its indices, raises an error that names it."""
+"""A batch of an op (`jax.vmap`), or of no more than its derivative, is one call after the other; and forward mode."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,95 +13,174 @@ from conftest import OpenGroup
 from matmul_cases import OPS
 
 import jax_ep
-from jax_ep import Group
-from jax_ep.lax import ragged_all_to_all
+from jax_ep import CapacityError, Group, SparseRows
 
-SIZE, EXPERTS = 2, 8
-TOKENS, IDS, WEIGHTS = jnp.zeros((4, 16)), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2))
-OUTPUTS = jnp.zeros((SIZE * 4 * 2, 16))  # of as many rows as there can be
-ROWS, INDICES = jnp.zeros((6, 3)), jnp.zeros(SIZE, jnp.int32)
-SQUARE = jnp.zeros((8, 8), jnp.bfloat16)  # GPUs multiply 16-bit operands only
+SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN = 2, 8, 3, 4, 2, 16
+CAPACITY = SIZE * TOKENS * TOP_K
+
+Body = Callable[..., Any]
 
 
-def expect(name: str, group: Group, body: Callable[[], Any]) -> None:
-    """Traces `body` on every rank."""
+def there_and_back(group: Group, implementation: str, **options: Any) -> Body:
+    def body(tokens: jax.Array, weights: jax.Array, scale: jax.Array, ids: jax.Array) -> jax.Array:
+        given: dict[str, Any] = {"group": group, "implementation": implementation}
+        out = jax_ep.dispatch(tokens, ids, weights, num_experts=EXPERTS, capacity=CAPACITY, **options, **given)
+        return jax_ep.combine(jnp.tanh(scale * out.tokens), out.routing, **given)
 
-    def traced(x: jax.Array) -> jax.Array:
-        body()
-        return x
-
-    with pytest.raises(NotImplementedError, match=rf"^{name} does not support jax\.vmap"):
-        jax.eval_shape(helpers.per_rank(traced, group.mesh), np.zeros(SIZE))
+    return body
 
 
-def batched(x: jax.Array) -> jax.Array:
-    return jnp.stack([x] * 3)
+def draw(rng: np.random.Generator) -> list[np.ndarray]:
+    """Tokens, weights, scales of rows and ids: [R, BATCH, ...] each."""
+    cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(BATCH)]
+    scales = rng.standard_normal((SIZE, BATCH, CAPACITY, HIDDEN)).astype(np.float32)
+    tokens, ids, weights = (np.stack(x, axis=1) for x in zip(*cases, strict=True))
+    return [tokens, weights, scales, ids]
 
 
-def there_and_back(
-    group: Group, implementation: str, tokens: Any = TOKENS, ids: Any = IDS, weights: Any = WEIGHTS, outputs: Any = None
-) -> jax.Array:
-    out = jax_ep.dispatch(
-        tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=len(OUTPUTS), implementation=implementation
-    )
-    rows = out.tokens if outputs is None else outputs
-    return jax_ep.combine(rows, out.routing, group=group, implementation=implementation)
+def one_by_one(body: Body, in_axes: tuple[int | None, ...]) -> Body:
+    def looped(*batched: jax.Array) -> Any:
+        each = [
+            body(*(x if axis is None else x[i] for x, axis in zip(batched, in_axes, strict=True))) for i in range(BATCH)
+        ]
+        return jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+    return looped
 
 
-@pytest.mark.parametrize(
-    ("op", "operand", "value"),
-    [
-        ("dispatch", "tokens", TOKENS),
-        ("dispatch", "ids", IDS),
-        ("dispatch", "weights", WEIGHTS),
-        ("combine", "outputs", OUTPUTS),
-    ],
-)
+def assert_as_a_loop(group: Group, body: Body, in_axes: tuple[int | None, ...], operands: Any, **close: Any) -> None:
+    batched = helpers.fetch(helpers.per_rank(jax.vmap(body, in_axes=in_axes), group.mesh)(*operands))
+    looped = helpers.fetch(helpers.per_rank(one_by_one(body, in_axes), group.mesh)(*operands))
+    for a, b in zip(jax.tree.leaves(batched), jax.tree.leaves(looped), strict=True):
+        np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), **(close or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("batched", ["all", "tokens", "weights", "scale", "ids"])
 def test_dispatch_and_combine(
-    op: str, operand: str, value: jax.Array, implementation: str, open_group: OpenGroup
+    batched: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
+    names = ("tokens", "weights", "scale", "ids")
+    in_axes = tuple(0 if batched in ("all", name) else None for name in names)
+    operands = [x if axis == 0 else x[:, 0] for x, axis in zip(draw(rng), in_axes, strict=True)]
     group = open_group(SIZE)
-    run = partial(there_and_back, group, implementation)
-    expect(op, group, lambda: jax.vmap(lambda x: run(**{operand: x}))(batched(value)))
+    assert_as_a_loop(group, there_and_back(group, implementation), in_axes, operands, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("operand", range(6))
-def test_ragged_all_to_all(
-    operand: int, implementation: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
+def test_gradients_of_a_batch(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    body = there_and_back(group, implementation)
+    gradient = jax.grad(lambda *operands: jnp.sum(body(*operands) ** 2), argnums=(0, 1, 2))
+    assert_as_a_loop(group, gradient, (0, 0, 0, 0), draw(rng), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("fused", "matrices_axis"), [(True, 0), (True, None), (False, None)])
+def test_layers(
+    fused: bool, matrices_axis: int | None, implementation: str, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
+    """A batch of models, or of one model's inputs; and their gradients."""
     group = open_group(SIZE)
-    monkeypatch.setattr(Group, "resolve", lambda *_: implementation)
-    operands = [ROWS, ROWS, *[INDICES] * 4]
+    tokens, weights, _, ids = draw(rng)
+    matrices = rng.standard_normal((3, SIZE, BATCH, EXPERTS // SIZE, HIDDEN, HIDDEN)).astype(np.float32) / 4
+    layer = partial(jax_ep.moe_mlp, group=group, fused=fused, implementation=implementation)
+    both = jax.value_and_grad(lambda *operands: jnp.sum(layer(*operands) ** 2), argnums=(0, 2, 3, 5))
+    axes = (0, 0, 0, *[matrices_axis] * 3)
+    given = matrices if matrices_axis == 0 else matrices[:, :, 0]
+    assert_as_a_loop(group, both, axes, (tokens, ids, weights, *given), rtol=1e-5, atol=1e-5)
 
-    def run(x: jax.Array) -> jax.Array:
-        changed = [x if i == operand else other for i, other in enumerate(operands)]
-        return ragged_all_to_all(*changed, axis_name="ep")
 
-    expect("ragged_all_to_all", group, lambda: jax.vmap(run)(batched(operands[operand])))
+def test_a_batch_without_room(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """No error where all fits, and one where a single call of the batch does not."""
+    group = open_group(SIZE)
+    tokens, _, _, ids = draw(rng)
+
+    def route(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"num_experts": EXPERTS, "capacity": CAPACITY // 2, "implementation": implementation}
+        return jax_ep.dispatch(tokens, ids, group=group, **options).tokens
+
+    program = helpers.per_rank(jax.vmap(route), group.mesh)
+    ids[:] = (0, EXPERTS - 1)  # half of them to each rank
+    helpers.fetch(program(tokens, ids))
+    group.check()
+    ids[:, 1] = 0
+    with helpers.expect_failure(group, CapacityError, f"rank 0 needs {CAPACITY} rows", implementation):
+        helpers.fetch(program(tokens, ids))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_products(op: str, implementation: str, open_group: OpenGroup) -> None:
+def test_products(op: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
+    square = rng.integers(-4, 4, (SIZE, BATCH, 8, 8)).astype(jnp.bfloat16)  # GPUs multiply 16-bit operands only
     multiply = partial(OPS[op], group=group, implementation=implementation)
-    expect(op, group, lambda: jax.vmap(multiply, in_axes=(0, None))(batched(SQUARE), SQUARE))
-    expect(op, group, lambda: jax.vmap(multiply, in_axes=(None, 0))(SQUARE, batched(SQUARE)))
+
+    def alike(*factors: jax.Array) -> jax.Array:
+        return varying_over_ep(multiply(*factors))
+
+    assert_as_a_loop(group, alike, (0, 0), (square, square))
+    assert_as_a_loop(group, alike, (0, None), (square, square[:, 0]))
 
 
-@pytest.mark.usefixtures("native")
-def test_jacobians(open_group: OpenGroup) -> None:
-    """The op runs once, its gradient is batched."""
+def varying_over_ep(x: jax.Array) -> jax.Array:
+    axes = jax.typeof(x).manual_axis_type.varying
+    return x if "ep" in axes else jax.lax.pcast(x, "ep", to="varying")
+
+
+def test_sparse_sums(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
-    run = partial(there_and_back, group, "ffi")
-    route = partial(jax_ep.dispatch, group=group, num_experts=EXPERTS, implementation="ffi")
-    multiply = {name: partial(op, group=group, implementation="ffi") for name, op in OPS.items()}
-    slices = [INDICES] * 4
-    for name, function, operand in (
-        ("the gradient of combine", lambda x: run(outputs=x), OUTPUTS),
-        ("the gradient of dispatch", lambda x: route(x, IDS, WEIGHTS).tokens, TOKENS),
-        ("the gradient of dispatch", lambda x: route(TOKENS, IDS, x).routing.weights, WEIGHTS),
-        ("ragged_all_to_all", lambda x: ragged_all_to_all(x, ROWS, *slices, axis_name="ep"), ROWS),
-        ("all_gather_matmul", lambda x: multiply["matmul_reduce_scatter"](x, SQUARE), SQUARE),
-        ("matmul_reduce_scatter", lambda x: multiply["all_gather_matmul"](x, SQUARE), SQUARE),
-    ):
-        expect(name, group, lambda f=function, x=operand: jax.jacrev(f)(x))
+    ids = rng.integers(0, 12, (SIZE, BATCH, 5)).astype(np.int32)
+    values = rng.standard_normal((SIZE, BATCH, 5, 3)).astype(np.float32)
+
+    def total(ids: jax.Array, values: jax.Array) -> jax.Array:
+        rows = SparseRows.from_entries(ids, values, num_rows=12)
+        summed = jax_ep.sparse_all_reduce(rows, group=group, capacity=12, implementation=implementation)
+        return varying_over_ep(summed.todense())
+
+    assert_as_a_loop(group, total, (0, 0), (ids, values), rtol=1e-6)
+
+
+def test_jacobians(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """The op runs once, its derivative is batched; backward and forward agree."""
+    group = open_group(SIZE)
+    body = there_and_back(group, implementation)
+
+    def both(tokens: jax.Array, weights: jax.Array, scale: jax.Array, ids: jax.Array) -> Any:
+        def of_two(factor: jax.Array, weights: jax.Array) -> jax.Array:
+            return body(factor[:, None] * tokens, weights, scale, ids).sum(axis=1)
+
+        factor = jnp.ones_like(tokens[:, 0])
+        return jax.jacrev(of_two, argnums=(0, 1))(factor, weights), jax.jacfwd(of_two, argnums=(0, 1))(factor, weights)
+
+    operands = [x[:, 0] for x in draw(rng)]
+    backward, forward = helpers.fetch(helpers.per_rank(both, group.mesh)(*operands))
+    # Backward: how all ranks' results follow this rank's operands. Forward: how its results follow all ranks' operands.
+    total = [x.sum(axis=tuple(range(2, x.ndim))).sum() for x in (*backward, *forward)]
+    np.testing.assert_allclose(total[:2], total[2:], rtol=1e-4)
+
+
+def test_tangents(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """`jax.jvp` and `jax.linearize` against differences, and against the transpose: <w, J v> = <J^T w, v>."""
+    group = open_group(SIZE)
+    body = there_and_back(group, implementation)
+    operands = [x[:, 0] for x in draw(rng)]
+    moves = [rng.standard_normal(x.shape).astype(np.float32) for x in operands[:3]]
+    weight = rng.standard_normal(operands[0].shape).astype(np.float32)
+
+    def products(weight: jax.Array, ids: jax.Array, *both: jax.Array) -> Any:
+        primals, tangents = both[:3], both[3:]
+
+        def function(*primals: jax.Array) -> jax.Array:
+            return body(*primals, ids)
+
+        moved = jax.jvp(function, primals, tangents)[1]
+        linear = jax.linearize(function, *primals)[1](*tangents)
+        step = 2.0**-6
+        ends = [function(*(p + s * step * t for p, t in zip(primals, tangents, strict=True))) for s in (1, -1)]
+        pulled = jax.vjp(function, *primals)[1](weight)
+        back = sum(jnp.sum(a * b) for a, b in zip(pulled, tangents, strict=True))
+        return moved, linear, (ends[0] - ends[1]) / (2 * step), jnp.sum(weight * moved), back
+
+    moved, linear, steps, there, back = helpers.fetch(
+        helpers.per_rank(products, group.mesh)(weight, operands[3], *operands[:3], *moves)
+    )
+    np.testing.assert_array_equal(moved, linear)
+    np.testing.assert_allclose(moved, steps, rtol=0, atol=5e-3 * np.abs(moved).max())
+    np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4)

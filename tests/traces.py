@@ -89,7 +89,7 @@ def runs_by_thread(phases: dict[Track, list[Slice]]) -> dict[int, list[Run]]:
 
 
 def of_kinds_in(found: list[Run], runs: list[Run]) -> list[Run]:
-    """Those of `runs` that a thread must show: its team takes part in every op of a kind, or in none."""
+    """Those of `runs` that a thread must show: its coop takes part in every op of a kind, or in none."""
     kinds = {op for _, op in found}
     return [(epoch, op) for epoch, op in runs if op in kinds]
 
@@ -108,7 +108,7 @@ def assert_complete(path: Path, ranks: int, ops: list[str]) -> None:
         mine = of_rank(rank, phases)
         runs = list(enumerate(ops, min(epoch for _, _, epoch in mine)))
         threads = runs_by_thread(mine)
-        assert runs in threads.values()  # the team that posts takes part in every op
+        assert runs in threads.values()  # the coop that posts takes part in every op
         for found in threads.values():
             assert found == of_kinds_in(found, runs)
         names: dict[int, set[str]] = defaultdict(set)

@@ -18,8 +18,8 @@ constexpr int kRepeats = 5, kRounds = 5;
 void check_orders(Grouping grouping, int m, int n, int k, const std::vector<int>& sizes) {
   for (const bool mn_a : {false, true})
     for (const bool mn_b : {false, true}) {
-      if (grouping == Grouping::rows && mn_a) continue;
-      if (grouping == Grouping::contraction && !(mn_a && mn_b)) continue;
+      if (grouping == Grouping::m_grouped && mn_a) continue;
+      if (grouping == Grouping::k_grouped && !(mn_a && mn_b)) continue;
       for (const DType out : {DType::bfloat16, DType::float32}) {
         Case each{grouping, m, n, k, sizes, DType::bfloat16, out, mn_a, mn_b};
         compare(each);
@@ -42,11 +42,29 @@ void check_all() {
     check_orders(Grouping::none, m, n, k, {});
   compare({Grouping::none, 264, 520, 136, {}, DType::float16, DType::float16, false, true});
   for (const int n : {256, 136, 1024}) {
-    check_orders(Grouping::rows, 1152, n, 128, {384, 512, 256});  // NaN in the largest hides what is wrong there
-    check_orders(Grouping::rows, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0});  // 255 rows belong to no group
-    check_orders(Grouping::contraction, 256, n, 512, {64, 256, 192});
-    check_orders(Grouping::contraction, 136, n, 700, {0, 1, 127, 0, 300, 17, 0});
+    check_orders(Grouping::m_grouped, 1152, n, 128, {384, 512, 256});  // NaN in the largest hides what is wrong there
+    check_orders(Grouping::m_grouped, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0});  // 255 rows belong to no group
+    check_orders(Grouping::k_grouped, 256, n, 512, {64, 256, 192});
+    check_orders(Grouping::k_grouped, 136, n, 700, {0, 1, 127, 0, 300, 17, 0});
   }
+  // Every number of rows that a group may leave to its last tile, by parts of a warp; every end of a contraction.
+  std::vector<int> rows, ends;
+  for (int size = 1; size <= 400; size += size % 64 < 48 ? 21 : 5) rows.push_back(size);
+  for (int size = 60; size <= 84; ++size) ends.push_back(size);
+  const auto total = [](const std::vector<int>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), 0); };
+  check_orders(Grouping::m_grouped, total(rows) + 300, 648, 200, rows);
+  check_orders(Grouping::k_grouped, 264, 456, total(ends) + 9, ends);
+  compare({Grouping::m_grouped, total(rows), 392, 200, rows, DType::float16, DType::float16, false, true});
+  compare({Grouping::k_grouped, 264, 456, total(ends), ends, DType::float16, DType::float16, true, true});
+}
+
+// As a router draws them: every row's group at random.
+std::vector<int> drawn_sizes(int rows, int groups) {
+  std::mt19937 random(2);
+  std::uniform_int_distribution<int> group(0, groups - 1);
+  std::vector<int> sizes(groups);
+  for (int row = 0; row < rows; ++row) ++sizes[group(random)];
+  return sizes;
 }
 
 std::vector<int> equal_sizes(int rows, int groups) { return std::vector<int>(groups, rows / groups); }
@@ -84,10 +102,10 @@ Case dense(int m, int n, int k, bool mn_a, bool mn_b) {
   return {Grouping::none, m, n, k, {}, DType::bfloat16, DType::bfloat16, mn_a, mn_b};
 }
 Case by_rows(int m, int n, int k, std::vector<int> sizes, bool mn_b = true) {
-  return {Grouping::rows, m, n, k, std::move(sizes), DType::bfloat16, DType::bfloat16, false, mn_b};
+  return {Grouping::m_grouped, m, n, k, std::move(sizes), DType::bfloat16, DType::bfloat16, false, mn_b};
 }
 Case by_contraction(int m, int n, int k, std::vector<int> sizes) {
-  return {Grouping::contraction, m, n, k, std::move(sizes), DType::bfloat16, DType::bfloat16, true, true};
+  return {Grouping::k_grouped, m, n, k, std::move(sizes), DType::bfloat16, DType::bfloat16, true, true};
 }
 
 void time_all() {
@@ -103,7 +121,10 @@ void time_all() {
   time_case("dense 512 x 4096 x 12288", dense(512, 4096, 12288, false, true), cublas);
   time_case("dense 2048 x 2880 x 2880", dense(2048, 2880, 2880, false, true), cublas);
   time_case("dense 5416 x 6144 x 1408", dense(5416, 6144, 1408, false, true), cublas);
-  const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8);
+  const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8),
+                         drawn = drawn_sizes(32768, 64);
+  time_case("rows 32768 x 4096 x 7168, 64 drawn", by_rows(32768, 4096, 7168, drawn), cublas);
+  time_case("contraction 7168 x 4096 x 32768, 64 drawn", by_contraction(7168, 4096, 32768, drawn), cublas);
   time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), cublas);
   time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal, false), cublas);
   time_case("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf), cublas);
@@ -114,7 +135,7 @@ void time_all() {
 
 void sweep(const char* name, const Case& each, Cublas& cublas) {
   for (const auto& [block_n, band] :
-       std::vector<std::array<int, 2>>{{128, 8}, {256, 2}, {256, 4}, {256, 8}, {256, 16}}) {
+       std::vector<std::array<int, 2>>{{128, 8}, {192, 4}, {192, 8}, {256, 2}, {256, 4}, {256, 8}, {256, 16}}) {
     const Config config{block_n, band, 132, false};
     time_case(name, each, cublas, &config);
   }

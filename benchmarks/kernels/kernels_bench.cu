@@ -3,7 +3,7 @@
 // weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
-//   build/kernels_bench [ranks [early | few]]: how many tokens set off early, or few tokens alone
+//   build/kernels_bench [ranks [eager | few]]: how many tokens are eager, or few tokens alone
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -16,7 +16,6 @@
 #include <random>
 #include <set>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "graph_times.h"
@@ -93,9 +92,9 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
   d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks));
   d.landing = device_array<char>(ranks * s.tokens * row);
-  d.few = are_few(s.tokens, s.top_k), d.early = early_tokens(s.tokens, s.top_k, false, false);
+  d.few = are_few(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, false, false);
   r.dispatch_float8 = d;
-  r.dispatch_float8.wire_float8 = true, r.dispatch_float8.early = s.tokens;
+  r.dispatch_float8.wire_float8 = true, r.dispatch_float8.eager = s.tokens;
   r.float8_rows = d;
   r.float8_rows.wire_float8 = r.float8_rows.rows_float8 = true;
   r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
@@ -129,9 +128,7 @@ void release(Rank& r) {
 template <class ArgsOf>
 double time_op(const Group& group, const std::vector<Rank>& ranks, const LaunchConfig& config, ArgsOf args_of) {
   return time_graphs(ranks, [&](int rank) {
-    const auto args = args_of(ranks[rank]);
-    using Args = std::decay_t<decltype(args)>;
-    CHECK((Kernel<BFloat16, Args>::start(config, ranks[rank].stream, group.comm({0, rank}), args)));
+    CHECK(start_kernel(config, ranks[rank].stream, group.comm({0, rank}), args_of(ranks[rank])));
   });
 }
 
@@ -154,25 +151,25 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   return worst;
 }
 
-// `early`: the tokens that set off before their places are known, if not as many as the library chooses.
+// `eager`: the tokens that set off before their rows are known, if not as many as the library chooses.
 void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines,
-         int early = -1) {
+         int eager = -1) {
   std::vector<int> devices;
   for (int i = 0; i < n; ++i) devices.push_back(gpu_of(i));
   Group group({devices}, 2.0, false);
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
-    if (early >= 0) ranks.back().dispatch.early = ranks.back().float8_rows.early = early;
+    if (eager >= 0) ranks.back().dispatch.eager = ranks.back().float8_rows.eager = eager;
     CHECK(load_kernels(227 * 1024));
   }
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
   const auto fits = [&](const LaunchConfig& c) { return c.blocks * ranks_per_gpu <= 132; };
-  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d early\n", s.tokens, s.hidden, s.top_k, s.experts,
-              n, gpu_count(), ranks[0].dispatch.early);
+  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d eager\n", s.tokens, s.hidden, s.top_k, s.experts,
+              n, gpu_count(), ranks[0].dispatch.eager);
   const auto print = [&](const char* op, const LaunchConfig& c, double us) {
-    std::printf("%-14s blocks %3d threads %3d pushers %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
-                c.pushers_per_block, c.team_bytes, us);
+    std::printf("%-14s blocks %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
+                c.senders_per_cta, c.warp_bytes, us);
     std::fflush(stdout);
     if (const auto error = group.take_error()) {
       std::printf("FAILED %s: %s\n", error->kind.c_str(), error->message.c_str());
@@ -200,10 +197,10 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, con
 int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
   constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 4096;
-  if (argc > 2 && !std::strcmp(argv[2], "early")) {
-    for (const int early : {0, 64, 128, 256, 512, 1024, 2048})
+  if (argc > 2 && !std::strcmp(argv[2], "eager")) {
+    for (const int eager : {0, 64, 128, 256, 512, 1024, 2048})
       run(n, {4096, 7168, 8, 256},
-          {{24, 256, 3, kStream}, {24, 256, 5, kStream}, {96, 256, 2, kStream}, {96, 256, 3, kStream}}, {}, early);
+          {{24, 256, 3, kStream}, {24, 256, 5, kStream}, {96, 256, 2, kStream}, {96, 256, 3, kStream}}, {}, eager);
     return 0;
   }
   const bool few = argc > 2 && !std::strcmp(argv[2], "few");
@@ -213,15 +210,15 @@ int main(int argc, char** argv) {
   std::vector<LaunchConfig> dispatches, combines;
   for (const int blocks : {24, 64, 96, 128}) {
     dispatches.push_back({blocks, 256, 6, kMove});
-    for (const int pushers : {2, 3, 4, 6}) dispatches.push_back({blocks, 256, pushers, kStream});
+    for (const int senders : {2, 3, 4, 6}) dispatches.push_back({blocks, 256, senders, kStream});
   }
   for (const int blocks : {24, 64, 96, 128})
-    for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
+    for (const int senders : {4, 6, 8}) combines.push_back({blocks, 256, senders, kStream});
   if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int blocks : {64, 96, 128}) {
-    for (const int pushers : {1, 2, 4}) dispatches.push_back({blocks, 256, pushers, kStream});
-    for (const int pushers : {4, 6, 8}) combines.push_back({blocks, 256, pushers, kStream});
+    for (const int senders : {1, 2, 4}) dispatches.push_back({blocks, 256, senders, kStream});
+    for (const int senders : {4, 6, 8}) combines.push_back({blocks, 256, senders, kStream});
   }
   run(n, {128, 7168, 8, 256}, dispatches, combines);
   return 0;

@@ -1,7 +1,7 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
 // every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
-// `time`, `bands`, `blocks` and `sweep` time them inside CUDA graphs beside the product alone, all but the first in
-// other configurations too.
+// `aux` runs them while another kernel holds all SMs but a pair; `time`, `bands`, `blocks` and `sweep` time them
+// inside CUDA graphs beside the product alone, all but the first in other configurations too.
 //
 //   cmake -S tests -B build && cmake --build build --target overlap_bench
 //   build/overlap_bench check 2 && build/overlap_bench stress 2 && build/overlap_bench time 2
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "graph_times.h"
+#include "held_sms.h"
 #include "overlap_bench.h"
 #include "overlap_stress.h"
 
@@ -252,6 +253,39 @@ void stress_op(OpKind op, const Group& group, int communicating, int iterations)
               static_cast<long long>(wrong), lost ? lost->message.c_str() : "");
 }
 
+// The results of all ranks, each launched `late_ns` late.
+std::vector<std::vector<float>> run_once(const Case& c, const Group& group, std::vector<Rank>& ranks,
+                                         const OverlapConfig& config, uint64_t late_ns) {
+  const int64_t values = int64_t{c.rows_of_result(ranks.size())} * c.shape.n;
+  std::vector<std::vector<float>> found;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    CHECK(cudaSetDevice(r));
+    CHECK(cudaMemsetAsync(ranks[r].result, 0xff, values * 4, ranks[r].stream));
+    delay<<<1, 1, 0, ranks[r].stream>>>(late_ns);
+    launch(c, group, ranks, r, config);
+  }
+  synchronize(ranks);
+  for (size_t r = 0; r < ranks.size(); ++r) found.push_back(download(ranks[r].result, values, c.dtype));
+  return found;
+}
+
+// Whether an op ends, with the bits of an undisturbed run, while another kernel holds all SMs but a pair on every GPU.
+void check_beside(const Case& c, const Group& group, int communicating) {
+  const OverlapConfig config = c.config(group.size(), 128, communicating);
+  std::vector<Rank> ranks = make_ranks(c, group.size());
+  const auto wanted = run_once(c, group, ranks, config, 0);
+  HeldSms sms(group.size(), /*ns=*/2'000'000'000);
+  const auto found = run_once(c, group, ranks, config, /*late_ns=*/50'000'000);  // when they are held
+  const bool held = sms.all_held(), right = found == wanted;
+  const auto lost = const_cast<Group&>(group).take_error();
+  const bool bad = !right || !held || lost;
+  failed |= bad;
+  std::printf("%-5s %-21s beside a kernel on all SMs but a pair, %s, %s  %s %s\n", bad ? "WRONG" : "ok", name_of(c.op),
+              held ? "before they are free" : "AFTER they are free", right ? "right" : "wrong",
+              config.describe().c_str(), lost ? lost->message.c_str() : "");
+  release(ranks);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -277,13 +311,19 @@ int main(int count, char** arguments) {
     for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter})
       for (const int communicating : ranks == 2 ? Counts{0, 4} : Counts{4})
         stress_op(op, group, communicating, iterations);
+  } else if (what == "beside") {
+    for (const OpKind op : all)
+      for (const int communicating : op == OpKind::all_gather_matmul ? Counts{2, 16}
+                                     : ranks == 2                    ? Counts{0, 2, 98}
+                                                                     : Counts{2, 98})
+        check_beside({op, {4096, 1024, 4096}, false, DType::bfloat16}, group, communicating);
   } else if (what == "sweep") {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
     const Configs configs = what == "bands" ? Configs::bands : what == "blocks" ? Configs::blocks : Configs::chosen;
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
-    // Of a product of a gather; those of the reductions have k and n swapped.
+    // Shapes of a gather's product; those of the reductions have k and n swapped.
     for (const Shape shape : {Shape{64, 7168, 18432},
                               {512, 4096, 12288},
                               {2048, 2880, 2880},

@@ -83,7 +83,7 @@ struct Rank {
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
-  // The same with other rows in `a`.
+  // A copy of this rank with other rows in `a`.
   Rank with_rows(uint32_t seed) const {
     Rank other = *this;
     CHECK(cudaSetDevice(device));
@@ -99,9 +99,10 @@ struct Rank {
     CHECK(cudaStreamDestroy(stream));
   }
 
-  MatmulReduceArgs reduce_args(bool scatter, DType dtype) const {
+  MatmulReduceArgs reduce_args(bool reduce_scatter, DType dtype) const {
     MatmulReduceArgs args{};
-    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_b = transpose_b, args.scatter = scatter;
+    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_b = transpose_b,
+    args.reduce_scatter = reduce_scatter;
     args.m = shape.m, args.n = shape.n, args.k = shape.k;
     args.a = reinterpret_cast<char*>(a), args.b = reinterpret_cast<char*>(b);
     args.result = result, args.partial = partial;

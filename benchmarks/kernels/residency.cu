@@ -1,18 +1,20 @@
-// Whether ops end while another kernel holds all SMs but one, whether ops that come on several streams keep one order,
-// and whether ranks that call an op with different shapes are told. On one GPU; results must be those of an undisturbed
-// run, bit for bit.
+// Whether ops end while another kernel holds all SMs but one of every GPU, whether ops that come on several streams
+// keep one order, and whether ranks that call an op with different shapes are told. On all GPUs, a rank each; results
+// must be those of an undisturbed run, bit for bit.
 //
 //   cmake -S tests -B build && cmake --build build --target residency
 //   build/residency
 #include <cuda_runtime.h>
 
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <numeric>
 #include <random>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -38,7 +40,7 @@ __global__ void hold(int ms) {
   while (now - begin < uint64_t(ms) * 1'000'000);
 }
 
-// Device memory that is read back after an op.
+// Memory of the current device that is read back after an op.
 struct Array {
   void* data = nullptr;
   size_t bytes = 0;
@@ -62,11 +64,26 @@ struct Array {
   }
 };
 
+using Launch = std::function<cudaError_t(cudaStream_t, const Comm&)>;
+
+// An op: by rank, how it is launched and what it writes.
 struct Case {
   const char* name;
-  std::function<cudaError_t(cudaStream_t, const Comm&)> launch;
-  std::vector<Array> results;
+  std::vector<Launch> launches;
+  std::vector<std::vector<Array>> results;
 };
+
+// Calls run(rank) with the device of each rank as the current one.
+template <class Run>
+void on_each(int ranks, Run run) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    CHECK(cudaSetDevice(rank));
+    run(rank);
+  }
+}
+void synchronize(int ranks) {
+  on_each(ranks, [](int) { CHECK(cudaDeviceSynchronize()); });
+}
 
 std::mt19937& randoms() {
   static std::mt19937 random(20261122);
@@ -84,141 +101,168 @@ std::vector<float> floats(size_t count) {
   return found;
 }
 
-template <class Args>
-cudaError_t start(const LaunchConfig& config, cudaStream_t stream, const Comm& comm, const Args& args) {
-  using Row = std::conditional_t<kHasRows<Args>, float, void>;
-  return Kernel<Row, Args>::start(config, stream, comm, args);
-}
-
 // dispatch, combine and combine's gradient of one routing.
-void add_routed(std::vector<Case>& cases, int tokens) {
+void add_routed(std::vector<Case>& cases, int ranks, int tokens) {
   constexpr int kTopK = 8, kHidden = 1024, kExperts = 64;
-  const int capacity = tokens * kTopK;
+  const int capacity = ranks * tokens * kTopK, local = kExperts / ranks;
   const size_t table = size_t{1} * tokens * kTopK, row = kHidden * sizeof(float);
-  DispatchArgs d{};
-  d.dtype = DType::float32;
-  d.num_tokens = tokens, d.top_k = kTopK, d.hidden = kHidden, d.num_experts = kExperts, d.capacity = capacity;
-  d.alignment = 1, d.few = are_few(tokens, kTopK), d.early = early_tokens(tokens, kTopK, false, false);
-  const Array received(capacity * row), sizes(kExperts * 4), targets(table * 4), rows(table * 4), arrived(table * 4),
-      counts(kExperts * 4), combined(tokens * row), scattered(capacity * row);
-  d.tokens = Array(floats(size_t{1} * tokens * kHidden)).as<char>();
-  d.expert_ids = Array(integers(table, kExperts)).as<int32_t>(), d.weights = Array(floats(table)).as<float>();
-  d.received = received.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
-  d.rows = rows.as<int32_t>(), d.arrived = arrived.as<float>(), d.counts = counts.as<int32_t>();
-  d.dropped = Array(4).as<int32_t>(), d.invalid = Array(4).as<int32_t>();
-  d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks) * 4).as<int32_t>(),
-  d.landing = Array(tokens * row).as<char>();
-  CombineArgs c{};
-  c.dtype = DType::float32;
-  c.num_tokens = tokens, c.top_k = kTopK, c.hidden = kHidden, c.capacity = capacity;
-  c.outputs = d.received, c.weights = d.arrived, c.targets = d.targets, c.rows = d.rows;
-  c.combined = combined.as<char>(), c.landing = Array(tokens * row).as<char>();
-  ScatterArgs s{};
-  s.dtype = DType::float32;
-  s.num_tokens = tokens, s.top_k = kTopK, s.hidden = kHidden, s.local_experts = kExperts, s.capacity = capacity;
-  s.alignment = 1, s.tokens = d.tokens, s.targets = d.targets, s.rows = d.rows, s.counts = d.counts;
-  s.received = scattered.as<char>();
   const bool few = tokens <= kFewTokens;
-  cases.push_back({few ? "dispatch, few tokens" : "dispatch",
-                   [d](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, d); },
-                   {received, sizes, targets, rows, arrived, counts}});
-  cases.push_back({few ? "combine, few tokens" : "combine",
-                   [c](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, c); },
-                   {combined}});
-  cases.push_back({few ? "its gradient, few tokens" : "its gradient",
-                   [s](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, s); },
-                   {scattered}});
+  Case dispatch{few ? "dispatch, few tokens" : "dispatch", {}, {}},
+      combine{few ? "combine, few tokens" : "combine", {}, {}},
+      scatter{few ? "its gradient, few tokens" : "its gradient", {}, {}};
+  on_each(ranks, [&](int) {
+    DispatchArgs d{};
+    d.dtype = DType::float32;
+    d.num_tokens = tokens, d.top_k = kTopK, d.hidden = kHidden, d.num_experts = kExperts, d.capacity = capacity;
+    d.alignment = 1, d.few = are_few(tokens, kTopK), d.eager = eager_tokens(tokens, kTopK, false, false);
+    const Array received(capacity * row), sizes(local * 4), targets(table * 4), rows(ranks * table * 4),
+        arrived(ranks * table * 4), counts(kExperts * 4), combined(tokens * row), scattered(capacity * row);
+    d.tokens = Array(floats(size_t{1} * tokens * kHidden)).as<char>();
+    d.expert_ids = Array(integers(table, kExperts)).as<int32_t>(), d.weights = Array(floats(table)).as<float>();
+    d.received = received.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
+    d.rows = rows.as<int32_t>(), d.arrived = arrived.as<float>(), d.counts = counts.as<int32_t>();
+    d.dropped = Array(4).as<int32_t>(), d.invalid = Array(4).as<int32_t>();
+    d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks) * 4).as<int32_t>(),
+    d.landing = Array(ranks * tokens * row).as<char>();
+    CombineArgs c{};
+    c.dtype = DType::float32;
+    c.num_tokens = tokens, c.top_k = kTopK, c.hidden = kHidden, c.capacity = capacity;
+    c.outputs = d.received, c.weights = d.arrived, c.targets = d.targets, c.rows = d.rows;
+    c.combined = combined.as<char>(), c.landing = Array(ranks * tokens * row).as<char>();
+    ScatterArgs s{};
+    s.dtype = DType::float32;
+    s.num_tokens = tokens, s.top_k = kTopK, s.hidden = kHidden, s.local_experts = local, s.capacity = capacity;
+    s.alignment = 1, s.tokens = d.tokens, s.targets = d.targets, s.rows = d.rows, s.counts = d.counts;
+    s.received = scattered.as<char>();
+    dispatch.launches.push_back([d](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, d); });
+    dispatch.results.push_back({received, sizes, targets, rows, arrived, counts});
+    combine.launches.push_back([c](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, c); });
+    combine.results.push_back({combined});
+    scatter.launches.push_back([s](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, s); });
+    scatter.results.push_back({scattered});
+  });
+  cases.insert(cases.end(), {dispatch, combine, scatter});
 }
 
-void add_ragged(std::vector<Case>& cases) {
+void add_ragged(std::vector<Case>& cases, int ranks) {
   constexpr int kRows = 8192, kWidth = 4096;
-  RaggedArgs a{};
-  a.slices = 1, a.operand_rows = a.result_rows = kRows, a.row_bytes = kWidth;
-  const Array result(size_t{kRows} * kWidth);
-  a.operand = Array(integers(size_t{kRows} * kWidth / 4, 1 << 30)).as<char>(), a.result = result.as<char>();
-  a.input_offsets = a.output_offsets = Array(std::vector<int32_t>{0}).as<int32_t>();
-  a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>{kRows}).as<int32_t>();
-  cases.push_back(
-      {"ragged_all_to_all", [a](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, a); }, {result}});
+  Case ragged{"ragged_all_to_all", {}, {}};
+  on_each(ranks, [&](int rank) {
+    const int slice = kRows / ranks;
+    std::vector<int32_t> begins(ranks);
+    for (int i = 0; i < ranks; ++i) begins[i] = i * slice;
+    RaggedArgs a{};
+    a.slices = 1, a.operand_rows = a.result_rows = kRows, a.row_bytes = kWidth;
+    const Array result(size_t{kRows} * kWidth);
+    a.operand = Array(integers(size_t{kRows} * kWidth / 4, 1 << 30)).as<char>(), a.result = result.as<char>();
+    a.input_offsets = Array(begins).as<int32_t>();
+    a.output_offsets = Array(std::vector<int32_t>(ranks, rank * slice)).as<int32_t>();
+    a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>(ranks, slice)).as<int32_t>();
+    ragged.launches.push_back([a](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, a); });
+    ragged.results.push_back({result});
+  });
+  cases.push_back(ragged);
 }
 
-void add_sparse(std::vector<Case>& cases) {
-  constexpr int kEntries = 20'000, kRows = 100'000, kHidden = 256, kCapacity = 20'000;
+void add_sparse(std::vector<Case>& cases, int ranks) {
+  constexpr int kEntries = 20'000, kRows = 100'000, kHidden = 256, kCapacity = 40'000;
   const auto ints = [](size_t count) { return Array(count * 4).as<int32_t>(); };
-  SparseUnionArgs u{};
-  u.entries = kEntries, u.num_rows = kRows, u.capacity = kCapacity;
-  const Array indices(kCapacity * 4), slots(kEntries * 4), bounds(2 * 4), result(size_t{kCapacity} * kHidden * 4);
-  u.ids = Array(integers(kEntries, kRows / 2)).as<int32_t>();
-  u.missing = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
-  u.indices = indices.as<int32_t>(), u.slots = slots.as<int32_t>(), u.bounds = bounds.as<int32_t>();
-  u.all_missing = ints(2), u.scratch = ints(bitmap_scratch_ints(kRows));
-  SparseReduceArgs r{};
-  r.dtype = DType::float32;
-  r.entries = kEntries, r.hidden = kHidden, r.capacity = kCapacity, r.slots_kept = kCapacity, r.scale = 1;
-  r.values = Array(floats(size_t{kEntries} * kHidden)).as<char>(), r.slots = u.slots, r.bounds = u.bounds;
-  r.result = result.as<char>(), r.runs = Array(kCapacity * sizeof(Run)).as<Run>();
-  r.heads = ints(kCapacity), r.next = ints(kEntries), r.members = ints(kEntries), r.begins = ints(kCapacity);
-  r.listed = ints(1), r.long_slots = ints(kEntries), r.long_lists = ints(1), r.sent = ints(1);
-  r.landing = Array(landing_bytes(1, kCapacity, 0, kHidden * 4)).as<char>();
-  r.partials = Array(size_t{kEntries} * kHidden * 4).as<float>();
-  cases.push_back({"sparse_all_reduce, union",
-                   [u](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, u); },
-                   {indices, slots, bounds}});
-  cases.push_back({"sparse_all_reduce, sums",
-                   [r](cudaStream_t on, const Comm& comm) { return start(kConfig, on, comm, r); },
-                   {result}});
+  Case united{"sparse_all_reduce, union", {}, {}}, summed{"sparse_all_reduce, sums", {}, {}};
+  on_each(ranks, [&](int) {
+    SparseUnionArgs u{};
+    u.entries = kEntries, u.num_rows = kRows, u.capacity = kCapacity;
+    const Array indices(kCapacity * 4), slots(ranks * kEntries * 4), bounds((ranks + 1) * 4),
+        result(size_t{kCapacity} * kHidden * 4);
+    u.ids = Array(integers(kEntries, kRows / 4)).as<int32_t>();
+    u.missing = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
+    u.indices = indices.as<int32_t>(), u.slots = slots.as<int32_t>(), u.bounds = bounds.as<int32_t>();
+    u.all_missing = ints(2), u.scratch = ints(bitmap_scratch_ints(kRows));
+    SparseReduceArgs r{};
+    r.dtype = DType::float32;
+    r.entries = kEntries, r.hidden = kHidden, r.capacity = kCapacity, r.slots_kept = kCapacity, r.scale = 1;
+    r.landing_room = landing_room(kEntries, ranks, /*sharded=*/false);
+    r.values = Array(floats(size_t{kEntries} * kHidden)).as<char>(), r.slots = u.slots, r.bounds = u.bounds;
+    r.result = result.as<char>(), r.runs = Array(ranks * kCapacity * sizeof(Run)).as<Run>();
+    r.heads = ints(kCapacity), r.next = ints(kEntries), r.members = ints(kEntries), r.begins = ints(kCapacity);
+    r.listed = ints(1), r.long_slots = ints(kEntries), r.long_lists = ints(1), r.sent = ints(ranks);
+    r.landing = Array(landing_bytes(ranks, kCapacity, r.landing_room, kHidden * 4)).as<char>();
+    r.partials = Array(size_t{kEntries} * kHidden * 4).as<float>();
+    united.launches.push_back([u](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, u); });
+    united.results.push_back({indices, slots, bounds});
+    summed.launches.push_back([r](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, r); });
+    summed.results.push_back({result});
+  });
+  cases.insert(cases.end(), {united, summed});
 }
 
-std::vector<std::vector<char>> run_alone(const Case& op, const Group& group, cudaStream_t stream) {
-  for (const Array& each : op.results) CHECK(cudaMemset(each.data, 0xff, each.bytes));
-  CHECK(cudaDeviceSynchronize());  // the stream does not wait for what is set
-  CHECK(op.launch(stream, group.comm({0, 0})));
-  CHECK(cudaStreamSynchronize(stream));
-  std::vector<std::vector<char>> found;
-  for (const Array& each : op.results) found.push_back(each.read());
+// Two streams for each rank.
+using Streams = std::vector<std::array<cudaStream_t, 2>>;
+using Results = std::vector<std::vector<std::vector<char>>>;
+
+void spoil_results(const Case& op) {
+  for (const auto& results : op.results)
+    for (const Array& each : results) CHECK(cudaMemset(each.data, 0xff, each.bytes));
+  synchronize(op.results.size());  // streams do not wait for what is set
+}
+
+Results run_alone(const Case& op, const Group& group, const Streams& streams) {
+  spoil_results(op);
+  on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank][0], group.comm({0, rank}))); });
+  synchronize(group.size());
+  Results found;
+  for (const auto& results : op.results) {
+    found.emplace_back();
+    for (const Array& each : results) found.back().push_back(each.read());
+  }
   return found;
 }
 
-bool unchanged(const Case& op, const std::vector<std::vector<char>>& wanted) {
-  for (size_t i = 0; i < wanted.size(); ++i)
-    if (op.results[i].read() != wanted[i]) return false;
+bool unchanged(const Case& op, const Results& wanted) {
+  for (size_t rank = 0; rank < wanted.size(); ++rank)
+    for (size_t i = 0; i < wanted[rank].size(); ++i)
+      if (op.results[rank][i].read() != wanted[rank][i]) return false;
   return true;
 }
 
-// Whether the op ends, with the right results, while another kernel holds `sms`.
-bool ends_beside(const Case& op, const Group& group, int sms, cudaStream_t stream, cudaStream_t other) {
-  const auto wanted = run_alone(op, group, stream);
-  for (const Array& each : op.results) CHECK(cudaMemset(each.data, 0xff, each.bytes));
-  CHECK(cudaDeviceSynchronize());
-  hold<<<sms, 1, kSharedBytes, other>>>(kHeldMs);
-  CHECK(cudaGetLastError());
+// Whether the op ends, with the right results, while another kernel holds `sms` of each GPU.
+bool ends_beside(const Case& op, const Group& group, int sms, const Streams& streams) {
+  const Results wanted = run_alone(op, group, streams);
+  spoil_results(op);
+  on_each(group.size(), [&](int rank) {
+    hold<<<sms, 1, kSharedBytes, streams[rank][1]>>>(kHeldMs);
+    CHECK(cudaGetLastError());
+  });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const auto begin = std::chrono::steady_clock::now();
-  CHECK(op.launch(stream, group.comm({0, 0})));
-  CHECK(cudaStreamSynchronize(stream));
-  const bool held = cudaStreamQuery(other) == cudaErrorNotReady;
+  on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank][0], group.comm({0, rank}))); });
+  bool held = true;
+  on_each(group.size(), [&](int rank) {
+    CHECK(cudaStreamSynchronize(streams[rank][0]));
+    held &= cudaStreamQuery(streams[rank][1]) == cudaErrorNotReady;
+  });
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
+  synchronize(group.size());
   const bool right = unchanged(op, wanted);
-  CHECK(cudaDeviceSynchronize());
   std::printf("%-26s beside %d SMs held: %8.2f ms, %s, %s\n", op.name, sms, took.count(),
               held ? "before they are free" : "AFTER they are free", right ? "right" : "WRONG");
   return held && right;
 }
 
-// Whether ops that come on two streams in turns are right every time. Without order they overlap.
-bool keep_order(const std::vector<Case>& cases, Group& group, int times, cudaStream_t (&streams)[2]) {
-  gpu::StreamOrder order;
-  std::vector<std::vector<std::vector<char>>> wanted;
-  for (const Case& op : cases) wanted.push_back(run_alone(op, group, streams[0]));
+// Whether ops that come on two streams of a GPU in turns are right every time. Without order they overlap.
+bool keep_order(const std::vector<Case>& cases, Group& group, int times, const Streams& streams) {
+  std::deque<gpu::StreamOrder> orders(group.size());
+  std::vector<Results> wanted;
+  for (const Case& op : cases) wanted.push_back(run_alone(op, group, streams));
   int wrong = 0;
   for (int i = 0; i < times; ++i) {
-    for (size_t op = 0; op < cases.size(); ++op) {
-      const cudaStream_t stream = streams[(i + op) % 2];
-      const gpu::StreamOrder::Turn turn(order, stream);
-      CHECK(cases[op].launch(stream, group.comm({0, 0})));
-    }
+    for (size_t op = 0; op < cases.size(); ++op)
+      on_each(group.size(), [&](int rank) {
+        const cudaStream_t stream = streams[rank][(i + op) % 2];
+        const gpu::StreamOrder::Turn turn(orders[rank], stream);
+        CHECK(cases[op].launches[rank](stream, group.comm({0, rank})));
+      });
     if (i % 50 != 49) continue;
-    CHECK(cudaDeviceSynchronize());
+    synchronize(group.size());
     for (size_t op = 0; op < cases.size(); ++op) wrong += !unchanged(cases[op], wanted[op]);
   }
   const auto error = group.take_error();
@@ -228,7 +272,7 @@ bool keep_order(const std::vector<Case>& cases, Group& group, int times, cudaStr
 }
 
 // Two ranks on this GPU call an op with different shapes: both fail before anything is sent, long before the timeout.
-bool mismatch_is_named(cudaStream_t (&streams)[2]) {
+bool mismatch_is_named(const std::array<cudaStream_t, 2>& streams) {
   Group group({{0, 0}}, 20.0, /*poison=*/false);
   constexpr LaunchConfig kSmall{32, 256, 4, 128 + 7 * 4096};
   const auto begin = std::chrono::steady_clock::now();
@@ -244,7 +288,7 @@ bool mismatch_is_named(cudaStream_t (&streams)[2]) {
     Comm comm = group.comm({0, rank});
     comm.signature = signature_of(calls[rank]);
     comm.tag = tag_of(comm.signature);
-    CHECK(start(kSmall, streams[rank], comm, calls[rank]));
+    CHECK(start_kernel(kSmall, streams[rank], comm, calls[rank]));
   }
   CHECK(cudaDeviceSynchronize());
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
@@ -258,23 +302,29 @@ bool mismatch_is_named(cudaStream_t (&streams)[2]) {
 }  // namespace
 
 int main() {
-  Group group({{0}}, 20.0, /*poison=*/false), poisoned({{0}}, 20.0, /*poison=*/true);
-  CHECK(cudaSetDevice(0));
-  CHECK(load_kernels(kSharedBytes));
-  CHECK(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  cudaStream_t streams[2];
-  for (cudaStream_t& stream : streams) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  int sms = 0;
+  int ranks = 0, sms = 0;
+  CHECK(cudaGetDeviceCount(&ranks));
+  ranks = ranks < 2 ? 1 : ranks < 4 ? 2 : 4;  // of which the experts are a multiple
+  std::vector<int> devices(ranks);
+  std::iota(devices.begin(), devices.end(), 0);
+  Group group({devices}, 20.0, /*poison=*/false), poisoned({devices}, 20.0, /*poison=*/true);
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  Streams streams(ranks);
+  on_each(ranks, [&](int rank) {
+    CHECK(load_kernels(kSharedBytes));
+    CHECK(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    for (cudaStream_t& stream : streams[rank]) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  });
   std::vector<Case> cases;
-  add_routed(cases, 4096);
-  add_routed(cases, 128);
-  add_ragged(cases);
-  add_sparse(cases);
+  add_routed(cases, ranks, 4096);
+  add_routed(cases, ranks, 128);
+  add_ragged(cases, ranks);
+  add_sparse(cases, ranks);
   bool good = true;
-  for (const Case& op : cases) good &= ends_beside(op, group, sms - 1, streams[0], streams[1]);
+  for (const Case& op : cases) good &= ends_beside(op, group, sms - 1, streams);
   good &= keep_order(cases, poisoned, 1000, streams);
-  good &= mismatch_is_named(streams);
-  std::puts(good ? "residency: all checks passed" : "residency: FAILED");
+  CHECK(cudaSetDevice(0));
+  good &= mismatch_is_named(streams[0]);
+  std::printf(good ? "residency: all checks passed on %d GPUs\n" : "residency: FAILED on %d GPUs\n", ranks);
   return good ? 0 : 1;
 }

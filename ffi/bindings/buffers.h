@@ -63,6 +63,7 @@ struct CallBuffers {
 // How many operands and results a call has.
 struct BufferCounts {
   size_t operands, results;
+  size_t updated = 0;  // the last operands: what updated results begin as
 };
 template <class Args>
 BufferCounts count_buffers(const Args& args, int ranks, int64_t workspace_bytes) {
@@ -70,6 +71,7 @@ BufferCounts count_buffers(const Args& args, int ranks, int64_t workspace_bytes)
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
     if (!spec.present) return;
     counts.operands += spec.use == Use::operand || spec.use == Use::updated;
+    counts.updated += spec.use == Use::updated;
     counts.results += spec.is_result();
   });
   return counts;
@@ -84,11 +86,14 @@ std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args
     return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
            " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
   auto operand = call.operands.begin(), result = call.results.begin();
+  auto origin = call.operands.end() - counts.updated;
   std::optional<std::string> error;
   OpSpec<Args>::buffers(*args, ranks, [&](const BufferSpec& spec, auto member) {
     if (!spec.present || spec.use == Use::scratch) return;
     const ffi::AnyBuffer buffer = spec.use == Use::operand ? *operand++ : *result++;
     if (!error) error = compare(spec, buffer);
+    if (spec.use == Use::updated && (*origin++).untyped_data() != buffer.untyped_data() && spec.bytes() > 0 && !error)
+      error = std::string(spec.name) + " must be the operand that it updates, in place: the program has no such alias";
     set_pointer(&(args->*member), buffer.untyped_data());
   });
   if (error || workspace_bytes == 0) return error;

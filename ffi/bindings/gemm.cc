@@ -40,7 +40,7 @@ ffi::Error start(gemm::Arguments arguments, cudaStream_t stream, ffi::AnyBuffer 
 ffi::Error grouped_matmul_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, Sizes sizes,
                                ffi::Result<ffi::AnyBuffer> out, bool transpose_rhs) {
   gemm::Arguments arguments{};
-  arguments.grouping = gemm::Grouping::rows;
+  arguments.grouping = gemm::Grouping::m_grouped;
   arguments.m = dim(lhs, 0);
   arguments.k = dim(lhs, 1);
   arguments.n = dim(*out, 1);
@@ -52,7 +52,7 @@ ffi::Error grouped_matmul_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::Any
 ffi::Error grouped_outer_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, Sizes sizes,
                               ffi::Result<ffi::AnyBuffer> out) {
   gemm::Arguments arguments{};
-  arguments.grouping = gemm::Grouping::contraction;
+  arguments.grouping = gemm::Grouping::k_grouped;
   arguments.m = dim(lhs, 1);
   arguments.k = dim(lhs, 0);
   arguments.n = dim(rhs, 1);

@@ -90,7 +90,7 @@ py::dict types() {
   return all;
 }
 
-// (squad, role, epoch, op, phase, begin_ns, end_ns)
+// (CTA, role, epoch, op, phase, begin_ns, end_ns)
 using PySpan = std::tuple<int, int, uint64_t, const char*, const char*, int64_t, int64_t>;
 // (line, rank, lost, unfinished, spans)
 using PyRecording = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
@@ -98,7 +98,7 @@ using PyRecording = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>
 PyRecording to_python(const Recording& recording) {
   std::vector<PySpan> spans;
   for (const Span& s : recording.spans)
-    spans.emplace_back(s.squad, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
+    spans.emplace_back(s.cta, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
   return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
 }
 
@@ -137,10 +137,12 @@ PyError to_python(const std::optional<GroupError>& error) {
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
-         std::vector<int> sockets, int64_t content, int index)
+         std::vector<int> sockets, int64_t content, int index, std::optional<int> max_sms)
       : registration_(register_group(content, index)), id_(registration_->id) {
-    registration_->open(std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
-                                                        Neighbours{std::move(processes), std::move(sockets)}, id_));
+    const auto group = std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
+                                                       Neighbours{std::move(processes), std::move(sockets)}, id_);
+    if (max_sms) group->limit_sms(*max_sms);
+    registration_->open(group);  // from here on programs may call it
   }
   ~Handle() {
     if (is_forked()) new std::shared_ptr<Registration>(std::move(registration_));
@@ -183,7 +185,7 @@ class Handle {
   void start_recording() {
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group) return;
-    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_squads());
+    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_ctas());
     recorder_->start();
   }
   std::vector<PyRecording> stop_recording() {
@@ -192,10 +194,7 @@ class Handle {
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
   }
-  void limit_processors(int most) {
-    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->limit_processors(most);
-  }
-  // Blocks, threads, pushing warps of a block, bytes of shared memory of a warp; nothing on a CPU.
+  // Blocks, threads, sender warps of a block, bytes of shared memory of a warp; nothing on a CPU.
   std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
     const std::shared_ptr<PlatformGroup> group = open_group();
     return group ? describe_launch(*group, static_cast<OpKind>(op), num_tokens, encoded) : std::nullopt;
@@ -236,7 +235,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
-                    int64_t, int>(),
+                    int64_t, int, std::optional<int>>(),
            unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)
@@ -246,7 +245,6 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("history", &Handle::history, unlocked)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
-      .def("limit_processors", &Handle::limit_processors)
       .def("launch_config", &Handle::launch_config)
       .def("stall", &Handle::stall)
       .def("stage_all", &Handle::stage_all);

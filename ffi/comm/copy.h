@@ -1,4 +1,4 @@
-// Rows of bytes, copied and filled by one team.
+// Rows of bytes, copied and filled by one coop.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ struct alignas(16) Word16 {
   uint64_t low, high;
 };
 
-// Whether every row can be moved in 16-byte words.
+// Whether rows of `bytes` at both addresses can be moved in 16-byte words.
 JAX_EP_FN bool in_words(const void* a, const void* b, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uintptr_t>(bytes)) % 16 == 0;
 }
 
-// Every `step`-th word from `first` on, several in flight.
+// Copies every `step`-th word from `first` on. The calling lane has several words in flight.
 JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t first, int step) {
   constexpr int kInFlight = 4;
   int64_t i = first;
@@ -29,51 +29,51 @@ JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t
   for (; i < words; i += step) to[i] = from[i];
 }
 
-JAX_EP_FN void copy_row(const Team& team, char* to, const char* from, int64_t bytes) {
-  if constexpr (Team::lanes == 1) {
+JAX_EP_FN void copy_row(const Coop& coop, char* to, const char* from, int64_t bytes) {
+  if constexpr (Coop::lanes == 1) {
     memcpy(to, from, bytes);
   } else if (in_words(to, from, bytes)) {
-    copy_words(reinterpret_cast<Word16*>(to), reinterpret_cast<const Word16*>(from), bytes / 16, team.lane,
-               Team::lanes);
+    copy_words(reinterpret_cast<Word16*>(to), reinterpret_cast<const Word16*>(from), bytes / 16, coop.lane,
+               Coop::lanes);
   } else {
-    for (int64_t i = team.lane; i < bytes; i += Team::lanes) to[i] = from[i];
+    for (int64_t i = coop.lane; i < bytes; i += Coop::lanes) to[i] = from[i];
   }
 }
 
-// Neighbouring words of all lanes, several a lane.
+// Neighbouring 16-byte words in the registers of all lanes of a coop, several a lane.
 struct Batch {
-  static constexpr int kWords = 8, kBytes = kWords * Team::lanes * int(sizeof(Word16));
+  static constexpr int kWords = 8, kBytes = kWords * Coop::lanes * int(sizeof(Word16));
   Word16 word[kWords];
 
-  // Those of the `count` from the first on that there are.
-  JAX_EP_FN void load(const Team& team, const Word16* from, int64_t count) {
+  // All lanes call. Loads up to kBytes from `from` on, of which `count` words are left.
+  JAX_EP_FN void load(const Coop& coop, const Word16* from, int64_t count) {
     for (int i = 0; i < kWords; ++i)
-      if (i * Team::lanes + team.lane < count) word[i] = from[i * Team::lanes + team.lane];
+      if (i * Coop::lanes + coop.lane < count) word[i] = from[i * Coop::lanes + coop.lane];
   }
-  JAX_EP_FN void store(const Team& team, Word16* to, int64_t count) const {
+  JAX_EP_FN void store(const Coop& coop, Word16* to, int64_t count) const {
     for (int i = 0; i < kWords; ++i)
-      if (i * Team::lanes + team.lane < count) to[i * Team::lanes + team.lane] = word[i];
+      if (i * Coop::lanes + coop.lane < count) to[i * Coop::lanes + coop.lane] = word[i];
   }
 };
 
-// The same bytes to so many places, read once: all lanes ask for to(k) together.
+// Copies one row to `fanout` addresses and reads it once: all lanes ask for to(k) together.
 template <class To>
-JAX_EP_FN void copy_to_each(const Team& team, int places, To to, const char* from, int64_t bytes) {
-  if (Team::lanes == 1 || !in_words(to(0), from, bytes)) {
-    for (int k = 0; k < places; ++k) copy_row(team, to(k), from, bytes);
+JAX_EP_FN void copy_to_each(const Coop& coop, int fanout, To to, const char* from, int64_t bytes) {
+  if (Coop::lanes == 1 || !in_words(to(0), from, bytes)) {
+    for (int k = 0; k < fanout; ++k) copy_row(coop, to(k), from, bytes);
     return;
   }
-  constexpr int kStep = Batch::kWords * Team::lanes;
+  constexpr int kStep = Batch::kWords * Coop::lanes;
   const auto* const source = reinterpret_cast<const Word16*>(from);
   const int64_t count = bytes / 16;
   for (int64_t first = 0; first < count; first += kStep) {
     Batch batch;
-    batch.load(team, source + first, count - first);
-    for (int k = 0; k < places; ++k) batch.store(team, reinterpret_cast<Word16*>(to(k)) + first, count - first);
+    batch.load(coop, source + first, count - first);
+    for (int k = 0; k < fanout; ++k) batch.store(coop, reinterpret_cast<Word16*>(to(k)) + first, count - first);
   }
 }
 
-// A row of words of 4 bytes at least, by one lane.
+// Copies a row, by one lane. `bytes` is a multiple of 4.
 JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
   if (in_words(to, from, bytes)) {
     copy_words(reinterpret_cast<Word16*>(to), reinterpret_cast<const Word16*>(from), bytes / 16, 0, 1);
@@ -82,21 +82,21 @@ JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
   }
 }
 
-// Each of the lanes in `holders` has a short row of words of 4 bytes at least: all copy them together, several at once,
-// so that memory is waited for once.
-JAX_EP_FN void copy_short(const Team& team, uint64_t holders, char* to, const char* from, int bytes) {
+// All lanes call. Each lane in `holders` has a short row, whose bytes are a multiple of 4. The coop copies several of
+// these rows at once, so that memory is waited for once.
+JAX_EP_FN void copy_short(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
   constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);
-  if (Team::lanes == 1 || bytes > Team::lanes * kWordBytes || team.ballot(!in_words(to, from, bytes))) {
-    if (holders >> team.lane & 1) copy_alone(to, from, bytes);
+  if (Coop::lanes == 1 || bytes > Coop::lanes * kWordBytes || coop.ballot(!in_words(to, from, bytes))) {
+    if (holders >> coop.lane & 1) copy_alone(to, from, bytes);
     return;
   }
   while (holders) {
     Word16 word[kAtOnce], *target[kAtOnce];
     for (int j = 0; j < kAtOnce; ++j) {
       const int lane = holders ? lowest_bit(holders) : 0;
-      const auto* source = reinterpret_cast<const Word16*>(team.from_lane(from, lane)) + team.lane;
-      target[j] = reinterpret_cast<Word16*>(team.from_lane(to, lane)) + team.lane;
-      if (!holders || team.lane * kWordBytes >= bytes) target[j] = nullptr;
+      const auto* source = reinterpret_cast<const Word16*>(coop.from_lane(from, lane)) + coop.lane;
+      target[j] = reinterpret_cast<Word16*>(coop.from_lane(to, lane)) + coop.lane;
+      if (!holders || coop.lane * kWordBytes >= bytes) target[j] = nullptr;
       if (target[j]) word[j] = *source;
       holders &= holders - 1;
     }
@@ -105,16 +105,20 @@ JAX_EP_FN void copy_short(const Team& team, uint64_t holders, char* to, const ch
   }
 }
 
-JAX_EP_FN void fill_row(const Team& team, char* to, uint8_t byte, int64_t bytes) {
-  if constexpr (Team::lanes == 1) {
+// This lane's part of a row.
+JAX_EP_FN void fill_row(int lane, char* to, uint8_t byte, int64_t bytes) {
+  if constexpr (Coop::lanes == 1) {
     memset(to, byte, bytes);
   } else if (in_words(to, to, bytes)) {
     const uint64_t pattern = byte * 0x0101010101010101ull;
     auto* target = reinterpret_cast<Word16*>(to);
-    for (int64_t i = team.lane; i < bytes / 16; i += Team::lanes) target[i] = {pattern, pattern};
+    for (int64_t i = lane; i < bytes / 16; i += Coop::lanes) target[i] = {pattern, pattern};
   } else {
-    for (int64_t i = team.lane; i < bytes; i += Team::lanes) to[i] = static_cast<char>(byte);
+    for (int64_t i = lane; i < bytes; i += Coop::lanes) to[i] = static_cast<char>(byte);
   }
+}
+JAX_EP_FN void fill_row(const Coop& coop, char* to, uint8_t byte, int64_t bytes) {
+  fill_row(coop.lane, to, byte, bytes);
 }
 
 }  // namespace jax_ep

@@ -10,7 +10,7 @@ constexpr int share_for_rows(int sms, const RowRates& rates = {}) {
   return share > 1 ? share : 1;
 }
 
-// SMs, and the most shared memory of a block: the vendors' figures for the whole chip.
+// SMs, and the most shared memory of a CTA: the vendors' figures for the whole chip.
 constexpr HardwareModel kModels[] = {
     {"sm_90", true, 132, share_for_rows(132), 232448, 32},
     {"sm_80", false, 108, share_for_rows(108), 166912, 32},
@@ -27,12 +27,12 @@ const HardwareModel& hardware_model(std::string_view architecture) {
   return found == end ? kUnknown : *found;
 }
 
-HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int team_lanes) {
+HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int warp_lanes) {
   HardwareModel model = hardware_model(architecture);
   model.sms = sms;
   model.row_sms = share_for_rows(sms, model.rows);
   model.shared_bytes = shared_bytes;
-  model.team_lanes = team_lanes;
+  model.warp_lanes = warp_lanes;
   return model;
 }
 

@@ -10,46 +10,49 @@
 
 namespace jax_ep {
 
-// How many of a block's warps push, by the blocks of an op and the ranks of its group.
-struct PusherRule {
+// How many warps of a CTA are senders, by the blocks of an op and the ranks of its group.
+struct SenderRule {
   int most_blocks;            // up to so many blocks, ...
   int two_ranks, more_ranks;  // ... so many warps push
 };
-constexpr int kPusherRules = 4;
+constexpr int kSenderRules = 4;
 
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
-  PusherRule dispatch[kPusherRules] = {{31, 3, 3}, {1 << 30, 2, 2}};
-  PusherRule dispatch_float8[kPusherRules] = {{32, 5, 5}, {64, 4, 2}, {1 << 30, 3, 2}};
-  PusherRule combine[kPusherRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 3, 3}};
-  int few_pushers = 4;                // of few tokens in float8, and of a combine of few
+  SenderRule dispatch[kSenderRules] = {{31, 3, 3}, {1 << 30, 2, 2}};
+  SenderRule dispatch_float8[kSenderRules] = {{32, 5, 5}, {64, 4, 2}, {1 << 30, 3, 2}};
+  SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 3, 3}};
+  int few_senders = 4;                // of few tokens in float8, and of a combine of few
   int union_entries_per_block = 256;  // of sparse_union: a choice, which python -m benchmarks.sparse times
   int union_blocks = 96;              // at the most: alike
 };
 
 // Rates of matrix products: gemm/plan.cc.
 struct GemmRates {
-  int band = 8;            // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
-  int tile_columns = 24;   // a tile costs its columns and so many more, for its other operand: gemm_bench sweep
-  int least_split = 1024;  // a contraction that two blocks share: gemm_bench time, products of 64 and 128 rows
+  int band = 8;  // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
+  // Divided by the contraction: how many columns are multiplied in the time that 256 take to be stored. And how many in
+  // the time that a tile waits for its operands. Both: gemm_bench sweep.
+  int store_columns = 40000;
+  int load_columns = 12;
+  int least_split = 1024;  // a contraction that two CTAs share: gemm_bench time, products of 64 and 128 rows
 };
 
 // Rates of all_gather_matmul: kernels/matmul/plan_gather.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct GatherRates {
-  double flops_per_us = 5.9e6;     // of an SM with tiles of 256 columns
-  double narrow = 0.93;            // of that with 128 columns
-  double tile_us = 1;              // to begin and to store a tile
-  double greet_us = 10;            // until the first rows can be here
-  double bytes_per_block = 2.3e3;  // that leave for each peer in a microsecond
-  double once_us = 7;              // to start and to end the kernel
-  int most_leaving = 108;          // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
-  int most_pairs = 8;              // of a band: overlap_bench bands 2, overlap_bench bands 4
+  double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
+  double narrow = 0.93;          // of that with 128 columns
+  double tile_us = 1;            // to begin and to store a tile
+  double greet_us = 10;          // until the first rows can be here
+  double bytes_per_cta = 2.3e3;  // that leave for each peer in a microsecond
+  double once_us = 7;            // to start and to end the kernel
+  int most_leaving = 108;        // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
+  int most_pairs = 8;            // of a band: overlap_bench bands 2, overlap_bench bands 4
 };
 
-// Rates of reductions in which some blocks fetch and sum: kernels/matmul/plan_reduce.cc. Fitted together to
-// overlap_bench sweep 2 and sweep 4.
+// Rates of reductions in which some CTAs fetch and sum: kernels/matmul/plan_reduce.cc. Fitted together to overlap_bench
+// sweep 2 and sweep 4.
 struct ReduceRates {
   double flops_per_us = 6.2e6;  // of an SM with tiles of 256 columns
   double narrow = 0.94;         // of that with 128 columns
@@ -64,12 +67,12 @@ struct ReduceRates {
 
 // Rates of reductions in which two ranks exchange tiles. Fitted together to overlap_bench time 2 and sweep 2.
 struct ExchangeRates {
-  int spare_sms = 2;             // where other kernels get on while all blocks wait for a peer: a choice, not measured
-  double most_reduced = 28e6;    // bytes: to push more holds up the product longer than fetching takes
-  double most_scattered = 17e6;  // of matmul_reduce_scatter
-  double once_us = 5;            // to begin, and from the last tile to the last sum
-  double turn_us = 1.5;          // to begin a tile of 128 columns: others are stored meanwhile
-  double pushed_per_us = 380e3;  // bytes
+  int spare_sms = 2;           // where other kernels get on while all CTAs wait for a peer: a choice, not measured
+  double most_reduced = 28e6;  // bytes: to push more holds up the product longer than fetching takes
+  double most_reduce_scattered = 17e6;          // of matmul_reduce_scatter
+  double once_us = 5;                           // to begin, and from the last tile to the last sum
+  double ping_pong_us = 1.5;                    // to begin a tile of 128 columns: others are stored meanwhile
+  double pushed_per_us = 380e3;                 // bytes
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
@@ -78,8 +81,8 @@ struct HardwareModel {
   bool timed;        // on this architecture; otherwise its rates are guesses
   int sms;           // that an op may take
   int row_sms;       // that an op on rows may take
-  int shared_bytes;  // that a block may have
-  int team_lanes;    // threads of a warp
+  int shared_bytes;  // that a CTA may have
+  int warp_lanes;    // threads of a warp
   RowRates rows{};
   GemmRates gemm{};
   GatherRates gather{};
@@ -91,7 +94,7 @@ struct HardwareModel {
 const HardwareModel& hardware_model(std::string_view architecture);
 
 // The model of a device: that of its architecture, and what the device says of itself.
-HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int team_lanes);
+HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int warp_lanes);
 
 // The model with at most so many SMs, all of them for ops on rows too.
 HardwareModel limit_sms(HardwareModel model, int most);

@@ -1,4 +1,4 @@
-// The symmetric heap: one `Heap` per rank, of the same layout on all, mapped by every peer.
+// The signal pad: one `Heap` per rank, of the same layout on all, mapped by every peer.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxExperts = 4096;
 constexpr int kChunkTokens = 512;
 constexpr int kMaxChunks = 16;
-constexpr int kMaxFlags = 1024;  // chunks of tokens are few; blocks of a matrix' rows are many
+constexpr int kMaxFlags = 1024;  // chunks of tokens are few; row blocks of a matrix are many
 constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
 constexpr int kFewAssignments = kMaxExperts;
-constexpr int kEarlyTokens = 1024;  // of many: so many travel while the places of all are worked out
+constexpr int kEagerTokens = 1024;  // of many: so many travel while the rows of all are worked out
 constexpr int kMailBuffers = 5;
 
 enum class OpKind : int32_t;  // kernels/ops.h
@@ -30,11 +30,11 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 64, "no padding, which would be compared too");
 
-// Those from `timeout` on end the group.
+// Failures from `timeout` on end the group.
 enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
 constexpr Failure kFirstFatal = Failure::timeout;
 
-// What a rank reports to the host: the first team of an op to fail claims it in the heap and fills it in.
+// What a rank reports to the host: the first coop of an op to fail claims it in the heap and fills it in.
 struct Report {
   uint64_t epoch;  // of the op that failed, written last
   Failure failure;
@@ -45,19 +45,24 @@ struct Report {
   int64_t seen;
 };
 
-// What a source rank posts at a peer when an op begins: where the peer may write, and what it will send.
+// The buffers of a rank that its peers may use in an op.
+struct Posted {
+  void* buffers[kMailBuffers];
+};
+
+// What a source rank leaves at a peer when an op begins: where the peer may write, and what it will send.
 struct Mail {
   void* buffers[kMailBuffers];  // as the peer sees them
   int32_t counts[kMaxExperts];  // or, of few tokens, the experts that they chose
   float weights[kFewAssignments];
 };
 
-// A barrier among some squads. Those that meet at different barriers must not share its words.
+// A barrier among some CTAs of a rank. CTAs that meet at another barrier have words of their own.
 struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// An entry of a rank's flight recorder: Op::record_begin() begins it, the team that finishes the op ends it. The host
+// An entry of a rank's flight recorder: Op::record_begin() begins it, the coop that finishes the op ends it. The host
 // reads it word by word meanwhile.
 enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
@@ -69,7 +74,10 @@ struct OpRecord {
 };
 constexpr int kRecordedOps = 64;
 
-constexpr int kCounters = 64;  // so many squads, at least, count apart: one word for all would keep them waiting
+// Items that are senders' own (PushItems): more than a rank has senders.
+constexpr int kMaxClaims = 2048;
+
+constexpr int kCounters = 64;  // so many CTAs, at least, count apart: one word for all would keep them waiting
 
 // A flag holds the stamp of the last op that it stands for: the op's epoch, and in the low bits the tag of what it was
 // called with. So nothing is ever reset between ops, and a rank that runs another op is noticed where it is waited for.
@@ -83,25 +91,26 @@ struct alignas(128) Heap {
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) OpRecord ops[kRecordedOps];                     // by epoch
   alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in waits that were not over at once
-  alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by squad and peer: of rows, over all ops
+  alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: of rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
   alignas(128) uint64_t chosen[kMaxRanks];                     // by source: the rest of its mail is here
   alignas(128) uint64_t laid_out;                              // it is known how many rows the experts here have
   alignas(128) uint64_t placed[kMaxRanks];                     // by source: its assignments have their rows here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
-  BarrierWords routers, everyone;                         // barriers among squads of this rank
-  alignas(128) uint64_t routing, members;                 // squads that have begun to route, and with the op
-  alignas(128) uint64_t exited;                           // teams that are done with the op
-  alignas(128) uint64_t ticket;                           // the next piece of work for whoever is free
-  alignas(128) uint64_t push_ticket;                      // the next row for whoever is free to push
+  BarrierWords routers, everyone;                         // barriers among CTAs of this rank
+  alignas(128) uint64_t routers_begun, members;           // CTAs that have begun to route, and with the op; or reducers
+  alignas(128) uint64_t exited;                           // coops that are done with the op
+  alignas(128) uint64_t ticket;                           // the next item of the work queue
+  alignas(128) uint64_t push_ticket;                      // the next row to push
   alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
+  alignas(128) uint64_t claimed[kMaxClaims];              // by item: epoch of the last op in which it was claimed
   // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
   Mail mail[2][kMaxRanks];
 };
 
 // Handed to every kernel by value. A launch finds its arguments in lines of 64 bytes, none of them cached: what all
-// teams need at once stands in the first.
+// coops need at once stands in the first.
 struct Comm {
   int rank;
   int size;
@@ -111,7 +120,7 @@ struct Comm {
   Report* report;  // host memory
   Heap* heaps[kMaxRanks];
   // By buffer of the mail: by peer, from the address here to the address there. Null where all are of one process.
-  const int64_t* shifts[kMailBuffers];
+  const int64_t* peer_offsets[kMailBuffers];
   // For the flight recorder alone, hence last.
   Signature signature;
   int32_t site;

@@ -1,35 +1,35 @@
 // The life of one op on one rank: begin, post, deliver, finish. Every kernel of this library is written over it.
 #pragma once
 
+#include "comm/ctas.h"
 #include "comm/heap.h"
 #include "comm/layout.h"
 #include "comm/notes_to_host.h"
 #include "comm/result.h"
-#include "comm/squads.h"
 #include "comm/timeline.h"
 
 namespace jax_ep {
 
 class Op {
  public:
-  JAX_EP_FN Op(const Comm& comm, const Team& team, OpKind kind)
+  JAX_EP_FN Op(const Comm& comm, const Coop& coop, OpKind kind)
       : comm(comm),
-        team(team),
+        coop(coop),
         heap(comm.heaps[comm.rank]),
         epoch(load_relaxed(&heap->epoch) + 1),
         stamp_(epoch << kTagBits | comm.tag),
         kind_(kind),
-        track_(find_track(heap, team)),
+        track_(find_track(heap, coop)),
         status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
 
   const Comm& comm;
-  const Team& team;
+  const Coop& coop;
   Heap* const heap;
   const uint64_t epoch;
 
   JAX_EP_FN bool ok() const { return status_ == Status::ok; }
 
-  // Notes in the timeline that this team begins `phase`.
+  // Notes in the timeline that this coop begins `phase`.
   JAX_EP_FN void enter(Phase phase) const {
     if (track_) append(track_, epoch, kind_, phase);
   }
@@ -38,46 +38,44 @@ class Op {
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
   JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
 
-  // Waits for all teams of the rank. Every team calls it, even if its op has failed.
+  // Waits for all coops of the rank. Every coop calls it, even if its op has failed.
   JAX_EP_FN void barrier() {
     enter(Phase::barrier);
-    meet(&heap->everyone, team.squad.count);
+    meet(&heap->everyone, coop.cta.count);
   }
-  // Waits for the teams of the first `squads` squads, which alone call it.
-  JAX_EP_FN void router_barrier(int squads) {
-    if (squads == 1)
-      team.squad_sync();  // nobody else stands at it
+  // Waits for the coops of the first `ctas` CTAs, which alone call it.
+  JAX_EP_FN void router_barrier(int ctas) {
+    if (ctas == 1)
+      coop.cta_sync();  // nobody else stands at it
     else
-      meet(&heap->routers, squads);
+      meet(&heap->routers, ctas);
   }
 
-  // Sends every peer the addresses that it may write to, in the order of its OpSpec. Every team calls it; whoever wrote
-  // the rest of the mail has met the poster before.
-  JAX_EP_FN void post(void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr) {
+  // Sends every peer the addresses that it may write to. Every coop calls it; whoever wrote the rest of the mail has
+  // met the poster before.
+  JAX_EP_FN void post(const Posted& here) {
     record_begin(is_recorder());
-    post_by(team.index == 0, a, b, c, d);
+    post_by(coop.index == 0, here);
   }
-  // At least one team of the rank is a `poster`; to post twice does no harm.
-  JAX_EP_FN void post_by(bool poster, void* a, void* b = nullptr, void* c = nullptr, void* d = nullptr,
-                         void* e = nullptr) {
-    team.sync();
+  // At least one coop of the rank is a `poster`; to post twice does no harm.
+  JAX_EP_FN void post_by(bool poster, const Posted& here) {
+    coop.sync();
     if (!ok() || !poster) return;
     enter(Phase::post);
-    void* const here[kMailBuffers] = {a, b, c, d, e};
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
-      for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, here[i], i);
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) {
+      for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, here.buffers[i], i);
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     }
   }
 
-  // Begins this rank's entry in the flight recorder. One team of the rank is the `recorder`. On a CPU it posts after
-  // that; on a GPU another team posts, in no order with this one.
+  // Begins this rank's entry in the flight recorder. One coop of the rank is the `recorder`. On a CPU it posts after
+  // that; on a GPU another coop posts, in no order with this one.
   JAX_EP_FN void record_begin(bool recorder) const {
-    if (ok() && recorder && team.lane == 0) begin_record();
+    if (ok() && recorder && coop.lane == 0) begin_record();
   }
-  // Whether this team is that one: on a GPU one of the second squad, as nobody waits for it at that time.
+  // Whether this coop is that one: on a GPU, in a kernel on rows, one of the second CTA, which nobody waits for then.
   JAX_EP_FN bool is_recorder() const {
-    return team.index == (Team::lanes == 1 ? 0 : smaller(2, team.squad.count) * team.member.count - 1);
+    return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.member.count - 1);
   }
 
   // Whether this rank's own posted flag is of an earlier op: in two steps, as a comparison waits for the load.
@@ -87,18 +85,18 @@ class Op {
   // A flag for every source rank, in the heap of each rank.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
 
-  // Raises this rank's flag at every peer, when the teams that wrote what it stands for have met. One team is the
+  // Raises this rank's flag at every peer, when the coops that wrote what it stands for have met. One coop is the
   // `teller`.
   JAX_EP_FN void tell(Flags flags, bool teller) {
-    team.sync();
+    coop.sync();
     if (!ok() || !teller) return;
     enter(Phase::post);
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes)
       store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_);
   }
-  // Stores this op's stamp in a flag of this rank's own heap. The caller has met the teams that it speaks for.
+  // Stores this op's stamp in a flag of this rank's own heap. The caller has met the coops that it speaks for.
   JAX_EP_FN void note(uint64_t* flag, bool teller) {
-    if (ok() && teller && team.lane == 0) store_release_here(flag, stamp_);
+    if (ok() && teller && coop.lane == 0) store_release_here(flag, stamp_);
   }
   JAX_EP_FN void wait_noted(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
@@ -107,21 +105,21 @@ class Op {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
   }
 
-  // Adds `share` to what is written of `chunk`; the team that brings it to `whole` raises the chunk's flag at every
+  // Adds `share` to what is written of `chunk`; the coop that brings it to `whole` raises the chunk's flag at every
   // peer. All lanes call.
   JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
-    if (team.lane == 0 && may_push()) {  // rows may be missing once the group has failed
+    if (coop.lane == 0 && may_push()) {  // rows may be missing once the group has failed
       last = share == whole || count_pushed(chunk, share, whole) == whole;
     }
-    if (!team.broadcast(last)) return;
-    team.sync();
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes)
+    if (!coop.broadcast(last)) return;
+    coop.sync();
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes)
       store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_);
   }
 
   JAX_EP_FN void wait_posted() { wait_told(&Heap::posted); }
-  // Until a chunk is here, from one source or from all.
+  // Waits until a chunk is here, from one source or from all.
   JAX_EP_FN void wait_delivered(int source, int chunk) {
     wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
   }
@@ -138,15 +136,15 @@ class Op {
   // The first chunk from `chunk` on that is missing from some rank. It looks at no more chunks than the lanes can, so
   // it may stop before `end`.
   JAX_EP_FN int delivered_until(int chunk, int end) const {
-    const int most = smaller(end, chunk + larger(1, Team::lanes / comm.size)), flags = (most - chunk) * comm.size;
+    const int most = smaller(end, chunk + larger(1, Coop::lanes / comm.size)), flags = (most - chunk) * comm.size;
     int until = most;
-    for (int first = 0; first < flags && until == most; first += Team::lanes) {
-      const int i = first + team.lane;
+    for (int first = 0; first < flags && until == most; first += Coop::lanes) {
+      const int i = first + coop.lane;
       const bool missing =
           i < flags && load_acquire(&heap->delivered[i % comm.size][chunk + i / comm.size]) < first_stamp();
-      if (const uint64_t missed = team.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / comm.size;
+      if (const uint64_t missed = coop.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / comm.size;
     }
-    team.sync();
+    coop.sync();
     return until;
   }
 
@@ -154,7 +152,7 @@ class Op {
   // nobody waits for the memory.
   JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
-  JAX_EP_FN int take_ticket(uint64_t asked) const { return team.broadcast(static_cast<int>(asked)); }
+  JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
 
   // False once the group has failed. Called before every row: a peer that gave up must not be written to.
   JAX_EP_FN bool may_push() const { return !ask_abort(); }
@@ -163,13 +161,13 @@ class Op {
 
   // Counts bytes of rows that came from a rank. One lane calls.
   JAX_EP_FN void count_received(int source, int64_t bytes) const {
-    uint64_t* const counters = heap->received_bytes[static_cast<unsigned>(team.squad.index) % kCounters];
+    uint64_t* const counters = heap->received_bytes[static_cast<unsigned>(coop.cta.index) % kCounters];
     if (source != comm.rank && bytes) atomic_add(&counters[source], static_cast<uint64_t>(bytes));
   }
-  // Counts bytes_from(source) for every peer, if this team is the `counter`. Each byte is counted by one team.
+  // Counts bytes_from(source) for every peer, if this coop is the `counter`. Each byte is counted by one coop.
   template <class BytesFrom>
   JAX_EP_FN void count_received_by(bool counter, BytesFrom bytes_from) const {
-    for (int source = team.lane; counter && source < comm.size; source += Team::lanes)
+    for (int source = coop.lane; counter && source < comm.size; source += Coop::lanes)
       count_received(source, bytes_from(source));
   }
 
@@ -181,43 +179,42 @@ class Op {
   // have posted, and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
-    team.sync();
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
+    coop.sync();
   }
 
-  // Debug: results start as 0xFF, so that no stale value passes for one. Here and below they are an array, or a
-  // Results.
+  // Debug: results start as 0xFF, so that no stale value passes for one. All coops meet, so all CTAs must find an
+  // SM. Here and below they are Results of kernels/op_buffers.h.
   template <class Results>
   JAX_EP_FN void poison(const Results& results) {
     if (!comm.poison) return;
     enter(Phase::poison);
-    fill(results, {team.index, team.count});
+    fill(results, {coop.index, coop.count});
     barrier();
   }
 
-  // Ends the op; every team must call it. The last team to come settles a failure: it returns only when no peer can
-  // write into this rank's buffers any more.
-  // `teams`: how many call it, if some do nothing else.
+  // Ends the op; every coop must call it. The last coop to come settles a failure: it returns only when no peer can
+  // write into this rank's buffers any more. `coops`: how many call it, if some do nothing else.
   template <class Results>
-  JAX_EP_FN void finish(const Results& results, int teams = 0) {
-    team.sync();
+  JAX_EP_FN void finish(const Results& results, int coops = 0) {
+    coop.sync();
     int last = 0;
-    if (team.lane == 0)
-      last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(teams ? teams : team.count) - 1;
-    if (team.broadcast(last)) finish_last(results);
+    if (coop.lane == 0)
+      last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(coops ? coops : coop.count) - 1;
+    if (coop.broadcast(last)) finish_last(results);
     enter(Phase::none);
   }
 
  private:
   template <class Results>
   JAX_EP_FN void finish_last(const Results& results) {
-    team.sync();  // what lane 0 has seen of the other teams, all lanes see
+    coop.sync();  // what lane 0 has seen of the other coops, all lanes see
     const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
     const uint64_t now = clock_ns();
     const bool failed = load_acquire(&heap->abort) != 0;
     if (failed) {
       if (!has_told_failure(comm.report))
-        settle(Status::aborted, comm.rank, 0, 0);  // no team of this rank has told the host
+        settle(Status::aborted, comm.rank, 0, 0);  // no coop of this rank has told the host
       give_up();
     }
     const bool refused = refused_in == epoch;
@@ -226,11 +223,11 @@ class Op {
     if (failed && (reported_in == epoch || !is_earlier(ask_posted())) && !has_record()) begin_record();
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
-    if (team.lane != 0) return;
+    if (coop.lane != 0) return;
     store_relaxed(&heap->routers.arrived, uint64_t{0});
     store_relaxed(&heap->everyone.arrived, uint64_t{0});
     store_relaxed(&heap->exited, uint64_t{0});
-    store_relaxed(&heap->routing, uint64_t{0});
+    store_relaxed(&heap->routers_begun, uint64_t{0});
     store_relaxed(&heap->members, uint64_t{0});
     store_relaxed(&heap->ticket, uint64_t{0});
     store_relaxed(&heap->push_ticket, uint64_t{0});
@@ -249,8 +246,8 @@ class Op {
 
   // The address of a buffer of the mail, as a peer sees it.
   JAX_EP_FN void* as_seen_by(int peer, void* address, int buffer) const {
-    const int64_t* shifts = comm.shifts[buffer];
-    return static_cast<char*>(address) + (shifts ? shifts[peer] : 0);
+    const int64_t* peer_offsets = comm.peer_offsets[buffer];
+    return static_cast<char*>(address) + (peer_offsets ? peer_offsets[peer] : 0);
   }
 
   JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
@@ -264,15 +261,15 @@ class Op {
     return pushed;
   }
 
-  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return team.lane == 0 ? draw(tickets) : 0; }
+  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return coop.lane == 0 ? draw(tickets) : 0; }
 
-  JAX_EP_FN void meet(BarrierWords* words, int squads) {
-    // A team that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
+  JAX_EP_FN void meet(BarrierWords* words, int ctas) {
+    // A coop that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
     const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
-    const Status status = squad_barrier(words, team, squads, ok(), &heap->abort, timeout);
+    const Status status = cta_barrier(words, coop, ctas, ok(), &heap->abort, timeout);
     if (ok()) settle(status, comm.rank, 0, 0);
-    team.squad_sync();
-    if (ok() && load_relaxed(&heap->abort))  // the team that stood at the barrier for this one may have failed
+    coop.cta_sync();
+    if (ok() && load_relaxed(&heap->abort))  // the coop that stood at the barrier for this one may have failed
       settle(Status::aborted, comm.rank, 0, 0);
   }
 
@@ -280,8 +277,8 @@ class Op {
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
     if (ok()) enter(Phase::wait);
-    for (int first = 0; first < count && ok(); first += Team::lanes) {
-      const int i = first + team.lane;
+    for (int first = 0; first < count && ok(); first += Coop::lanes) {
+      const int i = first + coop.lane;
       Status status = Status::ok;
       if (i < count) {
         const int peer = peer_of(i);
@@ -291,16 +288,16 @@ class Op {
         if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
         if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);
       }
-      if (!team.ballot(status != Status::ok)) continue;
-      if (team.ballot(status != Status::ok && status != Status::aborted))
+      if (!coop.ballot(status != Status::ok)) continue;
+      if (coop.ballot(status != Status::ok && status != Status::aborted))
         status_ = Status::timeout;
       else
         settle(Status::aborted, comm.rank, 0, 0);
     }
-    team.sync();
+    coop.sync();
   }
 
-  // Marks the op as failed for this team, tells the host, and raises the abort word unless it was the reason.
+  // Marks the op as failed for this coop, tells the host, and raises the abort word unless it was the reason.
   JAX_EP_FN void settle(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
@@ -313,28 +310,28 @@ class Op {
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
       store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
     }
-    if (is_earlier(ask_posted())) return team.sync();  // nobody knows where this op's buffers are
+    if (is_earlier(ask_posted())) return coop.sync();  // nobody knows where this op's buffers are
     uint64_t spent = 0;
-    for (int peer = team.lane; peer < comm.size; peer += Team::lanes) {
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) {
       const uint64_t grace = load_acquire(&heap->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
       spent += spin_until(&heap->acknowledged[peer], 1, &heap->never, grace < spent ? 0 : grace - spent).ns;
     }
-    team.sync();
+    coop.sync();
   }
 
   template <class Results>
-  JAX_EP_FN void fill(const Results& results, Place place) const {
-    for_each_result(results, [&](const Buffer& result) { fill_share(team, result, place); });
-    team.sync();
+  JAX_EP_FN void fill(const Results& results, Part part) const {
+    results.each([&](const Buffer& result) { fill_share(coop.lane, result, part); });
+    coop.sync();
   }
 
   JAX_EP_FN void poison_mail() const {
     for (int source = 0; source < comm.size; ++source)
-      fill_share(team, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
+      fill_share(coop.lane, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
   }
 
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;

@@ -1,5 +1,4 @@
-// Pushing, shared among the teams of a rank: where a peer's buffer is, who takes which item, and how the peers learn of
-// a chunk.
+// Pushing, shared among the coops of a rank: who takes which item, and how the peers learn of a chunk.
 #pragma once
 
 #include "comm/layout.h"
@@ -7,58 +6,81 @@
 
 namespace jax_ep {
 
-// One buffer of every peer, as it stands in the mail: each lane keeps that of one peer, where there are lanes enough.
-class PeerBuffer {
- public:
-  // `index` in the mail, which must be here.
-  JAX_EP_FN PeerBuffer(const Op& op, int index) : op_(op), index_(index), mine_(nullptr) {
-    if (in_lanes() && op.team.lane < op.comm.size) mine_ = in_mail(op.team.lane);
+// Waits up to `patience_ns` for an item's coop to claim it, as coops usually begin within a microsecond; otherwise
+// claims it. Returns whether this lane has it now. One lane calls. All is handed over by value: a call that is not
+// inlined would force variables of the caller into memory.
+JAX_EP_COLD_FN bool take_over(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
+  const uint64_t since = clock_ns();
+  for (unsigned tries = 0; load_relaxed(claimed) != epoch; ++tries) {
+    if (clock_ns() - since >= patience_ns) return atomic_exchange(claimed, epoch) != epoch;
+    pause(tries);
   }
+  return false;
+}
 
-  // All lanes ask together, each for a rank of its own; null for a rank below zero.
-  JAX_EP_FN char* of(int rank) const {
-    if (!in_lanes()) return rank < 0 ? nullptr : in_mail(rank);
-    char* buffer = op_.team.from_lane(mine_, larger(rank, 0));
-    return rank < 0 ? nullptr : buffer;
-  }
-
- private:
-  JAX_EP_FN bool in_lanes() const { return Team::lanes > 1 && op_.comm.size <= Team::lanes; }
-  JAX_EP_FN char* in_mail(int rank) const { return static_cast<char*>(op_.mail_from(rank)->buffers[index_]); }
-
-  const Op& op_;
-  const int index_;
-  char* mine_;
-};
-
-// Hands out items in order, to whoever is free: links and processors are not equally fast, and some teams may not have
-// begun. The first is asked for where this is made. With `by_place` the first item of a pushing team is its own index,
-// and only further ones are asked for: that saves a tenth of the time of few tokens, but every pushing team must begin.
+// Hands out items in order by ticket, to whoever is free: links and SMs are not equally fast, and some coops may not
+// have begun. A coop makes one for an op; the constructor asks for its first ticket. All lanes call together. next()
+// may be called again after it has given -1.
+//
+// With `own_first`, for senders alone, the first item of a sender is the one of its index, and it asks for tickets
+// after that: to wait for one before the first row costs a tenth of the time of few tokens. The constructor claims that
+// item. When next() gives -1 and what was put is announced, the sender asks for next_abandoned() until it gives -1,
+// too: items of senders that have made no PushItems yet. Every claimed item has somebody who looks after the next one,
+// so all items are handed out, once each, if one sender runs.
 class PushItems {
  public:
-  JAX_EP_FN PushItems(Op& op, int items, bool by_place = false)
-      : op_(op), items_(items), by_place_(by_place ? op.team.pusher.count : 0), begun_(!by_place) {
-    if (begun_) asked_ = op.ask_for_push_ticket();
+  JAX_EP_FN PushItems(Op& op, int items, bool own_first = false)
+      : op_(op),
+        items_(items),
+        own_(own_first ? smaller(items, smaller(op.coop.sender.count, kMaxClaims)) : 0),
+        looked_(op.coop.sender.index),
+        has_own_(own_first && looked_ < own_) {
+    if (!has_own_)
+      asked_ = op.ask_for_push_ticket();
+    else if (op.coop.lane == 0)
+      claimed_before_ = atomic_exchange(&op.heap->claimed[looked_], op.epoch);
+    if (own_ > 0 && !has_own_) looked_ = looked_ % own_ - 1;
   }
 
-  // The next item of this team, or -1.
+  // The next item of this coop, or -1.
   JAX_EP_FN int next() {
-    const int item = begun_ ? by_place_ + op_.take_ticket(asked_) : op_.team.pusher.index;
+    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(asked_);
     if (item >= items_) return -1;
     begun_ = true;
     asked_ = op_.ask_for_push_ticket();
     return item;
   }
 
+  // Whether another coop has taken over the item that next() gave: then it must be neither put nor announced. Asked as
+  // late as may be, as it waits for the claim.
+  JAX_EP_FN bool was_taken(int item) const {
+    return has_own_ && item == op_.coop.sender.index && op_.coop.broadcast(claimed_before_ == op_.epoch);
+  }
+
+  JAX_EP_FN int next_abandoned() {
+    if (own_ == 0) return -1;
+    looked_ = looked_ + 1 == own_ ? 0 : looked_ + 1;
+    uint64_t* const claimed = &op_.heap->claimed[looked_];
+    int found = 0;
+    if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = take_over(claimed, op_.epoch, patience_ns_);
+    patience_ns_ = 0;                                 // for all items together
+    return op_.coop.broadcast(found) ? looked_ : -1;  // whoever has claimed it looks after the next
+  }
+
  private:
   Op& op_;
-  const int items_, by_place_;
-  uint64_t asked_ = 0;
-  bool begun_;
+  const int items_, own_;  // of which the first `own_` go without a ticket
+  int looked_;             // the item that was looked after last
+  const bool has_own_;
+  bool begun_ = false;
+  uint64_t claimed_before_ = 0, asked_ = 0;
+  uint64_t patience_ns_ = kJoinNs;
 };
 
-// Counts the items that this team has put, and tells when those of a chunk are written: when the next are already on
-// their way, so that the wire does not run dry.
+// Counts the items that this coop has put, and tells when those of a chunk are written: when the next are already on
+// their way, so that the wire does not run dry. All lanes call. Tokens come in any order to after(), and rise between
+// two calls of finish(), of which there may be several, to begun() and skipped(). `Chunks` has chunks, chunk(),
+// chunk_of().
 template <class Chunks>
 class Announcer {
  public:
@@ -93,12 +115,13 @@ class Announcer {
     after(token, rows);
   }
 
-  // Everything was put. If there are no items at all, one team announces all chunks.
+  // Everything was put, so far. If there are no items at all, the first sender announces all chunks.
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);
+    begun_ = -1;
     announce(rows.mark(), rows);
-    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0 && op_.team.pusher.index == 0)
+    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0 && op_.coop.sender.index == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
   }
 

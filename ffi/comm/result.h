@@ -17,24 +17,15 @@ struct Buffer {
   Undelivered undelivered = Undelivered::nan;
 };
 
-// Fills the share of a buffer that belongs to one of several teams.
-JAX_EP_COLD_FN void fill_share(Team team, Buffer buffer, Place place) {
+// Fills the share of a buffer that belongs to one of several coops. It is told its lane alone: to hand over a whole
+// coop would cost a kernel registers.
+JAX_EP_COLD_FN void fill_share(int lane, Buffer buffer, Part part) {
   constexpr int64_t kChunk = 1 << 16;
-  for (int64_t begin = place.index * kChunk; begin < buffer.bytes; begin += place.count * kChunk) {
+  for (int64_t begin = part.index * kChunk; begin < buffer.bytes; begin += part.count * kChunk) {
     const int64_t left = buffer.bytes - begin;
-    fill_row(team, static_cast<char*>(buffer.data) + begin, static_cast<uint8_t>(buffer.undelivered),
+    fill_row(lane, static_cast<char*>(buffer.data) + begin, static_cast<uint8_t>(buffer.undelivered),
              left < kChunk ? left : kChunk);
   }
-}
-
-// Calls visit(Buffer) for each of an array, or of a Results (kernels/results.h).
-template <int N, class Visit>
-JAX_EP_FN void for_each_result(const Buffer (&results)[N], Visit visit) {
-  for (const Buffer& result : results) visit(result);
-}
-template <class Results, class Visit>
-JAX_EP_FN void for_each_result(const Results& results, Visit visit) {
-  results.each(visit);
 }
 
 }  // namespace jax_ep

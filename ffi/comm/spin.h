@@ -36,7 +36,7 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
 }
 
 // Waits until *flag is at least `value`, for at most `timeout_ns` in which this waiter ran. Polls without ordering,
-// which would cost the other teams their caches, and orders once at the end: or at once, if nothing is to be waited
+// which would cost the other coops their caches, and orders once at the end: or at once, if nothing is to be waited
 // for. What the ordering load returns is not looked at, as that would cost its way to memory once more.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);

@@ -1,8 +1,8 @@
-// The timeline inside a rank's kernels: when each squad entered which phase of which op.
+// The timeline inside a rank's kernels: when each CTA entered which phase of which op.
 //
-// A track belongs to the first team of each role in a squad, which alone appends to it: no atomics. It is a ring that
-// is never reset; the host remembers where a recording began. A phase ends where the next event of its track begins.
-// Where no timeline is kept, this costs one comparison a phase.
+// A track belongs to the first coop of each role in a CTA, which alone appends to it: no atomics. It is a ring that is
+// never reset; the host remembers where a recording began. A phase ends where the next event of its track begins. Where
+// no timeline is kept, this costs one comparison a phase.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace jax_ep {
 
-// What a team is busy with; `none` between ops.
+// What a coop is busy with; `none` between ops.
 enum class Phase : int32_t {
   none,
   poison,
@@ -41,10 +41,10 @@ struct alignas(32) Track {
   Event* events;
 };
 
-// Of one rank: a track per role of each squad.
-constexpr int kTrackRoles = 2;  // pushing, filling
+// The tracks of one rank: one per role of each CTA.
+constexpr int kTrackRoles = 2;  // sender, receiver
 struct Timeline {
-  uint64_t squads;  // further ones are not recorded
+  uint64_t ctas;  // further ones are not recorded
   Track* tracks;
 };
 
@@ -54,16 +54,13 @@ struct ClockFace {
   uint64_t cancelled;
 };
 
-// This lane's track, or null: it has none, or nothing is recorded now.
-JAX_EP_FN Track* find_track(const Heap* heap, const Team& team) {
-  if (team.lane != 0 || !load_relaxed(&heap->timeline)) return nullptr;
+// Returns this lane's track, or null: the lane has none, or nothing is recorded now.
+JAX_EP_FN Track* find_track(const Heap* heap, const Coop& coop) {
+  if (coop.lane != 0 || !load_relaxed(&heap->timeline)) return nullptr;
   const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&heap->timeline));
   if (!timeline) return nullptr;  // the recording ended just now
-  const int fillers_begin = team.pusher.count / team.squad.count, member = team.member.index;
-  const int role = member == 0 ? 0 : 1;
-  if ((role == 1 && member != fillers_begin) || static_cast<uint64_t>(team.squad.index) >= timeline->squads)
-    return nullptr;
-  return &timeline->tracks[team.squad.index * kTrackRoles + role];
+  if (coop.track < 0 || static_cast<uint64_t>(coop.cta.index) >= timeline->ctas) return nullptr;
+  return &timeline->tracks[coop.cta.index * kTrackRoles + coop.track];
 }
 
 JAX_EP_FN void append(Track* track, uint64_t epoch, OpKind op, Phase phase) {

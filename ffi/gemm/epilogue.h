@@ -32,30 +32,30 @@ JAX_EP_FN void stage_columns(char* to, const float* d, int lane) {
 // 16 rows x 32 columns as they are.
 template <>
 JAX_EP_FN void stage_columns<float>(char* to, const float* d, int lane) {
-  const int line = lane >> 2, piece = (lane & 3) >> 1, byte = (lane & 1) * 8;
+  const int line = lane >> 2, vec = (lane & 3) >> 1, byte = (lane & 1) * 8;
 #pragma unroll
   for (int eight = 0; eight < 4; ++eight, d += 4) {
-    *reinterpret_cast<float2*>(to + swizzled(line, 2 * eight + piece) + byte) = make_float2(d[0], d[1]);
-    *reinterpret_cast<float2*>(to + swizzled(line + 8, 2 * eight + piece) + byte) = make_float2(d[2], d[3]);
+    *reinterpret_cast<float2*>(to + swizzled(line, 2 * eight + vec) + byte) = make_float2(d[0], d[1]);
+    *reinterpret_cast<float2*>(to + swizzled(line + 8, 2 * eight + vec) + byte) = make_float2(d[2], d[3]);
   }
 }
 
-// Rows before `rows` and pieces before `pieces` of what was staged, where TMA would write too much.
-JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int pieces, const char* from, int lane) {
-  const int piece = lane & 7;
+// Rows before `rows` and 16-byte vectors before `vecs` of what was staged, where TMA would write too much.
+JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
+  const int vec = lane & 7;
 #pragma unroll
   for (int line = lane >> 3; line < kOutRows; line += 4)
-    if (line < rows && piece < pieces)
-      *reinterpret_cast<uint4*>(to + line * row_bytes + piece * 16) =
-          *reinterpret_cast<const uint4*>(from + swizzled(line, piece));
+    if (line < rows && vec < vecs)
+      *reinterpret_cast<uint4*>(to + line * row_bytes + vec * 16) =
+          *reinterpret_cast<const uint4*>(from + swizzled(line, vec));
 }
 
 // A warp's sums fit into its buffers by halves.
 template <int kBlockN>
 constexpr bool kCanSplit = kBlockN == 128;
 
-// This block's half of the columns of a tile of which both blocks of the cluster have contracted a part: they swap what
-// the other is to store, and add, which gives the same bits in either order.
+// This CTA's half of the columns of a tile of which both CTAs of the cluster have contracted a part: they swap what the
+// other is to store, and add, which gives the same bits in either order.
 template <int kCount, class Memory>
 JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared, uint32_t parity,
                            int warp, int lane) {
@@ -84,21 +84,22 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
   __syncwarp();
 }
 
-// A warp's accumulators of 16 rows of a tile, the slot-th. The last stores still read `buffers` when it returns.
+// A warp's accumulators of 16 rows of a tile, the strip-th such. The last stores still read `buffers` when it returns.
 template <class Out, int kBlockN>
 JAX_EP_FN void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
-                          const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int slot, int lane) {
-  constexpr int kColumns = kLineBytes / sizeof(Out);
-  const int row = tile.row + slot * kOutRows, matrix = problem.grouping == Grouping::contraction ? tile.group : 0;
+                          const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int strip, int lane) {
+  constexpr int kColumns = kLineBytes / sizeof(Out), kChunks = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
+  static_assert(kBlockN == 64 || kChunks % kBuffers == 0, "the next tile starts with the buffer that was read first");
+  const int row = tile.row + strip * kOutRows, matrix = problem.grouping == Grouping::k_grouped ? tile.group : 0;
   const bool whole = row + kOutRows <= tile.row_end;
   if (row >= tile.row_end) return;
   char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
 #pragma unroll
-  for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
     const int col = tile.out_col + chunk * kColumns;
-    char* const buffer = buffers[chunk & 1];
+    char* const buffer = buffers[chunk % kBuffers];
     if (col < problem.n) {
-      if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
+      if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // the other buffers' may go on
       __syncwarp();
       stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
       if (whole) ptx::shared_proxy_fence();
@@ -109,16 +110,16 @@ JAX_EP_FN void store_tile(const CUtensorMap& map, Out* out, const Problem& probl
       else if (lane == 0)
         store_box(map, {col, row, matrix}, buffer);
     }
-    if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty: so the latest but one is this buffer's
+    if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty: so the latest are the other buffers'
   }
 }
 
-// The same by plain stores: put(row, column, words) for each 16 bytes, by the lanes of a warp together.
+// As store_tile, by plain stores: the lanes of a warp call put(row, column, words) together, each for its own 16 bytes.
 template <class Out, int kBlockN, class Put>
 JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
-                        char (*buffers)[kOutBytes], int slot, int lane, Put put) {
+                        char (*buffers)[kOutBytes], int strip, int lane, Put put) {
   constexpr int kColumns = kLineBytes / sizeof(Out), kValues = 16 / sizeof(Out);
-  const int row = tile.row + slot * kOutRows;
+  const int row = tile.row + strip * kOutRows;
 #pragma unroll
   for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
     const int column = tile.out_col + chunk * kColumns + (lane & 7) * kValues;

@@ -1,11 +1,12 @@
 // The Hopper kernel: one producer warp loads tiles by TMA, two consumer warpgroups multiply and store them, and the
-// blocks stay for all their tiles. So loads of the next tile run during the stores of the last; where the warpgroups
-// take tiles in turns, its multiplies do too.
+// CTAs stay for all their tiles. So loads of the next tile run during the stores of the last; where the warpgroups
+// ping-pong, its multiplies do too.
 #pragma once
 
-#include "comm/target/ptx/block.h"
+#include "comm/target/ptx/cta.h"
 #include "gemm/epilogue.h"
 #include "gemm/layout.h"
+#include "gemm/load.h"
 #include "gemm/ptx/cluster.h"
 #include "gemm/ptx/tma.h"
 #include "gemm/ptx/warps.h"
@@ -14,102 +15,33 @@
 
 namespace jax_ep::gemm {
 
-// From where to load a's part of a tile: in the coordinates of the map, which need not be those of the whole product.
-struct Rows {
-  const CUtensorMap& map;
-  int first;
-};
-
 // What others add to a product. `before_tile` runs in the producer warp before the tile's first load and says where a's
 // rows are, `after_tile` in every consumer warp after its stores were issued, or after they were written where
 // kAwaitStores says so, `after_last` behind its last tile. Where kStores is set, `store` does what store_tile does.
-// Unless Beside is Nothing, `run_beside` runs in the other kWarpsBeside warps of the block, which have it in shared
-// memory.
+// Unless Aux is Nothing, `run_aux` runs in the kAuxWarps aux warps of the CTA, which have it in shared memory.
 struct NoHooks {
   static constexpr bool kStores = false, kAwaitStores = false;
-  using Beside = Nothing;
+  using Aux = Nothing;
   __device__ Rows before_tile(const Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
   __device__ void after_tile(const Tile&, int /*warp*/) const {}
   __device__ void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
 };
 
-template <int kBlockN, class Hooks>
-using SharedFor = Shared<kBlockN, typename Hooks::Beside>;
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
 
-// A stage of the pipeline and how often it came round.
-template <int kStages>
-struct Position {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  JAX_EP_FN void advance() {
-    if (++stage < kStages) return;
-    stage = 0;
-    parity ^= 1;
-  }
-  JAX_EP_FN void advance(int stages) {
-    stage += stages;
-    parity ^= stage / kStages & 1;
-    stage %= kStages;
-  }
-};
-
-// This block's slices of an operand, of which the first `wanted` are: all, or half of them for both blocks of the
-// cluster. What lies wholly outside is not even filled with zeros, for which TMA takes its time.
-template <bool kMn, int kSlices>
-JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
-                           bool shared, int rank, uint64_t* barrier) {
-  const int begin = shared ? rank * kSlices / 2 : 0, end = shared ? begin + kSlices / 2 : kSlices;
-#pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice) {
-    if (slice < begin || slice >= end || slice >= wanted) continue;
-    const int first = row + slice * kSlice;
-    const Corner at = kMn ? Corner{first, k, matrix} : Corner{k, first, matrix};
-    if (shared)
-      load_box_to(0b11, to + slice * kSliceBytes, map, at, barrier);
-    else if (once)
-      load_box_once(to + slice * kSliceBytes, map, at, barrier);
-    else
-      load_box(to + slice * kSliceBytes, map, at, barrier);
-  }
-}
-
-template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a, const CUtensorMap& b,
-                        const Problem& problem, const Hooks& hooks, int block, int blocks) {
-  using Memory = SharedFor<kBlockN, Hooks>;
-  constexpr int kSlicesB = kBlockN / kSlice;
-  const int rank = blockIdx.x % kCluster;
-  Position<Memory::kStages> at;
-  Schedule schedule(problem, kBlockN, block, blocks);
-  for (Tile tile; schedule.next(&tile);) {
-    const Rows rows = hooks.before_tile(tile, a);
-    const int matrix = problem.grouping == Grouping::rows ? tile.group : 0;
-    const int slices_a = larger(0, smaller(ceil_div(tile.row_end - tile.row, kSlice), kSlicesA));  // with rows in them
-    for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
-      char* const stage = shared.stages[at.stage];
-      uint64_t* const full = &shared.full[at.stage];
-      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
-      if (!elect_lane()) continue;
-      ptx::arrive_expecting(full, (slices_a + kSlicesB) * kSliceBytes);
-      load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, slices_a, /*once=*/false, tile.common == Common::a,
-                                  rank, full);
-      load_slices<kMnB, kSlicesB>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, kSlicesB,
-                                  /*once=*/problem.m <= kBlockM, tile.common == Common::b, rank, full);
-    }
-  }
-  // Until the peer's consumers have released every stage: then nobody writes into this block's shared memory.
-  for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())
-    wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both blocks' consumers");
-}
-
-// The contraction ends inside this stage: the lines from `valid` on belong to the next group, whatever they hold.
+// The contraction ends inside this stage: the lines from `valid` on, up to where a multiply ends, belong to the next
+// group, whatever they hold.
 template <int kBlockN>
 JAX_EP_FN void zero_lines(char* stage, int valid) {
-  const int pieces = (kSlice - valid) * (kLineBytes / 16);
-  constexpr int kThreads = kConsumers / kParts<kBlockN>;
-  for (int i = threadIdx.x % kThreads; i < Shared<kBlockN>::kSlices * pieces; i += kThreads)
-    *reinterpret_cast<uint4*>(stage + i / pieces * kSliceBytes + valid * kLineBytes + i % pieces * 16) = uint4{};
+  constexpr int kThreads = kConsumers / kParts<kBlockN>, kVecs = kLineBytes / 16;
+  static_assert((kMultiplyK - 1) * kVecs <= kThreads, "a thread zeroes one vector of a slice");
+  const int thread = threadIdx.x % kThreads, vecs = (ceil_div(valid, kMultiplyK) * kMultiplyK - valid) * kVecs;
+  if (vecs == 0) return;
+  char* const first = stage + valid * kLineBytes + thread * 16;
+#pragma unroll
+  for (int slice = 0; slice < Shared<kBlockN>::kSlices; ++slice)
+    if (thread < vecs) *reinterpret_cast<uint4*>(first + slice * kSliceBytes) = uint4{};
   ptx::shared_proxy_fence();
   ptx::sync_some(1 + threadIdx.x / kThreads, kThreads);
 }
@@ -119,14 +51,15 @@ JAX_EP_FN void release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
-// Where warpgroups take turns: waits for this one's, of so many, and lets the other go on with the stages that follow.
+// Where the warpgroups ping-pong: waits for this one's turn, by its number, and lets the other go on with the stages
+// that follow.
 template <int kBlockN, class Memory>
 JAX_EP_FN void await_turn(Memory& shared, int turn, int warpgroup) {
-  if constexpr (in_turns(kBlockN)) wait_barrier(&shared.turn[warpgroup], (turn + 1 + warpgroup) & 1, "a turn");
+  if constexpr (is_ping_pong(kBlockN)) wait_barrier(&shared.turn[warpgroup], (turn + 1 + warpgroup) & 1, "a turn");
 }
 template <int kBlockN, class Memory>
 JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
-  if (in_turns(kBlockN) && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
+  if (is_ping_pong(kBlockN) && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
 // Nothing of what a warpgroup would multiply is wanted: its loads pass by.
@@ -138,12 +71,63 @@ JAX_EP_FN void skip(Memory& shared, const Tile& tile, Position<Memory::kStages>&
   }
 }
 
-// What a warpgroup multiplies of a tile: d = a x b.
+// One step of a stage: so much of d += a x b, or = where it is the first.
+template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kAll, int kCount>
+JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, int step, bool is_first) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+    multiply<In, kWidth, kMnA, kMnB>(d[part], a + part * (kSliceBytes >> 4) + step * kDescriptorStep<kMnA>,
+                                     b + step * kDescriptorStep<kMnB>, !is_first);
+}
+
+// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kParts. Returns the stage that wgmma
+// may still read, or -1.
+template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, class Memory, int kAll, int kCount>
+JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
+                              Position<Memory::kStages>& at, int first_slice, int lane) {
+  int running = -1;
+  for (int k = begin; k < end; k += kBlockK, at.advance()) {
+    const char* const stage = shared.stages[at.stage];
+    wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
+    const uint64_t a = describe<kMnA>(stage + first_slice * kSliceBytes);
+    const uint64_t b = describe<kMnB>(stage + kSlicesA * kSliceBytes);
+    begin_multiplies();
+#pragma unroll
+    for (int step = 0; step < kBlockK / kMultiplyK; ++step)
+      multiply_step<In, kWidth, kParts, kMnA, kMnB>(d, a, b, step, k == begin && step == 0);
+    commit_multiplies();
+    wait_multiplies<1>();
+    if (running >= 0) release(&shared.empty[running], lane);
+    running = at.stage;
+  }
+  return running;
+}
+
+// The last stage of a group whose contraction ends inside it: only the steps that it needs, of all columns.
+template <class In, int kBlockN, class Memory>
+JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
+                            Position<Memory::kStages>& at, int first_slice) {
+  char* const stage = shared.stages[at.stage];
+  wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
+  zero_lines<kBlockN>(stage, valid);
+  const uint64_t a = describe<true>(stage + first_slice * kSliceBytes);
+  const uint64_t b = describe<true>(stage + kSlicesA * kSliceBytes);
+  int step = 0;
+#pragma unroll 1
+  do {
+    begin_multiplies();
+    multiply_step<In, kBlockN, kParts<kBlockN>, true, true>(d, a, b, step, is_first && step == 0);
+    commit_multiplies();
+  } while (++step * kMultiplyK < valid);
+  const int last = at.stage;
+  at.advance();
+  return last;
+}
+
+// What a warpgroup multiplies of a tile: d = a x b, by no more columns and rows than the tile has, roughly.
 template <class In, int kBlockN, bool kMnA, bool kMnB, class Memory>
 JAX_EP_FN void accumulate(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, const Problem& problem,
                           const Tile& tile, Position<Memory::kStages>& at, int warpgroup, int lane) {
-  const int first_slice = in_turns(kBlockN) ? 0 : warpgroup;
-  int running = -1;  // the stage that wgmma may still read
   if (tile.k_begin >= tile.k_end) {
 #pragma unroll
     for (auto& part : d)
@@ -153,72 +137,79 @@ JAX_EP_FN void accumulate(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shar
   }
 #pragma unroll
   for (auto& part : d) leave_undefined(part);
-  for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
-    char* const stage = shared.stages[at.stage];
-    wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
-    if constexpr (kMnA && kMnB)
-      if (problem.grouping == Grouping::contraction && tile.k_end - k < kBlockK)
-        zero_lines<kBlockN>(stage, tile.k_end - k);
-    const uint64_t a = describe<kMnA>(stage + first_slice * kSliceBytes);
-    const uint64_t b = describe<kMnB>(stage + kSlicesA * kSliceBytes);
-    begin_multiplies();
-#pragma unroll
-    for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-#pragma unroll
-      for (int part = 0; part < kParts<kBlockN>; ++part)
-        multiply<In, kMnA, kMnB>(d[part], a + part * (kSliceBytes >> 4) + step * kDescriptorStep<kMnA>,
-                                 b + step * kDescriptorStep<kMnB>, k > tile.k_begin || step > 0);
-    commit_multiplies();
-    wait_multiplies<1>();
-    if (running >= 0) release(&shared.empty[running], lane);
-    running = at.stage;
+  const int first_slice = is_ping_pong(kBlockN) ? 0 : warpgroup, begin = tile.k_begin;
+  const bool ends_inside = kMnA && kMnB && problem.grouping == Grouping::k_grouped;
+  const int end = ends_inside ? tile.k_end - (tile.k_end - begin) % kBlockK : tile.k_end;
+  const auto stages = [&](auto width, auto parts) {
+    return multiply_stages<In, decltype(width)::value, decltype(parts)::value, kMnA, kMnB>(d, shared, begin, end, at,
+                                                                                           first_slice, lane);
+  };
+  constexpr Constant<kBlockN> kAllColumns;
+  constexpr Constant<kParts<kBlockN>> kAllParts;
+  int running, rest = -1;  // stages that wgmma may still read
+  if constexpr (kHasEdges<kBlockN>) {
+    const int columns = problem.n - tile.col;
+    if (tile.row_end - tile.row <= kSlice)
+      running = stages(kAllColumns, Constant<1>{});
+    else if (columns <= 64)
+      running = stages(Constant<64>{}, kAllParts);
+    else if (columns <= 128)
+      running = stages(Constant<128>{}, kAllParts);
+    else
+      running = stages(kAllColumns, kAllParts);
+  } else {
+    running = stages(kAllColumns, kAllParts);
   }
+  if constexpr (kMnA && kMnB)
+    if (end < tile.k_end) rest = multiply_rest<In, kBlockN>(d, shared, tile.k_end - end, end == begin, at, first_slice);
   pass_turn<kBlockN>(shared, warpgroup, lane);
   wait_multiplies<0>();
 #pragma unroll
   for (auto& part : d) settle(part);
   if (running >= 0) release(&shared.empty[running], lane);
+  if (kMnA && kMnB && rest >= 0) release(&shared.empty[rest], lane);
 }
 
 // A warp's part of a tile, to where the hooks want it.
 template <class Out, int kBlockN, class Hooks>
 JAX_EP_FN void store(const CUtensorMap& map, Out* out, const Problem& problem, const Hooks& hooks, const Tile& tile,
-                     const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int slot, int lane) {
+                     const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int strip, int lane) {
   if constexpr (Hooks::kStores)
-    hooks.template store<kBlockN>(tile, d, buffers, slot, lane);
+    hooks.template store<kBlockN>(tile, d, buffers, strip, lane);
   else
-    store_tile<Out, kBlockN>(map, out, problem, tile, d, buffers, slot, lane);
+    store_tile<Out, kBlockN>(map, out, problem, tile, d, buffers, strip, lane);
 }
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
-                        const Hooks& hooks, int block, int blocks) {
+                        const Hooks& hooks, int cta, int ctas) {
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<SharedFor<kBlockN, Hooks>::kStages> at;
-  Schedule schedule(problem, kBlockN, block, blocks);
+  Schedule schedule(problem, kBlockN, cta, ctas);
   Tile tile{};
   int tiles = 0;
   uint32_t swaps = 0;
   for (; schedule.next(&tile); ++tiles) {
-    if (in_turns(kBlockN) && tiles % 2 != warpgroup) {
+    if (is_ping_pong(kBlockN) && tiles % 2 != warpgroup) {
       at.advance(ceil_div(larger(tile.k_end - tile.k_begin, 0), kBlockK));
       continue;
     }
     await_turn<kBlockN>(shared, tiles / 2, warpgroup);
-    const int first_row = tile.row + (in_turns(kBlockN) ? 0 : warpgroup * kSlice);
+    const int first_row = tile.row + (is_ping_pong(kBlockN) ? 0 : warpgroup * kSlice);
     const bool wanted = first_row < tile.row_end && tile.col < problem.n;
-    if (wanted || problem.grouping == Grouping::contraction) {  // where both halves meet to zero lines
+    const bool meets = !is_ping_pong(kBlockN) && problem.grouping == Grouping::k_grouped;  // the other, to zero lines
+    if (wanted || meets) {
       float d[kParts<kBlockN>][kBlockN / 2];
       accumulate<In, kBlockN, kMnA, kMnB>(d, shared, problem, tile, at, warpgroup, lane);
 #pragma unroll
       for (int part = 0; part < kParts<kBlockN>; ++part) {
-        const int slot = slot_of<kBlockN>(part, warp);
+        const int strip = strip_of<kBlockN>(part, warp);
         if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
-          store<Out, kBlockN>(map, out, problem, hooks, tile, d[part], shared.out[warp], slot, lane);
+          store<Out, kBlockN>(map, out, problem, hooks, tile, d[part], shared.out[warp], strip, lane);
         } else if constexpr (kCanSplit<kBlockN>) {
           float half_d[kBlockN / 4];
           swap_halves(half_d, d[part], shared, swaps++ & 1, warp, lane);
-          store<Out, kBlockN / 2>(map, out, problem, hooks, tile, half_d, shared.out[warp], slot, lane);
+          store<Out, kBlockN / 2>(map, out, problem, hooks, tile, half_d, shared.out[warp], strip, lane);
         }
       }
     } else {
@@ -232,7 +223,7 @@ __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& ma
     hooks.after_tile(tile, warp);
   }
   hooks.after_last(tile, tiles, warp);
-  if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the block; others look at the result
+  if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
 }
 
 template <int kBlockN, class Memory>
@@ -252,34 +243,39 @@ JAX_EP_FN void open_pipeline(Memory& shared) {
   sync_cluster();
 }
 
-// Of a thread, of the 168 with which it starts.
-template <class Beside>
+// Registers of a thread, out of the 168 with which each starts, by how many of them are accumulators.
+template <class Aux, int kAccumulators>
 struct Registers {
   static constexpr int kConsumer = 192, kOther = 120;
 };
 template <>
-struct Registers<Nothing> {
+struct Registers<Nothing, 128> {
   static constexpr int kConsumer = 224, kOther = 56;
 };
+template <class Aux>
+struct Registers<Aux, 192> {
+  static constexpr int kConsumer = 240, kOther = 24;
+};
 
-// The part of one of `blocks` blocks. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`,
-// `b` map slices, `out_map` a warp's box.
+// The part of one of `ctas` CTAs. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`, `b`
+// map slices, `out_map` a warp's box.
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& out_map,
-                              void* out, const Problem& problem, const Hooks& hooks, int block, int blocks) {
-  using Beside = typename Hooks::Beside;
+                              void* out, const Problem& problem, const Hooks& hooks, int cta, int ctas) {
+  using Aux = typename Hooks::Aux;
+  using Wanted = Registers<Aux, kParts<kBlockN> * kBlockN / 2>;
   auto& shared = *reinterpret_cast<SharedFor<kBlockN, Hooks>*>(memory);
   open_pipeline<kBlockN>(shared);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
-    take_registers<Registers<Beside>::kConsumer>();
-    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks, block, blocks);
+    take_registers<Wanted::kConsumer>();
+    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks, cta, ctas);
   } else {
-    give_registers<Registers<Beside>::kOther>();
+    give_registers<Wanted::kOther>();
     if (warp == kConsumerWarps) {
-      produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, block, blocks);
-    } else if constexpr (!std::is_empty_v<Beside>) {
-      hooks.run_beside(warp - kConsumerWarps - 1, block, blocks);
+      produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, cta, ctas);
+    } else if constexpr (!std::is_empty_v<Aux>) {
+      hooks.run_aux(warp - kConsumerWarps - 1, cta, ctas);
     }
   }
 }

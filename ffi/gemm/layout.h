@@ -1,5 +1,5 @@
 // How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 lines of 128 bytes, of which
-// each eight form an atom whose 16-byte pieces TMA permutes (the "128-byte swizzle") and wgmma permutes back.
+// each eight form an atom whose 16-byte vectors TMA permutes (the "128-byte swizzle") and wgmma permutes back.
 #pragma once
 
 #include <cstdint>
@@ -21,55 +21,65 @@ constexpr int kConsumerWarps = 8;
 constexpr int kWarpgroup = 4;  // warps
 constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kWarpsBeside = 3;  // the producer is one of four
-constexpr int kOutRows = 16;     // of a warp, stored at once: lines of 128 bytes again
+constexpr int kAuxWarps = 3;  // the producer is one of four
+constexpr int kOutRows = 16;  // of a warp, stored at once: lines of 128 bytes again
 constexpr int kOutBytes = kOutRows * kLineBytes;
 
-// Two warpgroups share a wide tile, 64 rows each; narrow ones they take in turns, so that one stores while the other
-// multiplies.
-JAX_EP_CONSTANT_FN bool in_turns(int block_n) { return block_n == 128; }
+// The warpgroups are cooperative in a wide tile: each has 64 of its rows. In narrower tiles they ping-pong: they take
+// them in turns, so that one stores while the other multiplies.
+JAX_EP_CONSTANT_FN bool is_ping_pong(int block_n) { return block_n < 256; }
 template <int kBlockN>
-constexpr int kParts = in_turns(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
+constexpr int kParts = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
 
 // Which 16 rows of a tile a warp holds in a part.
 template <int kBlockN>
-JAX_EP_FN int slot_of(int part, int warp) {
-  return in_turns(kBlockN) ? part * kWarpgroup + warp % kWarpgroup : warp;
+JAX_EP_FN int strip_of(int part, int warp) {
+  return is_ping_pong(kBlockN) ? part * kWarpgroup + warp % kWarpgroup : warp;
 }
 
-// The warps that store a block's tile of this number, and how many tiles each of them has stored by then.
+// The warps that store a CTA's tile of this number, and how many tiles each of them has stored by then.
 struct Storing {
   int first, warps;
   uint32_t tiles;
 };
 JAX_EP_FN Storing storing(int block_n, int tile) {
-  if (!in_turns(block_n)) return {0, kConsumerWarps, static_cast<uint32_t>(tile) + 1};
+  if (!is_ping_pong(block_n)) return {0, kConsumerWarps, static_cast<uint32_t>(tile) + 1};
   return {tile % 2 * kWarpgroup, kWarpgroup, static_cast<uint32_t>(tile) / 2 + 1};
 }
 
+// Whether a tile at the edge of the result or of a group multiplies less than the whole: a part of its rows, or fewer
+// columns, by 64.
+template <int kBlockN>
+constexpr bool kHasEdges = kBlockN == 192;
+
+// Buffers of a warp, through which it stores a tile in chunks of a line: each has a fixed one, so a tile must have a
+// multiple of so many chunks.
+template <int kBlockN>
+constexpr int kOutBuffers = kBlockN == 192 ? 3 : 2;
+
 struct Nothing {};
 
-// `Beside`: what the warps beside keep there, which costs stages.
-template <int kBlockN, class Beside = Nothing>
+// `Aux`: what the aux warps keep there, which costs stages.
+template <int kBlockN, class Aux = Nothing>
 struct Shared {
   static constexpr int kSlices = kSlicesA + kBlockN / kSlice;
   static constexpr int kStageBytes = kSlices * kSliceBytes;
-  static constexpr int kBytesBeside = std::is_empty_v<Beside> ? 0 : sizeof(Beside);
-  static constexpr int kStages = (198656 - kBytesBeside) / kStageBytes;
+  static constexpr int kAuxBytes = std::is_empty_v<Aux> ? 0 : sizeof(Aux);
+  static constexpr int kStages = (198656 - kAuxBytes) / kStageBytes;
 
   alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
-  alignas(1024) char out[kConsumerWarps][2][kOutBytes];
+  alignas(1024) char out[kConsumerWarps][kOutBuffers<kBlockN>][kOutBytes];
   uint64_t full[kStages], empty[kStages];
   uint64_t turn[2];                                          // of the warpgroups, to multiply
-  uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // of a split contraction: the peer's `out`, this block's
-  Beside beside;
+  uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // of a split contraction: the peer's `out`, this CTA's
+  Aux aux;
 };
 
-// Where the 16-byte piece of a line lies.
-JAX_EP_FN int swizzled(int line, int piece) { return line * kLineBytes + ((piece ^ (line & 7)) << 4); }
+// Where the 16-byte vector of a line lies.
+JAX_EP_FN int swizzled(int line, int vec) { return line * kLineBytes + ((vec ^ (line & 7)) << 4); }
 
 // The word that tells wgmma where an operand lies, in 16-byte units of 14 bits each. In a cluster a shared address
-// carries the block's rank above the offset, which must not reach the strides.
+// carries the CTA's rank above the offset, which must not reach the strides.
 JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
   constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |

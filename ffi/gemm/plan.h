@@ -26,8 +26,8 @@ struct Config {
 
 Config plan(const Shape& shape, const HardwareModel& model);
 
-// Whether both blocks of a cluster should take one tile, half of the contraction each: where there are so few tiles
-// that this leaves none of `sms` without work.
+// Whether both CTAs of a cluster should take one tile, half of the contraction each: where there are so few tiles that
+// this leaves none of `sms` without work.
 bool should_split(const GemmRates& rates, int block_n, int k, int tiles, int sms);
 
 }  // namespace jax_ep::gemm

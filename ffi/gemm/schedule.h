@@ -1,7 +1,7 @@
-// Which tiles a block computes, in which order. Every warp of a block walks the same list by itself.
+// Which tiles a CTA computes, in which order. Every warp of a CTA walks the same list by itself.
 //
-// Clusters take dominoes: two tiles on top of each other, which share b, the larger operand; where a group has an odd
-// number of rows of tiles, two beside each other in the last of them, so that no tile is wasted.
+// Clusters take tile pairs: two tiles on top of each other, which share b, the larger operand; where a group has an odd
+// number of rows of tiles, two side by side in the last of them, so that no tile is wasted.
 #pragma once
 
 #include "gemm/problem.h"
@@ -11,34 +11,33 @@ namespace jax_ep::gemm {
 // Clusters take the tiles of a group, then of the next, round-robin; the groups' sizes are read on the way.
 class Schedule {
  public:
-  JAX_EP_FN Schedule(const Problem& problem, int block_n, int block, int blocks)
-      : problem_(problem), block_n_(block_n) {
-    const int cluster = block / kCluster;
-    rank_ = block % kCluster;
-    step_ = blocks / kCluster;
+  JAX_EP_FN Schedule(const Problem& problem, int block_n, int cta, int ctas) : problem_(problem), block_n_(block_n) {
+    const int cluster = cta / kCluster;
+    rank_ = cta % kCluster;
+    step_ = ctas / kCluster;
     next_ = cluster;
     open_group(0);
   }
 
-  // False behind the last tile. Both blocks of a cluster get tiles of one group and one range of the contraction; a
-  // tile may lie wholly outside the matrix.
+  // False behind the last tile. Both CTAs of a cluster get tiles of one group and one range of the contraction; a tile
+  // may lie wholly outside the matrix.
   JAX_EP_FN bool next(Tile* tile) {
-    while (next_ - first_ >= dominoes_) {
+    while (next_ - first_ >= tile_pairs_) {
       if (tile_.group == last_group()) return false;
-      first_ += dominoes_;
+      first_ += tile_pairs_;
       open_group(tile_.group + 1);
     }
-    place(next_ - first_, tile);
+    locate(next_ - first_, tile);
     next_ += step_;
-    tile->last = next_ >= dominoes_;
+    tile->last = next_ >= tile_pairs_;
     return true;
   }
 
  private:
-  // With groups of rows, the rows behind the last group are one more, without contraction.
+  // If m-grouped, the rows behind the last group are one more, without contraction.
   JAX_EP_FN int last_group() const {
     if (problem_.grouping == Grouping::none) return 0;
-    return problem_.grouping == Grouping::rows ? problem_.groups : problem_.groups - 1;
+    return problem_.grouping == Grouping::m_grouped ? problem_.groups : problem_.groups - 1;
   }
 
   // Sizes that would leave the matrix are cut off.
@@ -48,25 +47,25 @@ class Schedule {
 
   JAX_EP_FN void open_group(int group) {
     tile_ = {group, 0, 0, problem_.m, 0, problem_.k, Common::b, 0, 0, false};
-    if (problem_.grouping == Grouping::rows) {
+    if (problem_.grouping == Grouping::m_grouped) {
       tile_.row = start_;
       start_ += size_of(group, problem_.m - start_);
       tile_.row_end = start_;
       if (group == problem_.groups) tile_.k_end = 0;
-    } else if (problem_.grouping == Grouping::contraction) {
+    } else if (problem_.grouping == Grouping::k_grouped) {
       tile_.k_begin = start_;
       start_ += size_of(group, problem_.k - start_);
       tile_.k_end = start_;
     }
     rows_ = ceil_div(tile_.row_end - tile_.row, kBlockM);
     columns_ = ceil_div(problem_.n, block_n_);
-    dominoes_ = problem_.split_k ? rows_ * columns_ : rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
+    tile_pairs_ = problem_.split_k ? rows_ * columns_ : rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
   }
 
-  // Down the rows of a band in two columns, which are as many dominoes as there are rows, then to the next two.
-  JAX_EP_FN void place(int domino, Tile* tile) const {
-    if (problem_.split_k) return place_split(domino, tile);
-    const int band = domino / (problem_.band * columns_), inside = domino - band * problem_.band * columns_;
+  // Down the rows of a band in two columns, which are as many tile pairs as there are rows, then to the next two.
+  JAX_EP_FN void locate(int tile_pair, Tile* tile) const {
+    if (problem_.split_k) return locate_split(tile_pair, tile);
+    const int band = tile_pair / (problem_.band * columns_), inside = tile_pair - band * problem_.band * columns_;
     const int first_row = band * problem_.band * 2, rows = smaller(problem_.band * 2, rows_ - first_row);
     const int first_column = inside / rows * 2, upright = inside % rows - rows % 2, pairs = larger(rows / 2, 1);
     *tile = tile_;
@@ -79,12 +78,12 @@ class Schedule {
     tile->out_end = tile->col + block_n_;
   }
 
-  // As many steps of the contraction for both blocks, though the last may lie behind its end; then half of the columns.
-  JAX_EP_FN void place_split(int domino, Tile* tile) const {
+  // As many steps of the contraction for both CTAs, though the last may lie behind its end; then half of the columns.
+  JAX_EP_FN void locate_split(int tile_pair, Tile* tile) const {
     *tile = tile_;
     tile->common = Common::tile;
-    tile->row += domino % rows_ * kBlockM;
-    tile->col = domino / rows_ * block_n_;
+    tile->row += tile_pair % rows_ * kBlockM;
+    tile->col = tile_pair / rows_ * block_n_;
     const int half = ceil_div(ceil_div(tile_.k_end - tile_.k_begin, kBlockK), 2) * kBlockK;
     tile->k_begin += rank_ * half;
     tile->k_end = tile->k_begin + half;
@@ -106,12 +105,12 @@ class Schedule {
 
   const Problem& problem_;
   int block_n_;
-  int next_, step_;               // in dominoes
-  int rank_;                      // within the cluster
-  int first_ = 0, dominoes_ = 0;  // of the open group
-  int rows_ = 0, columns_ = 0;    // of its tiles
-  int start_ = 0;                 // where the next group starts
-  Tile tile_{};                   // the open group's first
+  int next_, step_;                 // in tile pairs
+  int rank_;                        // within the cluster
+  int first_ = 0, tile_pairs_ = 0;  // of the open group
+  int rows_ = 0, columns_ = 0;      // of its tiles
+  int start_ = 0;                   // where the next group starts
+  Tile tile_{};                     // the open group's first
 };
 
 }  // namespace jax_ep::gemm

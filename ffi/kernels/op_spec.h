@@ -13,7 +13,7 @@
 
 namespace jax_ep {
 
-// Calls run(row) with a value of the format that a dtype stands for: the one place that chooses it.
+// Calls run(row) with a value of the format that a dtype stands for: nothing else chooses it.
 template <class Run>
 auto with_format(DType dtype, Run run) {
   switch (dtype) {
@@ -153,11 +153,7 @@ struct OpDefaults {
 template <class Args>
 struct OpSpec;
 
-// Whether an op's kernel is compiled for the dtype of its rows, and whether it is a product.
-template <class Args, class = void>
-constexpr bool kHasRows = false;
-template <class Args>
-constexpr bool kHasRows<Args, std::void_t<decltype(Args::dtype)>> = true;
+// Whether an op is a product.
 template <class Args, class = void>
 constexpr bool kIsProduct = false;
 template <class Args>

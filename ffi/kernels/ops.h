@@ -26,8 +26,11 @@ enum class OpKind : int32_t {
 #define JAX_EP_SPARSE_OPS(X) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
 
-// By what a GPU's kernel is compiled for: the dtype of rows, nothing, or the tiles of a product.
-#define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) X(SparseReduceArgs)
-#define JAX_EP_BLIND_OPS(X) JAX_EP_RAGGED_OPS(X) X(SparseUnionArgs)
+#define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X)
+#define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_MATMUL_OPS(X)
 
-#define JAX_EP_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X) JAX_EP_MATMUL_OPS(X)
+// The kernels of the ops on rows, most of which have one; choose_kernel in kernels/kernels.h knows the others. Those
+// that look at values are compiled for each dtype, and those that are blind once: they move bytes.
+#define JAX_EP_VALUE_KERNELS(X) \
+  X(EncodedDispatchArgs) X(Float8DispatchArgs) X(CombineArgs) X(LongCombineArgs) X(SparseReduceArgs)
+#define JAX_EP_BLIND_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

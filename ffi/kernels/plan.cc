@@ -9,30 +9,29 @@ namespace jax_ep {
 namespace {
 
 constexpr int kThreads = 256;
-// Shared memory of a team: barriers, then a row of 7168 values in float8 to write and three halves of one in 16 bits to
-// read, or four such halves, or seven batches of 4 KiB, or a ring of three pieces of a row.
-constexpr int kTeamBytes = kBarrierBytes + 7424 + 3 * 7168;
-static_assert(RowRates{}.union_blocks * kMaxSquadTeams <= kMaxTeams,
-              "the scratch of sparse_union has room for no more");
+// Shared memory of a coop: barriers, then a row of 7168 values in float8 to write and three halves of one in 16 bits to
+// read, or four such halves, or seven batches of 4 KiB, or a ring of three parts of a row.
+constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
+static_assert(RowRates{}.union_blocks * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 
-int find_pushers(const PusherRule (&rules)[kPusherRules], int ranks, int blocks) {
+int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int blocks) {
   const auto* const rule =
-      std::find_if(rules, std::end(rules), [&](const PusherRule& each) { return blocks <= each.most_blocks; });
+      std::find_if(rules, std::end(rules), [&](const SenderRule& each) { return blocks <= each.most_blocks; });
   return ranks > 2 ? rule->more_ranks : rule->two_ranks;  // two ranks send each other less
 }
 
-// How many teams of a block push.
-int pushers(const RowShape& shape, const RowRates& rates, int blocks, int teams) {
+// How many coops of a CTA are senders.
+int senders(const RowShape& shape, const RowRates& rates, int blocks, int coops) {
   const bool few = shape.num_tokens <= kFewTokens;
   switch (shape.op) {
     case OpKind::dispatch:
     case OpKind::scatter:
-      if (shape.encoded && few) return rates.few_pushers;
-      return find_pushers(shape.encoded ? rates.dispatch_float8 : rates.dispatch, shape.ranks, blocks);
+      if (shape.encoded && few) return rates.few_senders;
+      return find_senders(shape.encoded ? rates.dispatch_float8 : rates.dispatch, shape.ranks, blocks);
     case OpKind::combine:
-      return few ? rates.few_pushers : find_pushers(rates.combine, shape.ranks, blocks);
+      return few ? rates.few_senders : find_senders(rates.combine, shape.ranks, blocks);
     default:
-      return teams;
+      return coops;
   }
 }
 
@@ -53,15 +52,15 @@ int useful_blocks(const RowShape& shape, const RowRates& rates, int all) {
 }  // namespace
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model) {
-  const int most = std::max(1, model.row_sms), teams = kThreads / model.team_lanes;
+  const int most = std::max(1, model.row_sms), coops = kThreads / model.warp_lanes;
   const int blocks = std::clamp(useful_blocks(shape, model.rows, model.row_sms), 1, most);
-  const int team_bytes = std::min(kTeamBytes, model.shared_bytes / teams / 128 * 128);
-  return {blocks, kThreads, std::min(pushers(shape, model.rows, blocks, teams), teams), team_bytes};
+  const int warp_bytes = std::min(kWarpBytes, model.shared_bytes / coops / 128 * 128);
+  return {blocks, kThreads, std::min(senders(shape, model.rows, blocks, coops), coops), warp_bytes};
 }
 
 std::string LaunchConfig::describe() const {
   return std::to_string(blocks) + " blocks of " + std::to_string(threads) + " threads, " +
-         std::to_string(pushers_per_block) + " warps of each push, " + std::to_string(team_bytes) + " bytes a warp";
+         std::to_string(senders_per_cta) + " sender warps in each, " + std::to_string(warp_bytes) + " bytes a warp";
 }
 
 }  // namespace jax_ep

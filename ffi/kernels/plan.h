@@ -15,13 +15,13 @@ struct RowShape {
   bool encoded;    // rows travel in float8
 };
 
-// Few blocks: they wait for peers, and other kernels must find room beside them. In each, the first warps push rows to
-// peers while the others take in what arrives.
+// Few blocks: they wait for peers, and other kernels must find room beside them. In each, the first warps are senders,
+// which push rows to peers; the others are receivers, which take in what arrives.
 struct LaunchConfig {
   int blocks;  // a block takes a whole SM
   int threads;
-  int pushers_per_block;
-  int team_bytes;  // of shared memory, for each warp's stages
+  int senders_per_cta;
+  int warp_bytes;  // of shared memory, for each warp's stages
 
   std::string describe() const;
 };

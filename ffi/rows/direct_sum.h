@@ -1,89 +1,89 @@
-// Sums of rows read where they are, for rows of which no stream could bring a batch ahead: by a team of many lanes from
-// one dtype to another, or by a team of one.
+// Sums of rows that are read where they are, as no stream could bring their batches ahead: DirectSum for a coop of many
+// lanes, from one dtype to another, and sum_few_rows for a coop of one.
 #pragma once
 
 #include "comm/copy.h"
 #include "comm/layout.h"
 #include "rows/lineup.h"
 #include "rows/numeric.h"
-#include "rows/piece.h"
+#include "rows/pack.h"
 
 namespace jax_ep {
 
-// `kRows`: of which pieces come at once; of fewer rows, more pieces each.
+// `kRows`: how many rows have packs in flight at once. The fewer rows, the more packs of each.
 template <class In, class Out, int kRows = 4>
 class DirectSum {
  private:
-  static constexpr int kAhead = Team::lanes == 1 ? 1 : kRows, kPieces = Team::lanes == 1 ? 1 : 16 / kRows;
-  static constexpr int kValues = Team::lanes * kPieceValues<In>;
+  static constexpr int kAhead = Coop::lanes == 1 ? 1 : kRows, kPacks = Coop::lanes == 1 ? 1 : 16 / kRows;
+  static constexpr int kValues = Coop::lanes * kPackValues<In>;
 
  public:
   // Values of a row that are summed at a time.
-  static constexpr int kBatch = kPieces * kValues;
+  static constexpr int kBatch = kPacks * kValues;
 
   // `words`: all rows are made of 16-byte words.
-  JAX_EP_FN DirectSum(const Team& team, bool words) : team_(team), words_(words) {}
+  JAX_EP_FN DirectSum(const Coop& coop, bool words) : coop_(coop), words_(words) {}
 
-  // Puts scale * the sum of row_of(0) .. row_of(rows - 1), in their order and without the null ones, at every place.
+  // Puts scale * the sum of row_of(0) .. row_of(rows - 1), in their order and without the null ones, into every sink.
   // All lanes see the same rows.
-  template <class RowOf, class Places>
-  JAX_EP_FN void sum(int rows, RowOf row_of, int width, const Places& places, float scale) const {
-    if (Team::lanes > 1 && !words_) return sum_by_value(rows, row_of, width, places, scale);
+  template <class RowOf, class Sinks>
+  JAX_EP_FN void sum(int rows, RowOf row_of, int width, const Sinks& sinks, float scale) const {
+    if (Coop::lanes > 1 && !words_) return sum_by_value(rows, row_of, width, sinks, scale);
     for (int first = 0; first < width; first += kBatch) {
-      float total[kPieces][kPieceValues<In>] = {};
+      float total[kPacks][kPackValues<In>] = {};
       for (int i = 0; i < rows; i += kAhead) {
         const In* row[kAhead];
-        Piece<In> piece[kAhead][kPieces];
+        Pack<In> pack[kAhead][kPacks];
         for (int j = 0; j < kAhead; ++j) row[j] = i + j < rows ? row_of(i + j) : nullptr;
         for (int j = 0; j < kAhead; ++j)
           if (row[j])
-            for (int k = 0; k < kPieces; ++k) piece[j][k].load(row[j] + at(first, k), width - at(first, k));
+            for (int k = 0; k < kPacks; ++k) pack[j][k].load(row[j] + at(first, k), width - at(first, k));
         for (int j = 0; j < kAhead; ++j)
           if (row[j])
-            for (int k = 0; k < kPieces; ++k) add(piece[j][k], total[k]);
+            for (int k = 0; k < kPacks; ++k) add(pack[j][k], total[k]);
       }
-      for (int k = 0; k < kPieces; ++k) {
+      for (int k = 0; k < kPacks; ++k) {
         for (float& each : total[k]) each *= scale;
-        Piece<Out, kPieceValues<In>> rounded;
+        Pack<Out, kPackValues<In>> rounded;
         from_floats(total[k], rounded.values);
-        for_each_place(places, [&](Out* to) { rounded.store(to + at(first, k), width - at(first, k)); });
+        for_each_sink(sinks, [&](Out* to) { rounded.store(to + at(first, k), width - at(first, k)); });
       }
     }
   }
 
  private:
-  // Where a lane's piece of a row lies.
-  JAX_EP_FN int at(int first, int piece) const { return first + piece * kValues + team_.lane * kPieceValues<In>; }
+  // Where a lane's pack of a row lies.
+  JAX_EP_FN int at(int first, int pack) const { return first + pack * kValues + coop_.lane * kPackValues<In>; }
 
   // Rows of odd sizes: a value per lane at a time.
-  template <class RowOf, class Places>
-  JAX_EP_FN void sum_by_value(int rows, RowOf row_of, int width, const Places& places, float scale) const {
-    for (int first = 0; first < width; first += Team::lanes) {
-      const int at = smaller(first + team_.lane, width - 1);
+  template <class RowOf, class Sinks>
+  JAX_EP_FN void sum_by_value(int rows, RowOf row_of, int width, const Sinks& sinks, float scale) const {
+    for (int first = 0; first < width; first += Coop::lanes) {
+      const int at = smaller(first + coop_.lane, width - 1);
       float total = 0;
       for (int i = 0; i < rows; ++i)
         if (const In* row = row_of(i)) total += to_float(row[at]);
-      for_each_place(places, [&](Out* to) { from_float(scale * total, to + at); });
+      for_each_sink(sinks, [&](Out* to) { from_float(scale * total, to + at); });
     }
   }
 
-  template <class Places, class Store>
-  JAX_EP_FN void for_each_place(const Places& places, Store store) const {
-    auto walk = places.walk();
-    for (char* place = walk.next().row; place; place = walk.next().row) store(reinterpret_cast<Out*>(place));
+  template <class Sinks, class Store>
+  JAX_EP_FN void for_each_sink(const Sinks& sinks, Store store) const {
+    auto walk = sinks.walk();
+    for (char* sink = walk.next().row; sink; sink = walk.next().row) store(reinterpret_cast<Out*>(sink));
   }
 
-  JAX_EP_FN void add(const Piece<In>& piece, float (&total)[kPieceValues<In>]) const {
-    float values[kPieceValues<In>];
-    to_floats(piece.values, values);
-    for (int j = 0; j < kPieceValues<In>; ++j) total[j] += values[j];
+  JAX_EP_FN void add(const Pack<In>& pack, float (&total)[kPackValues<In>]) const {
+    float values[kPackValues<In>];
+    to_floats(pack.values, values);
+    for (int j = 0; j < kPackValues<In>; ++j) total[j] += values[j];
   }
 
-  const Team& team_;
+  const Coop& coop_;
   const bool words_;
 };
 
-// By a team of one lane: a few values at a time over all rows, so that they stay in registers.
+// A coop of one lane takes a few values at a time over all rows, so that they stay in registers.
 
 // The rows of a lineup, looked up once.
 template <class Row>
@@ -111,15 +111,15 @@ class FewRows {
 };
 
 template <int kValues, class In, class Out>
-JAX_EP_FN void sum_values(const FewRows<const In>& rows, const FewRows<char>& places, int first) {
+JAX_EP_FN void sum_values(const FewRows<const In>& rows, const FewRows<char>& sinks, int first) {
   float total[kValues] = {};
   for (const auto& term : rows)
     for (int i = 0; i < kValues; ++i) total[i] += term.weight * to_float(term.row[first + i]);
   Out rounded[kValues];
   from_floats(total, rounded);
-  for (const auto& place : places) {  // several are results of as many ranks, not looked at soon
-    auto* to = reinterpret_cast<Out*>(place.row) + first;
-    if (kValues > 1 && places.count() > 1) {
+  for (const auto& sink : sinks) {  // several are results of as many ranks, not looked at soon
+    auto* to = reinterpret_cast<Out*>(sink.row) + first;
+    if (kValues > 1 && sinks.count() > 1) {
       stream_out(to, rounded);
     } else {
       for (int i = 0; i < kValues; ++i) to[i] = rounded[i];
@@ -128,11 +128,11 @@ JAX_EP_FN void sum_values(const FewRows<const In>& rows, const FewRows<char>& pl
 }
 
 template <class In, class Out>
-JAX_EP_FN void sum_few_rows(const FewRows<const In>& rows, const FewRows<char>& places, int width) {
+JAX_EP_FN void sum_few_rows(const FewRows<const In>& rows, const FewRows<char>& sinks, int width) {
   constexpr int kValues = 16;  // enough for the vectoriser
   int first = 0;
-  for (; first + kValues <= width; first += kValues) sum_values<kValues, In, Out>(rows, places, first);
-  for (; first < width; ++first) sum_values<1, In, Out>(rows, places, first);
+  for (; first + kValues <= width; first += kValues) sum_values<kValues, In, Out>(rows, sinks, first);
+  for (; first < width; ++first) sum_values<1, In, Out>(rows, sinks, first);
 }
 
 }  // namespace jax_ep

@@ -1,9 +1,9 @@
-// How a team turns values into float8 and back, in registers: a message at a time, whose blocks have a scale each.
+// How a coop turns values into float8 and back, in registers: a message at a time, whose blocks have a scale each.
 #pragma once
 
 #include "comm/layout.h"
 #include "rows/numeric.h"
-#include "rows/piece.h"
+#include "rows/pack.h"
 
 namespace jax_ep {
 
@@ -16,37 +16,37 @@ JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; 
 JAX_EP_FN float factor_for(float largest) { return largest == 0 ? 1.0f : finite(kFloat8Max / largest); }
 JAX_EP_FN float scale_for(float largest) { return largest == 0 ? 1.0f : largest / kFloat8Max; }
 
-// What encoder and decoder share: a message is a team's work of up to kPieces pieces, and a block of values that of
-// neighbouring lanes, of one where a team has no more.
+// What encoder and decoder share. A coop works on a message, up to kPacks packs a lane; kBlockLanes neighbouring lanes
+// share a block of values.
 template <class T, int kMost = kWireValues>
 struct Message {
-  static constexpr int kBlockLanes = Team::lanes == 1 ? 1 : 8;
+  static constexpr int kBlockLanes = Coop::lanes == 1 ? 1 : 8;
   static constexpr int kBlockValues = kScaleBlock / kBlockLanes;
-  static constexpr int kPieces = kMost / (Team::lanes * kBlockValues);
-  using Values = Piece<T, kBlockValues>;
-  using Encoded = Piece<Float8E4M3, kBlockValues>;
+  static constexpr int kPacks = kMost / (Coop::lanes * kBlockValues);
+  using Values = Pack<T, kBlockValues>;
+  using Encoded = Pack<Float8E4M3, kBlockValues>;
 
-  const Team& team;
+  const Coop& coop;
   const int hidden, first;  // the value with which it begins
   const int most;           // values, of all but the last of a row
   const bool staged;        // in shared memory, where it is always whole: what lies behind its end is never sent
 
   JAX_EP_FN int values() const { return smaller(most, hidden - first); }
-  JAX_EP_FN int at(int piece) const { return (piece * Team::lanes + team.lane) * kBlockValues; }
-  JAX_EP_FN bool has(int piece) const { return staged || at(piece) < values(); }
-  // Calls visit(piece) for all of its pieces; they are skipped by halves, as a test for each would cost more.
+  JAX_EP_FN int at(int pack) const { return (pack * Coop::lanes + coop.lane) * kBlockValues; }
+  JAX_EP_FN bool has(int pack) const { return staged || at(pack) < values(); }
+  // Calls visit(pack) for all of its packs; they are skipped by halves, as a test for each would cost more.
   template <class Visit>
-  JAX_EP_FN void for_each_piece(Visit visit) const {
-    constexpr int kHalf = (kPieces + 1) / 2;
+  JAX_EP_FN void for_each_pack(Visit visit) const {
+    constexpr int kHalf = (kPacks + 1) / 2;
     for (int i = 0; i < kHalf; ++i) visit(i);
-    if (values() > kHalf * Team::lanes * kBlockValues)
-      for (int i = kHalf; i < kPieces; ++i) visit(i);
+    if (values() > kHalf * Coop::lanes * kBlockValues)
+      for (int i = kHalf; i < kPacks; ++i) visit(i);
   }
 
-  JAX_EP_FN void decode(const char* message, int piece, Values* decoded) const {
+  JAX_EP_FN void decode(const char* message, int pack, Values* decoded) const {
     Encoded read;
-    read.load(reinterpret_cast<const Float8E4M3*>(message) + at(piece));
-    const float scale = reinterpret_cast<const float*>(message + values())[at(piece) / kScaleBlock];
+    read.load(reinterpret_cast<const Float8E4M3*>(message) + at(pack));
+    const float scale = reinterpret_cast<const float*>(message + values())[at(pack) / kScaleBlock];
     float scaled[kBlockValues];
     to_floats(read.values, scaled);
     for (int j = 0; j < kBlockValues; ++j) scaled[j] *= scale;
@@ -54,40 +54,40 @@ struct Message {
   }
 };
 
-// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share those of its pieces:
+// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share those of its packs:
 // first all factors, then all scales.
 template <class Message>
 class Scaling {
  public:
-  // `largest`: magnitudes of this lane's pieces. All lanes call together.
-  JAX_EP_FN Scaling(const Message& message, uint32_t (&largest)[Message::kPieces])
-      : message_(message), place_(message.team.lane % kLanes) {
-    for (uint32_t& each : largest) each = message.team.max(each, kLanes);
+  // `largest`: magnitudes of this lane's packs. All lanes call together.
+  JAX_EP_FN Scaling(const Message& message, uint32_t (&largest)[Message::kPacks])
+      : message_(message), lane_in_block_(message.coop.lane % kLanes) {
+    for (uint32_t& each : largest) each = message.coop.max(each, kLanes);
     for (int i = 0; i < kShare; ++i) {
       uint32_t mine = 0;
-      for (int piece = 0; piece < kPieces; ++piece)
-        if ((i * kLanes + place_) % kPieces == piece) mine = largest[piece];
+      for (int pack = 0; pack < kPacks; ++pack)
+        if ((i * kLanes + lane_in_block_) % kPacks == pack) mine = largest[pack];
       const float most = bit_cast<float>(mine);
-      quotients_[i] = i * kLanes + place_ < kPieces ? factor_for(most) : scale_for(most);
+      quotients_[i] = i * kLanes + lane_in_block_ < kPacks ? factor_for(most) : scale_for(most);
     }
   }
 
-  JAX_EP_FN float factor(int piece) const {
-    return message_.team.from_lane(quotients_[piece / kLanes], message_.team.lane - place_ + piece % kLanes);
+  JAX_EP_FN float factor(int pack) const {
+    return message_.coop.from_lane(quotients_[pack / kLanes], message_.coop.lane - lane_in_block_ + pack % kLanes);
   }
   JAX_EP_FN void store_scales(float* to) const {
     for (int i = 0; i < kShare; ++i) {
-      const int piece = i * kLanes + place_ - kPieces, at = message_.at(piece);
-      if (piece >= 0 && piece < kPieces && at < message_.values()) to[at / kScaleBlock] = quotients_[i];
+      const int pack = i * kLanes + lane_in_block_ - kPacks, at = message_.at(pack);
+      if (pack >= 0 && pack < kPacks && at < message_.values()) to[at / kScaleBlock] = quotients_[i];
     }
   }
 
  private:
-  static constexpr int kPieces = Message::kPieces, kLanes = Message::kBlockLanes;
-  static constexpr int kShare = (2 * kPieces + kLanes - 1) / kLanes;
+  static constexpr int kPacks = Message::kPacks, kLanes = Message::kBlockLanes;
+  static constexpr int kShare = (2 * kPacks + kLanes - 1) / kLanes;
 
   const Message& message_;
-  const int place_;
+  const int lane_in_block_;
   float quotients_[kShare];
 };
 
@@ -95,19 +95,19 @@ class Scaling {
 template <class T, class Message>
 class EncodedMessage {
  public:
-  static constexpr bool kKept = Message::kPieces <= kWireValues / (Team::lanes * Message::kBlockValues);
+  static constexpr bool kKept = Message::kPacks <= kWireValues / (Coop::lanes * Message::kBlockValues);
 
   JAX_EP_FN EncodedMessage(const Message& message, const char* batch)
       : EncodedMessage(message, reinterpret_cast<const T*>(batch), Read(message, batch)) {}
 
   JAX_EP_FN void store_values(char* to) const {
-    message_.for_each_piece([&](int i) {
+    message_.for_each_pack([&](int i) {
       const float factor = scaling_.factor(i);
       if (message_.at(i) >= message_.values()) return;
       typename Message::Values again;
       if constexpr (!kKept) again.load(batch_ + message_.at(i));
       float scaled[kValues];
-      to_floats(kKept ? pieces_[kKept ? i : 0].values : again.values, scaled);
+      to_floats(kKept ? packs_[kKept ? i : 0].values : again.values, scaled);
       for (int j = 0; j < kValues; ++j) scaled[j] *= factor;
       typename Message::Encoded encoded;
       from_floats(scaled, encoded.values);
@@ -117,32 +117,32 @@ class EncodedMessage {
   JAX_EP_FN void store_scales(char* to) const { scaling_.store_scales(reinterpret_cast<float*>(to)); }
 
  private:
-  static constexpr int kPieces = Message::kPieces, kValues = Message::kBlockValues;
+  static constexpr int kPacks = Message::kPacks, kValues = Message::kBlockValues;
 
   // What is to be encoded.
   struct Read {
-    typename Message::Values pieces[kKept ? kPieces : 1];
-    uint32_t largest[kPieces] = {};
+    typename Message::Values packs[kKept ? kPacks : 1];
+    uint32_t largest[kPacks] = {};
 
     JAX_EP_FN Read(const Message& message, const char* batch) {
-      message.for_each_piece([&](int i) {
+      message.for_each_pack([&](int i) {
         if (!message.has(i)) return;
-        auto& piece = pieces[kKept ? i : 0];
-        piece.load(reinterpret_cast<const T*>(batch) + message.at(i));
-        largest[i] = largest_magnitude<kValues>(piece.values);
+        auto& pack = packs[kKept ? i : 0];
+        pack.load(reinterpret_cast<const T*>(batch) + message.at(i));
+        largest[i] = largest_magnitude<kValues>(pack.values);
       });
     }
   };
 
   JAX_EP_FN EncodedMessage(const Message& message, const T* batch, Read read)
       : message_(message), batch_(batch), scaling_(message, read.largest) {
-    for (int i = 0; kKept && i < kPieces; ++i) pieces_[i] = read.pieces[i];
+    for (int i = 0; kKept && i < kPacks; ++i) packs_[i] = read.packs[i];
   }
 
   const Message& message_;
   const T* const batch_;
   const Scaling<Message> scaling_;
-  typename Message::Values pieces_[kKept ? kPieces : 1];
+  typename Message::Values packs_[kKept ? kPacks : 1];
 };
 
 }  // namespace jax_ep

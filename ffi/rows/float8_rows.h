@@ -7,10 +7,10 @@
 
 namespace jax_ep {
 
-// Of a message, at most, where values and scales are apart: half a row of 7168.
+// The most values of a message whose values and scales are apart: half a row of 7168.
 constexpr int kApartValues = 3584;
 
-// The places of a row whose values and scales are apart.
+// The sinks of a row whose values and scales are apart.
 template <class Values, class Scales>
 struct Apart {
   Values values;
@@ -28,7 +28,7 @@ JAX_EP_FN Apart<Values, Scales> apart(const Values& values, const Scales& scales
 // From rows to rows of float8 and rows of scales.
 template <class T>
 struct EncodeApart {
-  using Places = Apart<Held<char>, Held<char>>;
+  using Sinks = Apart<Held<char>, Held<char>>;
   using Unit = Message<T, kApartValues>;
   JAX_EP_FN int message_values() const { return most; }
   JAX_EP_FN int batch_bytes() const { return most * static_cast<int>(sizeof(T)); }
@@ -40,20 +40,20 @@ struct EncodeApart {
   const int put_values;  // that leave together: of as many messages as a stage holds, or of a row
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& places, Release release) const {
+  JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& sinks, Release release) const {
     const EncodedMessage<T, Unit> encoded(message, batch);
-    const int blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
+    const int scale_blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
     const auto fill_values = [&](char* to) { encoded.store_values(to); };
     const auto fill_scales = [&](char* to) { encoded.store_scales(to); };
-    if (message.staged && words) return gather(message, encoded, places, release);
-    writer.put(places.values, message.first, message.values(), fill_values);
-    writer.put_directly(places.scales, first * 4, blocks * 4, fill_scales);
+    if (message.staged && words) return gather(message, encoded, sinks, release);
+    writer.put(sinks.values, message.first, message.values(), fill_values);
+    writer.put_directly(sinks.scales, first * 4, scale_blocks * 4, fill_scales);
     release();
   }
 
   // Sends the values and scales of several messages when the last of them is encoded.
   template <class To, class Release>
-  JAX_EP_FN void gather(const Unit& message, const EncodedMessage<T, Unit>& encoded, const To& places,
+  JAX_EP_FN void gather(const Unit& message, const EncodedMessage<T, Unit>& encoded, const To& sinks,
                         Release release) const {
     const int begin = message.first / put_values * put_values, at = message.first - begin;
     const int values = smaller(put_values, message.hidden - begin);
@@ -63,24 +63,24 @@ struct EncodeApart {
     release();
     if (at + message.values() < values) return;
     writer.seal();
-    writer.send(places.values, begin, values, stage);
-    writer.send(places.scales, begin / kScaleBlock * 4, values / kScaleBlock * 4, scales);
+    writer.send(sinks.values, begin, values, stage);
+    writer.send(sinks.scales, begin / kScaleBlock * 4, values / kScaleBlock * 4, scales);
     writer.commit();
   }
 };
 
-// The values of EncodeApart's messages: rows are cut into as few as there can be. There is code for two sizes, and a
-// stage must have room for what it looks at.
+// Returns how many values a message of EncodeApart has: rows are cut into as few messages as there can be. There is
+// code for two sizes, and a stage has room for what that code looks at.
 JAX_EP_FN int apart_message_values(int hidden) {
   const int messages = larger(1, (hidden + kApartValues - 1) / kApartValues);
   return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 
-// What leaves as one batch: a whole row, or as many messages as leave room for two to read.
+// Returns how many values leave as one batch: a whole row, or as many messages as leave room for two to read.
 template <class T>
-JAX_EP_FN int apart_put_values(const Team& team, int hidden) {
+JAX_EP_FN int apart_put_values(const Coop& coop, int hidden) {
   const int message = apart_message_values(hidden),
-            room = team.shared_bytes - kBarrierBytes - 2 * message * int(sizeof(T));
+            room = coop.shared_bytes - kBarrierBytes - 2 * message * int(sizeof(T));
   return smaller(hidden, larger(1, room / (wire_message_bytes(message) + 16)) * message);
 }
 

@@ -1,4 +1,4 @@
-// A few rows taken in order by a whole team. Where there are lanes enough, each holds one, so that asking for it costs
+// A few rows taken in order by a whole coop. Where there are lanes enough, each holds one, so that asking for it costs
 // no memory access.
 #pragma once
 
@@ -15,23 +15,23 @@ struct Term {
   float weight;
 };
 
-// Terms held by the lanes of a team, in the order of lanes; some lanes have none.
+// Terms that the lanes of a coop hold, at most one each, in the order of lanes.
 template <class Row>
 class Held {
  public:
-  using Lanes = std::conditional_t<(Team::lanes > 32), uint64_t, uint32_t>;  // a bit each
+  using Lanes = std::conditional_t<(Coop::lanes > 32), uint64_t, uint32_t>;  // a bit each
 
-  JAX_EP_FN Held(const Team& team, Term<Row> mine, Lanes holders) : team_(&team), mine_(mine), holders_(holders) {}
-  JAX_EP_FN Held() : team_(nullptr), mine_{nullptr, 0}, holders_(0) {}
+  JAX_EP_FN Held(const Coop& coop, Term<Row> mine, Lanes holders) : coop_(&coop), mine_(mine), holders_(holders) {}
+  JAX_EP_FN Held() : coop_(nullptr), mine_{nullptr, 0}, holders_(0) {}
 
   JAX_EP_FN bool cached() const { return true; }
   JAX_EP_FN const Held& held() const { return *this; }
   JAX_EP_FN int present() const { return count_bits(holders_); }
   JAX_EP_FN Lanes holders() const { return holders_; }
-  // Of this lane, or null, and how many there are in the lanes before it.
+  // mine(): this lane's row, or null. before(): how many rows the lanes before it have.
   JAX_EP_FN Row* mine() const { return mine_.row; }
-  JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << team_->lane) - 1)); }
-  JAX_EP_FN float weight_in(int lane) const { return team_->from_lane(mine_.weight, lane); }
+  JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << coop_->lane) - 1)); }
+  JAX_EP_FN float weight_in(int lane) const { return coop_->from_lane(mine_.weight, lane); }
 
   // Walks through the terms; all lanes see the same ones, and null behind the last.
   class Walk {
@@ -41,7 +41,7 @@ class Held {
       if (!left_) return {nullptr, 0};
       const int lane = lowest_bit(left_);
       left_ &= left_ - 1;
-      return {held_->team_->from_lane(held_->mine_.row, lane), held_->weight_in(lane)};
+      return {held_->coop_->from_lane(held_->mine_.row, lane), held_->weight_in(lane)};
     }
 
    private:
@@ -52,7 +52,7 @@ class Held {
   JAX_EP_FN Walk walk() const { return Walk(*this); }
 
  private:
-  const Team* team_;
+  const Coop* coop_;
   Term<Row> mine_;
   Lanes holders_;
 };
@@ -61,16 +61,16 @@ class Held {
 template <class Row, class TermOf>
 class Lineup {
  public:
-  JAX_EP_FN Lineup(const Team& team, int count, TermOf term_of) : team_(team), term_of_(term_of), count_(count) {
+  JAX_EP_FN Lineup(const Coop& coop, int count, TermOf term_of) : coop_(coop), term_of_(term_of), count_(count) {
     if (!cached()) return;
     Term<Row> mine{nullptr, 0};
-    if (count > 0) mine = term_of(team.lane < count ? team.lane : count - 1);  // all lanes ask together
-    if (team.lane >= count) mine.row = nullptr;
-    held_ = {team, mine, static_cast<typename Held<Row>::Lanes>(team.ballot(mine.row))};
+    if (count > 0) mine = term_of(coop.lane < count ? coop.lane : count - 1);  // all lanes ask together
+    if (coop.lane >= count) mine.row = nullptr;
+    held_ = {coop, mine, static_cast<typename Held<Row>::Lanes>(coop.ballot(mine.row))};
   }
 
   // Whether the lanes hold the terms.
-  JAX_EP_FN bool cached() const { return Team::lanes > 1 && count_ <= Team::lanes; }
+  JAX_EP_FN bool cached() const { return Coop::lanes > 1 && count_ <= Coop::lanes; }
   JAX_EP_FN const Held<Row>& held() const { return held_; }
 
   JAX_EP_FN bool empty() const { return !walk().next().row; }
@@ -95,15 +95,15 @@ class Lineup {
   JAX_EP_FN Walk walk() const { return Walk(*this); }
 
  private:
-  const Team& team_;
+  const Coop& coop_;
   const TermOf term_of_;
   const int count_;
   Held<Row> held_;
 };
 
 template <class Row, class TermOf>
-JAX_EP_FN Lineup<Row, TermOf> line_up(const Team& team, int count, TermOf term_of) {
-  return Lineup<Row, TermOf>(team, count, term_of);
+JAX_EP_FN Lineup<Row, TermOf> line_up(const Coop& coop, int count, TermOf term_of) {
+  return Lineup<Row, TermOf>(coop, count, term_of);
 }
 
 }  // namespace jax_ep

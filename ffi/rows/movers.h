@@ -14,10 +14,10 @@
 //   take(): where the oldest batch is now; release(): all that was taken has been looked at.
 //
 // RowWriter: from registers to memory.
-//   put(places, offset, bytes, fill): a batch of `bytes` at `offset` from every place of a lineup. Every lane writes
-//     its part by fill(to). put_directly(...): the same for batches that are not made of 16-byte words.
-//   The same by hand, where rows come in bulk: stage(fresh) is where the next batch is to be made, or that of before;
-//     seal() when it is, then send(places, offset, bytes, from) for each part of it, then commit().
+//   put(sinks, offset, bytes, fill): a batch of `bytes` at `offset` from every sink of a lineup. Every lane writes
+//     its part by fill(to). put_directly(...) does so for batches that are not made of 16-byte words.
+//   By hand, where rows come in bulk: stage(true) is where the next batch is to be made, stage(false) that batch
+//     again; then seal(), send(sinks, offset, bytes, from) for each part of it, and commit().
 //   mark(), complete_to(mark): returns when all that was put before the mark is written, so that a flag may announce
 //     it.
 #pragma once

@@ -12,38 +12,33 @@ struct Cut {
   int row_bytes, batch_bytes;
 };
 
-// A job is some rows, all taken part by part, and the places of what becomes of them.
-template <class Row, class Places>
+// A job is some rows, all taken part by part, and the sinks of what becomes of them.
+template <class Row, class Sinks>
 class RowStream {
  public:
-  // `writer_bytes`: of a writer beside it.
-  JAX_EP_FN RowStream(const Team& team, int stage_bytes, bool bulk, int writer_bytes)
-      : reader_(team, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
+  // `writer_bytes`: shared memory of a writer that works at the same time.
+  JAX_EP_FN RowStream(const Coop& coop, int stage_bytes, bool bulk, int writer_bytes)
+      : reader_(coop, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
 
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }
 
-  // Begins a job, and does the one before by work(rows, places, row_bytes). places_of() may wait: the rows are under
-  // way.
-  template <class PlacesOf, class Work>
-  JAX_EP_FN void begin_for(const Held<const Row>& rows, PlacesOf places_of, Cut cut, Work work) {
+  // A job begins in three steps: its rows are asked for, the job before is finished, and it is begun. Whoever works out
+  // its sinks in between may wait, as the rows are under way.
+  JAX_EP_FN void ask_for(const Held<const Row>& rows, Cut cut) {
     then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
     ask();
-    finish(work);
+  }
+  JAX_EP_FN void begin(const Held<const Row>& rows, const Sinks& sinks, Cut cut) {
     rows_ = rows;
-    places_ = places_of();
+    sinks_ = sinks;
     begun_bytes_ = cut.row_bytes;
   }
 
-  template <class Work>
-  JAX_EP_FN void begin(const Held<const Row>& rows, const Places& places, Cut cut, Work work) {
-    begin_for(rows, [&] { return places; }, cut, work);
-  }
-
-  // Does the last job.
+  // Does the last job by work(rows, sinks, row_bytes). That is in line, and long: a loop should have one sink for it.
   template <class Work>
   JAX_EP_FN void finish(Work work) {
-    if (begun_bytes_) work(rows_, places_, begun_bytes_);
+    if (begun_bytes_) work(rows_, sinks_, begun_bytes_);
     begun_bytes_ = 0;
   }
 
@@ -60,7 +55,7 @@ class RowStream {
     ++taken_;
     return reader_.take();
   }
-  // Whether nothing more comes before a release, or soon nothing does.
+  // Whether a release is due: nothing more comes before it, or soon nothing will.
   JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
 
   // All that was taken has been looked at.
@@ -72,11 +67,11 @@ class RowStream {
   }
 
  private:
-  // Of a job: its rows, of which this lane has one or none, that of number `place`, and the batch that is asked for
-  // next.
+  // What is asked for of a job: this lane has one of its rows, the `number`-th, or none; `row` and `offset` say which
+  // batch comes next.
   struct Asked {
     const char* mine = nullptr;
-    int place = 0, rows = 0, row = 0, offset = 0;
+    int number = 0, rows = 0, row = 0, offset = 0;
     Cut cut{0, 0};
   };
 
@@ -91,7 +86,7 @@ class RowStream {
       if (free_ == 0 || done(now_)) return;
       const int count = smaller(free_, now_.rows - now_.row);
       const int bytes = smaller(now_.cut.batch_bytes, now_.cut.row_bytes - now_.offset);
-      const int mine = now_.mine ? now_.place - now_.row : -1;
+      const int mine = now_.mine ? now_.number - now_.row : -1;
       reader_.ask(mine, count, now_.mine + now_.offset, bytes);
       free_ -= count;
       now_.row += count;
@@ -105,7 +100,7 @@ class RowStream {
   int free_, taken_ = 0;
   Asked now_, then_;
   Held<const Row> rows_;
-  Places places_;
+  Sinks sinks_;
   int begun_bytes_ = 0;  // of a row of the job that was begun
 };
 

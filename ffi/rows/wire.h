@@ -8,28 +8,31 @@
 
 namespace jax_ep {
 
-// Does work(batch, message, places, release) for every message of a row, where `release` says that the batch has been
-// looked at: of one row while the next is on its way, where rows come in bulk. The last one needs finish().
+// Does work(batch, message, sinks, release) for every message of a row; work calls release() when it has looked at the
+// batch. Where rows come in bulk, begin() does the row before while the next is on its way, and finish() does the last
+// one.
 template <class T, class Work>
 class MessageStream {
  public:
-  using Stream = RowStream<char, typename Work::Places>;
+  using Stream = RowStream<char, typename Work::Sinks>;
 
-  JAX_EP_FN MessageStream(const Team& team, int hidden, Stream& stream, Work work)
-      : team_(team), hidden_(hidden), stream_(stream), work_(work) {}
+  JAX_EP_FN MessageStream(const Coop& coop, int hidden, Stream& stream, Work work)
+      : coop_(coop), hidden_(hidden), stream_(stream), work_(work) {}
 
-  template <class Places>
-  JAX_EP_FN void begin(const char* row, const Places& places) {
-    if (stream_.in_bulk() && places.cached()) {
-      const auto rows = line_up<const char>(team_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
-      stream_.begin(rows.held(), places.held(), {Work::row_bytes(hidden_), work_.batch_bytes()}, All{this});
-      return;
-    }
+  // Begins a row, if it is not null, and completes the one before.
+  template <class Sinks>
+  JAX_EP_FN void begin(const char* row, const Sinks& sinks) {
+    const auto rows = line_up<const char>(coop_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
+    const Cut cut{Work::row_bytes(hidden_), work_.batch_bytes()};
+    const bool staged = row && stream_.in_bulk() && sinks.cached();
+    if (staged) stream_.ask_for(rows.held(), cut);
     finish();
+    if (staged) return stream_.begin(rows.held(), sinks.held(), cut);
+    if (!row) return;
     const int most = work_.message_values();
     for (int first = 0; first < hidden_; first += most)
-      work_(row + int64_t{first / most} * work_.batch_bytes(), typename Work::Unit{team_, hidden_, first, most, false},
-            places, [] {});
+      work_(row + int64_t{first / most} * work_.batch_bytes(), typename Work::Unit{coop_, hidden_, first, most, false},
+            sinks, [] {});
   }
   JAX_EP_FN void finish() { stream_.finish(All{this}); }
   // Forgets a row that was begun.
@@ -38,15 +41,15 @@ class MessageStream {
  private:
   struct All {
     MessageStream* self;
-    JAX_EP_FN void operator()(const Held<const char>&, const typename Work::Places& places, int) const {
+    JAX_EP_FN void operator()(const Held<const char>&, const typename Work::Sinks& sinks, int) const {
       const int most = self->work_.message_values();
       for (int first = 0; first < self->hidden_; first += most)
-        self->work_(self->stream_.take(), typename Work::Unit{self->team_, self->hidden_, first, most, true}, places,
+        self->work_(self->stream_.take(), typename Work::Unit{self->coop_, self->hidden_, first, most, true}, sinks,
                     [&] { self->stream_.release(); });
     }
   };
 
-  const Team& team_;
+  const Coop& coop_;
   const int hidden_;
   Stream& stream_;
   Work work_;
@@ -55,10 +58,10 @@ class MessageStream {
 template <class T>
 constexpr int kWireStageBytes = kWireValues * sizeof(T);
 
-// From rows to messages, in slots of wire_bytes each.
+// From rows to messages, in landing slots of wire_bytes each.
 template <class T>
 struct Encode {
-  using Places = Held<char>;
+  using Sinks = Held<char>;
   using Unit = Message<T>;
   static JAX_EP_FN int message_values() { return kWireValues; }
   static JAX_EP_FN int batch_bytes() { return kWireStageBytes<T>; }
@@ -67,10 +70,10 @@ struct Encode {
   RowWriter& writer;
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& places, Release release) const {
+  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& sinks, Release release) const {
     const EncodedMessage<T, Message<T>> encoded(message, batch);
     release();
-    writer.put(places, wire_offset(message.first), wire_message_bytes(message.values()), [&](char* to) {
+    writer.put(sinks, wire_offset(message.first), wire_message_bytes(message.values()), [&](char* to) {
       encoded.store_values(to);
       encoded.store_scales(to + message.values());
     });
@@ -80,7 +83,7 @@ struct Encode {
 // From messages to rows.
 template <class T>
 struct Decode {
-  using Places = Held<char>;
+  using Sinks = Held<char>;
   using Unit = Message<T>;
   static JAX_EP_FN int message_values() { return kWireValues; }
   static JAX_EP_FN int batch_bytes() { return wire_message_bytes(kWireValues); }
@@ -89,15 +92,15 @@ struct Decode {
   RowWriter& writer;
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& places, Release release) const {
-    typename Message<T>::Values decoded[Message<T>::kPieces];
-    message.for_each_piece([&](int i) {
+  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& sinks, Release release) const {
+    typename Message<T>::Values decoded[Message<T>::kPacks];
+    message.for_each_pack([&](int i) {
       if (message.has(i)) message.decode(batch, i, &decoded[i]);
     });
     release();
     const int64_t offset = int64_t{message.first} * sizeof(T);
-    writer.put(places, offset, message.values() * static_cast<int>(sizeof(T)), [&](char* to) {
-      message.for_each_piece([&](int i) {
+    writer.put(sinks, offset, message.values() * static_cast<int>(sizeof(T)), [&](char* to) {
+      message.for_each_pack([&](int i) {
         if (message.has(i)) decoded[i].store(reinterpret_cast<T*>(to) + message.at(i));
       });
     });

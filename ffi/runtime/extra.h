@@ -14,7 +14,7 @@ struct NamedHandler {
   XLA_FFI_Handler* handler;
 };
 
-// Of gemm.cc for CUDA, of no_extra.cc elsewhere.
+// Defined in gemm.cc for CUDA, in no_extra.cc elsewhere.
 std::vector<NamedHandler> extra_handlers();
 
 // Loads their kernels on the current device, or says why that failed.

@@ -53,7 +53,7 @@ void Group::open_line(int line, bool poison) {
     }
     comms_.push_back(comm);
     if (const Seat seat{line, comm.rank}; sharing_ && is_local(seat))
-      shift_tables_[index_of(seat)] = std::make_unique<ShiftTable>(device_of(seat), id_);
+      peer_offsets_[index_of(seat)] = std::make_unique<PeerOffsets>(device_of(seat), id_);
   }
 }
 
@@ -87,27 +87,27 @@ std::vector<int> Group::local_devices() const {
   return all;
 }
 
-void* Group::reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* comm) {
+void* Group::reach(Seat seat, int mail_index, void* data, std::size_t bytes, Comm* comm) {
   if (bytes == 0 || (!sharing_ && !staging_all_)) return data;
   std::optional<Region> region;
   if (!staging_all_) region = find_region(device_of(seat), data, bytes);
   if (!region) {
-    region = staging(seat, slot, bytes);
+    region = staging(seat, mail_index, bytes);
     data = region->base;
   }
   if (!sharing_) return data;
   const std::vector<char*> bases = sharing_->share(*region, processes_of(seat.line));
-  std::vector<int64_t> shifts;
-  for (const int process : processes_[seat.line]) shifts.push_back(bases[process] - region->base);
-  comm->shifts[slot] = shift_tables_.at(index_of(seat))->row(region->id, shifts);
+  std::vector<int64_t> peer_offsets;
+  for (const int process : processes_[seat.line]) peer_offsets.push_back(bases[process] - region->base);
+  comm->peer_offsets[mail_index] = peer_offsets_.at(index_of(seat))->row(region->id, peer_offsets);
   return data;
 }
 
 // Grows by doubling, so that there are few sizes. The old region stays: a captured graph may still use it.
-Region Group::staging(Seat seat, int slot, std::size_t bytes) {
+Region Group::staging(Seat seat, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
   if (released_) throw GroupException({"GroupClosedError", "the group was closed before the op ran", true});
-  Region& region = staging_[{index_of(seat), slot}];
+  Region& region = staging_[{index_of(seat), mail_index}];
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
   while (enough < bytes) enough *= 2;

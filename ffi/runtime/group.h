@@ -18,12 +18,12 @@
 #include "comm/heap.h"
 #include "runtime/error.h"
 #include "runtime/memory.h"
+#include "runtime/peer_offsets.h"
 #include "runtime/sharing.h"
-#include "runtime/shift_table.h"
 
 namespace jax_ep {
 
-// The place of a device: its line along the group's axis, and its rank there.
+// The seat of a device: its line along the group's axis, and its rank there.
 struct Seat {
   int line, rank;
 };
@@ -84,10 +84,10 @@ class Group {
   // watchdog thread calls again and again.
   std::optional<GroupError> await_failure(double seconds);
 
-  // The flight recorder: of every rank of the lines that have ranks in this process. Kernels may run meanwhile.
+  // The flight recorders of all ranks of the lines that have ranks in this process. Kernels may run meanwhile.
   std::vector<RankHistory> history() const;
 
-  // The same because this rank cannot run its op: no peer need wait for it until the timeout.
+  // Fails the group because this rank cannot run its op: no peer waits for it until the timeout.
   void give_up(Seat seat, GroupError error);
 
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
@@ -96,9 +96,9 @@ class Group {
   // The error that the kernel of the last op reported at this seat. It fails the group if it must.
   std::optional<GroupError> reported(Seat seat);
 
-  // Where peers shall write instead of into `data`, the buffer `slot` of an op's mail: `data` itself if they can, or
-  // staging. Sets the buffer's shifts. Throws std::runtime_error and GroupException.
-  void* reach(Seat seat, int slot, void* data, std::size_t bytes, Comm* comm);
+  // Where peers shall write instead of into `data`, the buffer `mail_index` of an op's mail: `data` itself if they can,
+  // or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
+  void* reach(Seat seat, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
   // When the other processes were last heard of. Neither this nor the next waits for anybody.
   std::vector<Heartbeat> heartbeats() const;
@@ -123,7 +123,7 @@ class Group {
   void* make_heap(Seat seat);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
-  Region staging(Seat seat, int slot, std::size_t bytes);
+  Region staging(Seat seat, int mail_index, std::size_t bytes);
   // A rank whose process has ended writes nothing any more: nobody who gives up need wait for it.
   void raise_acknowledged(Seat seat, int peer);
   void lose(int process, const std::string& why);
@@ -162,10 +162,11 @@ class Group {
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
-  std::vector<std::shared_ptr<const Region>> regions_;       // heaps, and all staging there ever was
-  std::map<std::pair<int, int>, Region> staging_;            // by seat and slot
-  std::map<int, std::unique_ptr<ShiftTable>> shift_tables_;  // by seat of this process, where there are other processes
-  std::unique_ptr<Sharing> sharing_;                         // none in a group of one process
+  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
+  std::map<std::pair<int, int>, Region> staging_;       // by seat and index in the mail
+  std::map<int, std::unique_ptr<PeerOffsets>>
+      peer_offsets_;                  // by seat of this process, where there are other processes
+  std::unique_ptr<Sharing> sharing_;  // none in a group of one process
 };
 
 }  // namespace jax_ep

@@ -13,7 +13,8 @@
 namespace jax_ep {
 namespace {
 
-// Of an op that was handed a routing. The peer is the leaf, or -1 where another rank's keeps it from sending.
+// Describes invalid_routing of an op that was handed a routing. `peer` is the leaf out of bounds, or -1 where another
+// rank's routing is, which kept that rank from sending.
 void describe_routing(const Report& report, char* text, std::size_t size) {
   constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
   const char* op = name_of(report.op);
@@ -141,7 +142,8 @@ std::vector<RankHistory> Group::history() const {
   return all;
 }
 
-// As this process sees it, where it has ranks of the line and still maps it; for as long as the caller holds the lock.
+// The heap as this process sees it, if it has ranks of the line and still maps it. The caller holds the lock for as
+// long as it looks.
 Group::SeenHeap Group::heap_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
@@ -168,7 +170,7 @@ std::string Group::describe_op(int line, int rank, uint64_t epoch, const char* o
   return describe_call(op->signature, static_cast<int32_t>(op->site));
 }
 
-// Whom everybody waits for: a rank that has not begun the op, rather than one that itself waits for it.
+// The rank that everybody waits for: one that has not begun the op, rather than one that itself waits for it.
 int Group::silent_rank(int line, const Report& report) const {
   if (!record(line, report.peer, report.epoch)) return report.peer;
   for (int rank = 0; rank < size(); ++rank)

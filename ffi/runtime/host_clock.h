@@ -22,7 +22,7 @@ class HostClock {
   }
 
  private:
-  // Of the host's.
+  // By how much the device's clock is ahead of the host's, in ns.
   static int64_t ahead_at(ClockSample sample) { return static_cast<int64_t>(sample.device_ns - sample.host_ns); }
 
   const ClockSample begin_, end_;

@@ -28,12 +28,12 @@ Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0)
   reached.comm.signature = signature_of(args);
   reached.comm.tag = tag_of(reached.comm.signature);
   reached.comm.site = site;
-  int slot = 0;
+  int mail_index = 0;
   OpSpec<Args>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {
     if (!spec.posted) return;
     const std::size_t bytes = spec.reached ? spec.bytes() : 0;
     void* const own = const_cast<void*>(static_cast<const void*>(args.*member));
-    void* const mapped = group.reach(seat, slot++, own, bytes, &reached.comm);
+    void* const mapped = group.reach(seat, mail_index++, own, bytes, &reached.comm);
     if (mapped == own) return;
     set_pointer(&(reached.args.*member), mapped);
     if (spec.use == Use::updated || spec.use == Use::operand) reached.before.push_back({mapped, own, bytes});

@@ -8,7 +8,7 @@
 namespace jax_ep {
 namespace {
 
-// Of a track, in events: many for the few tracks of a CPU.
+// Bounds of the length of a track's ring, in events: many for the few tracks of a CPU.
 constexpr std::size_t kShortestRing = 4096, kLongestRing = 32768;
 constexpr std::size_t kRankEvents = 1 << 20;
 
@@ -29,9 +29,9 @@ Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 
 std::vector<Event> read_events(int device, const Track& track, uint64_t first) {
   std::vector<Event> events(track.count - first);
   for (uint64_t at = first; at < track.count;) {
-    const uint64_t slot = at & track.mask, piece = std::min(track.count - at, track.mask + 1 - slot);
-    copy_array<Event>(device, &events[at - first], track.events + slot, piece);
-    at += piece;
+    const uint64_t begin = at & track.mask, length = std::min(track.count - at, track.mask + 1 - begin);
+    copy_array<Event>(device, &events[at - first], track.events + begin, length);
+    at += length;
   }
   return events;
 }
@@ -54,14 +54,14 @@ const char* name_of(Phase phase) {
   return kNames[static_cast<int>(phase)];
 }
 
-Recorder::Recorder(std::shared_ptr<Group> group, int squads) : group_(std::move(group)), squads_(squads) {
+Recorder::Recorder(std::shared_ptr<Group> group, int ctas) : group_(std::move(group)), ctas_(ctas) {
   for (int line = 0; line < group_->line_count(); ++line)
     for (int rank = 0; rank < group_->size(); ++rank)
       if (group_->is_local({line, rank})) add_rank({line, rank});
 }
 
 void Recorder::add_rank(Seat seat) {
-  const std::size_t tracks = squads_ * kTrackRoles, ring = ring_length(tracks);
+  const std::size_t tracks = ctas_ * kTrackRoles, ring = ring_length(tracks);
   const int device = group_->device_of(seat);
   const auto allocate = [&](std::size_t bytes) {
     std::shared_ptr<void> memory = allocate_on_device(device, bytes, group_->id());
@@ -75,13 +75,13 @@ void Recorder::add_rank(Seat seat) {
   std::vector<Track> empty;
   for (std::size_t i = 0; i < tracks; ++i) empty.push_back({0, ring - 1, events + i * ring});
   copy_array<Track>(device, rank.tracks, empty.data(), tracks);
-  const Timeline timeline{squads_, rank.tracks};
+  const Timeline timeline{ctas_, rank.tracks};
   copy_array(device, rank.timeline, &timeline, 1);
   ranks_.push_back(std::move(rank));
 }
 
 std::vector<Track> Recorder::read_tracks(const Rank& rank) const {
-  std::vector<Track> tracks(squads_ * kTrackRoles);
+  std::vector<Track> tracks(ctas_ * kTrackRoles);
   copy_array<Track>(rank.device, tracks.data(), rank.tracks, tracks.size());
   return tracks;
 }

@@ -11,9 +11,9 @@ namespace jax_ep {
 
 const char* name_of(Phase phase);
 
-// What the team of a track was busy with, in ns of the host's steady clock.
+// What the coop of a track was busy with, in ns of the host's steady clock.
 struct Span {
-  int squad, role;
+  int cta, role;
   uint64_t epoch;
   OpKind op;
   Phase phase;
@@ -30,8 +30,8 @@ struct Recording {
 
 class Recorder {
  public:
-  // For ops of up to `squads` squads. Throws std::runtime_error, as start and stop do.
-  Recorder(std::shared_ptr<Group> group, int squads);
+  // For ops of up to `ctas` CTAs. Throws std::runtime_error, as start and stop do.
+  Recorder(std::shared_ptr<Group> group, int ctas);
 
   // Ops that begin from now on are recorded.
   void start();
@@ -52,7 +52,7 @@ class Recorder {
   Recording read(const Rank& rank) const;
 
   const std::shared_ptr<Group> group_;
-  const std::size_t squads_;
+  const std::size_t ctas_;
   std::vector<Rank> ranks_;
 };
 

@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// What another process gave is not what it said it was.
+// Thrown if what another process gave is not what it said it was.
 class FalseRegion : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -37,14 +37,14 @@ void Registration::end() {
 
 std::shared_ptr<Registration> register_group(int64_t content, int index) {
   std::lock_guard lock(registry().mutex);
-  int place = std::max(index, 0);
-  while (registry().open.count(id_of(content, place))) {
+  int number = std::max(index, 0);
+  while (registry().open.count(id_of(content, number))) {
     if (index >= 0)
       throw std::invalid_argument("group number " + std::to_string(index) +
                                   " over these devices is open already in this process");
-    ++place;
+    ++number;
   }
-  auto made = std::make_shared<Registration>(id_of(content, place));
+  auto made = std::make_shared<Registration>(id_of(content, number));
   registry().open.emplace(made->id, made);
   return made;
 }
@@ -65,8 +65,8 @@ void close_all() {
   {
     std::lock_guard lock(registry().mutex);
     if (getpid() != registry().process) return;
-    for (const auto& [id, place] : registry().open)
-      if (std::shared_ptr<Registration> each = place.lock()) open.push_back(std::move(each));
+    for (const auto& [id, registration] : registry().open)
+      if (std::shared_ptr<Registration> each = registration.lock()) open.push_back(std::move(each));
   }
   for (const std::shared_ptr<Registration>& each : open) {
     if (const std::shared_ptr<Group> group = each->group()) group->close();

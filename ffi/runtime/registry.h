@@ -34,8 +34,8 @@ class Registration {
   bool ended_ = false;  // under the registry's mutex
 };
 
-// The place of a group that is about to be opened. `content`: a hash. `index`: how many groups of this content are
-// open, as their processes agreed, or -1 to count. Throws std::invalid_argument if that place is taken.
+// Registers a group that is about to be opened. `content`: a hash. `index`: how many groups of this content are open,
+// as their processes agreed, or -1 to count. Throws std::invalid_argument if that number is taken.
 std::shared_ptr<Registration> register_group(int64_t content, int index = -1);
 
 // Null if there is none.

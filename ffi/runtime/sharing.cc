@@ -136,7 +136,7 @@ void Sharing::serve() {
   say_goodbye();
 }
 
-// One message of everybody who has one.
+// Reads one message of every peer that has one.
 void Sharing::listen_until(Clock::time_point moment) {
   std::vector<pollfd> watched{{wake_.get(), POLLIN, 0}};
   std::vector<int> processes{-1};
@@ -177,7 +177,7 @@ void Sharing::attend(int process) {
     lose(process, kBroke + breach);
 }
 
-// Waits for who does not read only so long.
+// Waits only so long for a peer that does not read.
 void Sharing::say_goodbye() {
   const Clock::time_point deadline = Clock::now() + kFarewell;
   std::unique_lock lock(mutex_);
@@ -216,7 +216,7 @@ void Sharing::beat() {
   }
 }
 
-// Called under the lock: what is said to a process arrives in that order.
+// The caller holds the lock, so what is said to a process arrives in that order.
 void Sharing::push(int process, const Note& note, int descriptor) {
   Peer& peer = peers_[process];
   if (peer.outbox.socket() >= 0 && peer.gone.empty()) peer.outbox.push(note, descriptor);

@@ -75,7 +75,7 @@ class Sharing {
   // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "alive, 2 ops behind".
   std::string state_of(int process) const;
 
-  // Of all other processes. Neither this nor the two above waits for anybody.
+  // The heartbeats of all other processes. Neither this nor the two functions above wait for anybody.
   std::vector<Heartbeat> heartbeats() const;
 
  private:

@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 IMPLEMENTATIONS = ("auto", "ffi", "xla")
+AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
@@ -24,7 +26,7 @@ def describe(x: Any) -> str:
 
 
 def is_jax_dtype(dtype: Any) -> bool:
-    """Whether jax has arrays of it: not so of numpy's objects, strings and dates."""
+    """Whether jax has arrays of this dtype: it has none of numpy's objects, strings and dates."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
@@ -62,6 +64,21 @@ def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
         raise TypeError(f"{op}: {name} must be of a dtype of whole bytes, such as int8, got {x.dtype}")
 
 
+def check_kind(op: str, name: str, x: jax.Array, kind: Any, what: str) -> None:
+    check_array(op, name, x)
+    if not is_jax_dtype(x.dtype) or not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(f"{op}: {name} must be of {what} dtype, got {x.dtype}")
+
+
+def to_int32(indices: jax.Array) -> jax.Array:
+    """What int32 does not hold becomes the nearest that it does: for integers that are out of bounds there too."""
+    at = jnp if isinstance(indices, jax.Array) else np  # jax may not hold the array of numpy
+    held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
+    if info.min < held.min or info.max > held.max:
+        indices = at.clip(indices, max(info.min, held.min), held.max)
+    return jnp.asarray(indices.astype(np.int32))
+
+
 def check_positive(op: str, name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{op}: {name} must be a Python int, known when the op is traced; got {type(value).__name__}")
@@ -93,22 +110,70 @@ def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
-def check_manual_axis(op: str, axis_name: str) -> None:
-    here = jax.sharding.get_abstract_mesh()
-    if axis_name not in here.manual_axes:
+def axes_of(axis_name: str | Sequence[str]) -> tuple[str, ...]:
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def canonical_axis(axis_name: Any) -> Any:
+    """The name of a single axis as it is; a sequence as a tuple, but one of a single name as that name."""
+    if isinstance(axis_name, list | tuple):
+        return axis_name[0] if len(axis_name) == 1 else tuple(axis_name)
+    return axis_name
+
+
+def check_mesh(mesh: Any, axis_name: Any) -> None:
+    """What a group asks: a mesh of devices, and axes of it, each once."""
+    op = "Group"
+    if isinstance(jnp.zeros(()), Tracer):
+        raise RuntimeError(
+            f"{op}: must be opened outside of traced code (jax.jit, jax.shard_map, jax.eval_shape): open it once, and "
+            "let the function that is traced use it"
+        )
+    if isinstance(mesh, AbstractMesh):
+        raise TypeError(
+            f"{op}: mesh must have devices, got an AbstractMesh: open the group over the jax.sharding.Mesh, outside of "
+            "traced code; it serves ops inside a jax.shard_map over an AbstractMesh of the same axes and sizes"
+        )
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh, got {describe(mesh)}; call Group(mesh, axis_name)")
+    axes = axes_of(axis_name) if isinstance(axis_name, str | list | tuple) else ()
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"{op}: axis_name must be an axis of the mesh or a tuple of axes, got {describe(axis_name)}")
+    if not set(axes) <= set(mesh.axis_names):
+        raise ValueError(f"{op}: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis_name {axis_name!r} names an axis twice")
+
+
+def check_ranks(size: int, most: int) -> None:
+    """What the kernels ask."""
+    if size > most:
         raise ValueError(
-            f"{op}: must be called inside jax.shard_map over axis {axis_name!r}; "
+            f"Group: at most {most} devices along axis_name, got {size}: exchange over an axis within a host, "
+            "and shard batches, or experts' matrices, over the others"
+        )
+
+
+def check_manual_axis(op: str, axis_name: AxisName) -> None:
+    here = jax.sharding.get_abstract_mesh()
+    if not set(axes_of(axis_name)) <= set(here.manual_axes):
+        what = "axis" if isinstance(axis_name, str) else "axes"
+        raise ValueError(
+            f"{op}: must be called inside jax.shard_map over {what} {axis_name!r}; "
             f"the manual axes here are {tuple(here.manual_axes)}"
         )
 
 
 def is_mesh_here(mesh: Mesh) -> bool:
-    """Whether jax.shard_map runs over such a mesh: the same axes in the same order. Of its devices nothing is known."""
+    """Whether jax.shard_map runs over a mesh of these axes in this order. Nothing is known of its devices."""
     return tuple(jax.sharding.get_abstract_mesh().shape.items()) == tuple(mesh.shape.items())
 
 
-def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
-    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume."""
+def check_inside_shard_map(op: str, mesh: Mesh, axis_name: AxisName) -> None:
+    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume.
+
+    A type does not say how the compiler shards an operand over an axis that is left to it.
+    """
     check_manual_axis(op, axis_name)
     here: AbstractMesh = jax.sharding.get_abstract_mesh()
     if not is_mesh_here(mesh):
@@ -118,24 +183,29 @@ def check_inside_shard_map(op: str, mesh: Mesh, axis_name: str) -> None:
         )
     automatic = [name for name in here.axis_names if here.shape[name] > 1 and name not in here.manual_axes]
     if automatic:
-        raise ValueError(f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not")
+        raise ValueError(
+            f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not: leave axis_names out there, "
+            f"or call the op in a second jax.shard_map inside, with axis_names={set(automatic)}, whose in_specs say "
+            "how its operands are sharded over them"
+        )
 
 
-def tracks_varying(axis_name: str) -> bool:
+def tracks_varying(axis_name: AxisName) -> bool:
     """Whether this is traced with `check_vma=True`."""
     return bool(jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying)
 
 
-def varies(x: jax.Array, axis_name: str) -> bool:
-    return axis_name in jax.typeof(x).manual_axis_type.varying
+def varies(x: jax.Array, axis_name: AxisName) -> bool:
+    """Over each of the axes."""
+    return set(axes_of(axis_name)) <= jax.typeof(x).manual_axis_type.varying
 
 
-def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts the operands to one varying set: the group's axis and whatever any of them varies over.
+def vary_alike(axis_name: AxisName, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts the operands to one varying set: the group's axes and whatever any of them varies over.
 
     Without it, `check_vma=True` would reject operands that differ. It does nothing where `check_vma=False`.
     """
-    return vary_as_any(*arrays, axes=frozenset({axis_name})) if tracks_varying(axis_name) else arrays
+    return vary_as_any(*arrays, axes=frozenset(axes_of(axis_name))) if tracks_varying(axis_name) else arrays
 
 
 def vary_as_any(*arrays: jax.Array, axes: frozenset[str] = frozenset()) -> tuple[jax.Array, ...]:
@@ -160,32 +230,26 @@ def result_type(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
 
-# An identity that turns what a collective cannot do into an error that names the op: to be batched, and to run where
-# devices have another order than in the group's mesh, which shows only when the op is lowered.
+# An identity that turns what no type tells into an error that names the op: it runs where devices have another order
+# than in the group's mesh, which shows only when the op is lowered.
 _guard_p = Primitive("jax_ep_guard")
 _guard_p.def_impl(lambda x, *, op, mesh: x)
 _guard_p.def_abstract_eval(lambda x, *, op, mesh: x)
 ad.deflinear2(_guard_p, lambda ct, x, *, op, mesh: [ct])
+batching.defvectorized(_guard_p)
 
 
-def _refuse_batching(args: Any, dims: Any, *, op: str, mesh: Mesh | None) -> Any:
-    raise NotImplementedError(
-        f"{op} does not support jax.vmap, nor jax.jacrev, which is one: call it once on all tokens, or use jax.lax.map"
-    )
-
-
-def _refuse_other_devices(ctx: mlir.LoweringRuleContext, x: Any, *, op: str, mesh: Mesh | None) -> Any:
+def _refuse_other_devices(ctx: mlir.LoweringRuleContext, x: Any, *, op: str, mesh: Mesh) -> Any:
     here = getattr(ctx.module_context.axis_context, "mesh", None)
-    if mesh is not None and isinstance(here, Mesh) and here.devices.tolist() != mesh.devices.tolist():
+    if isinstance(here, Mesh) and here.devices.tolist() != mesh.devices.tolist():
         ids = [[device.id for device in one.devices.flat] for one in (here, mesh)]
         raise ValueError(f"{op}: the devices of this jax.shard_map are {ids[0]}, the group's are {ids[1]}")
     return [x]
 
 
-batching.primitive_batchers[_guard_p] = _refuse_batching
 mlir.register_lowering(_guard_p, _refuse_other_devices)
 
 
-def not_batched(op: str, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
-    """`mesh`: that of the group whose kernels look at it."""
+def on_these_devices(op: str, x: jax.Array, mesh: Mesh) -> jax.Array:
+    """x, an operand of an op whose kernels take the devices to be those of `mesh`, in its order."""
     return _guard_p.bind(x, op=op, mesh=mesh)

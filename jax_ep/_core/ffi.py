@@ -19,6 +19,7 @@ from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "hip")
+MAX_RANKS = 64  # ffi/comm/heap.h: the size of a signal pad
 MAX_EXPERTS = 4096  # ffi/comm/heap.h: the size of a mailbox
 
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
@@ -59,7 +60,7 @@ def library(platform: str) -> ModuleType:
             f"the compiled library for {platform!r} is of jax_ep {library.version}, the Python code of {__version__}: "
             "install jax_ep again"
         )
-    assert library.max_experts == MAX_EXPERTS
+    assert (library.max_ranks, library.max_experts) == (MAX_RANKS, MAX_EXPERTS)
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():
@@ -87,7 +88,7 @@ class Ranks(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def axis_name(self) -> str: ...
+    def axis_name(self) -> checks.AxisName: ...
     @property
     def platform(self) -> str: ...
     @property
@@ -108,7 +109,7 @@ def call(
     """Calls an op of a group, for the kernels.py of its family.
 
     Its OpSpec (ffi/kernels/<family>/args.h) lists operands, settings and results. Results vary over the axes that the
-    first operand varies over.
+    first operand varies over. A batch (`jax.vmap`) is one call after the other, in the same order on all devices.
 
     Args:
       name: of the FFI target, without prefix.
@@ -125,16 +126,19 @@ def call(
     results: list[jax.ShapeDtypeStruct] = []
     aliases: dict[int, int] = {}
     for result, dtype, shape in types:
-        like, unvarying = operands[0], frozenset({group.axis_name} if result in alike else ())
+        like, unvarying = operands[0], frozenset(checks.axes_of(group.axis_name) if result in alike else ())
         if dtype is None:
             like = operands[-1]
             aliases[len(operands) - 1], dtype, shape = len(results), like.dtype, like.shape
         results.append(checks.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
-    # Refused also where nothing but a gradient is batched, as by jax.jacrev.
-    operands = tuple(checks.not_batched(op or name, x, group.mesh) for x in operands)
-    target = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)
+    operands = tuple(checks.on_these_devices(op or name, x, group.mesh) for x in operands)
+    target = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method="sequential")
     attributes = {key: _attribute(value) for key, value in plain.items()}
     returned = target(*operands, group=np.int64(group.native_id), site=_call_site(), **attributes)
+    if group.platform != "cpu":
+        # XLA:GPU would fuse a call with the update of the stacked array that one of its results goes into, as in a
+        # `jax.lax.scan` with a gradient, and run it once more for its other results.
+        returned = jax.lax.optimization_barrier(returned)
     return {result: array for (result, _, _), array in zip(types, returned, strict=True)}
 
 

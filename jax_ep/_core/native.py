@@ -39,7 +39,6 @@ class NativeGroup(Protocol):
     def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
-    def limit_processors(self, most: int) -> None: ...
     def launch_config(self, op: int, num_tokens: int, encoded: bool) -> list[int] | None: ...
     def stall(self, rank: int, where: str) -> None: ...
     def stage_all(self) -> None: ...
@@ -65,6 +64,7 @@ def create_group(
     index: int = -1,
     processes: Sequence[Sequence[int]] = (),
     sockets: Sequence[int] = (),
+    max_sms: int | None = None,
 ) -> NativeGroup:
     """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
 
@@ -75,13 +75,14 @@ def create_group(
       index: how many groups of this content are open already, as all processes agreed; -1 counts them.
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
+      max_sms: the most SMs that an op takes on a GPU.
 
     Raises:
       PlatformError: the compiled library is of another version.
     """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     try:
-        return ffi.library(platform).Group(lines, timeout, poison, processes, sockets, content, index)
+        return ffi.library(platform).Group(lines, timeout, poison, processes, sockets, content, index, max_sms)
     except RuntimeError as error:
         kind, _, message = str(error).partition(": ")
         raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
@@ -138,8 +139,11 @@ def history(native: NativeGroup) -> list[RankReport]:
     ]
 
 
+WAY_OUT = "raise capacity= (or capacity_factor=), or drop what finds no room by on_overflow='drop'"
+
+
 def as_error(kind: str, message: str) -> JaxEpError:
-    return _ERRORS[kind](message)
+    return _ERRORS[kind](f"{message}; {WAY_OUT}" if kind == "CapacityError" else message)
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
@@ -151,10 +155,10 @@ def take_error(native: NativeGroup) -> JaxEpError | None:
 
 
 class Span(NamedTuple):
-    """What one team of a rank was busy with. Times are those of the host's monotonic clock."""
+    """What one coop of a rank was busy with. Times are those of the host's monotonic clock."""
 
-    squad: int
-    role: int  # 0 pushes, 1 fills
+    cta: int
+    role: int  # 0 sends, 1 receives
     epoch: int
     op: str
     phase: str
@@ -163,12 +167,12 @@ class Span(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What one rank recorded: (squad, role) after (squad, role), each in order of time."""
+    """What one rank recorded: (cta, role) after (cta, role), each in order of time."""
 
     line: int
     rank: int
     lost: int  # phases that later ones have overwritten
-    unfinished: int  # teams that were inside an op when the recording ended
+    unfinished: int  # coops that were inside an op when the recording ended
     spans: list[Span]
 
 
@@ -180,4 +184,4 @@ def stop_recording(native: NativeGroup) -> list[Recording]:
 
 
 def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
-    return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}")
+    return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; {WAY_OUT}")

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_ep._core import native
 from jax_ep.errors import JaxEpError
 
 
@@ -18,6 +21,39 @@ def undelivered_if(
       wrong: bool scalar, the same on all ranks.
       keep_error: of the group.
     """
-    jax.lax.cond(wrong, lambda: jax.debug.callback(partial(keep_error, error)), lambda: None)
+    jax.lax.cond(wrong, lambda: jax.debug.callback(partial(_report, error, keep_error), wrong), lambda: None)
     nothing = jnp.asarray(jnp.nan if jnp.issubdtype(result.dtype, jnp.inexact) else -1)
     return jnp.where(wrong, nothing.astype(result.dtype), result)
+
+
+def nan_on_overflow(
+    op: str, needed: jax.Array, capacity: int, rows: Any, keep_error: Callable[[JaxEpError], None]
+) -> Any:
+    """`rows`, or NaN, and a `CapacityError` for `group.check()`, if a rank needs more than it holds.
+
+    Args:
+      op: that needs the rows.
+      needed: [R] rows that each rank needs, the same on all ranks.
+      capacity: rows that each can hold.
+      rows: what to return if they fit; a pytree.
+      keep_error: of the group.
+    """
+    overflow = jnp.any(needed > capacity)
+
+    def report() -> None:
+        jax.debug.callback(partial(_report_overflow, op, capacity, keep_error), needed)
+
+    jax.lax.cond(overflow, report, lambda: None)
+    return jax.tree.map(lambda x: jnp.where(overflow, jnp.asarray(jnp.nan, x.dtype), x), rows)
+
+
+def _report_overflow(op: str, capacity: int, keep_error: Callable[[JaxEpError], None], needed: np.ndarray) -> None:
+    over = np.asarray(needed) > capacity
+    if over.any():  # under jax.vmap both branches of a cond run
+        rank = int(np.argmax(over))
+        keep_error(native.capacity_error(op, rank, int(needed[rank]), capacity))
+
+
+def _report(error: JaxEpError, keep_error: Callable[[JaxEpError], None], wrong: np.ndarray) -> None:
+    if wrong:  # under jax.vmap both branches of a cond run
+        keep_error(error)

@@ -196,7 +196,7 @@ def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *states: Tr
 
 
 def _with_different_ids(rows: SparseRows) -> SparseRows:
-    """The same rows in float32 with sorted ids that all differ, padded with `num_rows`."""
+    """`rows` in float32 with sorted ids that all differ, padded with `num_rows`."""
 
     def mixed(entries: tuple[jax.Array, jax.Array]) -> jax.Array:
         ids, _ = entries

@@ -1,15 +1,91 @@
 """Whole layers made of the ops."""
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
-from jax_ep.group import Group
-from jax_ep.ops.matmul.api import ragged_dot
+from jax_ep.group import Group, check_group
+from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
+from jax_ep.ops.moe.types import Routing
+from jax_ep.ops.moe_fused.api import dispatch_ragged_dot, ragged_dot_combine
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, activated
+
+Activation = str | Callable[[jax.Array], jax.Array]
+Gated = Callable[[jax.Array, jax.Array], jax.Array]  # of the products by gate and up
+Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
+Biases = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # of gate, up, down
+
+
+class MoeStats(NamedTuple):
+    """What a layer counted. Under `jax.shard_map` it goes out by `P(axis_name)`: all experts, and one count per rank.
+
+    Attributes:
+      counts: [E / R] int32. Assignments of every rank to each expert of this one, before drops.
+      dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
+      invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
+    """
+
+    counts: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+
+
+@overload
+def moe_mlp(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None,
+    gate: jax.Array,
+    up: jax.Array | None,
+    down: jax.Array,
+    *,
+    group: Group,
+    activation: Activation = jax.nn.silu,
+    gated: Gated | None = None,
+    biases: Biases | None = None,
+    shared: Matrices | None = None,
+    weigh_inputs: bool = False,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    wire_dtype: DTypeLike | None = None,
+    on_overflow: str = "raise",
+    with_stats: Literal[True],
+    fused: bool | Literal["auto"] = "auto",
+    implementation: str = "auto",
+) -> tuple[jax.Array, MoeStats]: ...
+
+
+@overload
+def moe_mlp(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None,
+    gate: jax.Array,
+    up: jax.Array | None,
+    down: jax.Array,
+    *,
+    group: Group,
+    activation: Activation = jax.nn.silu,
+    gated: Gated | None = None,
+    biases: Biases | None = None,
+    shared: Matrices | None = None,
+    weigh_inputs: bool = False,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    wire_dtype: DTypeLike | None = None,
+    on_overflow: str = "raise",
+    with_stats: Literal[False] = False,
+    fused: bool | Literal["auto"] = "auto",
+    implementation: str = "auto",
+) -> jax.Array: ...
 
 
 def moe_mlp(
@@ -17,71 +93,224 @@ def moe_mlp(
     expert_ids: jax.Array,
     weights: jax.Array | None,
     gate: jax.Array,
-    up: jax.Array,
+    up: jax.Array | None,
     down: jax.Array,
     *,
     group: Group,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    activation: Activation = jax.nn.silu,
+    gated: Gated | None = None,
+    biases: Biases | None = None,
+    shared: Matrices | None = None,
+    weigh_inputs: bool = False,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: str = "raise",
+    with_stats: bool = False,
+    fused: bool | str = "auto",
     implementation: str = "auto",
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, MoeStats]:
     """A mixture of gated MLPs: each token's weighted sum of (activation(x gate_e) * (x up_e)) down_e over its experts.
 
     Called on every rank, inside `jax.shard_map` over the group's axis, with the matrices of the rank's own experts:
-    rank r owns experts [r E/R, (r + 1) E/R). Grouped products run by `jax_ep.lax.ragged_dot`. Differentiable in
-    `tokens`, `weights` and the matrices. (Gated MLPs: Shazeer, "GLU Variants Improve Transformer", 2020.)
+    rank r owns experts [r E/R, (r + 1) E/R). Differentiable in `tokens`, `weights` and all matrices. (Gated MLPs:
+    Shazeer, "GLU Variants Improve Transformer", 2020; shared experts: DeepSeekMoE, 2024.)
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
-      expert_ids: [T, K] int32 in [0, E); -1 skips.
-      weights: [T, K] float32, or None for 1.
-      gate, up: [E / R, H, F] in the dtype of `tokens`.
+      expert_ids: [T, K] integers in [0, E); -1 skips.
+      weights: [T, K] floats, or None for 1.
+      gate, up: [E / R, H, F] in the dtype of `tokens`; or `gate` is both, [E / R, H, 2 F] with gate in front, and `up`
+        None: then they are one product.
       down: [E / R, F, H] in the dtype of `tokens`.
       group: the open group of the ranks.
-      activation: elementwise, with activation(0) finite.
-      capacity, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
+      activation: "silu", "gelu" or "relu", which stand for the functions of `jax.nn`, or an elementwise function with
+        activation(0) finite.
+      gated: instead of `activation`: a function of the products by gate and up, elementwise, gated(0, 0) finite.
+      biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of `tokens` or
+        None; added to the products.
+      weigh_inputs: the experts' inputs are multiplied by the weights, and not their outputs (as in Llama 4).
+      shared: (gate [H, S], up [H, S], down [S, H]) of an expert that every token visits, in the dtype of `tokens`, the
+        same on all ranks. What it adds needs nothing of the routed rows, so it can be computed while they travel.
+        Several shared experts are one whose S is the sum of theirs.
+      capacity, capacity_factor, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
+      with_stats: also returns what was counted.
+      fused: True: by `dispatch_ragged_dot` and `ragged_dot_combine`, which are one kernel each where there is one for
+        the platform, and a chain of ops elsewhere. False: by `dispatch`, `jax_ep.lax.ragged_dot` and `combine`,
+        differentiated by JAX. The results have the same bits, forward and backward; the fused ops keep less for the
+        backward pass. "auto": True, but for implementation="xla": see `uses_fused_ops`. Where something stands between
+        the parts of a fused op (a bias, `weigh_inputs`, `gated` with two matrices), True too takes them one by one.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
-      [T, H] in the dtype of `tokens`.
+      [T, H] in the dtype of `tokens`; with `with_stats` a pair of it and `MoeStats`.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
       JaxEpError: as for `jax_ep.dispatch`.
     """
-    _check_experts(tokens, gate, up, down)
-    rows, group_sizes, routing = dispatch(
-        tokens,
-        expert_ids,
-        weights,
-        group=group,
-        num_experts=group.size * gate.shape[0],
-        capacity=capacity,
-        wire_dtype=wire_dtype,
-        on_overflow=on_overflow,
-        implementation=implementation,
-    )
-    by_xla = group.resolve("moe_mlp", implementation) == "xla"
-    multiply = jax.lax.ragged_dot if by_xla else ragged_dot
-    inner = activation(multiply(rows, gate, group_sizes)) * multiply(rows, up, group_sizes)
-    outputs = multiply(inner.astype(tokens.dtype), down, group_sizes)
-    return combine(outputs, routing, group=group, implementation=implementation)
-
-
-def _check_experts(tokens: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> None:
     op = "moe_mlp"
+    check_group(op, group)
+    _check_experts(op, tokens, gate, up, down, group)
+    _check_biases(op, biases, gate, down)
+    _check_shared(op, tokens, shared)
+    _check_activation(op, activation, gated)
+    checks.check_bool(op, "with_stats", with_stats)
+    checks.check_bool(op, "weigh_inputs", weigh_inputs)
+    by_xla = group.resolve(op, implementation) == "xla"
+    by_fused_ops = uses_fused_ops(fused, by_xla=by_xla)
+    function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    glu = partial(activated, function) if gated is None else gated
+    bias_gate, bias_up, bias_down = biases or (None, None, None)
+    multiply = plain_ragged_dot if by_xla else ragged_dot
+    where: dict[str, Any] = {"group": group, "implementation": implementation}
+    sending: dict[str, Any] = {
+        "num_experts": group.size * gate.shape[0],
+        "capacity": capacity,
+        "capacity_factor": capacity_factor,
+        "wire_dtype": wire_dtype,
+        "on_overflow": on_overflow,
+    }
+
+    inner: jax.Array | None = None
+    products: tuple[jax.Array, ...] = ()
+    plain = gated is None and bias_gate is None and bias_up is None
+    if by_fused_ops and not weigh_inputs and (up is None or plain):
+        sending |= {"activation": None if up is None else activation}
+        rhs = gate if up is None else (gate, up)
+        inner, (_, sizes, routing) = dispatch_ragged_dot(tokens, expert_ids, weights, rhs, **sending, **where)
+        if up is None:
+            products = (inner,)
+    else:
+        rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
+        if weigh_inputs:
+            rows, routing = _weighed(rows, routing)
+        products = tuple(multiply(rows, matrix, sizes) for matrix in (gate, up) if matrix is not None)
+    if products:
+        of_gate, of_up = jnp.split(products[0], 2, axis=1) if len(products) == 1 else products
+        inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
+    assert inner is not None
+    always = None if shared is None else _shared_expert(glu, tokens, *shared)
+    if by_fused_ops and bias_down is None:
+        out = ragged_dot_combine(inner, down, routing, **where)
+    else:
+        out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
+    if always is not None:
+        out = out + always
+    return (out, _stats(routing)) if with_stats else out
+
+
+def uses_fused_ops(fused: bool | str, *, by_xla: bool) -> bool:
+    """What `moe_mlp` does for its argument `fused`: a function of what is known when it is traced, alike on all ranks.
+
+    "auto" takes the fused ops wherever kernels run: they hold less for the backward pass than JAX's own derivative, and
+    nothing is slower. implementation="xla" stays the plain formulation that others are checked against.
+    """
+    if not isinstance(fused, bool) and fused != "auto":
+        raise ValueError(f"moe_mlp: fused must be True, False or 'auto', got {fused!r}")
+    return not by_xla if fused == "auto" else bool(fused)
+
+
+def _shared_expert(glu: Gated, tokens: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jnp.dot(glu(jnp.dot(tokens, gate), jnp.dot(tokens, up)).astype(tokens.dtype), down)
+
+
+def _biased(product: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    """Each row plus the bias [E / R, N] of its expert."""
+    if bias is None:
+        return product
+    return product + jnp.repeat(bias, sizes, axis=0, total_repeat_length=product.shape[0])
+
+
+def _weighed(rows: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
+    """Rows times their weights, and a routing by which they are summed up as they are."""
+    present, capacity = routing.rows >= 0, routing.config.capacity
+    place = jnp.where(present, routing.rows, capacity)
+    weights = jnp.zeros_like(routing.weights, shape=(capacity,)).at[place].set(routing.weights, mode="drop")
+    rows = (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
+    return rows, dataclasses.replace(routing, weights=present.astype(jnp.float32))
+
+
+def _stats(routing: Routing) -> MoeStats:
+    return MoeStats(routing.counts.sum(axis=0, dtype=jnp.int32), routing.dropped, routing.invalid)
+
+
+def _check_experts(
+    op: str, tokens: jax.Array, gate: jax.Array, up: jax.Array | None, down: jax.Array, group: Group
+) -> None:
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
     checks.check_rank(op, "gate", gate, 3, "[E / R, H, F]")
     if gate.shape[0] == 0:
         raise ValueError(f"{op}: gate must have at least one expert on every rank, got {gate.shape}")
     experts, hidden, width = gate.shape[0], tokens.shape[1], gate.shape[2]
-    for name, matrix, shape, layout in (
-        ("gate", gate, (experts, hidden, width), "[E / R, H, F]"),
-        ("up", up, (experts, hidden, width), "[E / R, H, F]"),
-        ("down", down, (experts, width, hidden), "[E / R, F, H]"),
-    ):
+    named = {"gate": (gate, (experts, hidden, width), "[E / R, H, F]")}
+    if up is None:
+        if width % 2:
+            raise ValueError(f"{op}: gate must have shape [E / R, H, 2 F] where up is None, got {gate.shape}")
+        named["gate"] = (gate, (experts, hidden, width), "[E / R, H, 2 F]")
+        width //= 2
+    else:
+        named["up"] = (up, (experts, hidden, width), "[E / R, H, F]")
+    named["down"] = (down, (experts, width, hidden), "[E / R, F, H]")
+    for name, (matrix, shape, layout) in named.items():
         checks.check_shape(op, name, matrix, shape, layout)
         checks.check_dtype(op, name, matrix, (np.dtype(tokens.dtype),))
+    if group.size == 1 or not checks.tracks_varying(group.axis_name):
+        return
+    for name, (matrix, _, _) in named.items():
+        if not checks.varies(matrix, group.axis_name):
+            raise ValueError(
+                f"{op}: {name} must be of the experts that each rank owns, got the same on all ranks: shard its first "
+                f"axis by P({group.axis_name!r}) in in_specs"
+            )
+
+
+def _check_biases(op: str, biases: Any, gate: jax.Array, down: jax.Array) -> None:
+    if biases is None:
+        return
+    if not isinstance(biases, tuple | list) or len(biases) != 3:
+        raise TypeError(f"{op}: biases must be None or those of (gate, up, down), got {checks.describe(biases)}")
+    experts, width, hidden = down.shape
+    for i, (bias, shape, layout) in enumerate(
+        zip(
+            biases,
+            ((experts, width), (experts, width), (experts, hidden)),
+            ("[E / R, F]",) * 2 + ("[E / R, H]",),
+            strict=True,
+        )
+    ):
+        if bias is not None:
+            checks.check_shape(op, f"biases[{i}]", bias, shape, layout)
+            checks.check_dtype(op, f"biases[{i}]", bias, (np.dtype(gate.dtype),))
+
+
+def _check_shared(op: str, tokens: jax.Array, shared: Any) -> None:
+    if shared is None:
+        return
+    if not isinstance(shared, tuple | list):
+        raise TypeError(f"{op}: shared must be None or (gate, up, down), got {checks.describe(shared)}")
+    if len(shared) != 3:
+        raise ValueError(
+            f"{op}: shared must be None or (gate, up, down), got a {type(shared).__name__} of {len(shared)}"
+        )
+    checks.check_rank(op, "shared[0]", shared[0], 2, "[H, S]")
+    hidden, width = tokens.shape[1], shared[0].shape[1]
+    for i, (shape, layout) in enumerate(
+        (((hidden, width), "[H, S]"), ((hidden, width), "[H, S]"), ((width, hidden), "[S, H]"))
+    ):
+        checks.check_shape(op, f"shared[{i}]", shared[i], shape, layout)
+        checks.check_dtype(op, f"shared[{i}]", shared[i], (np.dtype(tokens.dtype),))
+
+
+def _check_activation(op: str, activation: Any, gated: Any) -> None:
+    if gated is not None:
+        if not callable(gated):
+            raise TypeError(f"{op}: gated must be None or a function of two arrays, got {gated!r}")
+        if activation is not jax.nn.silu:
+            raise ValueError(f"{op}: activation must be left out where gated is given, got {activation!r}")
+    if isinstance(activation, str):
+        checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
+    elif not callable(activation):
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise TypeError(f"{op}: activation must be a function or one of {names}, got {activation!r}")

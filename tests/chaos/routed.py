@@ -182,7 +182,7 @@ class Float8(Routed):
 
 
 class Gradients(Routed):
-    """Of tokens and weights, through dispatch, an elementwise expert and combine."""
+    """Gradients of tokens and weights, through dispatch, an elementwise expert and combine."""
 
     def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
         super().__init__(rng, group, implementation)

@@ -40,7 +40,7 @@ class Prepared:
         return jax.tree.leaves(jax.block_until_ready(self.run(*self.operands)))
 
     def verify(self, results: list[Any]) -> None:
-        """Of this process' part."""
+        """Compares the bits of this process' part with those of the first run."""
         bits = [np.asarray(shard.data).tobytes() for array in results for shard in array.addressable_shards]
         if self.first is None:
             for array, value in zip(results, self.wanted, strict=False):

@@ -39,7 +39,7 @@ std::vector<Range> ranges_of(const std::vector<int>& sizes, int total) {
   return ranges;
 }
 
-// Blocks of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
+// CTAs of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
 void check_clusters(const Problem& problem, const Config& config) {
   for (int first = 0; first < config.blocks; first += kCluster) {
     Schedule one(problem, config.block_n, first, config.blocks);
@@ -47,7 +47,7 @@ void check_clusters(const Problem& problem, const Config& config) {
     for (bool more = true; more;) {
       Tile a{}, b{};
       more = one.next(&a);
-      require(other.next(&b) == more, "blocks of a cluster have as many tiles");
+      require(other.next(&b) == more, "CTAs of a cluster have as many tiles");
       if (!more) break;
       require(a.group == b.group && a.common == b.common, "clusters agree");
       require(a.k_end - a.k_begin == b.k_end - b.k_begin, "they contract as much");
@@ -60,7 +60,7 @@ void check_clusters(const Problem& problem, const Config& config) {
 }
 
 void check_cover(const Problem& problem, const Config& config, const std::vector<int>& sizes) {
-  const bool rows = problem.grouping == Grouping::rows, contraction = problem.grouping == Grouping::contraction;
+  const bool rows = problem.grouping == Grouping::m_grouped, contraction = problem.grouping == Grouping::k_grouped;
   const auto ranges = ranges_of(sizes, contraction ? problem.k : problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n * (contraction ? problem.groups : 1));
   for (int block = 0; block < config.blocks; ++block) {
@@ -106,9 +106,15 @@ int main() {
     problem.pair_first = order.first;
     problem.pair_lead = order.lead;
     problem.pair_parts = order.parts;
-    check_clusters(problem, config);
     if (grouping == Grouping::none) sizes = {m};
+    check_clusters(problem, config);
     check_cover(problem, config, sizes);
+    problem.split_k = false;
+    for (const int block_n : {128, 192, 256}) {
+      config.block_n = block_n;
+      check_clusters(problem, config);
+      check_cover(problem, config, sizes);
+    }
   }
   std::printf("300 schedules cover their results\n");
 }

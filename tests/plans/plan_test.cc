@@ -24,16 +24,16 @@ void expect(bool condition, const char* what, const HardwareModel& model, const 
 void check_row_plan(const RowShape& shape, const HardwareModel& model) {
   const LaunchConfig config = plan(shape, model);
   const std::string words = config.describe();
-  const int teams = config.threads / model.team_lanes;
+  const int coops = config.threads / model.warp_lanes;
   int pushing = 0;
-  for (int team = 0; team < teams; ++team)
-    pushing += pusher_place(0, config.blocks, team, config.pushers_per_block).index >= 0;
-  const int counted = pusher_place(0, config.blocks, 0, config.pushers_per_block).count;
+  for (int coop = 0; coop < coops; ++coop)
+    pushing += sender_part(0, config.blocks, coop, config.senders_per_cta).index >= 0;
+  const int counted = sender_part(0, config.blocks, 0, config.senders_per_cta).count;
   expect(config.blocks >= 1 && config.blocks <= model.row_sms, "blocks are within the SMs", model, words);
-  expect(counted == pushing * config.blocks, "every pusher that is counted exists", model, words);
-  expect(config.team_bytes * teams <= model.shared_bytes, "the teams share what there is", model, words);
-  const bool uses_all = config.team_bytes * (teams + 1) > model.shared_bytes;
-  expect(uses_all || config.team_bytes >= 7 * 4096, "where there is little, they share all of it", model, words);
+  expect(counted == pushing * config.blocks, "every sender that is counted exists", model, words);
+  expect(config.warp_bytes * coops <= model.shared_bytes, "the coops share what there is", model, words);
+  const bool uses_all = config.warp_bytes * (coops + 1) > model.shared_bytes;
+  expect(uses_all || config.warp_bytes >= 7 * 4096, "where there is little, they share all of it", model, words);
   expect(words.find(std::to_string(config.blocks) + " blocks") == 0, "words say the blocks", model, words);
 }
 
@@ -63,7 +63,7 @@ void check_products(const HardwareModel& model) {
         for (const OpKind op : kProducts)
           for (const int ranks : {2, 4, 8}) check_product_plan({op, m, n, k, 2, ranks}, model);
         using gemm::Grouping;
-        for (const Grouping grouping : {Grouping::none, Grouping::rows, Grouping::contraction}) {
+        for (const Grouping grouping : {Grouping::none, Grouping::m_grouped, Grouping::k_grouped}) {
           const gemm::Config config = gemm::plan({grouping, m, n, k, 8}, model);
           const bool fits = config.blocks >= 2 && config.blocks <= model.sms && config.blocks % gemm::kCluster == 0;
           expect(fits, "whole clusters within the SMs", model, config.describe());

@@ -39,7 +39,7 @@ void exchange(const Comm& comm) {
   RaggedArgs args{};
   args.slices = 1, args.row_bytes = 4;
   args.input_offsets = args.send_sizes = args.output_offsets = args.recv_sizes = none.data();
-  run_kernel(comm, args, Team{});
+  run_kernel(comm, args, Coop{});
 }
 
 // A rank that cannot run its op: all learn why, and at once.

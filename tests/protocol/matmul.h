@@ -29,11 +29,11 @@ struct MatmulRank {
         gathered(ranks * s.m * s.k),
         product(ranks * s.m * s.n) {}
 
-  MatmulReduceArgs reduce_args(bool scatter) {
+  MatmulReduceArgs reduce_args(bool reduce_scatter) {
     MatmulReduceArgs args{};
-    args.m = shape.m, args.n = shape.n, args.k = shape.k, args.scatter = scatter;
+    args.m = shape.m, args.n = shape.n, args.k = shape.k, args.reduce_scatter = reduce_scatter;
     args.a = reinterpret_cast<char*>(a.data()), args.b = reinterpret_cast<char*>(b.data());
-    args.result = reinterpret_cast<char*>(scatter ? scattered.data() : reduced.data());
+    args.result = reinterpret_cast<char*>(reduce_scatter ? scattered.data() : reduced.data());
     args.partial = reinterpret_cast<char*>(partial.data());
     return args;
   }
@@ -83,8 +83,8 @@ inline void matmuls(const std::vector<int>& devices, int times) {
       for (float& x : rank.b) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
     }
     const auto run = [&](auto args_of) {
-      on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-        run_kernel<float>(comm, args_of(ranks[rank]), team);
+      on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+        run_kernel<float>(comm, args_of(ranks[rank]), coop);
       });
     };
     run([](MatmulRank& rank) { return rank.reduce_args(false); });
@@ -99,12 +99,12 @@ inline void lost_matmul_rank() {
   for (const bool gather : {false, true}) {
     Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
     std::vector<MatmulRank> ranks(kRanks, MatmulRank({64, 16, 8}, kRanks));
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
       if (rank == 2) return;
       if (gather)
-        run_kernel<float>(comm, ranks[rank].gather_args(), team);
+        run_kernel<float>(comm, ranks[rank].gather_args(), coop);
       else
-        run_kernel<float>(comm, ranks[rank].reduce_args(false), team);
+        run_kernel<float>(comm, ranks[rank].reduce_args(false), coop);
     });
     const auto error = group.take_error();
     expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");

@@ -14,7 +14,7 @@ namespace jax_ep {
 
 constexpr int kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
-constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every team
+constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every coop
 constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
 
 // How tokens travel.
@@ -44,7 +44,7 @@ struct Rank {
     a.alignment = kAlignment;
     a.wire_float8 = way == Way::float8 || way == Way::few_float8;
     a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK);
-    a.early = a.few || a.wire_float8 ? count : count / 2;  // the others go straight to their rows
+    a.eager = a.few || a.wire_float8 ? count : count / 2;  // the others go straight to their rows
     a.weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
@@ -103,12 +103,12 @@ inline void row_out_of_bounds(Group& group, int tokens, int index) {
   std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(3);
   fill(ranks, random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].dispatch_args(Way::straight), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
   });
   ranks[1].rows[index] = kCapacity + 7;
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].combine_args(), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_in_float32(comm, ranks[rank].combine_args(), coop);
   });
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].combined[0]), "no rank delivers what another did not send");
@@ -130,8 +130,8 @@ inline bool lost_rank_is_named(int tokens, Way way, double timeout_seconds) {
   std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(2);
   fill(ranks, random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    if (rank != 2) run_kernel<float>(comm, ranks[rank].dispatch_args(way), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    if (rank != 2) run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
   });
   const auto error = group.take_error();
   expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
@@ -190,8 +190,8 @@ inline void given_up_between_ops() {
   std::mt19937 random(4);
   fill(ranks, random);
   for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.comm({0, rank}).heaps[rank]->abort, uint64_t{1 + 1});
-  const auto dispatch = [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].dispatch_args(Way::few), team);
+  const auto dispatch = [&](const Comm& comm, int rank, const Coop& coop) {
+    run_in_float32(comm, ranks[rank].dispatch_args(Way::few), coop);
   };
   on_all_ranks(group, dispatch);
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -213,8 +213,8 @@ inline void one_grace_for_all_ops() {
   fill(ranks, random);
   const auto began = std::chrono::steady_clock::now();
   for (int op = 0; op < 60; ++op)
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-      if (rank != 3) run_kernel<float>(comm, ranks[rank].dispatch_args(Way::few), team);
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+      if (rank != 3) run_in_float32(comm, ranks[rank].dispatch_args(Way::few), coop);
     });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
   expect(took.count() < 3.0, "a failed group ends its ops at once");  // 60 graces are 6 s
@@ -233,13 +233,13 @@ inline void different_ops(bool other_op) {
     comm.tag = tag_of(comm.signature);
     return comm;
   };
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
     const CombineArgs combine = ranks[rank].combine_args();
     const DispatchArgs dispatch = ranks[rank].dispatch_args(Way::few);
     if (rank == 2 && other_op)
-      run_kernel<float>(signed_by(comm, combine), combine, team);
+      run_in_float32(signed_by(comm, combine), combine, coop);
     else
-      run_kernel<float>(signed_by(comm, dispatch), dispatch, team);
+      run_in_float32(signed_by(comm, dispatch), dispatch, coop);
   });
   const auto error = group.take_error();
   expect(error && error->kind == "MismatchError", "ranks that run different ops learn of it");

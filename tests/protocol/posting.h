@@ -10,7 +10,7 @@ namespace jax_ep {
 // Runs an op, and looks into the mail that each rank leaves for itself.
 template <class Ranks, class Run, class ArgsOf>
 void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) { run(comm, args_of(ranks[rank]), team); });
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) { run(comm, args_of(ranks[rank]), coop); });
   for (int rank = 0; rank < group.size(); ++rank) {
     const Heap& heap = *group.comm({0, rank}).heaps[rank];
     const auto args = args_of(ranks[rank]);
@@ -24,20 +24,19 @@ void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
 
 inline void posts_what_specs_mark() {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  const auto blind = [](const Comm& comm, const auto& args, const Team& team) { run_kernel(comm, args, team); };
-  const auto rows = [](const Comm& comm, const auto& args, const Team& team) { run_kernel<float>(comm, args, team); };
+  const auto run = [](const Comm& comm, const auto& args, const Coop& coop) { run_in_float32(comm, args, coop); };
   std::mt19937 random(1);
   std::vector<Rank> routed(kRanks, Rank{40});
   fill(routed, random);
-  check_posting(group, routed, rows, [](Rank& rank) { return rank.dispatch_args(Way::straight); });
-  check_posting(group, routed, rows, [](Rank& rank) { return rank.combine_args(); });
+  check_posting(group, routed, run, [](Rank& rank) { return rank.dispatch_args(Way::straight); });
+  check_posting(group, routed, run, [](Rank& rank) { return rank.combine_args(); });
   std::vector<SparseRank> sparse(kRanks);
   for (SparseRank& rank : sparse) rank.draw(random);
-  check_posting(group, sparse, blind, [](SparseRank& rank) { return rank.union_args(false); });
-  check_posting(group, sparse, rows, [](SparseRank& rank) { return rank.reduce_args(false); });
+  check_posting(group, sparse, run, [](SparseRank& rank) { return rank.union_args(false); });
+  check_posting(group, sparse, run, [](SparseRank& rank) { return rank.reduce_args(false); });
   std::vector<MatmulRank> products(kRanks, MatmulRank({64, 16, 8}, kRanks));
-  check_posting(group, products, rows, [](MatmulRank& rank) { return rank.reduce_args(false); });
-  check_posting(group, products, rows, [](MatmulRank& rank) { return rank.gather_args(); });
+  check_posting(group, products, run, [](MatmulRank& rank) { return rank.reduce_args(false); });
+  check_posting(group, products, run, [](MatmulRank& rank) { return rank.gather_args(); });
   expect(!group.take_error(), "no error is reported");
 }
 

@@ -65,7 +65,8 @@ inline void two_processes() {
                "rows are staged once");
         expect(first.after.size() == 3 && first.before.empty(), "what is staged is copied back");
         for (int peer = 0; peer < kRanks; ++peer)
-          expect((first.comm.shifts[1][peer] == 0) == (peer / 2 == process), "other processes see other addresses");
+          expect((first.comm.peer_offsets[1][peer] == 0) == (peer / 2 == process),
+                 "other processes see other addresses");
       });
     for (std::thread& thread : threads) thread.join();
   });

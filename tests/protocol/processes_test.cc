@@ -59,12 +59,12 @@ void exchange(Group& group, int rank, char* result, bool staged) {
   expect(reached.after.size() == (staged ? 1 : 0) && reached.before.size() == reached.after.size(),
          "only what peers cannot map is staged");
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
-  run_kernel(reached.comm, reached.args, Team{});
+  run_kernel(reached.comm, reached.args, Coop{});
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 
   for (int i = 0; i < (kRanks + 1) * kRowBytes; ++i) {
     const int source = i / kRowBytes;
-    expect(result[i] == (source == kRanks ? 77 : 10 * source + rank), "every rank's row is in its place");
+    expect(result[i] == (source == kRanks ? 77 : 10 * source + rank), "every rank's row is where it belongs");
   }
 }
 

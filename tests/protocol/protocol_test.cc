@@ -1,5 +1,6 @@
-// The kernels on bare threads, without XLA: several ranks, several teams a rank, many ops in a row. Built with
+// The kernels on bare threads, without XLA: several ranks, several coops a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
+#include "late.h"
 #include "matmul.h"
 #include "moe.h"
 #include "posting.h"
@@ -14,19 +15,19 @@ namespace {
 void round_trips(int tokens, int times) {
   const std::shared_ptr<Group> shared = make_group(20.0, /*poison=*/true);
   Group& group = *shared;
-  Recorder recorder(shared, kTeams);
+  Recorder recorder(shared, kCoops);
   recorder.start();
   std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(1);
   for (int i = 0; i < times; ++i) {
     const Way way = static_cast<Way>(i % kWays);
     fill(ranks, random);
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-      run_kernel<float>(comm, ranks[rank].dispatch_args(way), team);
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+      run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
     });
     check_counts(ranks);
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-      run_kernel<float>(comm, ranks[rank].combine_args(), team);
+    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+      run_in_float32(comm, ranks[rank].combine_args(), coop);
     });
     check_round_trip(ranks, way == Way::float8 || way == Way::few_float8 ? 0.2f : 1e-5f);
   }
@@ -40,9 +41,12 @@ void round_trips(int tokens, int times) {
 int main() {
   jax_ep::host_clock();
   jax_ep::round_trips(jax_ep::kMostTokens, 12);
-  jax_ep::round_trips(40, 60);  // routed by one team of each rank
+  jax_ep::round_trips(40, 60);  // routed by one coop of each rank
   jax_ep::posts_what_specs_mark();
   jax_ep::rows_out_of_bounds(12);
+  for (const int tokens : {0, 1, 2, 40, jax_ep::kMostTokens})
+    for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_senders(tokens, late);  // the first begins first
+  jax_ep::last_to_begin_stays();
   jax_ep::two_processes();
   jax_ep::deaf_process();
   jax_ep::refused_group();
@@ -55,7 +59,7 @@ int main() {
   jax_ep::lost_rank(jax_ep::kMostTokens, jax_ep::Way::straight);
   for (int i = 0; i < 12; ++i)
     jax_ep::lost_rank(
-        40, static_cast<jax_ep::Way>(i % jax_ep::kWays));  // some teams wait for the peer, the others for them
+        40, static_cast<jax_ep::Way>(i % jax_ep::kWays));  // some coops wait for the peer, the others for them
   for (int i = 0; i < 10; ++i) jax_ep::different_ops(i % 2 == 0);
   jax_ep::given_up_between_ops();
   jax_ep::one_grace_for_all_ops();

@@ -11,20 +11,26 @@
 
 namespace jax_ep {
 
-constexpr int kRanks = 4, kTeams = 3, kPushers = 2;
+constexpr int kRanks = 4, kCoops = 3, kSenders = 2;
 
-// Every rank on kTeams threads of its own, as a GPU would run it.
+// Every rank on kCoops threads of its own, as a GPU would run it.
 template <class Body>
 void on_all_ranks(const Group& group, Body body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < group.size(); ++rank)
-    for (int team = 0; team < kTeams; ++team)
-      threads.emplace_back([&, rank, team] {
-        const Team roles({team, kTeams}, pusher_place(0, 1, team, kPushers),
-                         filler_place(0, 1, team, kTeams, kPushers));
+    for (int coop = 0; coop < kCoops; ++coop)
+      threads.emplace_back([&, rank, coop] {
+        const Coop roles({coop, kCoops}, sender_part(0, 1, coop, kSenders),
+                         receiver_part(0, 1, coop, kCoops, kSenders));
         body(group.comm({0, rank}), rank, roles);
       });
   for (std::thread& thread : threads) thread.join();
+}
+
+// An op's kernel, on rows of float32 if it looks at them.
+template <class Args>
+void run_in_float32(const Comm& comm, const Args& args, const Coop& coop) {
+  choose_kernel(args, [&](const auto& chosen) { run_kernel_on<float>(comm, chosen, coop); });
 }
 
 inline std::shared_ptr<Group> make_group(double timeout_seconds, bool poison) {

@@ -25,7 +25,7 @@ inline void host_clock() {
   expect(HostClock({40, 30}, {40, 30}).of(41) == 31, "samples may be of the same moment");
 }
 
-// Every squad of every rank has recorded so many ops, their phases one after another.
+// Every CTA of every rank has recorded so many ops, their phases one after another.
 inline void check_recordings(const std::vector<Recording>& recordings, uint64_t ops) {
   expect(recordings.size() == kRanks, "every rank has recorded");
   for (const Recording& recording : recordings) {
@@ -34,19 +34,19 @@ inline void check_recordings(const std::vector<Recording>& recordings, uint64_t 
     const Span* before = nullptr;
     for (const Span& span : recording.spans) {
       expect(span.begin_ns <= span.end_ns, "a phase ends after it began");
-      expect(!before || before->squad != span.squad || before->end_ns <= span.begin_ns, "phases do not overlap");
+      expect(!before || before->cta != span.cta || before->end_ns <= span.begin_ns, "phases do not overlap");
       expect(span.phase != Phase::none && span.phase != Phase::give_up, "phases are those of ops that succeed");
-      seen.emplace(span.squad, span.epoch);
+      seen.emplace(span.cta, span.epoch);
       before = &span;
     }
-    expect(seen.size() == kTeams * ops, "every squad has recorded every op");
+    expect(seen.size() == kCoops * ops, "every CTA has recorded every op");
   }
 }
 
 // Recordings that begin and end while ops run: the first and the last of them may be cut off.
 inline void recordings_of_running_ops() {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
-  Recorder recorder(group, kTeams);
+  Recorder recorder(group, kCoops);
   std::vector<Rank> ranks(kRanks, Rank{40});
   std::mt19937 random(3);
   fill(ranks, random);
@@ -60,8 +60,8 @@ inline void recordings_of_running_ops() {
     }
   });
   for (int i = 0; i < 50; ++i)
-    on_all_ranks(*group, [&](const Comm& comm, int rank, const Team& team) {
-      run_kernel<float>(comm, ranks[rank].dispatch_args(Way::straight), team);
+    on_all_ranks(*group, [&](const Comm& comm, int rank, const Coop& coop) {
+      run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
     });
   running = false;
   recording.join();
@@ -72,14 +72,14 @@ inline void recordings_of_running_ops() {
 // A recording that ends while ranks wait for the last one has the phases that ended, and says that ops go on.
 inline void recording_cut_short() {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
-  Recorder recorder(group, kTeams);
+  Recorder recorder(group, kCoops);
   std::vector<Rank> ranks(kRanks, Rank{40});
   std::mt19937 random(4);
   fill(ranks, random);
   recorder.start();
-  on_all_ranks(*group, [&](const Comm& comm, int rank, const Team& team) {
+  on_all_ranks(*group, [&](const Comm& comm, int rank, const Coop& coop) {
     const bool last = rank == kRanks - 1;
-    if (last && team.index == 0) {
+    if (last && coop.index == 0) {
       for (int peer = 0; peer < rank; ++peer)
         spin_until(&comm.heaps[rank]->posted[peer], 1, &comm.heaps[rank]->never, clock_ns() + comm.timeout_ns);
       for (const Recording& each : recorder.stop()) {
@@ -88,7 +88,7 @@ inline void recording_cut_short() {
           expect(span.phase == Phase::count || span.phase == Phase::post, "only what ended is recorded");
       }
     }
-    run_kernel<float>(comm, ranks[rank].dispatch_args(Way::straight), team);
+    run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
   });
   expect(!group->take_error(), "no error is reported");
 }

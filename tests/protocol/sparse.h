@@ -59,11 +59,11 @@ struct SparseRank {
 };
 
 inline void reduce_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded, bool landing_used) {
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel(comm, ranks[rank].union_args(sharded), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_kernel(comm, ranks[rank].union_args(sharded), coop);
   });
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel<float>(comm, ranks[rank].reduce_args(sharded, landing_used), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_kernel<float>(comm, ranks[rank].reduce_args(sharded, landing_used), coop);
   });
 }
 
@@ -75,15 +75,16 @@ inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
   for (int r = 0; r < kRanks; ++r) {
     const int begin = sharded ? r * kTableRows / kRanks : 0;
     const int end = sharded ? (r + 1) * kTableRows / kRanks : kTableRows;
-    int place = 0;
+    int next_row = 0;
     for (const auto& [id, value] : first_values) {
       if (id < begin || id >= end) continue;
-      expect(ranks[r].indices[place] == id, "ids are the sorted union");
-      expect(ranks[r].result[place * kWidth] == value, "rows are sums");
-      ++place;
+      expect(ranks[r].indices[next_row] == id, "ids are the sorted union");
+      expect(ranks[r].result[next_row * kWidth] == value, "rows are sums");
+      ++next_row;
     }
-    for (; place < kSlots; ++place)
-      expect(ranks[r].indices[place] == kTableRows && ranks[r].result[place * kWidth] == 0, "the rest is padding");
+    for (; next_row < kSlots; ++next_row)
+      expect(ranks[r].indices[next_row] == kTableRows && ranks[r].result[next_row * kWidth] == 0,
+             "the rest is padding");
     expect(ranks[r].all_missing[0] == kRanks && ranks[r].all_missing[1] == 2 * kRanks, "counters are added up");
   }
 }
@@ -106,11 +107,11 @@ inline void lost_sparse_rank() {
   std::vector<SparseRank> ranks(kRanks);
   std::mt19937 random(4);
   for (SparseRank& rank : ranks) rank.draw(random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    run_kernel(comm, ranks[rank].union_args(false), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_kernel(comm, ranks[rank].union_args(false), coop);
   });
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Team& team) {
-    if (rank != 2) run_kernel<float>(comm, ranks[rank].reduce_args(false), team);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    if (rank != 2) run_kernel<float>(comm, ranks[rank].reduce_args(false), coop);
   });
   const auto error = group.take_error();
   expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");

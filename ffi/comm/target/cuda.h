@@ -1,4 +1,4 @@
-// NVIDIA GPUs as a target: a team is a warp. Memory order in PTX, at the scope each flag needs.
+// NVIDIA GPUs as a target: a coop is a warp. Memory order in PTX, at the scope each flag needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,18 +10,20 @@
 #define JAX_EP_COLD_FN inline __device__ __noinline__
 #endif
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
+#define JAX_EP_ROLLED _Pragma("unroll 1")
 
-#include "comm/place.h"
+#include "comm/part.h"
 
 namespace jax_ep {
 
 constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
-// And for one that has begun the op: it is in the middle of a row, or its process has just been taken off the GPU.
+// How long it waits for a peer that has begun the op, which may be in the middle of a row, or whose process has just
+// been taken off the GPU.
 constexpr uint64_t kBegunGraceNs = 10'000'000'000;
-constexpr int kGroupTokens = 8;
-constexpr int kLanePieces = 8, kRowPieces = 14;  // half a row of 7168 values of 16 bits
+constexpr int kBatchTokens = 8;
+constexpr int kLanePacks = 8, kRowPacks = 14;  // half a row of 7168 values of 16 bits
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   uint64_t value;
@@ -39,11 +41,11 @@ JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
 JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
-// Among the teams of one rank: device scope is enough.
+// Releases to the coops of this rank alone: device scope is enough.
 JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
-// And causality carries what they wrote to peers along.
+// Device scope is enough here too: causality carries along what the coops wrote to peers.
 JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
   uint64_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
@@ -64,12 +66,17 @@ JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(~0u) : "memory");
   return before;
 }
-// Among the teams of one rank, without order. Two of them return what was there before.
+// Atomics among the coops of one rank, without order. Those with a result return what was there before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return atomicAdd(p, value); }
 JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return atomicExch(p, value); }
+JAX_EP_FN uint64_t atomic_exchange(uint64_t* p, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
+  return before;
+}
 JAX_EP_FN void atomic_min(int32_t* p, int32_t value) { atomicMin(p, value); }
 JAX_EP_FN void atomic_or(uint32_t* p, uint32_t bits) { atomicOr(p, bits); }
 
@@ -91,18 +98,22 @@ struct Match {
   int total;
 };
 
-struct Team {
-  int index;  // among the teams of this rank
+struct Coop {
+  int index;  // among the coops of this rank
   int count;
-  Place pusher, filler;
-  Place squad, member;  // the block, and this team in it
+  Part sender, receiver;
+  Part cta, member;  // the CTA, and this coop in it
   int lane;
-  char* shared;  // this team's own shared memory
+  char* shared;  // this coop's own shared memory
   int shared_bytes;
+  int track;    // which track of its CTA's timeline it writes; -1: none
+  int barrier;  // the named barrier of those coops of its CTA that run the op: others may run beside them
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
-  JAX_EP_FN void squad_sync() const { __syncthreads(); }
+  JAX_EP_FN void cta_sync() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(member.count * lanes) : "memory");
+  }
   JAX_EP_FN uint64_t ballot(bool value) const { return __ballot_sync(~0u, value); }
   template <class V>
   JAX_EP_FN V from_lane(V value, int source) const {
@@ -134,20 +145,22 @@ struct Team {
   }
 };
 
-// The first teams of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
-JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
+// The first coops of every CTA send, the others receive; `shared_bytes` of dynamic shared memory belong to each.
+JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {
   extern __shared__ __attribute__((aligned(128))) char shared[];
-  const int block = blockIdx.x, blocks = gridDim.x, team = threadIdx.x / Team::lanes, teams = blockDim.x / Team::lanes;
-  const int lane = threadIdx.x % Team::lanes;
-  return {block * teams + team,
-          blocks * teams,
-          pusher_place(block, blocks, team, pushers_per_block),
-          filler_place(block, blocks, team, teams, pushers_per_block),
-          {block, blocks},
-          {team, teams},
+  const int cta = blockIdx.x, ctas = gridDim.x, coop = threadIdx.x / Coop::lanes, coops = blockDim.x / Coop::lanes;
+  const int lane = threadIdx.x % Coop::lanes;
+  return {cta * coops + coop,
+          ctas * coops,
+          sender_part(cta, ctas, coop, senders_per_cta),
+          receiver_part(cta, ctas, coop, coops, senders_per_cta),
+          {cta, ctas},
+          {coop, coops},
           lane,
-          shared + team * shared_bytes,
-          shared_bytes};
+          shared + coop * shared_bytes,
+          shared_bytes,
+          track_of(coop, senders_per_cta),
+          /*barrier=*/0};
 }
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// AMD GPUs as a target: a team is a wavefront. Memory order by clang's scoped atomics.
+// AMD GPUs as a target: a coop is a wavefront. Memory order by clang's scoped atomics.
 #pragma once
 
 #include <hip/hip_runtime.h>
@@ -8,18 +8,20 @@
 #define JAX_EP_FN __device__ inline __attribute__((always_inline))
 #define JAX_EP_COLD_FN __device__ inline __attribute__((noinline))
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
+#define JAX_EP_ROLLED _Pragma("unroll 1")
 
-#include "comm/place.h"
+#include "comm/part.h"
 
 namespace jax_ep {
 
 constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
-// And for one that has begun the op: it is in the middle of a row, or its process has just been taken off the GPU.
+// How long it waits for a peer that has begun the op, which may be in the middle of a row, or whose process has just
+// been taken off the GPU.
 constexpr uint64_t kBegunGraceNs = 10'000'000'000;
-constexpr int kGroupTokens = 8;
-constexpr int kLanePieces = 4, kRowPieces = 4;
+constexpr int kBatchTokens = 8;
+constexpr int kLanePacks = 4, kRowPacks = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -48,14 +50,15 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
 JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   return __hip_atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-// Among the teams of one rank, without order. Two of them return what was there before.
+// Atomics among the coops of one rank, without order. Those with a result return what was there before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
   __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) {
+template <class T>
+JAX_EP_FN T atomic_exchange(T* p, T value) {
   return __hip_atomic_exchange(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
@@ -78,21 +81,22 @@ struct Match {
   int total;
 };
 
-struct Team {
-  int index;  // among the teams of this rank
+struct Coop {
+  int index;  // among the coops of this rank
   int count;
-  Place pusher, filler;
-  Place squad, member;  // the block, and this team in it
+  Part sender, receiver;
+  Part cta, member;  // the CTA, and this coop in it
   int lane;
-  char* shared;  // this team's own shared memory
+  char* shared;  // this coop's own shared memory
   int shared_bytes;
+  int track;  // which track of its CTA's timeline it writes; -1: none
   static constexpr int lanes = 64;
 
   JAX_EP_FN void sync() const {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();
   }
-  JAX_EP_FN void squad_sync() const {
+  JAX_EP_FN void cta_sync() const {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
@@ -142,21 +146,22 @@ struct Team {
   }
 };
 
-// The first teams of every block push, the others fill; `shared_bytes` of dynamic shared memory belong to each.
-JAX_EP_FN Team this_team(int pushers_per_block, int shared_bytes) {
+// The first coops of every CTA send, the others receive; `shared_bytes` of dynamic shared memory belong to each.
+JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {
   extern __shared__ __attribute__((aligned(128))) char shared[];
   const int thread = __builtin_amdgcn_workitem_id_x(), threads = __builtin_amdgcn_workgroup_size_x();
-  const int block = __builtin_amdgcn_workgroup_id_x(), blocks = __builtin_amdgcn_grid_size_x() / threads;
-  const int team = thread / Team::lanes, teams = threads / Team::lanes, lane = thread % Team::lanes;
-  return {block * teams + team,
-          blocks * teams,
-          pusher_place(block, blocks, team, pushers_per_block),
-          filler_place(block, blocks, team, teams, pushers_per_block),
-          {block, blocks},
-          {team, teams},
+  const int cta = __builtin_amdgcn_workgroup_id_x(), ctas = __builtin_amdgcn_grid_size_x() / threads;
+  const int coop = thread / Coop::lanes, coops = threads / Coop::lanes, lane = thread % Coop::lanes;
+  return {cta * coops + coop,
+          ctas * coops,
+          sender_part(cta, ctas, coop, senders_per_cta),
+          receiver_part(cta, ctas, coop, coops, senders_per_cta),
+          {cta, ctas},
+          {coop, coops},
           lane,
-          shared + team * shared_bytes,
-          shared_bytes};
+          shared + coop * shared_bytes,
+          shared_bytes,
+          track_of(coop, senders_per_cta)};
 }
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// The host as a target: a team is one thread. Every rank's part of an op runs on threads of its own.
+// The host as a target: a coop is one thread. Every rank's part of an op runs on threads of its own.
 #pragma once
 
 #include <chrono>
@@ -13,20 +13,21 @@
 #define JAX_EP_FN inline
 #define JAX_EP_COLD_FN inline
 #define JAX_EP_CONSTANT_FN constexpr
+#define JAX_EP_ROLLED
 
-#include "comm/place.h"
+#include "comm/part.h"
 
 namespace jax_ep {
 
-// Assignments that make it worth while for one more squad to take part in routing.
+// Assignments that make it worth while for one more CTA to take part in routing.
 constexpr int kRouterAssignments = 256;
 // How long a rank that gives up waits for peers to say that they write no more. No result depends on it here: those of
 // one process are held back until all its ranks have left the op (CpuGroup), and other processes write to staging.
 constexpr uint64_t kGraceNs = 100'000'000, kBegunGraceNs = kGraceNs;
-// Tokens that a team takes at a time when it expands or reduces.
-constexpr int kGroupTokens = 64;
-// Pieces of a row that one lane has in flight.
-constexpr int kLanePieces = 1, kRowPieces = 1;
+// Tokens that a coop takes at a time when it expands or reduces.
+constexpr int kBatchTokens = 64;
+// Packs of a row that one lane has in flight.
+constexpr int kLanePacks = 1, kRowPacks = 1;
 
 template <class T>
 JAX_EP_FN T load_relaxed(const T* p) {
@@ -48,7 +49,7 @@ JAX_EP_FN void store_release(T* p, T value) {
 #endif
   __atomic_store_n(p, value, __ATOMIC_RELEASE);
 }
-// Among the teams of one rank.
+// Among the coops of one rank.
 template <class T>
 JAX_EP_FN void store_release_here(T* p, T value) {
   store_release(p, value);
@@ -83,10 +84,13 @@ JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
 
 // The next number, without order.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
-// Among the teams of one rank, without order. Two of them return what was there before.
+// Atomics among the coops of one rank, without order. Those with a result return what was there before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
-JAX_EP_FN int32_t atomic_exchange(int32_t* p, int32_t value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+template <class T>
+JAX_EP_FN T atomic_exchange(T* p, T value) {
+  return __atomic_exchange_n(p, value, __ATOMIC_RELAXED);
+}
 JAX_EP_FN void atomic_min(int32_t* p, int32_t value) {
   int32_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (value < before && !__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -105,7 +109,7 @@ JAX_EP_FN void pause(unsigned tries) {
   if (tries > 16) std::this_thread::yield();
 }
 
-// Without a call, where the processor's own instruction is not assumed.
+// Counts without a call, as the processor's own instruction is not assumed.
 JAX_EP_FN int count_bits(uint64_t bits) {
   bits -= bits >> 1 & 0x5555555555555555;
   bits = (bits & 0x3333333333333333) + (bits >> 2 & 0x3333333333333333);
@@ -119,23 +123,24 @@ struct Match {
   int total;  // lanes with the same value
 };
 
-struct Team {
-  Team(Place all, Place pusher, Place filler)
-      : index(all.index), count(all.count), pusher(pusher), filler(filler), squad(all) {}
-  explicit Team(Place all = {0, 1}) : Team(all, all, all) {}
+struct Coop {
+  Coop(Part all, Part sender, Part receiver)
+      : index(all.index), count(all.count), sender(sender), receiver(receiver), cta(all) {}
+  explicit Coop(Part all = {0, 1}) : Coop(all, all, all) {}
 
-  int index;  // among the teams of this rank
+  int index;  // among the coops of this rank
   int count;
-  Place pusher, filler;
-  Place squad;                             // teams that share fast memory form a squad: here each its own
-  static constexpr Place member = {0, 1};  // of the squad
+  Part sender, receiver;
+  Part cta;                               // coops that share fast memory form a CTA: here each its own
+  static constexpr Part member = {0, 1};  // of the CTA
   static constexpr char* shared = nullptr;
   static constexpr int shared_bytes = 0;
+  static constexpr int track = 0;  // of the timeline
   static constexpr int lane = 0;
   static constexpr int lanes = 1;
 
   void sync() const {}
-  void squad_sync() const {}
+  void cta_sync() const {}
   int broadcast(int value) const { return value; }
   uint64_t ballot(bool value) const { return value; }
   template <class V>

@@ -1,4 +1,4 @@
-// What the blocks of a cluster do with each other's shared memory: arrive at barriers, leave data, and meet.
+// What the CTAs of a cluster do with each other's shared memory: arrive at barriers, leave data, and meet.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace jax_ep::gemm {
 
-// All threads of all blocks of the cluster meet.
+// All threads of all CTAs of the cluster meet.
 JAX_EP_FN void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Arrives at the barrier that lies at this place in block `peer` of the cluster.
+// Arrives at the barrier that lies at this address in CTA `peer` of the cluster.
 JAX_EP_FN void arrive_at_peer(uint64_t* barrier, int peer) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::
@@ -29,7 +29,7 @@ JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]]
   const long long start = clock64();
   while (!ptx::has_passed(barrier, parity)) {
     if (clock64() - start < 4'000'000'000LL) continue;
-    std::printf("gemm: block %d thread %d waits for %s, parity %u\n", blockIdx.x, threadIdx.x, what, parity);
+    std::printf("gemm: CTA %d thread %d waits for %s, parity %u\n", blockIdx.x, threadIdx.x, what, parity);
     __trap();
   }
 #else
@@ -37,7 +37,7 @@ JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]]
 #endif
 }
 
-// The two for data that one block of the cluster leaves in the memory of another.
+// An arrival and a wait for data that one CTA of the cluster leaves in the memory of another.
 JAX_EP_FN void arrive_with_data(uint64_t* barrier, int peer) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -55,7 +55,7 @@ JAX_EP_FN void wait_for_data(uint64_t* barrier, uint32_t parity) {
         : "memory");
 }
 
-// To the place of block `peer` of the cluster that is `to` here.
+// To the address in CTA `peer` of the cluster that is `to` here.
 JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "

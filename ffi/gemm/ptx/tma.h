@@ -29,7 +29,7 @@ JAX_EP_FN void load_box_once(void* to, const CUtensorMap& map, const Corner& at,
       "l"(0x12f0000000000000)
       : "memory");
 }
-// To the same place in every block of the cluster named by the bits of `peers`; each one's barrier counts the bytes.
+// To the same address in every CTA of the cluster named by the bits of `peers`; each one's barrier counts the bytes.
 JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "

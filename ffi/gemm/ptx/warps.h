@@ -7,7 +7,7 @@
 
 namespace jax_ep::gemm {
 
-// Registers of a thread move between the warpgroups of a block: all four warps call it.
+// Registers of a thread move between the warpgroups of a CTA: all four warps call it.
 template <int kRegisters>
 JAX_EP_FN void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -17,7 +17,8 @@ JAX_EP_FN void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The same lane of a warp every time; by this and `uniform` the compiler knows that coordinates need no register each.
+// True on one lane of a warp, always on that one. By this and `uniform` the compiler knows that coordinates need no
+// register each.
 JAX_EP_FN bool elect_lane() {
   uint32_t chosen;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));

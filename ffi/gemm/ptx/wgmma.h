@@ -33,64 +33,74 @@ JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// Text only: the lists of registers, and the instruction for one shape and dtype.
-#define JAX_EP_REGISTERS_64                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "  \
-  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "  \
-  "%59, %60, %61, %62, %63}, "
-#define JAX_EP_REGISTERS_128                                                                            \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "    \
-  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "     \
-  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "     \
-  "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "     \
-  "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "     \
-  "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
-  "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+// Text only: lists of registers, each from the one before, and as many operands.
+#define JAX_EP_REGISTERS_32                                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAX_EP_REGISTERS_64                                                                         \
+  JAX_EP_REGISTERS_32                                                                               \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
+  ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAX_EP_REGISTERS_96                                                                         \
+  JAX_EP_REGISTERS_64                                                                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82" \
+  ", %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAX_EP_REGISTERS_128                                                                     \
+  JAX_EP_REGISTERS_96                                                                            \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define JAX_EP_OPERANDS_8(d, i)                                                                               \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define JAX_EP_OPERANDS_64(d, i)                                                                                    \
-  JAX_EP_OPERANDS_8(d, i), JAX_EP_OPERANDS_8(d, i + 8), JAX_EP_OPERANDS_8(d, i + 16), JAX_EP_OPERANDS_8(d, i + 24), \
-      JAX_EP_OPERANDS_8(d, i + 32), JAX_EP_OPERANDS_8(d, i + 40), JAX_EP_OPERANDS_8(d, i + 48),                     \
-      JAX_EP_OPERANDS_8(d, i + 56)
-#define JAX_EP_WGMMA(shape, type, registers, a, b, add, mn_a, mn_b, ...)                                         \
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type \
-               "." type " " registers a ", " b ", add, 1, 1, " mn_a ", " mn_b "; }"                              \
-               : __VA_ARGS__                                                                                     \
-               : "l"(a_tile), "l"(b_tile), "r"(int{add_to_d}), "n"(int{kMnA}), "n"(int{kMnB}))
+#define JAX_EP_OPERANDS_32(d, i) \
+  JAX_EP_OPERANDS_8(d, i), JAX_EP_OPERANDS_8(d, i + 8), JAX_EP_OPERANDS_8(d, i + 16), JAX_EP_OPERANDS_8(d, i + 24)
+#define JAX_EP_FIRST_32(d) JAX_EP_OPERANDS_32(d, 0)
+#define JAX_EP_FIRST_64(d) JAX_EP_FIRST_32(d), JAX_EP_OPERANDS_32(d, 32)
+#define JAX_EP_FIRST_96(d) JAX_EP_FIRST_64(d), JAX_EP_OPERANDS_32(d, 64)
+#define JAX_EP_FIRST_128(d) JAX_EP_FIRST_96(d), JAX_EP_OPERANDS_32(d, 96)
 
 template <class T>
 constexpr bool kIsBFloat16 = false;
 template <>
 constexpr bool kIsBFloat16<__nv_bfloat16> = true;
 
-// D [64, 128] = A [64, 16] x B [16, 128], plus what D was if add_to_d; kMnA, kMnB: the tile's contiguous dimension is
-// not the contracted one.
-template <class T, bool kMnA, bool kMnB>
-JAX_EP_FN void multiply(float (&d)[64], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
-  if constexpr (kIsBFloat16<T>)
-    JAX_EP_WGMMA("m64n128k16", "bf16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", "%68",
-                 JAX_EP_OPERANDS_64(d, 0));
-  else
-    JAX_EP_WGMMA("m64n128k16", "f16", JAX_EP_REGISTERS_64, "%64", "%65", "%66", "%67", "%68", JAX_EP_OPERANDS_64(d, 0));
+// The instruction for one width, the accumulators of a thread, and the numbers of the operands behind them.
+#define JAX_EP_WGMMA(type, width, count, a, b, add, mn_a, mn_b)                                                 \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #width      \
+               "k16.f32." type "." type " {" JAX_EP_REGISTERS_##count "}, %" #a ", %" #b ", add, 1, 1, %" #mn_a \
+                                                                      ", %" #mn_b "; }"                         \
+               : JAX_EP_FIRST_##count(d)                                                                        \
+               : "l"(a_tile), "l"(b_tile), "r"(int{add_to_d}), "n"(int{kMnA}), "n"(int{kMnB}))
+#define JAX_EP_WIDTH(width, count, a, b, add, mn_a, mn_b)        \
+  if constexpr (kWidth == width) {                               \
+    if constexpr (kIsBFloat16<T>)                                \
+      JAX_EP_WGMMA("bf16", width, count, a, b, add, mn_a, mn_b); \
+    else                                                         \
+      JAX_EP_WGMMA("f16", width, count, a, b, add, mn_a, mn_b);  \
+  }
+
+// D [64, kWidth] = A [64, 16] x B [16, kWidth], plus what D was if add_to_d; kMnA, kMnB: the tile's contiguous
+// dimension is not the contracted one. `d` may have more registers than the width needs.
+template <class T, int kWidth, bool kMnA, bool kMnB, int kCount>
+JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
+  static_assert(kWidth % 64 == 0 && kWidth <= 2 * kCount);
+  JAX_EP_WIDTH(64, 32, 32, 33, 34, 35, 36)
+  JAX_EP_WIDTH(128, 64, 64, 65, 66, 67, 68)
+  JAX_EP_WIDTH(192, 96, 96, 97, 98, 99, 100)
+  JAX_EP_WIDTH(256, 128, 128, 129, 130, 131, 132)
 }
 
-// D [64, 256] alike.
-template <class T, bool kMnA, bool kMnB>
-JAX_EP_FN void multiply(float (&d)[128], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
-  if constexpr (kIsBFloat16<T>)
-    JAX_EP_WGMMA("m64n256k16", "bf16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", "%132",
-                 JAX_EP_OPERANDS_64(d, 0), JAX_EP_OPERANDS_64(d, 64));
-  else
-    JAX_EP_WGMMA("m64n256k16", "f16", JAX_EP_REGISTERS_128, "%128", "%129", "%130", "%131", "%132",
-                 JAX_EP_OPERANDS_64(d, 0), JAX_EP_OPERANDS_64(d, 64));
-}
-
+#undef JAX_EP_WIDTH
 #undef JAX_EP_WGMMA
-#undef JAX_EP_OPERANDS_64
+#undef JAX_EP_FIRST_128
+#undef JAX_EP_FIRST_96
+#undef JAX_EP_FIRST_64
+#undef JAX_EP_FIRST_32
+#undef JAX_EP_OPERANDS_32
 #undef JAX_EP_OPERANDS_8
 #undef JAX_EP_REGISTERS_128
+#undef JAX_EP_REGISTERS_96
 #undef JAX_EP_REGISTERS_64
+#undef JAX_EP_REGISTERS_32
 
 }  // namespace jax_ep::gemm

@@ -14,12 +14,12 @@ namespace jax_ep {
 struct MatmulReduceArgs {
   DType dtype, operand_dtype;  // of the result, of a and b
   int m, n, k;
-  bool transpose_b;  // b is [N, K]
-  bool scatter;      // a rank gets its share of the rows alone
-  const char* a;     // [M, K]
-  const char* b;     // [K, N]
-  char* result;      // [M, N], or [M / R, N]
-  char* partial;     // [M, N]: the product of this rank
+  bool transpose_b;     // b is [N, K]
+  bool reduce_scatter;  // a rank gets its share of the rows alone
+  const char* a;        // [M, K]
+  const char* b;        // [K, N]
+  char* result;         // [M, N], or [M / R, N]
+  char* partial;        // [M, N]: the product of this rank
 };
 
 // For a kernel of its own, in which two ranks exchange their tiles.
@@ -37,13 +37,9 @@ struct GatherMatmulArgs {
 };
 
 JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
-  return args.scatter ? OpKind::matmul_reduce_scatter : OpKind::matmul_all_reduce;
+  return args.reduce_scatter ? OpKind::matmul_reduce_scatter : OpKind::matmul_all_reduce;
 }
 JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
-
-JAX_EP_CONSTANT_FN int64_t result_bytes(const MatmulReduceArgs& args, int ranks) {
-  return int64_t{args.scatter ? args.m / ranks : args.m} * args.n * size_of(args.dtype);
-}
 
 // What both are told alike.
 template <class Args>
@@ -84,10 +80,10 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
   template <class Visit>
   static void settings(Visit visit) {
     ProductSpec::settings(visit);
-    visit("scatter", nullptr, &Args::scatter);
+    visit("scatter", nullptr, &Args::reduce_scatter);
   }
   static const char* fault(const Args& args, int ranks) {
-    if (args.scatter && args.m % ranks) return "the rows must be a multiple of the ranks";
+    if (args.reduce_scatter && args.m % ranks) return "the rows must be a multiple of the ranks";
     return ProductSpec::fault(args, 1);
   }
 
@@ -95,7 +91,8 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     factors(a, visit);
     visit(scratch("partial", values_of(a.dtype), a.m, a.n).for_peers(), &Args::partial);
-    visit(result("sums", values_of(a.dtype), a.scatter ? a.m / ranks : a.m, a.n).for_peers(!a.scatter), &Args::result);
+    visit(result("sums", values_of(a.dtype), a.reduce_scatter ? a.m / ranks : a.m, a.n).for_peers(!a.reduce_scatter),
+          &Args::result);
   }
 };
 

@@ -1,5 +1,5 @@
-// all_gather_matmul: every rank pushes its rows to all, announced block by block; products of blocks that are here run
-// meanwhile, those of this rank's own rows first.
+// all_gather_matmul: every rank pushes its rows to all, announced row block by row block; products of row blocks that
+// are here run meanwhile, those of this rank's own rows first.
 #pragma once
 
 #include "comm/copy.h"
@@ -7,101 +7,104 @@
 #include "comm/push.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/product.h"
-#include "kernels/results.h"
+#include "kernels/op_buffers.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
 
-// What a team moves at a time: a piece of a block of this rank's rows, whose bytes lie one behind the other. Where the
-// rows do not end with a pair of blocks, some tiles reach over the end, and want the last block as early as the first:
-// it goes first.
-class RowPieces {
+// What a coop moves at a time: a part of a row block of this rank, whose bytes lie one behind the other. Where the rows
+// do not end with a pair of row blocks, some tiles reach over the end, and want the last row block as early as the
+// first: it goes first.
+class RowParts {
  public:
-  const int chunks;  // blocks of rows
+  const int chunks;  // row blocks
 
-  JAX_EP_FN RowPieces(int rows, int64_t row_bytes, int teams)
+  JAX_EP_FN RowParts(int rows, int64_t row_bytes, int coops)
       : chunks(RowBlocks(rows).chunks),
-        blocks_(rows),
+        row_blocks_(rows),
         row_bytes_(row_bytes),
-        piece_bytes_(piece_bytes(rows * row_bytes / teams)),
-        per_block_(pieces_of(blocks_.block_rows)),
-        count_(rows > 0 ? (chunks - 1) * per_block_ + pieces_of(rows - (chunks - 1) * blocks_.block_rows) : 0),
-        first_(rows > 0 && rows % (2 * kBlockRows) ? (chunks - 1) * per_block_ : 0) {}
+        part_bytes_(part_bytes(rows * row_bytes / coops)),
+        per_row_block_(parts_of(row_blocks_.block_rows)),
+        count_(rows > 0 ? (chunks - 1) * per_row_block_ + parts_of(rows - (chunks - 1) * row_blocks_.block_rows) : 0),
+        first_(rows > 0 && rows % (2 * kBlockRows) ? (chunks - 1) * per_row_block_ : 0) {}
 
   JAX_EP_FN int count() const { return count_; }
-  // The piece that is the i-th to be moved.
+  // The part that is the i-th to be moved.
   JAX_EP_FN int at(int i) const { return i + first_ < count_ ? i + first_ : i + first_ - count_; }
-  JAX_EP_FN int chunk_of(int piece) const { return piece / per_block_; }
-  JAX_EP_FN Range chunk(int index) const { return {index * per_block_, smaller((index + 1) * per_block_, count_)}; }
-  JAX_EP_FN Range rows(int piece) const { return blocks_.chunk(chunk_of(piece)); }
-  // Its bytes among those of all rows.
-  JAX_EP_FN int64_t begin(int piece) const {
-    return rows(piece).begin * row_bytes_ + int64_t{piece % per_block_} * piece_bytes_;
+  JAX_EP_FN int chunk_of(int part) const { return part / per_row_block_; }
+  JAX_EP_FN Range chunk(int index) const {
+    return {index * per_row_block_, smaller((index + 1) * per_row_block_, count_)};
   }
-  JAX_EP_FN int64_t size(int piece) const {
-    const int64_t left = rows(piece).end * row_bytes_ - begin(piece);
-    return left < piece_bytes_ ? left : piece_bytes_;
+  JAX_EP_FN Range rows(int part) const { return row_blocks_.chunk(chunk_of(part)); }
+  // Its bytes among those of all rows.
+  JAX_EP_FN int64_t begin(int part) const {
+    return rows(part).begin * row_bytes_ + int64_t{part % per_row_block_} * part_bytes_;
+  }
+  JAX_EP_FN int64_t size(int part) const {
+    const int64_t left = rows(part).end * row_bytes_ - begin(part);
+    return left < part_bytes_ ? left : part_bytes_;
   }
 
  private:
-  // Two batches, or one where there would not be enough for all teams.
-  JAX_EP_FN static int piece_bytes(int64_t bytes_per_team) {
-    if (Team::lanes == 1) return 1 << 16;
-    return bytes_per_team < 4 * Batch::kBytes ? Batch::kBytes : 2 * Batch::kBytes;
+  // Two batches, or one where there would not be enough for all coops.
+  JAX_EP_FN static int part_bytes(int64_t bytes_per_coop) {
+    if (Coop::lanes == 1) return 1 << 16;
+    return bytes_per_coop < 4 * Batch::kBytes ? Batch::kBytes : 2 * Batch::kBytes;
   }
-  JAX_EP_FN int pieces_of(int rows) const {
-    return static_cast<int>((rows * row_bytes_ + piece_bytes_ - 1) / piece_bytes_);
+  JAX_EP_FN int parts_of(int rows) const {
+    return static_cast<int>((rows * row_bytes_ + part_bytes_ - 1) / part_bytes_);
   }
 
-  const RowBlocks blocks_;
+  const RowBlocks row_blocks_;
   const int64_t row_bytes_;
-  const int piece_bytes_, per_block_, count_, first_;
+  const int part_bytes_, per_row_block_, count_, first_;
 };
 
-// This rank's rows to their place in everybody's `gathered`, this rank's too, by whichever teams are free.
+// Puts this rank's rows into everybody's `gathered`, this rank's too, by whichever coops are free.
 JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
-  const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), place = op.comm.rank * args.m * row_bytes;
-  const RowPieces pieces(args.m, row_bytes, op.team.count);
-  PushItems items(op, pieces.count());
+  const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), base = op.comm.rank * args.m * row_bytes;
+  const RowParts parts(args.m, row_bytes, op.coop.count);
+  PushItems items(op, parts.count());
   op.wait_posted();
   if (!op.ok()) return;
-  op.count_received_by(op.team.index == 0, [&](int) { return args.m * row_bytes; });
+  op.count_received_by(op.coop.index == 0, [&](int) { return args.m * row_bytes; });
   op.enter(Phase::send);
-  const PeerBuffer gathered(op, 0);
-  Announcer announcer(op, pieces);
-  PlainMover mover(op.team);
+  const LaneWindow<char> gathered(op, kWindow<&GatherMatmulArgs::gathered>);
+  Announcer announcer(op, parts);
+  PlainMover mover(op.coop);
   for (int i = items.next(); i >= 0 && op.may_push(); i = items.next()) {
-    const int piece = pieces.at(i);
-    const int64_t begin = pieces.begin(piece);
-    const auto to = [&](int k) { return gathered.of((op.comm.rank + 1 + k) % op.comm.size) + place + begin; };
-    copy_to_each(op.team, op.comm.size, to, args.a + begin, pieces.size(piece));
-    op.team.sync();
-    announcer.after(piece, mover);
+    const int part = parts.at(i);
+    const int64_t begin = parts.begin(part);
+    const auto to = [&](int k) { return gathered.peer((op.comm.rank + 1 + k) % op.comm.size) + base + begin; };
+    copy_to_each(op.coop, op.comm.size, to, args.a + begin, parts.size(part));
+    op.coop.sync();
+    announcer.after(part, mover);
   }
   announcer.finish(mover);
 }
 
-// Waits until the rows [begin, end) of all ranks' are here: each lane for a block of them.
+// All lanes call. Waits until these rows, counted over all ranks, are here: each lane waits for a row block of them.
 JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
-  const RowBlocks blocks(args.m);
-  const auto index = [&](int row) { return row / args.m * blocks.chunks + blocks.chunk_of(row % args.m); };
+  const RowBlocks row_blocks(args.m);
+  const auto index = [&](int row) { return row / args.m * row_blocks.chunks + row_blocks.chunk_of(row % args.m); };
   const int first = index(rows.begin);
-  if (rows.begin < rows.end) op.wait_delivered_from(first, index(rows.end - 1) + 1 - first, blocks.chunks);
+  if (rows.begin < rows.end) op.wait_delivered_from(first, index(rows.end - 1) + 1 - first, row_blocks.chunks);
 }
 
-// Where the product is computed by the very teams that push.
+// Where the product is computed by the very coops that push.
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const Team& team) {
-  Op op(comm, team, kind_of(args));
+JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const Coop& coop) {
+  Op op(comm, coop, kind_of(args));
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype);
   const Results<GatherMatmulArgs> results(args, comm.size);
   op.poison(results);
-  op.post(args.gathered);
+  op.post(posted(args, comm.size));
   spread_rows(op, args);
-  const RowBlocks blocks(args.m);
-  for (int i = 0; i < comm.size * blocks.chunks && op.ok(); ++i) {
-    const int source = (comm.rank + i / blocks.chunks) % comm.size;
-    const Range rows = blocks.chunk(i % blocks.chunks), mine = share(rows.end - rows.begin, team.index, team.count);
+  const RowBlocks row_blocks(args.m);
+  for (int i = 0; i < comm.size * row_blocks.chunks && op.ok(); ++i) {
+    const int source = (comm.rank + i / row_blocks.chunks) % comm.size;
+    const Range rows = row_blocks.chunk(i % row_blocks.chunks),
+                mine = share(rows.end - rows.begin, coop.index, coop.count);
     const int first = source * args.m + rows.begin + mine.begin, count = mine.end - mine.begin;
     wait_rows(op, args, {first, first + count});
     if (!op.ok()) break;

@@ -1,5 +1,5 @@
-// One kernel for a product and its collective: all blocks multiply, and the producer's warpgroup has three warps beside
-// that the product does not need. What those do is in overlap_exchange.h, overlap_gather.h and overlap_reduce.h.
+// One kernel for a product and its collective: all CTAs multiply, and the producer's warpgroup has three aux warps,
+// which the product does not need. What those do is in overlap_exchange.h, overlap_gather.h and overlap_reduce.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,11 +7,10 @@
 
 #include "comm/op.h"
 #include "comm/platform.h"
-#include "comm/target/ptx/block.h"
-#include "comm/target/ptx/bulk.h"
+#include "comm/target/ptx/cta.h"
 #include "gemm/kernel.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/product.h"
+#include "kernels/op_buffers.h"
 
 namespace jax_ep {
 
@@ -20,36 +19,63 @@ template <class Args>
 struct Work {
   Comm comm;
   Args args;
-  int communicating;  // blocks
-  int block_n;        // columns of a tile
-  CUtensorMap own;    // of a gather: this rank's rows where they are
+  int communicating;        // CTAs
+  int first_communicating;  // the first of them
+  int block_n;              // columns of a tile
+  CUtensorMap own;          // of a gather: this rank's rows where they are
 };
 
-constexpr int kTeamsPerBlock = gemm::kThreads / 32;
+constexpr int kWarpsPerCta = gemm::kThreads / 32;
 
-// A warp of those that share some work: so many a block, in the first blocks.
-JAX_EP_FN Team sharing_team(int warp, int warps, int blocks, char* memory = nullptr, int bytes = 0) {
-  const int block = blockIdx.x, lane = threadIdx.x % Team::lanes;
-  const Place all{warp * blocks + block, blocks * warps};
-  return {all.index, all.count, all, all, {block, blocks}, {warp, warps}, lane, memory, bytes};
-}
+// A role of a kernel's warps: so many in each of some CTAs share its work. How many coops take part in an op follows
+// from its roles: see Op::finish. Where the warps of a role in a CTA meet (Coop::cta_sync), they do so at its named
+// barrier; 0 is that of all warps.
+struct Role {
+  int warps, first_cta, ctas;
+  int barrier;
 
-// Debug: the blocks that communicate fill the result before any peer may write to it.
+  JAX_EP_FN int coops() const { return warps * ctas; }
+  JAX_EP_FN bool has(int cta) const { return first_cta <= cta && cta < first_cta + ctas; }
+
+  // One of its warps in this CTA, which has the role. `memory` is the warp's own. At most one warp of a CTA may be
+  // given a `track` of the timeline.
+  JAX_EP_FN Coop coop(int warp, int track = -1, char* memory = nullptr, int bytes = 0) const {
+    const int cta = static_cast<int>(blockIdx.x) - first_cta, lane = threadIdx.x % Coop::lanes;
+    const Part all{warp * ctas + cta, coops()};
+    return {all.index, all.count, all, all, {cta, ctas}, {warp, warps}, lane, memory, bytes, track, barrier};
+  }
+};
+
+// The roles that products have in common. Those that multiply meet at barriers 1 and 2.
 template <class Args>
-JAX_EP_FN void poison_result(const Work<Args>& work, Buffer result) {
-  if (!work.comm.poison || static_cast<int>(blockIdx.x) >= work.communicating) return;
-  const Team team = sharing_team(threadIdx.x / Team::lanes, kTeamsPerBlock, work.communicating);
-  const Buffer results[] = {result};
-  Op(work.comm, team, kind_of(work.args)).poison(results);
+JAX_EP_FN Role all_that_communicate(const Work<Args>& work) {
+  return {kWarpsPerCta, work.first_communicating, work.communicating, /*barrier=*/0};
+}
+JAX_EP_FN Role one_warp_a_cta() { return {1, 0, static_cast<int>(gridDim.x), /*barrier=*/3}; }
+template <class Args>
+JAX_EP_FN Role communicators(const Work<Args>& work) {
+  return {gemm::kAuxWarps - 1, work.first_communicating, work.communicating, /*barrier=*/4};
 }
 
-// A warp of a multiplying block, which has only news for the others.
-JAX_EP_FN Team multiplying_team() {
-  constexpr Place kNone{-1, 1};
-  return {-1, 1, kNone, kNone, {-1, 1}, {0, 1}, static_cast<int>(threadIdx.x % Team::lanes), nullptr, 0};
+// The results of the op: MatmulExchangeArgs have no spec of their own.
+JAX_EP_FN Results<MatmulReduceArgs> results_of(const Comm& comm, const MatmulReduceArgs& args) {
+  return {args, comm.size};
+}
+JAX_EP_FN Results<GatherMatmulArgs> results_of(const Comm& comm, const GatherMatmulArgs& args) {
+  return {args, comm.size};
 }
 
-// Until a tile of this block, by its number, is written; a counter for each multiplying warp.
+// Debug: the CTAs that communicate fill the results before any peer may write to them. All their warps call, before
+// they multiply. They wait for each other, so all must find an SM.
+template <class Args>
+JAX_EP_FN void poison_results(const Work<Args>& work) {
+  const Role role = all_that_communicate(work);
+  if (!work.comm.poison || !role.has(blockIdx.x)) return;
+  const Coop coop = role.coop(threadIdx.x / Coop::lanes);
+  Op(work.comm, coop, kind_of(work.args)).poison(results_of(work.comm, work.args));
+}
+
+// Waits until a tile of this CTA, by its number, is written. `written` has a counter for each multiplying warp.
 JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int block_n, int tile) {
   const gemm::Storing by = gemm::storing(block_n, tile);
   ptx::wait_counts(written + by.first, by.warps, by.tiles);
@@ -76,13 +102,11 @@ struct Operands {
   const gemm::Problem& problem;
 };
 
-// What warps beside the multiplying ones of a block keep in its shared memory.
+// What the aux warps of a CTA keep in its shared memory: said by the header of each op.
 template <class Args>
-struct BesideOf {
-  using Type = gemm::Nothing;
-};
+struct AuxOf;
 
-// For the arguments of each op: see there.
+// Each op has one for its arguments, in the header of its overlap.
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<Args>& work);
 

@@ -1,14 +1,13 @@
-// One kernel for a product and its reduction among two ranks. Both take the same tiles in the same order, so every
-// block exchanges its own with the same block at the peer. Multiplying warps store their part of a tile here and there;
-// of the warps beside them one announces it, the others add what has landed. The last tile is added by those who
-// multiply.
+// One kernel for a product and its reduction among two ranks. Both take the same tiles in the same order, so every CTA
+// exchanges its own with the same CTA of the peer. Multiplying warps store their part of a tile here and there; one of
+// the aux warps announces it, the others add what has landed. The last tile is added by those who multiply.
 #pragma once
 
 #include "kernels/matmul/exchange.h"
 #include "kernels/matmul/overlap.h"
 
 namespace jax_ep {
-// What the warps of a block tell each other, in shared memory.
+// What the warps of a CTA tell each other, in shared memory.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed
   uint32_t posted;                         // whether that is known
@@ -18,126 +17,125 @@ struct Exchanged {
 };
 
 template <>
-struct BesideOf<MatmulExchangeArgs> {
+struct AuxOf<MatmulExchangeArgs> {
   using Type = Exchanged;
 };
 
-// Tiles of a block are announced one by one, or a few at a time where flags do not suffice.
+// Tiles of a CTA are announced one by one, or a few at a time where flags do not suffice.
 struct TileFlags {
-  int block, blocks, tiles_per_flag;
+  int cta, ctas, tiles_per_flag;
 
-  JAX_EP_FN TileFlags(const gemm::Problem& problem, int block_n, int block, int blocks) : block(block), blocks(blocks) {
+  JAX_EP_FN TileFlags(const gemm::Problem& problem, int block_n, int cta, int ctas) : cta(cta), ctas(ctas) {
     const int tiles = ceil_div(problem.m, gemm::kBlockM) * ceil_div(problem.n, block_n);
-    const int most = ceil_div(tiles * (problem.split_k ? gemm::kCluster : 1), blocks) + 1;
-    tiles_per_flag = ceil_div(most, kMaxFlags / blocks);
+    const int most = ceil_div(tiles * (problem.split_k ? gemm::kCluster : 1), ctas) + 1;
+    tiles_per_flag = ceil_div(most, kMaxFlags / ctas);
   }
-  JAX_EP_FN int flag(int tile) const { return tile / tiles_per_flag * blocks + block; }
+  JAX_EP_FN int flag(int tile) const { return tile / tiles_per_flag * ctas + cta; }
   JAX_EP_FN bool ends(int tile) const { return tile % tiles_per_flag == tiles_per_flag - 1; }
 };
 
 template <class Out, int kBlockN>
-struct ExchangeBeside {
+struct ExchangeHooks {
   static constexpr bool kStores = true, kAwaitStores = false;
-  using Beside = Exchanged;
+  using Aux = typename AuxOf<MatmulExchangeArgs>::Type;
   using T = typename RowOf<Out>::Type;
 
   const Work<MatmulExchangeArgs>& work;
   const gemm::Problem& problem;
-  Exchanged& beside;
-  int block, blocks;
+  Exchanged& aux;
+  int cta, ctas;
   MatmulExchange<T> exchange{work.comm, work.args};
-  TileFlags flags{problem, kBlockN, block, blocks};
+  TileFlags flags{problem, kBlockN, cta, ctas};
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
 
   template <int kWidth>
-  JAX_EP_FN void store(const gemm::Tile& tile, const float (&d)[kWidth / 2], char (*buffers)[gemm::kOutBytes], int slot,
-                       int lane) const {
-    ptx::wait_count(&beside.posted, 1);
-    T* const landing = reinterpret_cast<T*>(beside.landing);
-    gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, slot, lane, [&](int row, int column, const uint4& words) {
+  JAX_EP_FN void store(const gemm::Tile& tile, const float (&d)[kWidth / 2], char (*buffers)[gemm::kOutBytes],
+                       int strip, int lane) const {
+    ptx::wait_count(&aux.posted, 1);
+    T* const landing = reinterpret_cast<T*>(aux.landing);
+    gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, strip, lane, [&](int row, int column, const uint4& words) {
       if (exchange.keeps(row)) *reinterpret_cast<uint4*>(exchange.kept(row, column)) = words;
       if (landing && exchange.sends(row)) *reinterpret_cast<uint4*>(exchange.sent(landing, row, column)) = words;
     });
   }
-  JAX_EP_FN void after_tile(const gemm::Tile&, int warp) const { count(&beside.written[warp]); }
+  JAX_EP_FN void after_tile(const gemm::Tile&, int warp) const { count(&aux.written[warp]); }
   JAX_EP_FN void after_last(const gemm::Tile& tile, int tiles, int warp) const {
     const int row = tile.row + warp * gemm::kOutRows;
-    ptx::wait_count(&beside.landed, 1);
+    ptx::wait_count(&aux.landed, 1);
     if (tiles > 0) {
-      wait_written(beside.written, kBlockN, tiles - 1);
-      exchange.add(multiplying_team(), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
+      wait_written(aux.written, kBlockN, tiles - 1);
+      exchange.add(one_warp_a_cta().coop(0), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
     }
-    count(&beside.added[warp]);
+    count(&aux.added[warp]);
   }
-  JAX_EP_FN void run_beside(int warp, int, int) const {
-    const Team team = multiplying_team();
-    Op op(work.comm, team, kind_of(work.args));
+  JAX_EP_FN void run_aux(int warp, int, int) const {
+    const Role announcers = one_warp_a_cta(), adders{kAdders, 0, ctas, /*barrier=*/4};
+    const Coop coop = warp == 0 ? announcers.coop(0) : adders.coop(warp - 1);
+    Op op(work.comm, coop, kind_of(work.args));
     if (warp == 0)
       announce_tiles(op);
     else
       add_tiles(op, warp - 1);
-    const Buffer results[] = {{work.args.result, result_bytes(work.args, work.comm.size)}};
-    op.finish(results, blocks * gemm::kWarpsBeside);
+    op.finish(results_of(work.comm, work.args), announcers.coops() + adders.coops());
   }
 
  private:
-  static constexpr int kAdders = gemm::kWarpsBeside - 1;
+  static constexpr int kAdders = gemm::kAuxWarps - 1;
 
   JAX_EP_FN static void count(uint32_t* counter) {
     __syncwarp();
-    if (threadIdx.x % Team::lanes == 0) ptx::count_one(counter);
+    if (threadIdx.x % Coop::lanes == 0) ptx::count_one(counter);
   }
 
   JAX_EP_FN void announce_tiles(Op& op) const {
-    op.record_begin(block == 0);
-    if (block == 0) op.post_by(true, work.args.partial);
-    exchange.count_received(op, block == 0);
+    op.record_begin(cta == 0);
+    if (cta == 0) op.post_by(true, posted<MatmulReduceArgs>(work.args, work.comm.size));
+    exchange.count_received(op, cta == 0);
     op.wait_posted();
-    if (op.team.lane == 0) beside.landing = op.ok() ? reinterpret_cast<char*>(exchange.landing(op)) : nullptr;
-    count(&beside.posted);
-    gemm::Schedule schedule(problem, kBlockN, block, blocks);
+    if (op.coop.lane == 0) aux.landing = op.ok() ? reinterpret_cast<char*>(exchange.landing(op)) : nullptr;
+    count(&aux.posted);
+    gemm::Schedule schedule(problem, kBlockN, cta, ctas);
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
-      wait_written(beside.written, kBlockN, tiles);
+      wait_written(aux.written, kBlockN, tiles);
       if (tile.last || flags.ends(tiles)) op.deliver(flags.flag(tiles), 1, 1);
     }
     if (tiles > 0) op.wait_delivered(exchange.peer, flags.flag(tiles - 1));
-    count(&beside.landed);
-    ptx::wait_counts(beside.added, gemm::kConsumerWarps, 1);
+    count(&aux.landed);
+    ptx::wait_counts(aux.added, gemm::kConsumerWarps, 1);
   }
 
-  // A part of the rows of all tiles but the last, as they come.
+  // Adds its part of the rows of every tile but the last, as the peer's tiles come.
   JAX_EP_FN void add_tiles(Op& op, int adder) const {
     const Range part = share(gemm::kBlockM, adder, kAdders);
-    gemm::Schedule schedule(problem, kBlockN, block, blocks);
+    gemm::Schedule schedule(problem, kBlockN, cta, ctas);
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
       if (tile.last) break;
       op.wait_delivered(exchange.peer, flags.flag(tiles));
-      wait_written(beside.written, kBlockN, tiles);
-      if (op.ok()) exchange.add(op.team, {tile.row + part.begin, tile.row + part.end}, {tile.out_col, tile.out_end});
+      wait_written(aux.written, kBlockN, tiles);
+      if (op.ok()) exchange.add(op.coop, {tile.row + part.begin, tile.row + part.end}, {tile.out_col, tile.out_end});
     }
   }
 };
 
-// Debug: the result is filled before anything is stored there.
-JAX_EP_FN void poison_result(const Work<MatmulExchangeArgs>& work) {
+// Debug: the result is filled before anything is stored there, by all CTAs.
+JAX_EP_FN void poison_results(const Work<MatmulExchangeArgs>& work) {
   if (!work.comm.poison) return;
-  const Team team = sharing_team(threadIdx.x / Team::lanes, kTeamsPerBlock, gridDim.x);
-  const Buffer results[] = {{work.args.result, result_bytes(work.args, work.comm.size)}};
-  Op(work.comm, team, kind_of(work.args)).poison(results);
+  const Coop coop = Role{kWarpsPerCta, 0, static_cast<int>(gridDim.x), /*barrier=*/0}.coop(threadIdx.x / Coop::lanes);
+  Op(work.comm, coop, kind_of(work.args)).poison(results_of(work.comm, work.args));
 }
 
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<MatmulExchangeArgs>& work) {
-  poison_result(work);
-  Exchanged& beside = reinterpret_cast<gemm::Shared<kBlockN, Exchanged>*>(memory)->beside;
-  if (threadIdx.x == 0) beside = {};  // before all warps meet
-  const int block = blockIdx.x, blocks = gridDim.x;
-  const ExchangeBeside<Out, kBlockN> hooks{work, operands.problem, beside, block, blocks};
+  poison_results(work);
+  Exchanged& aux = reinterpret_cast<gemm::Shared<kBlockN, Exchanged>*>(memory)->aux;
+  if (threadIdx.x == 0) aux = {};  // before all warps meet
+  const int cta = blockIdx.x, ctas = gridDim.x;
+  const ExchangeHooks<Out, kBlockN> hooks{work, operands.problem, aux, cta, ctas};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, block, blocks);
+                                                      operands.problem, hooks, cta, ctas);
 }
 
 }  // namespace jax_ep

@@ -35,15 +35,16 @@ struct OverlapConfig {
 
 OverlapConfig plan(const ProductShape& shape, const HardwareModel& model);
 
-// The best with some of it given: block_n, and how many blocks communicate. A reduction of two ranks may have none:
-// then all exchange their tiles.
+// The best plan with given block_n and number of blocks that communicate. A reduction of two ranks may have none: then
+// all exchange their tiles.
 OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
 
 // In which order pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {
   int first = 0, lead = 0, parts = 1;
 };
-// Those wholly of this rank's rows first, then the others' in turns, as they come. m: rows of one rank.
+// Pairs of this rank's rows alone come first, then those of the other ranks in turns, as they arrive. m: rows of one
+// rank.
 PairOrder own_rows_first(int m, int rank, int ranks);
 
 // What plan and plan_with consist of, for plan*.cc alone.

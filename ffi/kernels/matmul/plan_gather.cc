@@ -52,7 +52,7 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
   config.multiplying = std::min(model.sms, rows * columns + 1) / 2 * 2;
   const double rate = rates.flops_per_us * (block_n == 128 ? rates.narrow : 1);
   const double tile = 2.0 * kTileRows * block_n * k / rate + rates.tile_us;
-  const double moving = double(m) / ranks * k * value_bytes / (communicating * rates.bytes_per_block);
+  const double moving = double(m) / ranks * k * value_bytes / (communicating * rates.bytes_per_cta);
   // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
   const bool waits = moving + rates.greet_us > tile * own * columns / (config.multiplying / 2);
   // Without tiles of this rank's rows alone there is nothing to begin with.

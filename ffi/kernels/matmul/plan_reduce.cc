@@ -12,7 +12,7 @@ double pushed_bytes(const ProductShape& shape) {
   return 1.0 * shape.m * shape.n * shape.value_bytes * (shape.op == OpKind::matmul_all_reduce ? 1 : 0.5);
 }
 
-// Of two ranks. All blocks multiply, and push what they have.
+// The plan for two ranks that exchange: all blocks multiply, and push what they have.
 OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& model, int block_n) {
   const ExchangeRates& rates = model.exchange;
   const bool is_narrow = block_n == 128;
@@ -26,14 +26,15 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   config.band =
       is_narrow ? std::clamp(config.multiplying / columns / 2, 1, model.reduce.most_pairs) : ceil_div(rows, 2);
   const double rate = model.reduce.flops_per_us * (is_narrow ? model.reduce.narrow : 1) * (config.split_k ? 2 : 1);
-  const double wave = 2.0 * kTileRows * block_n * shape.k / rate + (is_narrow ? rates.turn_us : model.reduce.tile_us);
+  const double wave =
+      2.0 * kTileRows * block_n * shape.k / rate + (is_narrow ? rates.ping_pong_us : model.reduce.tile_us);
   config.microseconds = ceil_div(shares, config.multiplying) * wave + rates.once_us +
                         pushed_bytes(shape) / rates.pushed_per_us * (is_narrow ? rates.narrow_exposed : rates.exposed);
   return config;
 }
 
-// Those that fetch and sum; the others are free after the product. Sums that are pushed while tiles are computed come
-// from fewer.
+// How many blocks fetch and sum; the others are free after the product. Where sums are pushed while tiles are still
+// computed, fewer do.
 int communicating_blocks(const ProductShape& shape, const HardwareModel& model, int tiles) {
   const int most = std::max(model.sms * 3 / 4 / 2 * 2, 2);
   const bool pushes = shape.op == OpKind::matmul_all_reduce && tiles > model.sms;
@@ -71,7 +72,7 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
 OverlapConfig reduce(const ProductShape& shape, HardwareModel model) {
   model.sms = std::max(model.sms, 4);
   const bool sums_all = shape.op == OpKind::matmul_all_reduce;
-  const double most = sums_all ? model.exchange.most_reduced : model.exchange.most_scattered;
+  const double most = sums_all ? model.exchange.most_reduced : model.exchange.most_reduce_scattered;
   const bool exchange = shape.ranks == 2 && pushed_bytes(shape) <= most;
   const auto config = [&](int block_n) {
     const int tiles = ceil_div(shape.m, kTileRows) * ceil_div(shape.n, block_n);

@@ -1,5 +1,5 @@
-// A product's rows: how they are cut into blocks, and multiplied by plain loops where there is no core for it, on the
-// CPU.
+// A product's rows: how they are cut into row blocks, and multiplied by plain loops where there is no core for it, on
+// the CPU.
 #pragma once
 
 #include "comm/heap.h"
@@ -8,9 +8,9 @@
 
 namespace jax_ep {
 
-// Blocks of rows, each announced by a flag of its own.
+// Row blocks, each announced by a flag of its own.
 
-constexpr int kBlockRows = Team::lanes == 1 ? 16 : 128;  // on a GPU the rows of a tile of the product
+constexpr int kBlockRows = Coop::lanes == 1 ? 16 : 128;  // on a GPU the rows of a tile of the product
 
 struct RowBlocks {
   int rows, block_rows, chunks;
@@ -22,7 +22,9 @@ struct RowBlocks {
         chunks((rows + block_rows - 1) / block_rows) {}
 
   JAX_EP_FN int chunk_of(int row) const { return row / block_rows; }
-  JAX_EP_FN Range chunk(int block) const { return {block * block_rows, smaller((block + 1) * block_rows, rows)}; }
+  JAX_EP_FN Range chunk(int row_block) const {
+    return {row_block * block_rows, smaller((row_block + 1) * block_rows, rows)};
+  }
 };
 
 JAX_EP_FN Range overlap(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }

@@ -1,6 +1,6 @@
-// matmul_all_reduce and matmul_reduce_scatter: every rank leaves its product in a buffer of its own, announced block by
-// block. Whoever owns some rows fetches them from all ranks, sums them in rank order in float32, and writes the sum to
-// every rank, or keeps it. Products of later blocks run meanwhile.
+// matmul_all_reduce and matmul_reduce_scatter: every rank leaves its product in a buffer of its own, announced row
+// block by row block. Whoever owns some rows fetches them from all ranks, sums them in rank order in float32, and
+// writes the sum to every rank, or keeps it. Products of later row blocks run meanwhile.
 #pragma once
 
 #include "comm/op.h"
@@ -8,48 +8,100 @@
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/exchange.h"
 #include "kernels/matmul/product.h"
-#include "kernels/results.h"
+#include "kernels/op_buffers.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {
 
+// Which rows a rank sums.
+class SummedRows {
+ public:
+  JAX_EP_FN SummedRows(const Comm& comm, const MatmulReduceArgs& args)
+      : row_blocks(args.m),
+        kept(args.reduce_scatter ? share(args.m, comm.rank, comm.size) : Range{0, args.m}),
+        rank_(comm.rank),
+        ranks_(comm.size),
+        reduce_scatter_(args.reduce_scatter) {}
+
+  const RowBlocks row_blocks;
+  const Range kept;  // in the result
+
+  // An equal share of every row block, so that all ranks have as much to do at any time; or what of it this rank keeps.
+  JAX_EP_FN Range of(int row_block) const {
+    return reduce_scatter_ ? overlap(row_blocks.chunk(row_block), kept) : of_rank(rank_, row_block);
+  }
+  // How many come from `rank`: its part of what this rank sums, and the sums that it makes.
+  JAX_EP_FN int received_from(int rank) const {
+    const auto rows_in = [&](int row_block) {
+      const Range mine = of_rank(rank_, row_block), theirs = of_rank(rank, row_block);
+      return mine.end - mine.begin + theirs.end - theirs.begin;
+    };
+    const int last = row_blocks.chunks - 1;  // the others are of one size
+    return reduce_scatter_ ? kept.end - kept.begin : last * rows_in(0) + rows_in(last);
+  }
+  // The most that a row block has.
+  JAX_EP_FN int most() const {
+    return reduce_scatter_ ? row_blocks.block_rows : ceil_div(row_blocks.block_rows, ranks_);
+  }
+
+ private:
+  JAX_EP_FN Range of_rank(int rank, int row_block) const {
+    const Range rows = row_blocks.chunk(row_block), theirs = share(rows.end - rows.begin, rank, ranks_);
+    return {rows.begin + theirs.begin, rows.begin + theirs.end};
+  }
+
+  const int rank_, ranks_;
+  const bool reduce_scatter_;
+};
+
+// All coops that may sum call, when they have no more to sum: peers wait for the last of them.
+template <class T>
+JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
+  const SummedRows rows(op.comm, args);
+  op.deliver(rows.row_blocks.chunks, 1, op.coop.count);
+  op.count_received_by(op.coop.index == 0, [&](int rank) {
+    return rows.received_from(rank) * int64_t{args.n} * static_cast<int>(sizeof(T));
+  });
+}
+
+// Made when all ranks have posted.
 template <class T>
 class MatmulReduce {
  public:
   JAX_EP_FN MatmulReduce(Op& op, const MatmulReduceArgs& args)
       : op_(op),
         args_(args),
-        blocks_(args.m),
-        kept_(args.scatter ? share(args.m, op.comm.rank, op.comm.size) : Range{0, args.m}),
-        partials_(op, 0),
-        results_(op, 1),
-        sums_(op.team, in_words(args.partial, args.result, int64_t{args.n} * sizeof(T))) {
-    const int64_t values = int64_t{args.m} * args.n / op.comm.size, batch = kSumValues<T, kPieces>;
-    const int64_t batches = values / (batch * op.team.count * kTicketsPerTeam);
-    piece_values_ = static_cast<int>(batch * (batches < 1 ? 1 : batches < kMostBatches ? batches : kMostBatches));
+        rows_(op.comm, args),
+        partials_(op, kWindow<&MatmulReduceArgs::partial>),
+        results_(op, kWindow<&MatmulReduceArgs::result>),
+        sums_(op.coop, in_words(args.partial, args.result, int64_t{args.n} * sizeof(T))) {
+    const int64_t values = int64_t{args.m} * args.n / op.comm.size, batch = kSumValues<T, kPacks>;
+    const int64_t batches = values / (batch * op.coop.count * kTicketsPerCoop);
+    part_values_ = static_cast<int>(batch * (batches < 1 ? 1 : batches < kMostBatches ? batches : kMostBatches));
   }
 
-  // Takes pieces of blocks in order, until none are left, and sums each once all ranks have announced its block.
+  // Takes parts of row blocks in order, until none are left, and sums each once all ranks have announced its row block.
   JAX_EP_FN void reduce() {
-    const int first = blocks_.chunk_of(kept_.begin);
-    const int blocks = kept_.begin < kept_.end ? blocks_.chunk_of(kept_.end - 1) + 1 - first : 0;
-    int ready = first;  // where the blocks end that are known to be here
+    const Range kept = rows_.kept;
+    const int first = rows_.row_blocks.chunk_of(kept.begin);
+    const int row_blocks = kept.begin < kept.end ? rows_.row_blocks.chunk_of(kept.end - 1) + 1 - first : 0;
+    int ready = first;  // where the row blocks end that are known to be here
     for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
-      const int ticket = op_.take_ticket(asked), block = first + ticket / pieces_per_block();
-      if (block >= first + blocks) break;
+      const int ticket = op_.take_ticket(asked), row_block = first + ticket / parts_per_row_block();
+      if (row_block >= first + row_blocks) break;
       asked = op_.ask_for_ticket();
-      if (block >= ready) {
-        ready = op_.delivered_until(block, first + blocks);
-        if (ready == block) {
+      if (row_block >= ready) {
+        ready = op_.delivered_until(row_block, first + row_blocks);
+        if (ready == row_block) {
           sums_.finish();  // a sum that was begun does not wait with the others
-          op_.wait_delivered(block);
+          op_.wait_delivered(row_block);
           if (!op_.ok()) break;
-          ready = block + 1;
+          ready = row_block + 1;
         }
         op_.enter(Phase::reduce);
         sums_.acquire();
       }
-      sum(own_rows(block), ticket % pieces_per_block());
+      sum(rows_.of(row_block), ticket % parts_per_row_block());
     }
     if (op_.may_push())
       sums_.finish();
@@ -58,88 +110,65 @@ class MatmulReduce {
     sums_.complete_to(sums_.mark());
   }
 
-  // Until every rank has written its sums here, and fetches nothing any more.
-  JAX_EP_FN void conclude() {
-    op_.deliver(blocks_.chunks, 1, op_.team.count);
-    op_.count_received_by(op_.team.index == 0, [&](int rank) { return received_from(rank); });
-    op_.wait_delivered(blocks_.chunks);
-  }
+  // Waits until every rank has written its sums here, and fetches nothing any more. Behind conclude_reduction().
+  JAX_EP_FN void wait_concluded() { op_.wait_delivered(rows_.row_blocks.chunks); }
 
  private:
-  // Small batches: as many ranks as there may be have some on their way to a team.
-  static constexpr int kPieces = kLanePieces < 4 ? kLanePieces : 4;
-  static constexpr int kTicketsPerTeam = 8;
-  static constexpr int kMostBatches = Team::lanes == 1 ? 512 : 8;
+  // Small batches: as many ranks as there may be have some on their way to a coop.
+  static constexpr int kPacks = kLanePacks < 4 ? kLanePacks : 4;
+  static constexpr int kTicketsPerCoop = 8;
+  static constexpr int kMostBatches = Coop::lanes == 1 ? 512 : 8;
 
-  // An equal share of every block, so that all ranks have as much to do at any time; or what of it this rank keeps.
-  JAX_EP_FN Range own_rows(int block) const {
-    return args_.scatter ? overlap(blocks_.chunk(block), kept_) : rows_of(op_.comm.rank, block);
-  }
-  JAX_EP_FN Range rows_of(int rank, int block) const {
-    const Range rows = blocks_.chunk(block), theirs = share(rows.end - rows.begin, rank, op_.comm.size);
-    return {rows.begin + theirs.begin, rows.begin + theirs.end};
-  }
-  // Bytes: a rank's part of the sums of this rank, and the sums of that one.
-  JAX_EP_FN int64_t received_from(int rank) const {
-    const auto rows_in = [&](int block) {
-      const Range mine = rows_of(op_.comm.rank, block), theirs = rows_of(rank, block);
-      return mine.end - mine.begin + theirs.end - theirs.begin;
-    };
-    const int last = blocks_.chunks - 1;  // the others are of one size
-    const int rows = args_.scatter ? kept_.end - kept_.begin : last * rows_in(0) + rows_in(last);
-    return rows * int64_t{args_.n} * static_cast<int>(sizeof(T));
-  }
-  JAX_EP_FN int pieces_per_block() const {
-    const int rows = args_.scatter ? blocks_.block_rows : (blocks_.block_rows + op_.comm.size - 1) / op_.comm.size;
-    return static_cast<int>((int64_t{rows} * args_.n + piece_values_ - 1) / piece_values_);
+  JAX_EP_FN int parts_per_row_block() const {
+    return static_cast<int>((int64_t{rows_.most()} * args_.n + part_values_ - 1) / part_values_);
   }
 
-  // Rows follow each other without gaps: a piece of them is a range of values.
-  JAX_EP_FN void sum(Range rows, int piece) {
+  // Rows follow each other without gaps: a part of them is a range of values.
+  JAX_EP_FN void sum(Range rows, int part) {
     const int64_t end = int64_t{rows.end} * args_.n,
-                  begin = int64_t{rows.begin} * args_.n + int64_t{piece} * piece_values_;
+                  begin = int64_t{rows.begin} * args_.n + int64_t{part} * part_values_;
     if (begin >= end) return;
-    const auto terms = line_up<const T>(op_.team, op_.comm.size, [&](int rank) {
-      return Term<const T>{reinterpret_cast<const T*>(partials_.of(rank)) + begin, 1.0f};
+    const auto terms = line_up<const T>(op_.coop, op_.comm.size, [&](int rank) {
+      return Term<const T>{reinterpret_cast<const T*>(partials_.peer(rank)) + begin, 1.0f};
     });
-    const auto places = line_up<char>(op_.team, args_.scatter ? 1 : op_.comm.size, [&](int i) {
-      char* result = args_.scatter ? args_.result : results_.of(i);
-      return Term<char>{result + (begin - int64_t{args_.scatter ? kept_.begin : 0} * args_.n) * sizeof(T), 1.0f};
+    const auto sinks = line_up<char>(op_.coop, args_.reduce_scatter ? 1 : op_.comm.size, [&](int i) {
+      char* result = args_.reduce_scatter ? args_.result : results_.peer(i);
+      return Term<char>{result + (begin - int64_t{rows_.kept.begin} * args_.n) * sizeof(T), 1.0f};
     });
-    sums_.sum(terms, places, static_cast<int>(end - begin < piece_values_ ? end - begin : piece_values_));
+    sums_.sum(terms, sinks, static_cast<int>(end - begin < part_values_ ? end - begin : part_values_));
   }
 
   Op& op_;
   const MatmulReduceArgs& args_;
-  const RowBlocks blocks_;
-  const Range kept_;
-  const PeerBuffer partials_, results_;
-  RowSum<T, kPieces> sums_;
-  int piece_values_;
+  const SummedRows rows_;
+  const LaneWindow<char> partials_, results_;
+  RowSum<T, kPacks> sums_;
+  int part_values_;
 };
 
-// Where a rank's product is computed by the very teams that reduce.
+// Where a rank's product is computed by the very coops that reduce.
 template <class T>
 JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
-  op.post(args.partial, args.result);
-  const RowBlocks blocks(args.m);
-  for (int block = 0; block < blocks.chunks && op.may_push(); ++block) {
-    const Range rows = blocks.chunk(block), mine = share(rows.end - rows.begin, op.team.index, op.team.count);
+  op.post(posted(args, op.comm.size));
+  const RowBlocks row_blocks(args.m);
+  for (int row_block = 0; row_block < row_blocks.chunks && op.may_push(); ++row_block) {
+    const Range rows = row_blocks.chunk(row_block), mine = share(rows.end - rows.begin, op.coop.index, op.coop.count);
     const int64_t first = rows.begin + mine.begin;
     multiply_rows(args.operand_dtype, args.a + first * args.k * size_of(args.operand_dtype),
                   Factor{args.b, args.k, args.n, args.transpose_b}, reinterpret_cast<T*>(args.partial) + first * args.n,
                   mine.end - mine.begin);
-    op.deliver(block, 1, op.team.count);
+    op.deliver(row_block, 1, op.coop.count);
   }
   op.wait_posted();
   MatmulReduce<T> sums(op, args);
   sums.reduce();
-  sums.conclude();
+  conclude_reduction<T>(op, args);
+  sums.wait_concluded();
 }
 
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const MatmulReduceArgs& args, const Team& team) {
-  Op op(comm, team, kind_of(args));
+JAX_EP_FN void run_kernel(const Comm& comm, const MatmulReduceArgs& args, const Coop& coop) {
+  Op op(comm, coop, kind_of(args));
   const Results<MatmulReduceArgs> results(args, comm.size);
   op.poison(results);
   if (comm.size == kExchangingRanks)

@@ -16,11 +16,11 @@ constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
 }
 
-// The tokens, the first, that set off before their places are known: few of them, and all that are to be decoded, which
-// lands in slots anyway.
-constexpr int early_tokens(int num_tokens, int top_k, bool wire_float8, bool rows_float8) {
+// How many tokens, the first ones, are eager: all, if they are few or are to be decoded, as those land in landing slots
+// anyway.
+constexpr int eager_tokens(int num_tokens, int top_k, bool wire_float8, bool rows_float8) {
   const bool all = are_few(num_tokens, top_k) || (wire_float8 && !rows_float8);
-  return all || num_tokens < kEarlyTokens ? num_tokens : kEarlyTokens;
+  return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
 }
 
 // Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R.
@@ -43,9 +43,15 @@ struct DispatchArgs {
   int32_t* invalid;           // [1]
   int32_t* scratch;
   bool few;       // tokens
-  int early;      // tokens, the first: they land in slots by source and token, and go to their rows from there
-  char* landing;  // [R, early] slots
+  int eager;      // tokens, the first: they land in landing slots by source and token, and go to their rows from there
+  char* landing;  // [R, eager] landing slots
 };
+
+// DispatchArgs for kernels of their own, by how tokens travel: as they are, in float8 to be decoded where they land, or
+// in float8 to stay so.
+struct PlainDispatchArgs : DispatchArgs {};
+struct EncodedDispatchArgs : DispatchArgs {};
+struct Float8DispatchArgs : DispatchArgs {};
 
 // The leaves of a routing that is handed to scatter and combine; as the `peer` of a report, the one out of bounds.
 enum class RoutingLeaf : int32_t { targets, rows, counts };
@@ -89,7 +95,7 @@ const char* fault_of_counts(const Args& args, int ranks) {
     return "the assignments of all ranks must be fewer than 2**31";
   return fits_int32(int64_t{ranks} * args.capacity) ? nullptr : "the rows of all ranks must be fewer than 2**31";
 }
-// And with how a dispatch, or combine's gradient, lays them out.
+// What is wrong with how a dispatch, or combine's gradient, lays rows out.
 template <class Args>
 const char* fault_of_layout(const Args& args, int ranks) {
   if (args.alignment <= 0) return "alignment must be positive";
@@ -118,7 +124,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static void complete(Args& args, int, bool) {
     args.few = are_few(args.num_tokens, args.top_k);
-    args.early = early_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
+    args.eager = eager_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
   }
   static const char* fault(const Args& args, int ranks) {
     if (args.num_experts % ranks) return "the experts must be a multiple of the ranks";
@@ -132,12 +138,12 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static Load load(const Args& args) { return {args.num_tokens, args.wire_float8}; }
 
-  // Peers write rows of received, and what belongs to them, where some tokens do not land in slots; and tell each other
-  // where all have their rows where not every rank works that out for itself.
+  // Peers write rows of received, and what belongs to them, where some tokens do not land in landing slots; and tell
+  // each other where all have their rows where not every rank works that out for itself.
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;
-    const bool straight = a.early < tokens;
+    const bool straight = a.eager < tokens;
     const Values rows = a.rows_float8 ? Values::float8 : values_of(a.dtype);
     const int64_t slot = landing_slot_bytes(a.hidden, size_of(a.dtype), a.wire_float8, a.rows_float8);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
@@ -153,7 +159,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(result("counts", Values::int32, ranks, local).undelivered_as(Undelivered::size), &Args::counts);
     visit(result("dropped", Values::int32, 1).undelivered_as(Undelivered::size), &Args::dropped);
     visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);
-    visit(scratch("landing", Values::uint8, ranks, a.early, slot).for_peers(), &Args::landing);
+    visit(scratch("landing", Values::uint8, ranks, a.eager, slot).for_peers(), &Args::landing);
     visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, kMaxRanks)), &Args::scratch);
   }
 };

@@ -2,25 +2,27 @@
 // rows, in rank order.
 #pragma once
 
+#include "comm/integers.h"
 #include "comm/op.h"
 #include "comm/push.h"
+#include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
-#include "kernels/moe/schedule.h"
-#include "kernels/results.h"
+#include "kernels/moe/rows.h"
+#include "kernels/op_buffers.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {
 
 // Long batches save instructions, but are slow to begin with, and idle where they do not fit the rows.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
-  const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Team::lanes * 16;
-  const int even = even_pieces((row + lanes - 1) / lanes, kRowPieces);
-  return args.num_tokens > kFewTokens && even > kLanePieces && 4 * even >= 3 * kRowPieces;
+  const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
+  const int even = even_packs((row + lanes - 1) / lanes, kRowPacks);
+  return args.num_tokens > kFewTokens && even > kLanePacks && 4 * even >= 3 * kRowPacks;
 }
 
-// `kPieces`: of a batch, that each lane has at most.
-template <class T, int kPieces>
+// `kPacks`: of a batch, that each lane has at most.
+template <class T, int kPacks>
 class Combine {
  public:
   JAX_EP_FN Combine(Op& op, const CombineArgs& args)
@@ -30,61 +32,38 @@ class Combine {
         by_capacity_(args.capacity),
         row_bound_(RoutingLeaf::rows, args.capacity),
         target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
-        rows_(op.team,
+        rows_(op.coop,
               in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
-              kPieces > kLanePieces ? args.hidden : kSumValues<T>) {}  // short: as parts of a row are cut
+              kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
 
   // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
-    if (op_.team.pusher.index < 0) return;
+    if (!op_.coop.sender.takes_part()) return;
     op_.enter(Phase::send);
     const int peers = op_.comm.size - 1, rows = peers * args_.num_tokens;
-    const int parts = parts_of_a_row(rows, op_.team.pusher.count);
+    const int parts = parts_of_a_row(rows, op_.coop.sender.count);
     const Schedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule, peers * parts);
     PushItems items(op_, rows * parts, args_.num_tokens <= kFewTokens);
-    const auto home_of = [&](int row) { return (op_.comm.rank + 1 + row % peers) % op_.comm.size; };
-    // What an item needs to know is asked for while the one before it is summed.
-    const auto ask = [&](int item) {
-      return item < 0 ? Assigned{} : assigned(home_of(item / parts), item / parts / peers, op_.team.lane);
-    };
-    uint64_t raised = op_.ask_abort();
     int item = items.next();
-    Assigned mine = ask(item);
-    while (item >= 0 && !raised) {
-      const int row = item / parts, part = item % parts, token = row / peers, home = home_of(row);
-      const int next = items.next();
-      const Assigned nexts = ask(next);
-      raised = op_.ask_abort();
-      if (args_.scalars && part == 0) push_scalars(home, token);
-      if (push_partial(home, token, columns(part, parts), mine))
-        announcer.begun(token, rows_);
-      else
-        announcer.skipped(token, rows_);
-      item = next;
-      mine = nexts;
+    while (push_from(item, parts, items, announcer)) {
+      item = items.next_abandoned();
+      if (item < 0) break;
     }
-    if (!raised)
-      rows_.finish();
-    else
-      rows_.drop();
-    if (op_.team.ballot(row_bound_.broken())) wait_posted();
-    row_bound_.report_to_all(op_);
-    announcer.finish(rows_);
   }
 
   // For every token of this rank, the sum over ranks, as they arrive.
   JAX_EP_FN void reduce() {
     wait_posted();  // whoever has pushed nothing
-    const Schedule schedule(args_.num_tokens, 1, op_.team.count);
-    const int parts = parts_of_a_row(args_.num_tokens, op_.team.count), per_chunk = schedule.groups() * parts;
+    const Schedule schedule(args_.num_tokens, 1, op_.coop.count);
+    const int parts = parts_of_a_row(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * parts;
     int here = -1;  // the chunk that was waited for last
     for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
       const int ticket = op_.take_ticket(asked);
       if (ticket >= schedule.chunks * per_chunk) return;
       asked = op_.ask_for_ticket();
-      const Range tokens = schedule.group(ticket / per_chunk, ticket % per_chunk / parts);
+      const Range tokens = schedule.batch(ticket / per_chunk, ticket % per_chunk / parts);
       const Range part = columns(ticket % parts, parts);
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the rows are waited for
       if (const int chunk = ticket / per_chunk; chunk != here) {
@@ -111,10 +90,68 @@ class Combine {
   }
 
  private:
-  // Few rows are cut into parts, so that all teams have work.
-  JAX_EP_FN int parts_of_a_row(int rows, int teams) const {
+  // What a sender takes at a time: a part of the row that it sends home for a token. Peers take turns.
+  struct Item {
+    int home, token, part;
+  };
+  JAX_EP_FN Item item_at(int index, int parts) const {
+    const int peers = op_.comm.size - 1, row = index / parts;
+    return {(op_.comm.rank + 1 + row % peers) % op_.comm.size, row / peers, index % parts};
+  }
+
+  // An assignment of a token.
+  struct Assigned {
+    int row = -1;  // negative: not here
+    float weight = 0;
+  };
+
+  // Sends an item, if it is one, and all that items.next() gives after it, and announces them. Returns false once the
+  // group has failed. What an item needs to know is asked for while the one before it is summed.
+  template <class Chunks>
+  JAX_EP_FN bool push_from(int index, int parts, PushItems& items, Announcer<Chunks>& announcer) {
+    const auto ask = [&](int index) {
+      if (index < 0) return Assigned{};
+      const Item item = item_at(index, parts);
+      return assigned(item.home, item.token, op_.coop.lane);
+    };
+    uint64_t raised = op_.ask_abort();
+    Assigned mine = ask(index);
+    while (index >= 0 && !raised) {
+      const Item item = item_at(index, parts);
+      const int next = items.next();
+      const Assigned nexts = ask(next);
+      raised = op_.ask_abort();
+      push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_taken(index); });
+      index = next;
+      mine = nexts;
+    }
+    if (!raised)
+      rows_.finish();
+    else
+      rows_.drop();
+    if (op_.coop.ballot(row_bound_.broken())) wait_posted();
+    row_bound_.report_to_all(op_);
+    announcer.finish(rows_);
+    return !raised;
+  }
+
+  // Whoever has taken an item that was_taken() puts, announces and reports it.
+  template <class Chunks, class WasTaken>
+  JAX_EP_FN void push_item(const Item& item, Range columns, Assigned mine, Announcer<Chunks>& announcer,
+                           WasTaken was_taken) {
+    const bool put = push_partial(item.home, item.token, columns, mine, was_taken);
+    if (was_taken()) return row_bound_.forget();
+    if (put)
+      announcer.begun(item.token, rows_);
+    else
+      announcer.skipped(item.token, rows_);
+    if (args_.scalars && item.part == 0) push_scalars(item.home, item.token);
+  }
+
+  // Few rows are cut into parts, so that all coops have work.
+  JAX_EP_FN int parts_of_a_row(int rows, int coops) const {
     const int batches = (args_.hidden + kSumValues<T> - 1) / kSumValues<T>;
-    return larger(1, smaller(batches, teams / larger(1, rows)));
+    return larger(1, smaller(batches, coops / larger(1, rows)));
   }
   JAX_EP_FN Range columns(int part, int parts) const {
     if (parts == 1) return {0, args_.hidden};
@@ -127,17 +164,13 @@ class Combine {
   }
 
   // The k-th assignment of a token of `home`.
-  struct Assigned {
-    int row = -1;  // negative: not here
-    float weight = 0;
-  };
   JAX_EP_FN Assigned assigned(int home, int token, int k) const {
     if (k >= args_.top_k) return {};
     const int64_t at = table(home, token) + k;
     return {args_.rows[at], args_.weights ? args_.weights[at] : 1.0f};
   }
   JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) {
-    const int row = row_bound_.place(assigned.row);
+    const int row = row_bound_.index(assigned.row);
     return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden + column, assigned.weight};
   }
 
@@ -146,21 +179,23 @@ class Combine {
     return landing + (int64_t{source} * args_.num_tokens + token) * args_.hidden;
   }
 
-  JAX_EP_FN auto place(T* row) const {
-    return line_up<char>(op_.team, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
+  JAX_EP_FN auto sink(T* row) const {
+    return line_up<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
   }
 
-  // Returns whether there is anything to push.
-  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine) {
-    const auto terms = line_up<const T>(op_.team, args_.top_k, [&](int k) {
-      const bool known = k == op_.team.lane || op_.team.lane >= args_.top_k;
+  // Begins to sum the rows here of a token of `home`, into its landing there. Returns whether it has any. It is not put
+  // if was_taken(), which is asked when peers may be written to.
+  template <class WasTaken>
+  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasTaken was_taken) {
+    const auto terms = line_up<const T>(op_.coop, args_.top_k, [&](int k) {
+      const bool known = k == op_.coop.lane || op_.coop.lane >= args_.top_k;
       return own_term(known ? mine : assigned(home, token, k), columns.begin);
     });
     if (terms.empty()) return false;
     const auto there = [&] {  // the first rows come while peers are waited for
       wait_posted();
-      T* landing = op_.ok() ? static_cast<T*>(op_.mail_from(home)->buffers[0]) : nullptr;
-      return place(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
+      T* landing = op_.ok() && !was_taken() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
+      return sink(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
     };
     rows_.sum_to(terms, there, columns.end - columns.begin);
     return true;
@@ -176,76 +211,76 @@ class Combine {
   JAX_EP_FN void push_scalars(int home, int token) {
     wait_posted();
     if (!op_.ok()) return;
-    float* there = static_cast<float*>(op_.mail_from(home)->buffers[1]) + int64_t{token} * args_.top_k;
+    float* there = Window<float>(op_, kWindow<&CombineArgs::returned>).peer(home) + int64_t{token} * args_.top_k;
     const int64_t at = table(home, token);
-    for (int k = op_.team.lane; k < args_.top_k; k += Team::lanes)
+    for (int k = op_.coop.lane; k < args_.top_k; k += Coop::lanes)
       if (args_.rows[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
 
-  // What a lane knows of a token of this rank: the assignment in its place among the terms, and a target.
+  // What a lane knows of a token of this rank: the assignment at its position among the terms, and a target.
   struct Known {
     Assigned own;
     int target;
   };
   JAX_EP_FN Known known(int token) const {
-    const int place = op_.team.lane - op_.comm.rank;
-    return {place < 0 ? Assigned{} : assigned(op_.comm.rank, token, place), target_of(token, op_.team.lane)};
+    const int position = op_.coop.lane - op_.comm.rank;
+    return {position < 0 ? Assigned{} : assigned(op_.comm.rank, token, position), target_of(token, op_.coop.lane)};
   }
   JAX_EP_FN int target_of(int token, int k) const {
     return k < args_.top_k ? args_.targets[int64_t{token} * args_.top_k + k] : -1;
   }
 
   // A bit for every rank that has a row of a token; `target` is that of this lane.
-  JAX_EP_FN uint64_t senders_of(int token, int target) {
-    uint64_t senders = 0;
-    for (int first = 0; first < args_.top_k; first += Team::lanes) {
-      if (first > 0) target = target_of(token, first + op_.team.lane);
-      target = target_bound_.place(target);
+  JAX_EP_FN uint64_t sources_of(int token, int target) {
+    uint64_t sources = 0;
+    for (int first = 0; first < args_.top_k; first += Coop::lanes) {
+      if (first > 0) target = target_of(token, first + op_.coop.lane);
+      target = target_bound_.index(target);
       const int owner = target < 0 ? -1 : by_capacity_.quotient(target);
       for (int rank = 0; rank < op_.comm.size; ++rank)
-        if (op_.team.ballot(owner == rank)) senders |= uint64_t{1} << rank;
+        if (op_.coop.ballot(owner == rank)) sources |= uint64_t{1} << rank;
     }
-    return senders;
+    return sources;
   }
 
-  // Terms in rank order: a row of each peer that sends one, and in this rank's place its own rows.
+  // Terms in rank order: a row of each peer that sends one, and at this rank's position its own rows.
   JAX_EP_FN void reduce(int token, Range columns, Known known) {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
-    const uint64_t senders = senders_of(token, known.target);
+    const uint64_t sources = sources_of(token, known.target);
     const T* landing = reinterpret_cast<const T*>(args_.landing);
-    const auto terms = line_up<const T>(op_.team, count, [&](int i) -> Term<const T> {
-      const bool mine = i == op_.team.lane || op_.team.lane >= count;
+    const auto terms = line_up<const T>(op_.coop, count, [&](int i) -> Term<const T> {
+      const bool mine = i == op_.coop.lane || op_.coop.lane >= count;
       if (i >= me && i < own_end) return own_term(mine ? known.own : assigned(me, token, i - me), columns.begin);
       const int rank = i < me ? i : i - args_.top_k + 1;
-      return {senders >> rank & 1 ? landed(landing, rank, token) + columns.begin : nullptr, 1.0f};
+      return {sources >> rank & 1 ? landed(landing, rank, token) + columns.begin : nullptr, 1.0f};
     });
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
-    note_received(senders, width * static_cast<int>(sizeof(T)));
-    if (op_.team.broadcast(known.target) < -1)  // its dispatch failed: then its sum is NaN, not zero
-      fill_row(op_.team, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
+    note_received(sources, width * static_cast<int>(sizeof(T)));
+    if (op_.coop.broadcast(known.target) < -1)  // its dispatch failed: then its sum is NaN, not zero
+      fill_row(op_.coop, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
-      rows_.sum(terms, place(out), width);
+      rows_.sum(terms, sink(out), width);
     if (columns.begin > 0) return;
     if (args_.scalars) push_scalars(me, token);
     return_nothing(token);
   }
 
-  // Each sender's part of a row has so many bytes. They are counted in the end: an atomic a row would hold up the sums.
-  JAX_EP_FN void note_received(uint64_t senders, int bytes) {
-    for (int i = 0; i < kRanksALane && i * Team::lanes < op_.comm.size; ++i)
-      received_[i] += senders >> (i * Team::lanes + op_.team.lane) & 1 ? bytes : 0;
+  // Each source's part of a row has so many bytes. They are counted in the end: an atomic a row would hold up the sums.
+  JAX_EP_FN void note_received(uint64_t sources, int bytes) {
+    for (int i = 0; i < kRanksALane && i * Coop::lanes < op_.comm.size; ++i)
+      received_[i] += sources >> (i * Coop::lanes + op_.coop.lane) & 1 ? bytes : 0;
   }
   JAX_EP_FN void count_received() const {
-    for (int i = 0; i < kRanksALane && i * Team::lanes < op_.comm.size; ++i)
-      op_.count_received(i * Team::lanes + op_.team.lane, received_[i]);
+    for (int i = 0; i < kRanksALane && i * Coop::lanes < op_.comm.size; ++i)
+      op_.count_received(i * Coop::lanes + op_.coop.lane, received_[i]);
   }
 
   // No rank sends a scalar for an assignment without a row.
   JAX_EP_FN void return_nothing(int token) {
     if (!args_.returned) return;
     const int64_t at = int64_t{token} * args_.top_k;
-    for (int k = op_.team.lane; k < args_.top_k; k += Team::lanes)
+    for (int k = op_.coop.lane; k < args_.top_k; k += Coop::lanes)
       if (args_.targets[at + k] < 0) args_.returned[at + k] = 0.0f;
   }
 
@@ -255,18 +290,18 @@ class Combine {
   const Divider by_capacity_;
   Bound row_bound_, target_bound_;
   bool posted_ = false;
-  static constexpr int kRanksALane = kMaxRanks / Team::lanes;
+  static constexpr int kRanksALane = kMaxRanks / Coop::lanes;
   int64_t received_[kRanksALane] = {};  // bytes of rows from rank i * lanes + lane
-  RowSum<T, kPieces> rows_;
+  RowSum<T, kPacks> rows_;
 };
 
-template <class T, int kPieces = kLanePieces>
-JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team& team) {
-  Op op(comm, team, OpKind::combine);
+template <class T, int kPacks = kLanePacks>
+JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Coop& coop) {
+  Op op(comm, coop, OpKind::combine);
   const Results<CombineArgs> results(args, comm.size);
   op.poison(results);
-  op.post(args.landing, args.returned);
-  Combine<T, kPieces> combine(op, args);
+  op.post(posted(args, comm.size));
+  Combine<T, kPacks> combine(op, args);
   combine.push();
   combine.reduce();
   combine.complete();
@@ -274,8 +309,14 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Team&
 }
 
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const LongCombineArgs& args, const Team& team) {
-  run_kernel<T, kRowPieces>(comm, static_cast<const CombineArgs&>(args), team);
+JAX_EP_FN void run_kernel(const Comm& comm, const LongCombineArgs& args, const Coop& coop) {
+  run_kernel<T, kRowPacks>(comm, static_cast<const CombineArgs&>(args), coop);
+}
+
+// The kernel of a combine.
+template <class Run>
+auto choose_kernel(const CombineArgs& args, Run run) {
+  return sums_long_batches(args) ? run(LongCombineArgs{args}) : run(args);
 }
 
 }  // namespace jax_ep

@@ -1,14 +1,13 @@
 // dispatch: route, and every token to where it lands at the ranks that own its experts: straight into XLA's buffer, or,
-// if it sets off before its place is known or is to be decoded, into a slot.
+// if it sets off before its row is known or is to be decoded, into a landing slot.
 #pragma once
 
 #include "kernels/moe/landing.h"
-#include "kernels/moe/post_dispatch.h"
 #include "kernels/moe/route.h"
 #include "kernels/moe/route_few.h"
-#include "kernels/moe/routing.h"
+#include "kernels/moe/routed.h"
 #include "kernels/moe/rows.h"
-#include "kernels/results.h"
+#include "kernels/op_buffers.h"
 #include "rows/float8_rows.h"
 #include "rows/wire.h"
 
@@ -19,19 +18,24 @@ JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
   return args.rows + int64_t{source} * args.num_tokens * args.top_k;
 }
 
-// A place, as a term.
+// A token of this rank; null for -1.
+template <class T>
+JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
+  return token < 0 ? nullptr : args.tokens + int64_t{token} * args.hidden * sizeof(T);
+}
+
+// An address, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens as they are. Those of this rank that would land in slots do not travel.
-template <class T>
+// Tokens travel as they are. This rank's own eager tokens do not travel.
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        bytes_(int64_t{args.hidden} * sizeof(T)),
-        landing_(op, args, sizeof(T)),
-        mover_(op.team) {}
+        bytes_(int64_t{args.hidden} * size_of(args.dtype)),
+        landing_(op, args, size_of(args.dtype)),
+        mover_(op.coop) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
     push_chunks(
@@ -45,9 +49,9 @@ class PlainDispatch {
   }
 
   JAX_EP_FN void expand() {
-    if (const Place filler = op_.team.filler; filler.index >= 0) {
+    if (const Part receiver = op_.coop.receiver; receiver.takes_part()) {
       op_.enter(Phase::expand);
-      copy(op_.comm.rank, {filler.index, args_.early, filler.count},
+      copy(op_.comm.rank, {receiver.index, args_.eager, receiver.count},
            [&](int token, int) { return args_.tokens + token * bytes_; });
     }
     for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
@@ -61,8 +65,8 @@ class PlainDispatch {
   template <class From>
   JAX_EP_FN void copy(int source, Stride tokens, From from) {
     const int here =
-        copy_to_rows(op_.team, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
-    if (op_.team.lane == 0) op_.count_received(source, here * bytes_);
+        copy_to_rows(op_.coop, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+    if (op_.coop.lane == 0) op_.count_received(source, here * bytes_);
   }
 
   Op& op_;
@@ -72,7 +76,7 @@ class PlainDispatch {
   RowMover mover_;
 };
 
-// Tokens in float8, this rank's own too: encoded into their slots and decoded from there.
+// Tokens in float8, this rank's own too: encoded into their landing slots and decoded from there.
 template <class T>
 class EncodedDispatch {
  public:
@@ -80,15 +84,15 @@ class EncodedDispatch {
       : op_(op),
         args_(args),
         landing_(op, args, sizeof(T)),
-        stream_(op.team, kWireStageBytes<T>, true, 2 * kWireStageBytes<T>),
-        writer_(op.team, kWireStageBytes<T>, true, 2) {}
+        stream_(op.coop, kWireStageBytes<T>, true, 2 * kWireStageBytes<T>),
+        writer_(op.coop, kWireStageBytes<T>, true, 2) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
-    MessageStream<T, Encode<T>> encoder(op_.team, args_.hidden, stream_, {writer_});
+    MessageStream<T, Encode<T>> encoder(op_.coop, args_.hidden, stream_, {writer_});
     const auto begin = [&](int token, auto packed) {
       const auto slots =
-          line_up<char>(op_.team, args_.top_k, [&](int k) { return term(landing_.at_owner(token, k, packed(k))); });
-      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), slots);
+          line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(landing_.at_owner(token, k, packed(k))); });
+      encoder.begin(token_at<T>(args_, token), slots);
     };
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
@@ -98,20 +102,20 @@ class EncodedDispatch {
   }
 
   JAX_EP_FN void expand() {
-    MessageStream<T, Decode<T>> decoder(op_.team, args_.hidden, stream_, {writer_});
+    MessageStream<T, Decode<T>> decoder(op_.coop, args_.hidden, stream_, {writer_});
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       stream_.acquire();
       int here = 0;
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
-        const auto rows = line_up<char>(op_.team, args_.top_k, [&](int k) {
+        const auto rows = line_up<char>(op_.coop, args_.top_k, [&](int k) {
           return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
         });
         if (rows.empty()) continue;
         decoder.begin(landing_.slot_here(source, token), rows);
         ++here;
       }
-      if (op_.team.lane == 0) op_.count_received(source, here * landing_.slot_bytes());
+      if (op_.coop.lane == 0) op_.count_received(source, here * landing_.slot_bytes());
     });
     decoder.finish();
     writer_.complete_to(writer_.mark());
@@ -136,13 +140,13 @@ class Float8Dispatch {
         args_(args),
         landing_(op, args, 1),
         message_values_(apart_message_values(args.hidden)),
-        put_values_(apart_put_values<T>(op.team, args.hidden)),
-        stream_(op.team, message_values_ * static_cast<int>(sizeof(T)), true, stage_bytes()),
-        writer_(op.team, stage_bytes(), true, 1) {}
+        put_values_(apart_put_values<T>(op.coop, args.hidden)),
+        stream_(op.coop, message_values_ * static_cast<int>(sizeof(T)), true, stage_bytes()),
+        writer_(op.coop, stage_bytes(), true, 1) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
     MessageStream<T, EncodeApart<T>> encoder(
-        op_.team, args_.hidden, stream_,
+        op_.coop, args_.hidden, stream_,
         {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
     const auto begin = [&](int token, auto packed) {
       Spot spot{};
@@ -152,9 +156,9 @@ class Float8Dispatch {
         found = k;
         return spot;
       };
-      const auto values = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).values); });
-      const auto scales = line_up<char>(op_.team, args_.top_k, [&](int k) { return term(at(k).scales); });
-      encoder.begin(args_.tokens + int64_t{token} * args_.hidden * sizeof(T), apart(values, scales));
+      const auto values = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).values); });
+      const auto scales = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).scales); });
+      encoder.begin(token_at<T>(args_, token), apart(values, scales));
     };
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
@@ -168,14 +172,14 @@ class Float8Dispatch {
   JAX_EP_FN void expand() {
     const int scale_bytes = scale_row_bytes(args_.hidden);
     auto* scales = reinterpret_cast<char*>(args_.scales);
-    RowMover mover(op_.team);
+    RowMover mover(op_.coop);
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
-      if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.early);  // later ones are in all their rows
+      if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      const int here = copy_to_rows(op_.team, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
                                     args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
-      if (op_.team.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
-      copy_to_short_rows(op_.team, scales, scale_bytes, table, tokens, args_.top_k,
+      if (op_.coop.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
+      copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
                          [&](int token, int row) { return landing_.scales_here(source, token, row); });
     });
     mover.complete_to(mover.mark());
@@ -194,39 +198,48 @@ class Float8Dispatch {
 
 template <class Dispatch>
 JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args) {
-  const Routing routing(op, args);
+  const Routed routed(op, args);
   Dispatch dispatch(op, args);
-  if (op.ok() && op.team.pusher.index >= 0) dispatch.push({op, args, routing});
-  if (op.team.filler.index >= 0) dispatch.pad(routing.counts());
-  if (routing.settled())
+  if (op.ok() && op.coop.sender.takes_part()) dispatch.push({op, args, routed});
+  if (op.coop.receiver.takes_part()) dispatch.pad(routed.counts());
+  if (routed.settled())
     dispatch.expand();
   else  // peers that learn of the lack of room later still push
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
 }
 
-template <class T>
-JAX_EP_FN void route_and_send(Op& op, const DispatchArgs& args) {
+template <class Dispatch>
+JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const Coop& coop) {
+  Op op(comm, coop, OpKind::dispatch);
+  const Results<DispatchArgs> results(args, comm.size);
+  op.poison(results);
   post_dispatch(op, args);
   if (args.few)
     FewRouter(op, args).route();
   else
     Router(op, args).route();
   op.wait_posted();
-  if (args.rows_float8)
-    send_tokens<Float8Dispatch<T>>(op, args);
-  else if (args.wire_float8)
-    send_tokens<EncodedDispatch<T>>(op, args);
-  else
-    send_tokens<PlainDispatch<T>>(op, args);
+  send_tokens<Dispatch>(op, args);
+  op.finish(results);
 }
 
+JAX_EP_FN void run_kernel(const Comm& comm, const PlainDispatchArgs& args, const Coop& coop) {
+  route_and_send<PlainDispatch>(comm, args, coop);
+}
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const DispatchArgs& args, const Team& team) {
-  Op op(comm, team, OpKind::dispatch);
-  const Results<DispatchArgs> results(args, comm.size);
-  op.poison(results);
-  route_and_send<T>(op, args);
-  op.finish(results);
+JAX_EP_FN void run_kernel(const Comm& comm, const EncodedDispatchArgs& args, const Coop& coop) {
+  route_and_send<EncodedDispatch<T>>(comm, args, coop);
+}
+template <class T>
+JAX_EP_FN void run_kernel(const Comm& comm, const Float8DispatchArgs& args, const Coop& coop) {
+  route_and_send<Float8Dispatch<T>>(comm, args, coop);
+}
+
+// The kernel of a dispatch: one for each way that tokens travel.
+template <class Run>
+auto choose_kernel(const DispatchArgs& args, Run run) {
+  if (!args.wire_float8) return run(PlainDispatchArgs{args});
+  return args.rows_float8 ? run(Float8DispatchArgs{args}) : run(EncodedDispatchArgs{args});
 }
 
 }  // namespace jax_ep

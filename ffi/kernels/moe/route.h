@@ -1,12 +1,12 @@
 // Routing: every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its
 // assignments, while the first tokens are on their way. Rows are ordered by (expert, source rank, token, k), whatever
-// the number of teams.
+// the number of coops.
 #pragma once
 
 #include "comm/op.h"
 #include "comm/push.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/post_dispatch.h"
+#include "kernels/moe/routed.h"
 #include "kernels/moe/rows.h"
 #include "kernels/moe/segments.h"
 #include "kernels/moe/tally.h"
@@ -22,7 +22,7 @@ class Router {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // Other teams do not wait for it before they need what it finds: see Routing.
+  // Other coops do not wait for it before they need what it finds: see Routed.
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
     count();
@@ -46,7 +46,7 @@ class Router {
   // After it the peers have this rank's counts.
   JAX_EP_FN void count() {
     op_.enter(Phase::count);
-    if (tally_.is_first() && op_.team.lane == 0) *args_.dropped = 0;
+    if (tally_.is_first() && op_.coop.lane == 0) *args_.dropped = 0;
     tally_.count([&](int item) { return choice(item); },
                  [&](int e, int total) {
                    if (e == args_.num_experts)
@@ -75,11 +75,11 @@ class Router {
       }
     };
     segments_.lay_out(
-        tally_.place(), [&](int e) { return rows_before(comm.size, e); },
+        tally_.part(), [&](int e) { return rows_before(comm.size, e); },
         [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
   }
 
-  // Writes the targets of this team's assignments, and tells every rank which of its rows hold them: none, if some rank
+  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them: none, if some rank
   // has no room.
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
@@ -87,7 +87,8 @@ class Router {
     const Divider by_local(local_);
     const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
     int dropped = 0;
-    const PeerBuffer rows(op_, 1), weights(op_, 2);
+    const LaneWindow<int32_t> rows(op_, kWindow<&DispatchArgs::rows>);
+    const LaneWindow<float> weights(op_, kWindow<&DispatchArgs::arrived>);
     const auto first_row = [&](int e) { return segments_.first_row(e); };
     tally_.number([&](int item) { return choice(item); }, first_row,
                   [&](int index, int bin, int row, float weight) {
@@ -100,15 +101,15 @@ class Router {
                     }
                     if (index >= 0) args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
                     for (int rank = 0; rank < op_.comm.size; ++rank) {
-                      auto* rows_there = reinterpret_cast<int32_t*>(rows.of(rank)) + mine + index;
-                      auto* weights_there = reinterpret_cast<float*>(weights.of(rank)) + mine + index;
+                      auto* rows_there = rows.peer(rank) + mine + index;
+                      auto* weights_there = weights.peer(rank) + mine + index;
                       if (index < 0) continue;
                       *rows_there = rank == target.owner ? target.row : -1;
                       *weights_there = rank == target.owner ? weight : 0.0f;
                     }
                   });
-    dropped = op_.team.sum(dropped);
-    if (op_.team.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+    dropped = op_.coop.sum(dropped);
+    if (op_.coop.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
   }
 
   Op& op_;

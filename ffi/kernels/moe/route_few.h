@@ -5,7 +5,7 @@
 
 #include "comm/op.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/post_dispatch.h"
+#include "kernels/moe/routed.h"
 #include "kernels/moe/rows.h"
 #include "kernels/moe/segments.h"
 #include "kernels/moe/tally.h"
@@ -23,7 +23,7 @@ class FewRouter {
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 
-  // Other teams do not wait for it before they need what it finds: see Routing.
+  // Other coops do not wait for it before they need what it finds: see Routed.
   JAX_EP_FN void route() {
     if (!tally_.takes_part()) return;
     send_choices();
@@ -32,7 +32,7 @@ class FewRouter {
     count();
     posted.post_if_late(op_, args_);
     op_.enter(Phase::layout);
-    segments_.lay_out(tally_.place(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
+    segments_.lay_out(tally_.part(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());
     if (op_.ok()) place();
@@ -44,12 +44,12 @@ class FewRouter {
   JAX_EP_FN int32_t* totals() const { return args_.scratch + totals_offset(args_.num_experts); }
 
   JAX_EP_FN void send_choices() {
-    const Team& team = op_.team;
-    if (!tally_.is_first_squad()) return;
+    const Coop& coop = op_.coop;
+    if (!tally_.is_first_cta()) return;
     op_.enter(Phase::count);
     constexpr int kAhead = Tally::kAhead;
-    const int step = team.member.count * Team::lanes;
-    for (int first = team.member.index * Team::lanes + team.lane; op_.ok() && first < per_rank_;
+    const int step = coop.member.count * Coop::lanes;
+    for (int first = coop.member.index * Coop::lanes + coop.lane; op_.ok() && first < per_rank_;
          first += kAhead * step) {
       Choice choices[kAhead];
       for (int i = 0; i < kAhead; ++i) {
@@ -66,7 +66,7 @@ class FewRouter {
         }
       }
     }
-    team.squad_sync();
+    coop.cta_sync();
     op_.tell(&Heap::chosen, tally_.is_first());
   }
 
@@ -79,11 +79,11 @@ class FewRouter {
 
   JAX_EP_FN void count() {
     op_.enter(Phase::count);
-    const Team& team = op_.team;
-    for (int i = tally_.place().index * Team::lanes + team.lane; i < op_.comm.size * local_;
-         i += tally_.place().count * Team::lanes)
+    const Coop& coop = op_.coop;
+    for (int i = tally_.part().index * Coop::lanes + coop.lane; i < op_.comm.size * local_;
+         i += tally_.part().count * Coop::lanes)
       args_.counts[i] = 0;
-    if (tally_.is_first() && team.lane == 0) *args_.dropped = *args_.invalid = 0;
+    if (tally_.is_first() && coop.lane == 0) *args_.dropped = *args_.invalid = 0;
     tally_.count([&](int item) { return choice(item); },
                  [&](int e, int total) {
                    if (e < args_.num_experts) totals()[e] = total;
@@ -110,10 +110,10 @@ class FewRouter {
                     dropped += valid && !placed;
                     invalid += bin == args_.num_experts;
                   });
-    dropped = op_.team.sum(dropped);
-    invalid = op_.team.sum(invalid);
-    if (op_.team.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
-    if (op_.team.lane == 0 && invalid) atomic_add(args_.invalid, invalid);
+    dropped = op_.coop.sum(dropped);
+    invalid = op_.coop.sum(invalid);
+    if (op_.coop.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+    if (op_.coop.lane == 0 && invalid) atomic_add(args_.invalid, invalid);
   }
 
   Op& op_;

@@ -11,11 +11,11 @@ class Segments {
   JAX_EP_FN Segments(Op& op, const DispatchArgs& args)
       : op_(op), args_(args), local_(args.num_experts / op.comm.size) {}
 
-  // For the owners of this team's share: rows_of(expert) over all sources, of which before(expert) have their places
-  // before those that are to be placed here. `own(e)` is called for the local experts of this rank.
+  // For the owners of this coop's share: rows_of(expert) over all sources, of which before(expert) have their rows
+  // before those that are placed here. `own(e)` is called for the local experts of this rank.
   template <class RowsOf, class Before, class Own>
-  JAX_EP_FN void lay_out(Place place, RowsOf rows_of, Before before, Own own) const {
-    for (int owner = place.index; op_.ok() && owner < op_.comm.size; owner += place.count) {
+  JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
+    for (int owner = part.index; op_.ok() && owner < op_.comm.size; owner += part.count) {
       const auto visit = [&](int e, const Segment& segment) {
         if (e >= local_) return;
         first_rows()[owner * local_ + e] = segment.start + before(owner * local_ + e);
@@ -25,12 +25,12 @@ class Segments {
         own(e);
       };
       const int rows = for_each_segment(
-          op_.team, local_, args_.alignment, [&](int e) { return rows_of(owner * local_ + e); }, visit);
-      if (op_.team.lane == 0) needed()[owner] = rows;
+          op_.coop, local_, args_.alignment, [&](int e) { return rows_of(owner * local_ + e); }, visit);
+      if (op_.coop.lane == 0) needed()[owner] = rows;
     }
   }
 
-  // Of an expert: the row of the first assignment that is to be placed.
+  // The row of the first assignment that is to be placed of an expert.
   JAX_EP_FN int first_row(int expert) const { return first_rows()[expert]; }
 
   // Behind the last segment of this rank.
@@ -39,9 +39,9 @@ class Segments {
   // The first rank that would receive more than its capacity, or -1. All ranks come to the same answer.
   JAX_EP_FN int rank_without_room() const {
     if (args_.drop) return -1;
-    for (int first = 0; first < op_.comm.size; first += Team::lanes) {
-      const int rank = first + op_.team.lane, rows = rank < op_.comm.size ? needed()[rank] : 0;
-      const uint64_t full = op_.team.ballot(rows > args_.capacity);
+    for (int first = 0; first < op_.comm.size; first += Coop::lanes) {
+      const int rank = first + op_.coop.lane, rows = rank < op_.comm.size ? needed()[rank] : 0;
+      const uint64_t full = op_.coop.ballot(rows > args_.capacity);
       if (full) return first + lowest_bit(full);
     }
     return -1;
@@ -49,7 +49,7 @@ class Segments {
 
   JAX_EP_FN bool check_capacity() const {
     const int rank = rank_without_room();
-    if (rank >= 0 && op_.team.index == 0 && op_.team.lane == 0)
+    if (rank >= 0 && op_.coop.index == 0 && op_.coop.lane == 0)
       op_.report(Failure::capacity, rank, rank, args_.capacity, needed()[rank]);
     return rank < 0;
   }

@@ -1,10 +1,10 @@
-// ragged_all_to_all: slices of rows straight to their place in the receiver's buffer.
+// ragged_all_to_all: slices of rows straight to where they belong in the peers' buffers.
 #pragma once
 
+#include "comm/ctas.h"
 #include "comm/op.h"
-#include "comm/squads.h"
+#include "kernels/op_buffers.h"
 #include "kernels/ragged/args.h"
-#include "kernels/results.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
@@ -19,7 +19,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
   if (size == 0) return false;
   const bool sendable = inside(from, size, args.operand_rows);
   if (sendable && inside(to, size, args.result_rows)) return true;
-  if (op.team.lane == 0)
+  if (op.coop.lane == 0)
     op.report(Failure::invalid_routing, op.comm.rank, peer, sendable ? args.result_rows : args.operand_rows,
               (sendable ? to : from) + size);
   op.refuse();  // for the peer waits for it
@@ -27,28 +27,29 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
 }
 
 JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
-  if (op.team.pusher.index < 0) return;
+  if (!op.coop.sender.takes_part()) return;
   op.enter(Phase::send);
-  RowMover mover(op.team);
+  RowMover mover(op.coop);
+  const Window<char> results(op, kWindow<&RaggedArgs::result>);
   for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
     const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer
     const int index = shifted % (op.comm.size * args.slices), peer = index / args.slices;
     if (!check_slice(op, args, peer, index)) continue;
     const char* from = args.operand + args.input_offsets[index] * args.row_bytes;
-    char* to = static_cast<char*>(op.mail_from(peer)->buffers[0]) + args.output_offsets[index] * args.row_bytes;
+    char* to = results.peer(peer) + args.output_offsets[index] * args.row_bytes;
     const auto source = [&](int row) -> const char* { return op.may_push() ? from + row * args.row_bytes : nullptr; };
-    Stride rows{op.team.pusher.index, args.send_sizes[index], op.team.pusher.count};
+    Stride rows{op.coop.sender.index, args.send_sizes[index], op.coop.sender.count};
     const auto sink = [&](int row, int k) { return k == 0 ? to + row * args.row_bytes : nullptr; };
     mover.move([&] { return rows.next(); }, args.row_bytes, 1, source, sink, [](int, auto&) {});
   }
   mover.complete_to(mover.mark());
-  op.deliver(0, 1, op.team.pusher.count);
+  op.deliver(0, 1, op.coop.sender.count);
 }
 
 // What peers said they send must be what this rank was told it receives.
 JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
-  if (!op.ok() || op.team.index != 0) return;
-  for (int i = op.team.lane; i < op.comm.size * args.slices; i += Team::lanes) {
+  if (!op.ok() || op.coop.index != 0) return;
+  for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes) {
     const int source = i / args.slices, sent = op.mail_from(source)->counts[i % args.slices];
     if (sent == args.recv_sizes[i])
       op.count_received(source, larger(0, sent) * args.row_bytes);
@@ -58,20 +59,20 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
 }
 
 JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
-  if (op.ok() && op.team.index == 0)
-    for (int i = op.team.lane; i < op.comm.size * args.slices; i += Team::lanes)
+  if (op.ok() && op.coop.index == 0)
+    for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes)
       op.mail(i / args.slices, op.comm.rank)->counts[i % args.slices] = args.send_sizes[i];
-  op.post(args.result);
+  op.post(posted(args, op.comm.size));
   op.wait_posted();
   check_sizes(op, args);
   push_slices(op, args);
   op.wait_delivered(0);
 }
 
-JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Team& all) {
-  const Team team = join_op(comm, all);
-  Op op(comm, team, OpKind::ragged_all_to_all);
-  if (team.squad.index >= 0) exchange_slices(op, args);
+JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Coop& all) {
+  const Coop coop = join_op(comm, all);
+  Op op(comm, coop, OpKind::ragged_all_to_all);
+  if (coop.cta.takes_part()) exchange_slices(op, args);
   const Results<RaggedArgs> results(args, comm.size);
   op.finish(results, all.count);
 }

@@ -61,6 +61,12 @@ struct SparseReduceArgs {
 constexpr OpKind kind_of(const SparseUnionArgs&) { return OpKind::sparse_union; }
 constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce; }
 
+// Entries of all ranks are counted in int32.
+template <class Args>
+const char* fault_of_entries(const Args& args, int ranks) {
+  return fits_int32(int64_t{ranks} * args.entries) ? nullptr : "the entries of all ranks must be fewer than 2**31";
+}
+
 template <>
 struct OpSpec<SparseUnionArgs> : OpDefaults {
   using Args = SparseUnionArgs;
@@ -74,6 +80,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("sharded", "sharded", &Args::sharded);
   }
+  static const char* fault(const Args& args, int ranks) { return fault_of_entries(args, ranks); }
   static Load load(const Args& args) { return {args.entries, false}; }
 
   template <class Visit>
@@ -106,6 +113,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit("drop", "drop", &Args::drop);
     visit("by_count", "by count", &Args::by_count);
   }
+  static const char* fault(const Args& args, int ranks) { return fault_of_entries(args, ranks); }
   static void complete(Args& args, int ranks, bool sends_ahead) {
     args.landing_room = sends_ahead ? landing_room(args.entries, ranks, args.sharded) : 0;
   }

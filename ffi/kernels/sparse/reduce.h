@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
+#include "comm/ctas.h"
 #include "comm/op.h"
-#include "comm/squads.h"
-#include "kernels/results.h"
+#include "kernels/op_buffers.h"
 #include "kernels/sparse/args.h"
 #include "kernels/sparse/run_sums.h"
 #include "rows/row_sum.h"
@@ -27,39 +27,39 @@ class SparseLanding {
   // Before the peers may write; with a barrier behind it.
   JAX_EP_FN void clear() const {
     if (!op_.ok() || !has_room()) return;
-    auto* places = reinterpret_cast<int32_t*>(args_.landing);
-    const int64_t all = int64_t{op_.comm.size} * args_.slots_kept, step = op_.team.count * Team::lanes;
-    for (int64_t i = op_.team.index * Team::lanes + op_.team.lane; i < all; i += step) places[i] = -1;
-    if (op_.team.index == 0)
-      for (int rank = op_.team.lane; rank < op_.comm.size; rank += Team::lanes) args_.sent[rank] = 0;
+    auto* table = reinterpret_cast<int32_t*>(args_.landing);
+    const int64_t all = int64_t{op_.comm.size} * args_.slots_kept, step = op_.coop.count * Coop::lanes;
+    for (int64_t i = op_.coop.index * Coop::lanes + op_.coop.lane; i < all; i += step) table[i] = -1;
+    if (op_.coop.index == 0)
+      for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes) args_.sent[rank] = 0;
   }
 
   // Where this rank may put its part of a row at the owner, or null. All lanes ask together.
   JAX_EP_FN char* claim(int owner, int slot) const {
-    int place = 0;
-    if (op_.team.lane == 0) place = atomic_add(&args_.sent[owner], 1);
-    place = op_.team.broadcast(place);
-    if (place >= room_) return nullptr;
-    char* landing = static_cast<char*>(op_.mail_from(owner)->buffers[3]);
-    if (op_.team.lane == 0) *place_of(landing, op_.comm.rank, slot) = place;
-    return row(landing, owner, op_.comm.rank, place);
+    int row_in_room = 0;
+    if (op_.coop.lane == 0) row_in_room = atomic_add(&args_.sent[owner], 1);
+    row_in_room = op_.coop.broadcast(row_in_room);
+    if (row_in_room >= room_) return nullptr;
+    char* const landing = Window<char>(op_, kWindow<&SparseReduceArgs::landing>).peer(owner);
+    if (op_.coop.lane == 0) *table_entry(landing, op_.comm.rank, slot) = row_in_room;
+    return row(landing, owner, op_.comm.rank, row_in_room);
   }
 
   // The part of another holder, if it is here, when all have delivered theirs.
   JAX_EP_FN const char* find(int holder, int slot) const {
     if (!has_room()) return nullptr;
-    const int place = *place_of(args_.landing, holder, slot);
-    return place < 0 ? nullptr : row(args_.landing, op_.comm.rank, holder, place);
+    const int row_in_room = *table_entry(args_.landing, holder, slot);
+    return row_in_room < 0 ? nullptr : row(args_.landing, op_.comm.rank, holder, row_in_room);
   }
 
  private:
-  JAX_EP_FN int32_t* place_of(char* landing, int holder, int slot) const {
+  JAX_EP_FN int32_t* table_entry(char* landing, int holder, int slot) const {
     return reinterpret_cast<int32_t*>(landing) + int64_t{holder} * args_.slots_kept + slot;
   }
-  JAX_EP_FN char* row(char* landing, int owner, int holder, int place) const {
+  JAX_EP_FN char* row(char* landing, int owner, int holder, int row_in_room) const {
     const int region = (holder - owner - 1 + op_.comm.size) % op_.comm.size;
-    return landing + landing_places_bytes(op_.comm.size, args_.slots_kept) +
-           (int64_t{region} * room_ + place) * row_bytes_;
+    return landing + landing_table_bytes(op_.comm.size, args_.slots_kept) +
+           (int64_t{region} * room_ + row_in_room) * row_bytes_;
   }
 
   const Op& op_;
@@ -78,7 +78,7 @@ class SparseReduce {
         row_bytes_(int64_t{args.hidden} * static_cast<int>(sizeof(T))),
         words_(in_words(args.values, args.result, row_bytes_)),
         landing_(op, args, row_bytes_),
-        sums_(op.team, words_) {}
+        sums_(op.coop, words_) {}
 
   // Rows that a rank's result should hold.
   JAX_EP_FN int rows_of(int rank) const {
@@ -110,7 +110,7 @@ class SparseReduce {
     op_.enter(Phase::send);
     for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
                  [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
-    op_.deliver(kParts, 1, op_.team.count);
+    op_.deliver(kParts, 1, op_.coop.count);
   }
 
   // Sums the other rows that this rank owns, into the results of all ranks that want them.
@@ -121,24 +121,24 @@ class SparseReduce {
     for_each_row([&] { return op_.ask_for_ticket(); },
                  [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
                  [&](const Row& row) { sum(row); }, [](const Row&) {});
-    op_.deliver(kSums, 1, op_.team.count);  // and no peer's rows are read any more
+    op_.deliver(kSums, 1, op_.coop.count);  // and no peer's rows are read any more
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
   // Zeroes what holds no row.
   JAX_EP_FN void pad() const {
-    const Place filler = op_.team.filler;
-    if (!op_.ok() || filler.index < 0) return;
+    const Part receiver = op_.coop.receiver;
+    if (!op_.ok() || !receiver.takes_part()) return;
     op_.enter(Phase::pad);
     const Range slots = slots_of(op_.comm.rank);
-    for (int row = slots.end - slots.begin + filler.index; row < args_.capacity; row += filler.count)
-      fill_row(op_.team, args_.result + row * row_bytes_, 0, row_bytes_);
+    for (int row = slots.end - slots.begin + receiver.index; row < args_.capacity; row += receiver.count)
+      fill_row(op_.coop, args_.result + row * row_bytes_, 0, row_bytes_);
   }
 
  private:
-  // Slots that a team takes at a time; few, where there are few, so that all have work to the end.
-  static constexpr int kGroupsPerTeam = 8;
-  static constexpr int kGroupSlots = Team::lanes > kGroupTokens ? Team::lanes : kGroupTokens;
+  // Slots that a coop takes at a time; few, where there are few, so that all have work to the end.
+  static constexpr int kBatchesPerCoop = 8;
+  static constexpr int kBatchSlots = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
   static constexpr int kParts = 0, kSums = 1;  // what is delivered
   static constexpr bool kFloats = std::is_same_v<T, float>;
 
@@ -149,46 +149,47 @@ class SparseReduce {
     int owner, home;
   };
 
-  // The slots whose rows a rank's result holds, in order.
+  // The slots whose rows a rank's result holds, in order: whatever the bounds say, slots that there are.
   JAX_EP_FN Range slots_of(int rank) const {
-    const int begin = args_.sharded ? args_.bounds[rank] : 0;
-    return {begin, begin + smaller(rows_of(rank), args_.capacity)};
+    const int begin = args_.sharded ? smaller(larger(0, args_.bounds[rank]), runs_.slots()) : 0;
+    return {begin, begin + larger(0, smaller(smaller(rows_of(rank), args_.capacity), runs_.slots() - begin))};
   }
 
-  // Slots are taken in groups. Results that differ take turns: if all ranks began with the same one, its links would
+  // Slots are taken in batches. Results that differ take turns: if all ranks began with the same one, its links would
   // be all that is used.
-  struct Groups {
+  struct Batches {
     int slots, homes, count;
   };
-  JAX_EP_FN Groups slot_groups() const {
+  JAX_EP_FN Batches slot_batches() const {
     const int homes = args_.sharded ? op_.comm.size : 1;
     int longest = 0;
     for (int home = 0; home < homes; ++home) longest = larger(longest, smaller(rows_of(home), args_.capacity));
-    const int slots = larger(1, smaller(kGroupSlots, longest / larger(1, op_.team.count * kGroupsPerTeam / homes)));
+    const int slots = larger(1, smaller(kBatchSlots, longest / larger(1, op_.coop.count * kBatchesPerCoop / homes)));
     return {slots, homes, (longest + slots - 1) / slots * homes};
   }
 
-  // Calls visit(row), on all lanes, for the rows that are wanted, until they are where they belong; groups of slots go
+  // Calls visit(row), on all lanes, for the rows that are wanted, until they are where they belong; batches of slots go
   // to whoever is free. Calls look(row) before for all rows, each lane for one of its own, or for one that nobody
   // holds.
   template <class Ask, class Wanted, class Visit, class Look>
   JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
-    const Groups groups = slot_groups();
+    const Batches batches = slot_batches();
     for (uint64_t asked = ask(); op_.may_push();) {
       const int ticket = op_.take_ticket(asked);
-      if (ticket >= groups.count) break;
+      if (ticket >= batches.count) break;
       asked = ask();
-      const int home = (op_.comm.rank + 1 + ticket) % groups.homes;
+      const int home = (op_.comm.rank + 1 + ticket) % batches.homes;
       const Range all = slots_of(home);
-      const int begin = all.begin + ticket / groups.homes * groups.slots, end = smaller(begin + groups.slots, all.end);
-      for (int first = begin; first < end; first += Team::lanes) {
-        const int slot = first + op_.team.lane;
+      const int begin = all.begin + ticket / batches.homes * batches.slots,
+                end = smaller(begin + batches.slots, all.end);
+      for (int first = begin; first < end; first += Coop::lanes) {
+        const int slot = first + op_.coop.lane;
         Row mine{slot, slot < end ? runs_.holding(slot) : Holding{0, 0, 0}, -1, home};
         if (mine.held.ranks) mine.owner = owner_of(mine);
         look(mine);
-        for (uint64_t left = op_.team.ballot(mine.held.ranks && wanted(mine)); left && op_.may_push(); left &= left - 1)
-          visit(op_.team.from_lane(mine, lowest_bit(left)));
+        for (uint64_t left = op_.coop.ballot(mine.held.ranks && wanted(mine)); left && op_.may_push(); left &= left - 1)
+          visit(op_.coop.from_lane(mine, lowest_bit(left)));
       }
     }
     if (op_.may_push())
@@ -211,9 +212,9 @@ class SparseReduce {
     const bool wide = !kFloats && row.held.crowded;
     for (int rank = 0; rank < op_.comm.size; ++rank) {
       const bool part = mine && row.held.ranks >> rank & 1, sum = row.owner == rank && wanted_here;
-      const int rows = count_bits(op_.team.ballot(sum || (part && !wide)));
-      const int wide_rows = count_bits(op_.team.ballot(part && wide));
-      if (op_.team.lane == 0) op_.count_received(rank, rows * row_bytes_ + wide_rows * int64_t{args_.hidden} * 4);
+      const int rows = count_bits(op_.coop.ballot(sum || (part && !wide)));
+      const int wide_rows = count_bits(op_.coop.ballot(part && wide));
+      if (op_.coop.lane == 0) op_.count_received(rank, rows * row_bytes_ + wide_rows * int64_t{args_.hidden} * 4);
     }
   }
 
@@ -226,25 +227,25 @@ class SparseReduce {
     if (!is_shared(row)) return sum(row);
     char* there = landing_.claim(row.owner, row.slot);
     if (!there) return;  // the owner will fetch it
-    sums_.sum(line_up<const T>(op_.team, 1, [&](int) { return own_term(row.slot); }),
-              line_up<char>(op_.team, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
+    sums_.sum(line_up<const T>(op_.coop, 1, [&](int) { return own_term(row.slot); }),
+              line_up<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
   }
 
   JAX_EP_FN void sum(const Row& row) {
-    const Team& team = op_.team;
+    const Coop& coop = op_.coop;
     const int ranks = op_.comm.size;
     const int64_t offset = int64_t{row.slot - slots_of(row.home).begin} * row_bytes_;
-    const auto places = line_up<char>(team, args_.sharded ? 1 : ranks, [&](int i) {
+    const auto sinks = line_up<char>(coop, args_.sharded ? 1 : ranks, [&](int i) {
       const int rank = args_.sharded ? row.home : (op_.comm.rank + i) % ranks;
-      return Term<char>{static_cast<char*>(op_.mail_from(rank)->buffers[1]) + offset, 1.0f};
+      return Term<char>{results_.peer(rank) + offset, 1.0f};
     });
     const float scale = args_.by_count ? 1.0f / static_cast<float>(row.held.entries) : args_.scale;
     if (kFloats || !row.held.crowded)
-      sums_.sum(line_up<const T>(team, ranks, [&](int rank) { return term_of(rank, row, scale); }), places,
+      sums_.sum(line_up<const T>(coop, ranks, [&](int rank) { return term_of(rank, row, scale); }), sinks,
                 args_.hidden);
     else
-      DirectSum<float, T>(team, words_)
-          .sum(ranks, [&](int rank) { return partial_of(rank, row.slot); }, args_.hidden, places, scale);
+      DirectSum<float, T>(coop, words_)
+          .sum(ranks, [&](int rank) { return partial_of(rank, row.slot); }, args_.hidden, sinks, scale);
   }
 
   // What a rank adds to a row, wherever it is.
@@ -257,12 +258,12 @@ class SparseReduce {
   JAX_EP_FN const T* held_by(int rank, int slot) const {
     if constexpr (kFloats)
       if (runs_.entries(rank, slot) > 1) return partial_of(rank, slot);
-    return static_cast<const T*>(op_.mail_from(rank)->buffers[0]) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+    return values_.peer(rank) + int64_t{runs_.first(rank, slot)} * args_.hidden;
   }
   JAX_EP_FN Term<const T> own_term(int slot) const { return {held_by(op_.comm.rank, slot), 1.0f}; }
   JAX_EP_FN const float* partial_of(int rank, int slot) const {
     if (runs_.entries(rank, slot) == 0) return nullptr;
-    return static_cast<const float*>(op_.mail_from(rank)->buffers[2]) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+    return partials_.peer(rank) + int64_t{runs_.first(rank, slot)} * args_.hidden;
   }
 
   Op& op_;
@@ -271,6 +272,9 @@ class SparseReduce {
   const int64_t row_bytes_;
   const bool words_;
   SparseLanding landing_;
+  const Window<const T> values_{op_, kWindow<&SparseReduceArgs::values>};
+  const Window<char> results_{op_, kWindow<&SparseReduceArgs::result>};
+  const Window<const float> partials_{op_, kWindow<&SparseReduceArgs::partials>};
   RowSum<T> sums_;
 };
 
@@ -279,24 +283,24 @@ JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
   SparseReduce<T> reduction(op, args);
   const int full = reduction.rank_without_room();
   if (full < 0) reduction.prepare();
-  op.post(const_cast<char*>(args.values), args.result, args.partials, args.landing);
+  op.post(posted(args, op.comm.size));
   op.wait_posted();
   if (full < 0) {
     reduction.push();
     reduction.reduce();
     reduction.pad();
     reduction.wait();
-  } else if (op.ok() && op.team.index == 0 && op.team.lane == 0) {
+  } else if (op.ok() && op.coop.index == 0 && op.coop.lane == 0) {
     op.report(Failure::capacity, full, full, args.capacity, reduction.rows_of(full));
   }
 }
 
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Team& all) {
-  const Team team = join_op(comm, all);
-  Op op(comm, team, OpKind::sparse_reduce);
+JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Coop& all) {
+  const Coop coop = join_op(comm, all);
+  Op op(comm, coop, OpKind::sparse_reduce);
   const Results<SparseReduceArgs> results(args, comm.size);
-  if (team.squad.index >= 0) {
+  if (coop.cta.takes_part()) {
     op.poison(results);
     reduce_rows<T>(op, args);
   }

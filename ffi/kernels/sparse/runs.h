@@ -16,9 +16,9 @@ struct Holding {
 class SparseRuns {
  public:
   JAX_EP_FN SparseRuns(const Op& op, const SparseReduceArgs& args)
-      : op_(op), args_(args), slots_(smaller(args.slots_kept, args.bounds[op.comm.size])) {}
+      : op_(op), args_(args), slots_(smaller(args.slots_kept, larger(0, args.bounds[op.comm.size]))) {}
 
-  // Slots that have a place: all others are dropped.
+  // Slots that a result keeps: all others are dropped.
   JAX_EP_FN int slots() const { return slots_; }
   JAX_EP_FN bool has(int slot) const { return slot >= 0 && slot < slots_; }
   JAX_EP_FN Run run(int rank, int slot) const { return args_.runs[int64_t{rank} * args_.slots_kept + slot]; }
@@ -59,11 +59,11 @@ class SparseRuns {
       });
   }
 
-  // Calls visit(i) for i < count, lane by lane over all teams.
+  // Calls visit(i) for i < count, lane by lane over all coops.
   template <class Visit>
   JAX_EP_FN void for_my_share(int count, Visit visit) const {
     if (!op_.ok()) return;
-    for (int i = op_.team.index * Team::lanes + op_.team.lane; i < count; i += op_.team.count * Team::lanes) visit(i);
+    for (int i = op_.coop.index * Coop::lanes + op_.coop.lane; i < count; i += op_.coop.count * Coop::lanes) visit(i);
   }
 
  private:
@@ -75,7 +75,7 @@ class SparseRuns {
 // Lists of the entries of this rank that name the same row: side by side among the members, and in order.
 class RunLists {
  public:
-  // Entries of a short list, which are found by their chain and added up by one team.
+  // Entries of a short list, which are found by their chain and added up by one coop.
   static constexpr int kShort = 32;
 
   JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
@@ -98,9 +98,9 @@ class RunLists {
   // Fills them, behind a barrier.
   JAX_EP_FN void fill() const {
     runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
-    // All entries, each for a team: enough to keep all busy.
-    const int lists = count_long(), slices = larger(1, op_.team.count / larger(1, lists));
-    for (int i = op_.team.index; op_.ok() && i < lists * slices; i += op_.team.count)
+    // All entries, each for a coop: enough to keep all busy.
+    const int lists = count_long(), slices = larger(1, op_.coop.count / larger(1, lists));
+    for (int i = op_.coop.index; op_.ok() && i < lists * slices; i += op_.coop.count)
       list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));
   }
 
@@ -109,16 +109,16 @@ class RunLists {
   JAX_EP_FN int count_long() const { return *args_.long_lists; }
   JAX_EP_FN int long_slot(int i) const { return args_.long_slots[i]; }
 
-  JAX_EP_FN int member(int place) const { return args_.members[place]; }
-  // The list of a slot, and that which a place is in.
+  JAX_EP_FN int member(int position) const { return args_.members[position]; }
+  // The list of a slot, and that which a position is in.
   JAX_EP_FN Range of(int slot) const {
     const int begin = args_.begins[slot];
     return {begin, begin + runs_.entries(op_.comm.rank, slot)};
   }
-  JAX_EP_FN Range at(int place) const { return of(runs_.slot_of(op_.comm.rank, member(place))); }
+  JAX_EP_FN Range at(int position) const { return of(runs_.slot_of(op_.comm.rank, member(position))); }
 
  private:
-  static constexpr int kWindows = Team::lanes == 1 ? 16 : 64;  // in flight, where a team looks through many entries
+  static constexpr int kWindows = Coop::lanes == 1 ? 16 : 64;  // in flight, where a coop looks through many entries
 
   // Every entry of a short list counts the smaller ones in its chain.
   JAX_EP_FN void list_entry(int i) const {
@@ -133,31 +133,31 @@ class RunLists {
 
   // The members of a long list that are in a slice of all entries, behind those before it, which are only counted.
   JAX_EP_FN void list_slice(int slot, Range slice) const {
-    const Team& team = op_.team;
+    const Coop& coop = op_.coop;
     int before = 0;
     look_through({0, slice.begin}, [&](int, const int(&slots)[kWindows]) {
       for (const int each : slots) before += each == slot;
     });
-    int place = args_.begins[slot] + team.sum(before);
+    int position = args_.begins[slot] + coop.sum(before);
     look_through(slice, [&](int first, const int(&slots)[kWindows]) {
       for (int w = 0; w < kWindows; ++w) {
-        const uint64_t found = team.ballot(slots[w] == slot);
+        const uint64_t found = coop.ballot(slots[w] == slot);
         if (slots[w] == slot)
-          args_.members[place + count_bits(found & ((uint64_t{1} << team.lane) - 1))] =
-              first + w * Team::lanes + team.lane;
-        place += count_bits(found);
+          args_.members[position + count_bits(found & ((uint64_t{1} << coop.lane) - 1))] =
+              first + w * Coop::lanes + coop.lane;
+        position += count_bits(found);
       }
     });
   }
 
   // Calls visit(first, slots) for one part of the entries after another: each lane has the slot of every
-  // Team::lanes-th, or -1.
+  // Coop::lanes-th, or -1.
   template <class Visit>
   JAX_EP_FN void look_through(Range entries, Visit visit) const {
-    for (int first = entries.begin; first < entries.end; first += kWindows * Team::lanes) {
+    for (int first = entries.begin; first < entries.end; first += kWindows * Coop::lanes) {
       int slots[kWindows];
       for (int w = 0; w < kWindows; ++w) {
-        const int i = first + w * Team::lanes + op_.team.lane;
+        const int i = first + w * Coop::lanes + op_.coop.lane;
         slots[w] = i < entries.end ? runs_.slot_of(op_.comm.rank, i) : -1;
       }
       visit(first, slots);

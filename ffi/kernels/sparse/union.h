@@ -2,9 +2,9 @@
 // from a prefix of its popcounts which slot each id has. No sort, no search, and the same answer on every rank.
 #pragma once
 
+#include "comm/ctas.h"
 #include "comm/op.h"
-#include "comm/squads.h"
-#include "kernels/results.h"
+#include "kernels/op_buffers.h"
 #include "kernels/sparse/args.h"
 
 namespace jax_ep {
@@ -15,18 +15,18 @@ class SparseUnion {
       : op_(op),
         args_(args),
         words_(bitmap_words(args.num_rows)),
-        my_words_(share(words_, op.team.index, op.team.count)),
+        my_words_(share(words_, op.coop.index, op.coop.count)),
         bits_(reinterpret_cast<uint32_t*>(args.scratch)),
         prefix_(args.scratch + bitmap_prefix_offset(args.num_rows)),
-        team_counts_(args.scratch + bitmap_counts_offset(args.num_rows)) {}
+        coop_counts_(args.scratch + bitmap_counts_offset(args.num_rows)) {}
 
   JAX_EP_FN void run() {
     op_.enter(Phase::count);
     for_my_words([&](int word) { bits_[word] = 0; });
-    if (op_.ok() && op_.team.index == 0)
-      for (int peer = op_.team.lane; peer < op_.comm.size; peer += Team::lanes)
+    if (op_.ok() && op_.coop.index == 0)
+      for (int peer = op_.coop.lane; peer < op_.comm.size; peer += Coop::lanes)
         for (int i = 0; i < kMissing; ++i) op_.mail(peer, op_.comm.rank)->counts[i] = args_.missing[i];
-    op_.post(args_.slots);
+    op_.post(posted(args_, op_.comm.size));
     op_.wait_posted();
     push_entries();
     op_.barrier();  // the bitmap is clear
@@ -45,37 +45,39 @@ class SparseUnion {
   }
 
  private:
-  // All entries of all ranks, lane by lane over all teams.
+  // All entries of all ranks, lane by lane over all coops.
   template <class Visit>
   JAX_EP_FN void for_my_entries(Visit visit) const {
-    const int step = op_.team.count * Team::lanes, all = op_.comm.size * args_.entries;
+    const int step = op_.coop.count * Coop::lanes, all = op_.comm.size * args_.entries;
     if (!op_.ok()) return;
-    for (int64_t i = op_.team.index * Team::lanes + op_.team.lane; i < all; i += step) visit(i);
+    for (int64_t i = op_.coop.index * Coop::lanes + op_.coop.lane; i < all; i += step) visit(i);
   }
 
   template <class Visit>
   JAX_EP_FN void for_my_words(Visit visit) const {
-    for (int word = my_words_.begin + op_.team.lane; word < my_words_.end; word += Team::lanes) visit(word);
+    for (int word = my_words_.begin + op_.coop.lane; word < my_words_.end; word += Coop::lanes) visit(word);
   }
 
   // This rank's ids, to every rank.
   JAX_EP_FN void push_entries() {
-    const Place pusher = op_.team.pusher;
-    if (!op_.may_push() || pusher.index < 0) return;
+    const Part sender = op_.coop.sender;
+    if (!op_.may_push() || !sender.takes_part()) return;
     op_.enter(Phase::send);
-    const Range mine = share(args_.entries, pusher.index, pusher.count);
+    const Range mine = share(args_.entries, sender.index, sender.count);
     const int64_t here = int64_t{op_.comm.rank} * args_.entries;
-    for (int first = mine.begin; first < mine.end && op_.may_push(); first += Team::lanes) {
-      const int i = first + op_.team.lane;
+    const Window<int32_t> slots(op_, kWindow<&SparseUnionArgs::slots>);
+    for (int first = mine.begin; first < mine.end && op_.may_push(); first += Coop::lanes) {
+      const int i = first + op_.coop.lane;
       if (i >= mine.end) continue;
-      const int32_t id = args_.ids[i];
+      const int32_t given = args_.ids[i];
+      const bool exists = static_cast<uint32_t>(given) < static_cast<uint32_t>(args_.num_rows);
+      const int32_t id = exists ? given : args_.num_rows;  // by which peers index
       for (int step = 0; step < op_.comm.size; ++step) {
-        const Mail* box = op_.mail_from((op_.comm.rank + step) % op_.comm.size);
-        static_cast<int32_t*>(box->buffers[0])[here + i] = id;
+        slots.peer((op_.comm.rank + step) % op_.comm.size)[here + i] = id;
       }
     }
-    op_.team.sync();
-    op_.deliver(0, 1, pusher.count);
+    op_.coop.sync();
+    op_.deliver(0, 1, sender.count);
   }
 
   JAX_EP_FN void mark_ids() {
@@ -88,20 +90,20 @@ class SparseUnion {
   JAX_EP_FN void count_ids() {
     int count = 0;
     for_my_words([&](int word) { count += count_bits(bits_[word]); });
-    count = op_.team.sum(count);
-    if (op_.team.lane == 0) team_counts_[op_.team.index] = count;
+    count = op_.coop.sum(count);
+    if (op_.coop.lane == 0) coop_counts_[op_.coop.index] = count;
   }
 
-  // Writes for every word of this team how many ids lie below it.
+  // Writes for every word of this coop how many ids lie below it.
   JAX_EP_FN void number_ids() {
     if (!op_.ok()) return;
     int before = 0;
-    for (int team = op_.team.lane; team < op_.team.index; team += Team::lanes) before += team_counts_[team];
-    before = op_.team.sum(before);
-    for (int first = my_words_.begin; first < my_words_.end; first += Team::lanes) {
-      const int word = first + op_.team.lane;
+    for (int coop = op_.coop.lane; coop < op_.coop.index; coop += Coop::lanes) before += coop_counts_[coop];
+    before = op_.coop.sum(before);
+    for (int first = my_words_.begin; first < my_words_.end; first += Coop::lanes) {
+      const int word = first + op_.coop.lane;
       int total = 0;
-      const int offset = op_.team.exclusive_scan(word < my_words_.end ? count_bits(bits_[word]) : 0, &total);
+      const int offset = op_.coop.exclusive_scan(word < my_words_.end ? count_bits(bits_[word]) : 0, &total);
       if (word < my_words_.end) prefix_[word] = before + offset;
       before += total;
     }
@@ -124,17 +126,17 @@ class SparseUnion {
         if (slot >= mine.begin && slot < mine.end && slot - mine.begin < args_.capacity)
           args_.indices[slot - mine.begin] = word * 32 + lowest_bit(left);
     });
-    const int step = op_.team.count * Team::lanes;
-    for (int64_t i = int64_t{mine.end} - mine.begin + op_.team.index * Team::lanes + op_.team.lane; i < args_.capacity;
+    const int step = op_.coop.count * Coop::lanes;
+    for (int64_t i = int64_t{mine.end} - mine.begin + op_.coop.index * Coop::lanes + op_.coop.lane; i < args_.capacity;
          i += step)
       args_.indices[i] = args_.num_rows;
-    if (op_.team.index == 0) summarise();
+    if (op_.coop.index == 0) summarise();
   }
 
   JAX_EP_FN void summarise() {
-    for (int rank = op_.team.lane; rank <= op_.comm.size; rank += Team::lanes)
+    for (int rank = op_.coop.lane; rank <= op_.comm.size; rank += Coop::lanes)
       args_.bounds[rank] = ids_below(row_range(args_.num_rows, rank, op_.comm.size).begin);
-    for (int i = op_.team.lane; i < kMissing; i += Team::lanes) {
+    for (int i = op_.coop.lane; i < kMissing; i += Coop::lanes) {
       int over_ranks = 0;
       for (int rank = 0; rank < op_.comm.size; ++rank) over_ranks += op_.mail_from(rank)->counts[i];
       args_.all_missing[i] = over_ranks;
@@ -147,14 +149,14 @@ class SparseUnion {
   const Range my_words_;
   uint32_t* const bits_;
   int32_t* const prefix_;
-  int32_t* const team_counts_;
+  int32_t* const coop_counts_;
 };
 
-JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Team& all) {
-  const Team team = join_op(comm, all);
-  Op op(comm, team, OpKind::sparse_union);
+JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Coop& all) {
+  const Coop coop = join_op(comm, all);
+  Op op(comm, coop, OpKind::sparse_union);
   const Results<SparseUnionArgs> results(args, comm.size);
-  if (team.squad.index >= 0) {
+  if (coop.cta.takes_part()) {
     op.poison(results);
     SparseUnion(op, args).run();
   }

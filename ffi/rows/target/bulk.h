@@ -1,7 +1,7 @@
-// Rows by Hopper's bulk copies, through a team's shared memory: so that neither latency nor a slow link holds up a
+// Rows by Hopper's bulk copies, through a coop's shared memory: so that neither latency nor a slow link holds up a
 // lane. Rows that are not made of 16-byte words, and older GPUs, go through registers.
 //
-// The shared memory of a team begins with barriers, those of a RowReader and then those of a RowMover; behind them lie
+// The shared memory of a coop begins with barriers, those of a RowReader and then those of a RowMover; behind them lie
 // the stages of a RowMover, or those of a RowWriter and then those of a RowReader.
 #pragma once
 
@@ -20,28 +20,28 @@ JAX_EP_FN void open_barrier(uint64_t* barrier) {
   ptx::publish_barriers();
 }
 
-// Rows pass through a ring of stages, in pieces, and are read once however many places they go to. Each lane stores to
-// one place.
+// Rows pass through a ring of stages, in parts, and are read once however many sinks they go to. Each lane stores to
+// one sink.
 class BulkMover {
  public:
   static constexpr int kStages = kMoverBarriers;
 
-  JAX_EP_FN explicit BulkMover(const Team& team)
-      : team_(team),
-        barriers_(reinterpret_cast<uint64_t*>(team.shared) + kReaderBarriers),
-        stages_(team.shared + kBarrierBytes),
-        stage_bytes_((team.shared_bytes - kBarrierBytes) / kStages / 128 * 128) {
-    if (kHopper && stage_bytes_ > 0 && team.lane < kStages) open_barrier(&barriers_[team.lane]);
-    team.sync();
+  JAX_EP_FN explicit BulkMover(const Coop& coop)
+      : coop_(coop),
+        barriers_(reinterpret_cast<uint64_t*>(coop.shared) + kReaderBarriers),
+        stages_(coop.shared + kBarrierBytes),
+        stage_bytes_((coop.shared_bytes - kBarrierBytes) / kStages / 128 * 128) {
+    if (kHopper && stage_bytes_ > 0 && coop.lane < kStages) open_barrier(&barriers_[coop.lane]);
+    coop.sync();
   }
 
   template <class Next, class Source, class Sink, class After>
   JAX_EP_FN void move(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
-    if (kHopper && stage_bytes_ > 0 && bytes > 0 && bytes % 16 == 0 && fanout <= Team::lanes) {
+    if (kHopper && stage_bytes_ > 0 && bytes > 0 && bytes % 16 == 0 && fanout <= Coop::lanes) {
       move_in_bulk(next, bytes, fanout, source, sink, after);
       return;
     }
-    copy_rows(team_, next, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
+    copy_rows(coop_, next, bytes, fanout, source, sink, [&](int item) { after(item, *this); });
   }
 
   JAX_EP_FN int mark() const { return static_cast<int>(stored_); }
@@ -50,50 +50,55 @@ class BulkMover {
       ptx::wait_stores_written_but(static_cast<int>(stored_) - mark);
       ptx::proxy_fence();
     }
-    team_.sync();
+    coop_.sync();
   }
 
  private:
-  // A piece of a row on its way: where this lane stores it, and the row's place, behind its last piece.
-  struct Piece {
+  // A part of a row on its way: where this lane stores it, and, with the last part, the number of the row's item.
+  struct InFlight {
     char* to;
     uint32_t bytes;  // 0: there are no more
-    int place;
+    int item;
   };
 
   template <class Next, class Source, class Sink, class After>
   JAX_EP_FN void move_in_bulk(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
     ptx::proxy_fence();
     ptx::wait_stores_read<0>();
-    team_.sync();
-    const int pieces = static_cast<int>((bytes + stage_bytes_ - 1) / stage_bytes_);
-    const int piece_bytes = static_cast<int>((bytes + pieces - 1) / pieces + 15) / 16 * 16;
-    int place = next(), index = 0;
+    coop_.sync();
+    const int parts = static_cast<int>((bytes + stage_bytes_ - 1) / stage_bytes_);
+    const int part_bytes = static_cast<int>((bytes + parts - 1) / parts + 15) / 16 * 16;
+    int item = next(), index = 0;
     const char* from = nullptr;
     char* to = nullptr;
-    const auto load = [&]() -> Piece {
-      if (place < 0) return {nullptr, 0, -1};
+    const auto load = [&]() -> InFlight {
+      if (item < 0) return {nullptr, 0, -1};
       const uint32_t stage = loaded_++ % kStages;
       if (index == 0) {
-        from = source(place);
-        to = sink(place, team_.lane);
+        from = source(item);
+        to = sink(item, coop_.lane);
       }
-      const int64_t offset = int64_t{index} * piece_bytes, left = bytes - offset;
-      const uint32_t size = static_cast<uint32_t>(left < piece_bytes ? left : piece_bytes);
+      const int64_t offset = int64_t{index} * part_bytes, left = bytes - offset;
+      const uint32_t size = static_cast<uint32_t>(left < part_bytes ? left : part_bytes);
       live_ = from ? live_ | 1u << stage : live_ & ~(1u << stage);
-      if (from && team_.lane == 0) ptx::load(stages_ + stage * stage_bytes_, from + offset, size, &barriers_[stage]);
-      const bool last = ++index == pieces;
-      const Piece piece{from && to ? to + offset : nullptr, size, last ? place : -1};
+      if (from && coop_.lane == 0) ptx::load(stages_ + stage * stage_bytes_, from + offset, size, &barriers_[stage]);
+      const bool last = ++index == parts;
+      const InFlight part{from && to ? to + offset : nullptr, size, last ? item : -1};
       if (last) {
-        place = next();
+        item = next();
         index = 0;
       }
-      return piece;
+      return part;
     };
-    Piece queue[kStages - 1];  // the pieces under way, in order
-    for (int i = 0; i < kStages - 1; ++i) queue[i] = load();
-    while (queue[0].bytes) {
-      const Piece out = queue[0];
+    InFlight queue[kStages - 1] = {};  // the parts under way, in order
+    int done = -1;
+    for (int asked = 1;; ++asked) {  // for parts, in one sink: what that takes is in line, and long
+      for (int i = 0; i < kStages - 2; ++i) queue[i] = queue[i + 1];
+      queue[kStages - 2] = load();
+      if (done >= 0) after(done, *this);
+      if (asked < kStages - 1) continue;
+      const InFlight& out = queue[0];
+      if (!out.bytes) break;
       const uint32_t stage = stored_++ % kStages;
       if (live_ >> stage & 1) {
         ptx::wait_barrier(&barriers_[stage], phases_ >> stage & 1);
@@ -102,18 +107,16 @@ class BulkMover {
       }
       ptx::commit_stores();
       ptx::wait_stores_read<1>();  // the stage before this one is free again
-      team_.sync();
-      for (int i = 0; i < kStages - 2; ++i) queue[i] = queue[i + 1];
-      queue[kStages - 2] = load();
-      if (out.place >= 0) after(out.place, *this);
+      coop_.sync();
+      done = out.item;
     }
   }
 
-  const Team& team_;
+  const Coop& coop_;
   uint64_t* const barriers_;
   char* const stages_;
   const int stage_bytes_;
-  uint32_t loaded_ = 0, stored_ = 0;  // of all pieces: they name the stage
+  uint32_t loaded_ = 0, stored_ = 0;  // of all parts: they name the stage
   uint32_t live_ = 0, phases_ = 0;    // a bit per stage: something is in it; the parity of its barrier
 };
 
@@ -121,17 +124,17 @@ class BulkMover {
 class BulkReader {
  public:
   // `bulk` if every batch is made of 16-byte words; `writer_bytes`: of all stages of the writer.
-  JAX_EP_FN BulkReader(const Team& team, int batch_bytes, bool bulk, int writer_bytes)
-      : team_(team),
-        barriers_(reinterpret_cast<uint64_t*>(team.shared)),
-        stages_(team.shared + kBarrierBytes + writer_bytes),
+  JAX_EP_FN BulkReader(const Coop& coop, int batch_bytes, bool bulk, int writer_bytes)
+      : coop_(coop),
+        barriers_(reinterpret_cast<uint64_t*>(coop.shared)),
+        stages_(coop.shared + kBarrierBytes + writer_bytes),
         batch_bytes_(batch_bytes),
-        stage_count_((team.shared_bytes - kBarrierBytes - writer_bytes) / batch_bytes),
+        stage_count_((coop.shared_bytes - kBarrierBytes - writer_bytes) / batch_bytes),
         bulk_(bulk && kHopper && stage_count_ > 0) {
     if (stage_count_ > kReaderBarriers) stage_count_ = kReaderBarriers;
-    if (bulk_ && team.lane < stage_count_) open_barrier(&barriers_[team.lane]);
+    if (bulk_ && coop.lane < stage_count_) open_barrier(&barriers_[coop.lane]);
     if (bulk_) ptx::proxy_fence();
-    team.sync();
+    coop.sync();
   }
 
   JAX_EP_FN int depth() const { return stage_count_; }
@@ -139,7 +142,7 @@ class BulkReader {
 
   JAX_EP_FN void acquire() {
     if (bulk_) ptx::proxy_fence();
-    team_.sync();
+    coop_.sync();
   }
 
   // Lanes ask for `count` batches, which are taken in the order of their numbers `mine`, from 0 on.
@@ -156,12 +159,12 @@ class BulkReader {
     return stages_ + stage * batch_bytes_;
   }
   // All that was taken has been looked at.
-  JAX_EP_FN void release() { team_.sync(); }
+  JAX_EP_FN void release() { coop_.sync(); }
 
  private:
   JAX_EP_FN int wrap(int stage) const { return stage >= stage_count_ ? stage - stage_count_ : stage; }
 
-  const Team& team_;
+  const Coop& coop_;
   uint64_t* const barriers_;
   char* const stages_;
   const int batch_bytes_;
@@ -175,25 +178,25 @@ class BulkReader {
 class BulkWriter {
  public:
   // With one stage or two.
-  JAX_EP_FN BulkWriter(const Team& team, int batch_bytes, bool bulk, int stages)
-      : team_(team),
-        plain_(team, batch_bytes, bulk, stages),
+  JAX_EP_FN BulkWriter(const Coop& coop, int batch_bytes, bool bulk, int stages)
+      : coop_(coop),
+        plain_(coop, batch_bytes, bulk, stages),
         batch_bytes_(batch_bytes),
         stages_(stages),
-        bulk_(bulk && kHopper && team.shared_bytes >= kBarrierBytes + stages * batch_bytes) {}
+        bulk_(bulk && kHopper && coop.shared_bytes >= kBarrierBytes + stages * batch_bytes) {}
 
-  template <class Places, class Fill>
-  JAX_EP_FN void put(const Places& places, int64_t offset, int bytes, Fill fill) {
-    if (!bulk_) return plain_.put(places, offset, bytes, fill);
+  template <class Sinks, class Fill>
+  JAX_EP_FN void put(const Sinks& sinks, int64_t offset, int bytes, Fill fill) {
+    if (!bulk_) return plain_.put(sinks, offset, bytes, fill);
     char* const to = stage(/*fresh=*/true);
     fill(to);
     seal();
-    send(places, offset, bytes, to);
+    send(sinks, offset, bytes, to);
     commit();
   }
-  template <class Places, class Fill>
-  JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
-    plain_.put(places, offset, bytes, fill);
+  template <class Sinks, class Fill>
+  JAX_EP_FN void put_directly(const Sinks& sinks, int64_t offset, int bytes, Fill fill) {
+    plain_.put(sinks, offset, bytes, fill);
   }
 
   JAX_EP_FN char* stage(bool fresh) {
@@ -203,22 +206,22 @@ class BulkWriter {
         ptx::wait_stores_read<1>();
       else
         ptx::wait_stores_read<0>();
-      team_.sync();
+      coop_.sync();
     }
-    return team_.shared + kBarrierBytes + (stages_ > 1 ? put_ % 2 : 0) * batch_bytes_;
+    return coop_.shared + kBarrierBytes + (stages_ > 1 ? put_ % 2 : 0) * batch_bytes_;
   }
   JAX_EP_FN void seal() const {
     ptx::shared_proxy_fence();
-    team_.sync();
+    coop_.sync();
   }
-  template <class Places>
-  JAX_EP_FN void send(const Places& places, int64_t offset, int bytes, const char* from) const {
-    if (places.cached()) {
-      if (char* mine = places.held().mine()) ptx::store(mine + offset, from, bytes);
+  template <class Sinks>
+  JAX_EP_FN void send(const Sinks& sinks, int64_t offset, int bytes, const char* from) const {
+    if (sinks.cached()) {
+      if (char* mine = sinks.held().mine()) ptx::store(mine + offset, from, bytes);
     } else {
-      auto walk = places.walk();
-      for (char* place = walk.next().row; place; place = walk.next().row)
-        if (team_.lane == 0) ptx::store(place + offset, from, bytes);
+      auto walk = sinks.walk();
+      for (char* sink = walk.next().row; sink; sink = walk.next().row)
+        if (coop_.lane == 0) ptx::store(sink + offset, from, bytes);
     }
   }
   JAX_EP_FN void commit() const { ptx::commit_stores(); }
@@ -229,11 +232,11 @@ class BulkWriter {
       ptx::wait_stores_written_but(static_cast<int>(put_) - mark);
       ptx::proxy_fence();
     }
-    team_.sync();
+    coop_.sync();
   }
 
  private:
-  const Team& team_;
+  const Coop& coop_;
   PlainWriter plain_;
   const int batch_bytes_, stages_;
   const bool bulk_;

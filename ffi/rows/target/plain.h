@@ -6,47 +6,47 @@
 
 namespace jax_ep {
 
-// One row to all its places.
+// One row to all its sinks.
 template <class Sink>
-JAX_EP_FN void copy_to_all(const Team& team, const char* from, int64_t bytes, int fanout, int place, Sink sink) {
-  for (int first = 0; first < fanout; first += Team::lanes) {
-    char* mine = sink(place, first + team.lane);
-    for (uint64_t left = team.ballot(mine != nullptr); left; left &= left - 1)
-      copy_row(team, team.from_lane(mine, lowest_bit(left)), from, bytes);
+JAX_EP_FN void copy_to_all(const Coop& coop, const char* from, int64_t bytes, int fanout, int item, Sink sink) {
+  for (int first = 0; first < fanout; first += Coop::lanes) {
+    char* mine = sink(item, first + coop.lane);
+    for (uint64_t left = coop.ballot(mine != nullptr); left; left &= left - 1)
+      copy_row(coop, coop.from_lane(mine, lowest_bit(left)), from, bytes);
   }
 }
 
-// Rows one after another, each with all its places.
+// Rows one after another, each with all its sinks.
 template <class Next, class Source, class Sink, class After>
-JAX_EP_FN void copy_rows(const Team& team, Next next, int64_t bytes, int fanout, Source source, Sink sink,
+JAX_EP_FN void copy_rows(const Coop& coop, Next next, int64_t bytes, int fanout, Source source, Sink sink,
                          After after) {
   for (int i = next(); i >= 0; i = next()) {
-    if (const char* from = source(i)) copy_to_all(team, from, bytes, fanout, i, sink);
-    team.sync();
+    if (const char* from = source(i)) copy_to_all(coop, from, bytes, fanout, i, sink);
+    coop.sync();
     after(i);
   }
 }
 
 class PlainMover {
  public:
-  JAX_EP_FN explicit PlainMover(const Team& team) : team_(team) {}
+  JAX_EP_FN explicit PlainMover(const Coop& coop) : coop_(coop) {}
 
   template <class Next, class Source, class Sink, class After>
   JAX_EP_FN void move(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {
-    copy_rows(team_, next, bytes, fanout, source, sink, [&](int place) { after(place, *this); });
+    copy_rows(coop_, next, bytes, fanout, source, sink, [&](int item) { after(item, *this); });
   }
 
   JAX_EP_FN int mark() const { return 0; }
-  JAX_EP_FN void complete_to(int) { team_.sync(); }
+  JAX_EP_FN void complete_to(int) { coop_.sync(); }
 
  private:
-  const Team& team_;
+  const Coop& coop_;
 };
 
 // Brings nothing ahead: rows are read where they are.
 class PlainReader {
  public:
-  JAX_EP_FN PlainReader(const Team&, int, bool, int) {}
+  JAX_EP_FN PlainReader(const Coop&, int, bool, int) {}
   JAX_EP_FN int depth() const { return 0; }
   JAX_EP_FN bool in_bulk() const { return false; }
   JAX_EP_FN void acquire() {}
@@ -57,27 +57,27 @@ class PlainReader {
 
 class PlainWriter {
  public:
-  JAX_EP_FN PlainWriter(const Team& team, int, bool, int = 0) : team_(team) {}
+  JAX_EP_FN PlainWriter(const Coop& coop, int, bool, int = 0) : coop_(coop) {}
 
-  template <class Places, class Fill>
-  JAX_EP_FN void put(const Places& places, int64_t offset, int, Fill fill) {
-    auto walk = places.walk();
-    for (char* place = walk.next().row; place; place = walk.next().row) fill(place + offset);
+  template <class Sinks, class Fill>
+  JAX_EP_FN void put(const Sinks& sinks, int64_t offset, int, Fill fill) {
+    auto walk = sinks.walk();
+    for (char* sink = walk.next().row; sink; sink = walk.next().row) fill(sink + offset);
   }
-  template <class Places, class Fill>
-  JAX_EP_FN void put_directly(const Places& places, int64_t offset, int bytes, Fill fill) {
-    put(places, offset, bytes, fill);
+  template <class Sinks, class Fill>
+  JAX_EP_FN void put_directly(const Sinks& sinks, int64_t offset, int bytes, Fill fill) {
+    put(sinks, offset, bytes, fill);
   }
   JAX_EP_FN char* stage(bool) const { return nullptr; }
   JAX_EP_FN void seal() const {}
-  template <class Places>
-  JAX_EP_FN void send(const Places&, int64_t, int, const char*) const {}
+  template <class Sinks>
+  JAX_EP_FN void send(const Sinks&, int64_t, int, const char*) const {}
   JAX_EP_FN void commit() const {}
   JAX_EP_FN int mark() const { return 0; }
-  JAX_EP_FN void complete_to(int) { team_.sync(); }
+  JAX_EP_FN void complete_to(int) { coop_.sync(); }
 
  private:
-  const Team& team_;
+  const Coop& coop_;
 };
 
 }  // namespace jax_ep

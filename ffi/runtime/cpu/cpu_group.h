@@ -40,10 +40,10 @@ class CpuGroup final : public Group {
   // failed, that is when all those tasks have ended: a slow one may still write into the buffers of the others.
   void arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done);
 
-  // The most squads that an op has.
-  int most_squads() const { return 1; }
+  // The most CTAs that an op has.
+  int most_ctas() const { return 1; }
   // A rank's part of an op is one thread.
-  void limit_processors(int) {}
+  void limit_sms(int) {}
 
   // Test hook: this rank never arrives ("arrival"), or stops inside the protocol ("protocol"), until the group fails.
   void stall(int rank, const std::string& where);

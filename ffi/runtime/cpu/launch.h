@@ -43,10 +43,8 @@ template <class Args>
 void run_here(Group& group, Seat seat, int32_t site, const Args& args) {
   const Reached<Args> reached = reach(group, seat, args, site);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
-  if constexpr (kHasRows<Args>)
-    with_format(args.dtype, [&](auto row) { run_kernel<decltype(row)>(reached.comm, reached.args, Team{}); });
-  else
-    run_kernel(reached.comm, reached.args, Team{});
+  with_kernel(reached.args,
+              [&](auto format, const auto& chosen) { run_kernel_on<decltype(format)>(reached.comm, chosen, Coop{}); });
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 }
 

@@ -24,7 +24,9 @@ Choice choose_order(bool mn_a, bool mn_b) {
 
 template <class In, class Out>
 Choice choose_width(int block_n, bool mn_a, bool mn_b) {
-  return block_n == 128 ? choose_order<In, Out, 128>(mn_a, mn_b) : choose_order<In, Out, 256>(mn_a, mn_b);
+  if (block_n == 128) return choose_order<In, Out, 128>(mn_a, mn_b);
+  if (block_n == 192) return {gemm_kernel<In, Out, 192, true, true, NoHooks>, sizeof(Shared<192>)};
+  return choose_order<In, Out, 256>(mn_a, mn_b);
 }
 
 Choice choose(DType in, DType out, int block_n, bool mn_a, bool mn_b) {
@@ -35,12 +37,14 @@ Choice choose(DType in, DType out, int block_n, bool mn_a, bool mn_b) {
                                : choose_width<__half, __half>(block_n, mn_a, mn_b);
 }
 
-std::optional<std::string> check(const Arguments& x) {
+std::optional<std::string> check(const Arguments& x, const Config& config) {
   if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
   if (x.in == DType::float32) return "the operands must be bfloat16 or float16";
   if (x.out != x.in && x.out != DType::float32) return "the result must have the dtype of the operands or be float32";
-  if (x.grouping == Grouping::contraction && (!x.a_is_k_by_m || !x.b_is_k_by_n))
+  if (x.grouping == Grouping::k_grouped && (!x.a_is_k_by_m || !x.b_is_k_by_n))
     return "groups of the contraction need both operands stored with the contraction as rows";
+  if (config.block_n == 192 && x.grouping != Grouping::k_grouped)
+    return "tiles of 192 columns are for groups of the contraction";
   return std::nullopt;
 }
 
@@ -52,8 +56,8 @@ std::optional<std::string> describe(const Arguments& x, Maps* maps) {
   const auto matrices = [](const void* data, DType dtype, int rows, int columns, int count) {
     return Matrices{data, dtype, columns, rows, count};
   };
-  const int b_count = x.grouping == Grouping::rows ? x.groups : 1;
-  const int out_count = x.grouping == Grouping::contraction ? x.groups : 1;
+  const int b_count = x.grouping == Grouping::m_grouped ? x.groups : 1;
+  const int out_count = x.grouping == Grouping::k_grouped ? x.groups : 1;
   const Matrices a = x.a_is_k_by_m ? matrices(x.a, x.in, x.k, x.m, 1) : matrices(x.a, x.in, x.m, x.k, 1);
   const Matrices b = x.b_is_k_by_n ? matrices(x.b, x.in, x.k, x.n, b_count) : matrices(x.b, x.in, x.n, x.k, b_count);
   if (const auto error = describe_boxes(a, kSlice, &maps->a)) return "a: " + *error;
@@ -80,7 +84,7 @@ cudaError_t start(const Choice& choice, const Config& config, const Problem& pro
 }  // namespace
 
 std::optional<std::string> launch(const Arguments& x, const Config& config, cudaStream_t stream) {
-  if (const auto error = check(x)) return error;
+  if (const auto error = check(x, config)) return error;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
   Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
@@ -109,7 +113,7 @@ cudaError_t load() {
   if (error != cudaSuccess || major != 9) return error;
   for (const DType in : {DType::bfloat16, DType::float16})
     for (const DType out : {in, DType::float32})
-      for (const int block_n : {128, 256})
+      for (const int block_n : {128, 192, 256})
         for (const int order : {0, 1, 2, 3}) {
           cudaFuncAttributes attributes;
           const Choice choice = choose(in, out, block_n, order & 1, order & 2);

@@ -6,7 +6,7 @@ namespace jax_ep {
 
 // In an order that gives all owners something to sum at any time.
 static Product product_of(const MatmulReduceArgs& args, const Comm& comm) {
-  return {args.m, args.a, args.partial, {0, 0, args.scatter ? comm.size : 1}};
+  return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }
 
 extern template struct ProductKernel<MatmulExchangeArgs>;

@@ -29,8 +29,8 @@ OverlappedKernel<Args> overlapped_for(DType in, DType out, int block_n, bool mn_
 
 template <class Args>
 constexpr int overlapped_bytes(int block_n) {
-  using Beside = typename BesideOf<Args>::Type;
-  return block_n == 128 ? sizeof(gemm::Shared<128, Beside>) : sizeof(gemm::Shared<256, Beside>);
+  using Aux = typename AuxOf<Args>::Type;
+  return block_n == 128 ? sizeof(gemm::Shared<128, Aux>) : sizeof(gemm::Shared<256, Aux>);
 }
 
 // The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. product_of(args, comm) stands in the file of
@@ -79,7 +79,10 @@ std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& confi
   problem.pair_first = product.order.first;
   problem.pair_lead = product.order.lead;
   problem.pair_parts = product.order.parts;
-  Work<Args> work{comm, args, config.communicating, config.block_n, {}};
+  // Gathers send from the first blocks, which start first; reductions wait for peers in the last.
+  constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
+  const int first = kSends ? 0 : config.blocks() - config.communicating;
+  Work<Args> work{comm, args, config.communicating, first, config.block_n, {}};
   if (const auto error = prepare(&work)) return error;
   const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
   const int bytes = overlapped_bytes<Args>(config.block_n);

@@ -1,7 +1,6 @@
-// What kernel_launch.h declares; for the files that instantiate it alone.
+// The kernels of the ops on rows, for the files that instantiate them: one for each dtype, as a compiler takes a minute
+// for it, and kernels.cu.
 #pragma once
-
-#include <type_traits>
 
 #include "kernels/kernels.h"
 #include "runtime/gpu/kernel_launch.h"
@@ -9,40 +8,35 @@
 namespace jax_ep {
 
 constexpr int kMaxThreads = 256;
-static_assert(Team::lanes == gpu::kTeamLanes, "the host reckons with the same teams");
-static_assert(kMaxThreads / Team::lanes <= kMaxSquadTeams, "the scratch of routing has room for no more");
+static_assert(Coop::lanes == gpu::kWarpLanes, "the host reckons with the same coops");
+static_assert(kMaxThreads / Coop::lanes <= kMaxCtaCoops, "the scratch of routing has room for no more");
 
-template <class Row, class Args>
+template <class Format, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    kernel(const Comm comm, const Args args, int pushers, int team_bytes) {
+    kernel(const Comm comm, const Args args, int senders, int warp_bytes) {
   static_assert(sizeof(comm) + sizeof(args) < 1024, "a launch copies its arguments, and reads them from cold memory");
-  const Team team = this_team(pushers, team_bytes);
-  if constexpr (std::is_void_v<Row>)
-    run_kernel(comm, args, team);
-  else
-    run_kernel<Row>(comm, args, team);
+  run_kernel_on<Format>(comm, args, this_coop(senders, warp_bytes));
 }
 
-// The op has another kernel for long batches.
-template <class Args>
-constexpr bool kHasLongKernel = std::is_same_v<Args, CombineArgs>;
+// As start_kernel and load_kernels.
+template <class Format, class Args>
+struct Kernel {
+  static gpu::Error start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
+  static gpu::Error load(int shared_bytes);
+};
 
-template <class Row, class Args>
-gpu::Error Kernel<Row, Args>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
-                                    const Args& args) {
-  if constexpr (kHasLongKernel<Args>)
-    if (sums_long_batches(args)) return Kernel<Row, LongCombineArgs>::start(config, stream, comm, {args});
-  const int shared = config.threads / Team::lanes * config.team_bytes;
-  kernel<Row, Args>
-      <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.pushers_per_block, config.team_bytes);
+template <class Format, class Args>
+gpu::Error Kernel<Format, Args>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
+                                       const Args& args) {
+  const int shared = config.threads / Coop::lanes * config.warp_bytes;
+  kernel<Format, Args>
+      <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.senders_per_cta, config.warp_bytes);
   return gpu::take_last_error();
 }
 
-template <class Row, class Args>
-gpu::Error Kernel<Row, Args>::load(int shared_bytes) {
-  if constexpr (kHasLongKernel<Args>)
-    if (const gpu::Error error = Kernel<Row, LongCombineArgs>::load(shared_bytes); error != gpu::kSuccess) return error;
-  const void* address = reinterpret_cast<const void*>(&kernel<Row, Args>);
+template <class Format, class Args>
+gpu::Error Kernel<Format, Args>::load(int shared_bytes) {
+  const void* address = reinterpret_cast<const void*>(&kernel<Format, Args>);
   const gpu::Error error = gpu::load_kernel(address);
   return error == gpu::kSuccess ? gpu::allow_shared(address, shared_bytes) : error;
 }

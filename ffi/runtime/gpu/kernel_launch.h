@@ -12,15 +12,13 @@
 
 namespace jax_ep {
 
-// The kernel of an op on rows of one dtype; void where it does not look at them. Defined in define_kernels.h, for the
-// files that instantiate it: one for each dtype, as a compiler takes minutes for it.
-template <class Row, class Args>
-struct Kernel {
-  static gpu::Error start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
-  // On the current device, where a block has so much shared memory: a first launch would wait for a spinning kernel to
-  // end.
-  static gpu::Error load(int shared_bytes);
-};
+// Starts the kernel of an op on rows, for the dtype of its rows. Defined in kernels.cu.
+template <class Args>
+gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
+
+// Loads every kernel of the ops on rows on the current device, where a CTA has so much shared memory: a first launch
+// would wait for a spinning kernel to end.
+gpu::Error load_kernels(int shared_bytes);
 
 // The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h, for the
 // file of each.
@@ -35,8 +33,5 @@ struct ProductKernel {
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
-
-// Loads every kernel of the ops that are no products.
-gpu::Error load_kernels(int shared_bytes);
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// The kernels that look at no values; those on rows are in row_kernels_*.cu.
+// The kernels that look at no values, and how those of any op are started; the others are in row_kernels_*.cu.
 #include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
@@ -15,8 +15,8 @@ __global__ void answer_with_time(ClockFace* face, int questions) {
 
 }  // namespace
 
-#define JAX_EP_INSTANTIATE(Args) template struct Kernel<void, Args>;
-JAX_EP_BLIND_OPS(JAX_EP_INSTANTIATE)
+#define JAX_EP_INSTANTIATE(Args) template struct Kernel<NoFormat, Args>;
+JAX_EP_BLIND_KERNELS(JAX_EP_INSTANTIATE)
 
 gpu::Error launch_clock(ClockFace* face, int questions) {
   answer_with_time<<<1, 1>>>(face, questions);
@@ -27,13 +27,22 @@ gpu::Error launch_clock(ClockFace* face, int questions) {
   extern template struct Kernel<float, Args>;    \
   extern template struct Kernel<BFloat16, Args>; \
   extern template struct Kernel<Float16, Args>;
-JAX_EP_ROW_OPS(JAX_EP_ELSEWHERE)
+JAX_EP_VALUE_KERNELS(JAX_EP_ELSEWHERE)
+
+template <class Args>
+gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
+  return with_kernel(args, [&](auto format, const auto& chosen) {
+    return Kernel<decltype(format), std::decay_t<decltype(chosen)>>::start(config, stream, comm, chosen);
+  });
+}
+#define JAX_EP_START(Args) template gpu::Error start_kernel(const LaunchConfig&, gpu::Stream, const Comm&, const Args&);
+JAX_EP_ROW_OPS(JAX_EP_START)
 
 gpu::Error load_kernels(int shared_bytes) {
-#define JAX_EP_LOAD_FOR_ROWS(Args) \
+#define JAX_EP_LOAD_FOR_EACH(Args) \
   &Kernel<float, Args>::load, &Kernel<BFloat16, Args>::load, &Kernel<Float16, Args>::load,
-#define JAX_EP_LOAD(Args) &Kernel<void, Args>::load,
-  for (const auto load : {JAX_EP_ROW_OPS(JAX_EP_LOAD_FOR_ROWS) JAX_EP_BLIND_OPS(JAX_EP_LOAD)})
+#define JAX_EP_LOAD(Args) &Kernel<NoFormat, Args>::load,
+  for (const auto load : {JAX_EP_VALUE_KERNELS(JAX_EP_LOAD_FOR_EACH) JAX_EP_BLIND_KERNELS(JAX_EP_LOAD)})
     if (const gpu::Error error = load(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }

@@ -12,9 +12,9 @@ HardwareModel model_of(int device) {
   std::string architecture;
   int sms = 0, shared_bytes = 0;
   gpu::check(gpu::architecture(&architecture, device), "asking for the architecture of a device");
-  gpu::check(gpu::processor_count(&sms, device), "asking for the number of processors");
+  gpu::check(gpu::sm_count(&sms, device), "asking for the number of SMs");
   gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
-  return hardware_model(architecture, sms, shared_bytes, gpu::kTeamLanes);
+  return hardware_model(architecture, sms, shared_bytes, gpu::kWarpLanes);
 }
 
 }  // namespace

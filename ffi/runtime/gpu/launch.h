@@ -33,14 +33,14 @@ class PlatformGroup final : public Group {
   // Also raises the abort words, for graphs that were captured and may be launched again.
   void close() override;
 
-  // The most squads that an op has.
-  int most_squads() const { return model_.row_sms; }
+  // The most CTAs that an op has.
+  int most_ctas() const { return model_.row_sms; }
 
   // What plans know of its GPUs, within max_sms.
   const HardwareModel& model() const { return model_; }
 
-  // From now on ops take at most so many processors.
-  void limit_processors(int most) { model_ = limit_sms(model_, most); }
+  // Ops take at most so many. Called before the group is registered.
+  void limit_sms(int most) { model_ = jax_ep::limit_sms(model_, most); }
   LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
     return plan(RowShape{op, size(), num_tokens, encoded}, model_);
   }
@@ -60,7 +60,7 @@ class PlatformGroup final : public Group {
 inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
                                                          bool encoded) {
   const LaunchConfig config = group.config(op, num_tokens, encoded);
-  return {{config.blocks, config.threads, config.pushers_per_block, config.team_bytes}};
+  return {{config.blocks, config.threads, config.senders_per_cta, config.warp_bytes}};
 }
 
 // What a handler learns from XLA about its call.
@@ -103,13 +103,7 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
     } else {
       const Load load = OpSpec<Args>::load(args);
       const LaunchConfig config = group->config(kind_of(args), load.tokens, load.encoded);
-      const auto start_for = [&](auto kernel) {
-        return explain(kernel.start(config, call.stream, reached.comm, reached.args));
-      };
-      if constexpr (kHasRows<Args>)
-        return with_format(args.dtype, [&](auto row) { return start_for(Kernel<decltype(row), Args>{}); });
-      else
-        return start_for(Kernel<void, Args>{});
+      return explain(start_kernel(config, call.stream, reached.comm, reached.args));
     }
   };
   std::optional<std::string> error = explain(copy_all(reached.before, call.stream));

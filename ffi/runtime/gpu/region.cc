@@ -40,7 +40,8 @@ Known& known() {
 
 uint64_t number_of(gpu::Allocation allocation) { return (uint64_t)allocation; }  // a pointer in HIP
 
-// Of memory of another kind, for which the driver's questions fail; XLA must not meet that error in its next call.
+// The answer for memory of another kind. The driver's questions fail for it, and XLA must not meet that error in its
+// next call.
 std::optional<Region> not_shareable() {
   gpu::ignore(gpu::take_last_error());
   return std::nullopt;

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks, gemm
-from jax_ep.group import Group
+from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels, xla
 from jax_ep.ops.collective_matmul.kernels import Config
 
@@ -99,8 +99,7 @@ def _call(
     out_dtype: DTypeLike | None,
     implementation: str,
 ) -> jax.Array:
-    group.check()
-    checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+    check_group(op, group)
     _check_factors(op, a, b)
     dtype = checks.canonical_dtype(op, "out_dtype", out_dtype) or np.dtype(a.dtype)
     _check_result(op, a, b, bias, group, dtype)
@@ -108,7 +107,6 @@ def _call(
     if op == "all_gather_matmul" and group.size * a.shape[0] >= 2**31:  # kernels count rows in int32
         raise ValueError(f"{op}: a must have fewer than 2**31 / {group.size} rows, got {a.shape}")
     a, b = checks.vary_alike(group.axis_name, a, b)
-    a, b = checks.not_batched(op, a), checks.not_batched(op, b)
     if _resolve(op, group, implementation, a, b) == "xla":
         by_xla = getattr(xla, op)
         out: jax.Array = by_xla(a, b, dtype=dtype, axis_name=group.axis_name)
@@ -169,7 +167,7 @@ def _gather(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _backwards(config: Config, a: jax.Array, *, scatter: bool = False) -> Config:
-    """Of the product with the same matrix, transposed."""
+    """The config of the product with the transpose of the same matrix."""
     return Config(config.group, np.dtype(a.dtype), not config.transpose_b, scatter)
 
 
@@ -199,7 +197,7 @@ def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
 
 
 def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
-    """Of a sum that all ranks have: it is theirs together where types say that it does not vary, else each has its own.
+    """The cotangent of a sum that all ranks have: one for all where types say that it does not vary, else one each.
 
     As in the transpose of `jax.lax.psum`, and in its dtype: in float32 a sum of 16-bit values would send twice as much.
     """

@@ -4,14 +4,16 @@ from typing import Any
 
 import jax
 
+from jax_ep._core.checks import AxisName
 
-def matmul_all_reduce(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: str) -> jax.Array:
+
+def matmul_all_reduce(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: AxisName) -> jax.Array:
     return jax.lax.psum(jax.lax.dot(a, b, preferred_element_type=dtype), axis_name)
 
 
-def matmul_reduce_scatter(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: str) -> jax.Array:
+def matmul_reduce_scatter(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: AxisName) -> jax.Array:
     return jax.lax.psum_scatter(jax.lax.dot(a, b, preferred_element_type=dtype), axis_name, tiled=True)
 
 
-def all_gather_matmul(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: str) -> jax.Array:
+def all_gather_matmul(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: AxisName) -> jax.Array:
     return jax.lax.dot(jax.lax.all_gather(a, axis_name, tiled=True), b, preferred_element_type=dtype)

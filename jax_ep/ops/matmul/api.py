@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._core import checks, gemm
+from jax_ep._core.batches import batched_alike
 from jax_ep.ops.matmul import kernels
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
@@ -52,25 +53,60 @@ def ragged_dot(
         raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
     if out_sharding is not None:
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, out_sharding=out_sharding, **options)
+    lhs, rhs, group_sizes = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
     if not gemm.has_gemm():
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
-    lhs, rhs, group_sizes = checks.vary_as_any(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+    lhs, rhs, group_sizes = checks.vary_as_any(lhs, rhs, group_sizes)
     result = jax.eval_shape(partial(jax.lax.ragged_dot, **options), lhs, rhs, group_sizes)  # with all its checks
     if not _core_takes(lhs, rhs, group_sizes, result.dtype, precision):
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
     return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32))
 
 
-def _core_takes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any) -> bool:
+def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`jax.lax.ragged_dot`, which takes a batch of some operands too."""
+    lhs, rhs, group_sizes = batched_alike(lhs, rhs, group_sizes)
+    return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+
+def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
+
+    For backward passes, here and in other families: the operands vary over the same mesh axes. So for `rhs_gradient`.
+    """
+
+    cotangent, rhs, group_sizes = batched_alike(cotangent, rhs, group_sizes)
+
+    def by_xla(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
+
+    if not _core_takes(cotangent, rhs, group_sizes, rhs.dtype):
+        return by_xla(cotangent, rhs, group_sizes)
+    core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
+    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
+
+
+def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N]."""
+    lhs, cotangent, group_sizes = batched_alike(lhs, cotangent, group_sizes)
+    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
+    if not _core_takes(lhs, cotangent, group_sizes, lhs.dtype):
+        return by_xla(lhs, cotangent, group_sizes)
+    core = partial(kernels.grouped_outer, dtype=lhs.dtype)
+    return jax.lax.platform_dependent(lhs, cotangent, group_sizes, cuda=core, default=by_xla)
+
+
+def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any = None) -> bool:
     """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
     return (
-        lhs.dtype == rhs.dtype
-        and np.dtype(lhs.dtype) in gemm.CORE_DTYPES
-        and np.dtype(dtype) in (lhs.dtype, np.dtype(np.float32))
+        gemm.has_gemm()
+        and left.dtype == right.dtype
+        and np.dtype(left.dtype) in gemm.CORE_DTYPES
+        and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
         and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         and group_sizes.ndim == 1
-        and all(size > 0 for size in (*lhs.shape, *rhs.shape))
-        and all(size % gemm.CORE_MULTIPLE == 0 for size in rhs.shape[1:])
+        and all(size > 0 for size in (*left.shape, *right.shape))
+        and all(size % gemm.CORE_MULTIPLE == 0 for size in (*left.shape[1:], *right.shape[1:]))
     )
 
 
@@ -92,24 +128,7 @@ def _forward(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array)
 def _backward(dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
     lhs, rhs, group_sizes = residuals
     cotangent = cotangent.astype(lhs.dtype)
-    return _lhs_gradient(cotangent, rhs, group_sizes), _rhs_gradient(lhs, cotangent, group_sizes), None
-
-
-def _lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """[M, N] times each group's [K, N] transposed: [M, K]."""
-
-    def by_xla(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
-
-    core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
-    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
-
-
-def _rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Over the rows of each group, [M, K] transposed times [M, N]: [G, K, N]."""
-    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
-    core = partial(kernels.grouped_outer, dtype=lhs.dtype)
-    return jax.lax.platform_dependent(lhs, cotangent, group_sizes, cuda=core, default=by_xla)
+    return lhs_gradient(cotangent, rhs, group_sizes), rhs_gradient(lhs, cotangent, group_sizes), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

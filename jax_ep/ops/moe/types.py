@@ -4,11 +4,17 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._core import checks
+from jax_ep._core.checks import AxisName
 
 FP8_BLOCK = 128  # values of a float8 row that share a scale
+
+# The names by which a policy of `jax.checkpoint` keeps what an exchange brought.
+DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
+COMBINED = "jax_ep_combine"  # the sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +81,14 @@ class Routing:
     invalid: jax.Array
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
 
+    @property
+    def group_sizes(self) -> jax.Array:
+        """[E / R] int32, those of the dispatch: rows of each local expert, padding included, within the capacity."""
+        alignment, capacity = self.config.alignment, self.config.capacity
+        padded = -(-self.counts.sum(axis=0, dtype=jnp.int32) // alignment) * alignment
+        ends = jnp.cumsum(padded, dtype=jnp.int32)
+        return jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
+
     def check(self, op: str) -> None:
         """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves are as a dispatch returns them.
 
@@ -100,7 +114,7 @@ class Routing:
             checks.check_shape(op, f"routing.{name}", leaf, shape, layout)
             checks.check_dtype(op, f"routing.{name}", leaf, (np.dtype(dtype),))
 
-    def check_own(self, op: str, axis_name: str) -> None:
+    def check_own(self, op: str, axis_name: AxisName) -> None:
         """Raises ValueError where types say that all ranks were given the routing of one."""
         if self.config.size == 1 or not checks.tracks_varying(axis_name):
             return

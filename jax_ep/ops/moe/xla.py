@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core.checks import AxisName
 from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, Dispatched, Float8Rows, Routing
 
 FP8_MAX = 448.0
@@ -66,7 +67,7 @@ def dequantize_rows(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> j
 
 
 def dispatch(
-    tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: str, config: DispatchConfig
+    tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
 ) -> tuple[Dispatched, jax.Array]:
     """Like `jax_ep.dispatch`; returns also the rows every rank needs, [R] int32."""
     (num_tokens, top_k), size = expert_ids.shape, config.size
@@ -109,7 +110,7 @@ def dispatch(
     return Dispatched(received, layout.group_sizes[me], routing), layout.needed
 
 
-def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: str) -> jax.Array:
+def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Like `jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partials in rank order."""
     size, num_tokens, top_k = routing.rows.shape
     partial = jnp.zeros((size, num_tokens, expert_outputs.shape[1]), jnp.float32)

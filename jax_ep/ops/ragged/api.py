@@ -1,6 +1,5 @@
-"""ragged_all_to_all: `jax.lax`'s, on every platform of jax_ep, with its gradient."""
+"""ragged_all_to_all: `jax.lax`'s, on every platform of jax_ep, with its derivatives."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -8,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._core import checks, ffi
+from jax_ep._core.checks import AxisName
 from jax_ep._core.undelivered import undelivered_if
 from jax_ep.errors import InvalidRoutingError
-from jax_ep.group import Group, find_open_group
-from jax_ep.ops.ragged import kernels, xla
+from jax_ep.group import Group, check_group, find_open_group
+from jax_ep.ops.ragged import gradients, xla
 
 OUTSIDE = (
     "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"
 )
-MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, each team from one of its own to the next
+MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, each coop from one of its own to the next
 
 
 def ragged_all_to_all(
@@ -27,22 +27,29 @@ def ragged_all_to_all(
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
     *,
-    axis_name: str,
-    axis_index_groups: None = None,
+    axis_name: AxisName,
+    axis_index_groups: Any = None,
+    group: Group | None = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
 
     Slice i goes to rank i // (len(send_sizes) / size): rows [input_offsets[i], input_offsets[i] + send_sizes[i]) of
-    `operand` land there at row output_offsets[i]. Differentiable in `operand` and `output`; as in `jax.lax`,
-    the gradient takes the slices of `operand` not to overlap.
+    `operand` land there at row output_offsets[i]. Slices of `operand` may overlap; those that land must not.
+    Differentiable in `operand` and `output`, forward and backward: a row that is sent several times gets the sum of the
+    cotangents that return. (That of `jax.lax` keeps one of them.) Where on some rank slices of `operand` overlap, the
+    backward pass is an exchange per slice.
 
     Args:
       operand: [N, ...] rows to send, of any dtype of whole bytes: not int4, float4_e2m1fn and other narrow ones.
       output: [M, ...] of the same dtype and row shape; what no peer writes keeps its value.
       input_offsets, send_sizes, output_offsets, recv_sizes: [size * slices] integers; `recv_sizes` must equal what
         the peers send.
-      axis_name: the axis of the one open group over this mesh.
-      axis_index_groups: must be None.
+      axis_name: the axis of the one open group over this mesh, or a tuple of axes.
+      axis_index_groups: None, or a partition of the ranks into parts of equal size, which exchange among themselves:
+        `size` is then that of a part, whose ranks count in the order given.
+      group: the open group of `axis_name`, where there are several over meshes of these axes and sizes.
+      implementation: as for `jax_ep.dispatch`.
 
     Returns:
       [M, ...], `output` with the received slices written into it.
@@ -55,14 +62,41 @@ def ragged_all_to_all(
         ranks disagree.
     """
     op = "ragged_all_to_all"
-    group = find_open_group(op, axis_name)
-    group.check()
-    checks.check_inside_shard_map(op, group.mesh, axis_name)
+    slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    _check_arrays(op, operand, output, *slices)
+    operand, output = jnp.asarray(operand), jnp.asarray(output)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+    group = _group(op, axis_name, group)
+    _check_slices(op, input_offsets.shape[0], group.size if axis_index_groups is None else 1)
+    if jnp.issubdtype(operand.dtype, jax.dtypes.prng_key):
+        operand_words, output_words = (jax.random.key_data(keys) for keys in (operand, output))
+        options: dict[str, Any] = {"axis_index_groups": axis_index_groups, "implementation": implementation}
+        words = ragged_all_to_all(operand_words, output_words, *slices, axis_name=axis_name, group=group, **options)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(operand))
+    indices = tuple(map(checks.to_int32, slices))
     if axis_index_groups is not None:
-        raise ValueError(f"{op}: axis_index_groups must be None, got {axis_index_groups}")
+        parts = _partition(op, axis_index_groups, group.size, input_offsets.shape[0])
+        indices = _among_all(group.axis_name, parts, *indices)
+    operand, output, *indices = checks.vary_alike(group.axis_name, operand, output, *indices)
+    if group.resolve(op, implementation) == "xla":
+        result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
+        return undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group.keep_error)
+    return gradients.ragged_all_to_all(group, operand, output, *indices)
+
+
+def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
+    if group is None:
+        group = find_open_group(op, axis_name)
+    check_group(op, group)
+    if checks.canonical_axis(axis_name) != group.axis_name:
+        raise ValueError(f"{op}: group is over axis {group.axis_name!r}, axis_name is {axis_name!r}")
+    return group
+
+
+def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:
+    """What `jax.lax` refuses too is refused in its words."""
     checks.check_whole_bytes(op, "operand", operand)
     checks.check_whole_bytes(op, "output", output)
-    operand, output = jnp.asarray(operand), jnp.asarray(output)
     if operand.ndim < 1 or output.shape[1:] != operand.shape[1:] or output.ndim != operand.ndim:
         raise ValueError(
             f"{op}: output must have the row shape of operand, got operand {operand.shape} and output {output.shape}"
@@ -72,62 +106,46 @@ def ragged_all_to_all(
     for name, array in (("operand", operand), ("output", output)):
         if array.shape[0] > MAX_ROWS:
             raise ValueError(f"{op}: {name} must have at most {MAX_ROWS} rows, got {array.shape}")
-    offsets = {
-        "input_offsets": input_offsets,
-        "send_sizes": send_sizes,
-        "output_offsets": output_offsets,
-        "recv_sizes": recv_sizes,
-    }
+    offsets = dict(zip(("input_offsets", "send_sizes", "output_offsets", "recv_sizes"), slices, strict=True))
     for name, array in offsets.items():
-        checks.check_rank(op, name, array, 1, "[size * slices]")
+        checks.check_array(op, name, array)
         if not jnp.issubdtype(array.dtype, np.integer):
-            raise TypeError(f"{op}: {name} must be of an integer dtype, got {array.dtype}")
-        checks.check_shape(op, name, array, input_offsets.shape, "that of input_offsets")
-    if input_offsets.shape[0] % group.size:
+            raise ValueError(f"{op} {name} must be integer type.")
+    for name, array in offsets.items():
+        if array.ndim != 1 or array.shape[0] < 1:
+            raise ValueError(f"{op} {name} must be rank 1 with positive dimension size, but got shape {array.shape}")
+    for name, array in offsets.items():
+        checks.check_shape(op, name, array, slices[0].shape, "that of input_offsets")
+
+
+def _check_slices(op: str, entries: int, size: int) -> None:
+    if entries % size:
+        raise ValueError(f"{op}: input_offsets must have a multiple of the group's size {size} entries, got {entries}")
+    if entries // size > ffi.MAX_EXPERTS:
+        raise ValueError(f"{op}: at most {ffi.MAX_EXPERTS} slices per rank, got {entries // size}")
+
+
+def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.ndarray:
+    """[size, ranks of a part]: for each rank, the ranks of the part that it is in."""
+    parts = [list(part) for part in axis_index_groups]
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError("Replica groups must be equally sized")
+    if sorted(rank for part in parts for rank in part) != list(range(size)):
         raise ValueError(
-            f"{op}: input_offsets must have a multiple of the group's size {group.size} entries, "
-            f"got {input_offsets.shape[0]}"
+            f"{op}: axis_index_groups must name each of the {size} ranks in one part, got {axis_index_groups}"
         )
-    if input_offsets.shape[0] // group.size > ffi.MAX_EXPERTS:
-        raise ValueError(f"{op}: at most {ffi.MAX_EXPERTS} slices per rank, got {input_offsets.shape[0] // group.size}")
-    if jnp.issubdtype(operand.dtype, jax.dtypes.prng_key):
-        words = (jax.random.key_data(keys) for keys in (operand, output))
-        words = ragged_all_to_all(*words, *offsets.values(), axis_name=axis_name)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(operand))
-    operands = checks.vary_alike(axis_name, operand, output, *map(_to_int32, offsets.values()))
-    operand, output, *indices = (checks.not_batched(op, x) for x in operands)
-    if group.resolve(op, "auto") == "xla":
-        result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=axis_name)
-        return undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group.keep_error)
-    return _ragged_all_to_all(group, operand, output, *indices)
+    _check_slices(op, entries, len(parts[0]))
+    part_of = {rank: part for part in parts for rank in part}
+    return np.array([part_of[rank] for rank in range(size)], np.int32)
 
 
-def _to_int32(indices: jax.Array) -> jax.Array:
-    """What int32 does not hold becomes the nearest that it does, which lies outside every buffer, and is refused."""
-    at = jnp if isinstance(indices, jax.Array) else np  # jax may not hold the array of numpy
-    held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
-    if info.min < held.min or info.max > held.max:
-        indices = at.clip(indices, max(info.min, held.min), held.max)
-    return jnp.asarray(indices.astype(np.int32))
+def _among_all(axis_name: AxisName, parts: np.ndarray, *indices: jax.Array) -> tuple[jax.Array, ...]:
+    """Slices among the ranks of a part as slices among all ranks: those of the others are empty."""
+    size, of_part = parts.shape
+    members = jnp.asarray(parts)[jax.lax.axis_index(axis_name)]
+    each = indices[0].shape[0] // of_part
 
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.zeros((size, each), x.dtype).at[members].set(x.reshape(of_part, each)).reshape(-1)
 
-_ragged_all_to_all = jax.custom_vjp(kernels.ragged_all_to_all, nondiff_argnums=(0,))
-
-
-def _fwd(group: Group, operand: jax.Array, output: jax.Array, *indices: jax.Array) -> Any:
-    # The backward pass needs only the operand's type: a constant, which XLA makes where it is used.
-    return _ragged_all_to_all(group, operand, output, *indices), (jnp.zeros_like(operand), indices)
-
-
-def _bwd(group: Group, residuals: Any, cotangent: jax.Array) -> Any:
-    """The same exchange backwards: what came from a rank goes back to where it started."""
-    like_operand, (input_offsets, send_sizes, output_offsets, recv_sizes) = residuals
-    exchange = partial(jax.lax.all_to_all, axis_name=group.axis_name, split_axis=0, concat_axis=0, tiled=True)
-    arrived_at, came_from = exchange(output_offsets), exchange(input_offsets)
-    d_operand = _ragged_all_to_all(group, cotangent, like_operand, arrived_at, recv_sizes, came_from, send_sizes)
-    edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[arrived_at].add(1).at[arrived_at + recv_sizes].add(-1)
-    overwritten = jnp.cumsum(edges)[:-1].reshape(-1, *[1] * (cotangent.ndim - 1)) > 0
-    return d_operand, jnp.where(overwritten, jnp.zeros_like(cotangent), cotangent), None, None, None, None
-
-
-_ragged_all_to_all.defvjp(_fwd, _bwd)
+    return tuple(spread(x) for x in indices)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core.checks import AxisName
+
 
 def ragged_all_to_all(
     operand: jax.Array,
@@ -12,7 +14,7 @@ def ragged_all_to_all(
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
     *,
-    axis_name: str,
+    axis_name: AxisName,
 ) -> tuple[jax.Array, jax.Array]:
     """Like `jax.lax.ragged_all_to_all`, by gathering every rank's operand and picking the rows that are mine.
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._core import checks
-from jax_ep.group import Group
+from jax_ep._core.undelivered import nan_on_overflow
+from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, xla
 from jax_ep.ops.sparse.types import SparseConfig, SparseRows, Union, check_sparse_rows
 from pallas_kernels import index_match
@@ -67,8 +68,7 @@ def sparse_all_reduce(
         typed error.
     """
     name = "sparse_all_reduce"
-    group.check()
-    checks.check_inside_shard_map(name, group.mesh, group.axis_name)
+    check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
     checks.check_one_of(name, "method", method, METHODS)
     checks.check_one_of(name, "implementation", implementation, checks.IMPLEMENTATIONS)
@@ -82,7 +82,7 @@ def sparse_all_reduce(
         rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
     leaves, treedef = jax.tree.flatten(rows)
     leaves = checks.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
-    rows = jax.tree.unflatten(treedef, [checks.not_batched(name, leaf) for leaf in leaves])
+    rows = jax.tree.unflatten(treedef, leaves)
     entries, row_values = rows.values.shape
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
@@ -93,7 +93,7 @@ def sparse_all_reduce(
     else:
         values = xla.reduce(config, group.axis_name, rows.values, union)
         if not config.drop:
-            values = group.nan_on_overflow(name, union.needed(config), config.capacity, values)
+            values = nan_on_overflow(name, union.needed(config), config.capacity, values, group.keep_error)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
     return SparseRows(
         indices=union.indices.astype(rows.indices.dtype),

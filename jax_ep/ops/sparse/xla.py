@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep._core.checks import AxisName
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
@@ -20,7 +21,7 @@ def search(union: jax.Array, ids: jax.Array) -> jax.Array:
 
 def match(
     config: SparseConfig,
-    axis_name: str,
+    axis_name: AxisName,
     ids: jax.Array,
     missing: jax.Array,
     find: Callable[[jax.Array, jax.Array], jax.Array] = search,
@@ -45,7 +46,7 @@ def match(
     )
 
 
-def reduce(config: SparseConfig, axis_name: str, values: jax.Array, union: Union) -> jax.Array:
+def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: Union) -> jax.Array:
     """Like the kernel: every rank adds up its rows in float32 in an array of all slots; `psum` adds those."""
     slots = slots_of_entries(union, axis_name)
     kept = config.slots_kept(values.shape[0])
@@ -60,7 +61,7 @@ def reduce(config: SparseConfig, axis_name: str, values: jax.Array, union: Union
     return rows.astype(values.dtype)
 
 
-def slots_of_entries(union: Union, axis_name: str) -> jax.Array:
+def slots_of_entries(union: Union, axis_name: AxisName) -> jax.Array:
     """[N] int32: the slot of each entry of this rank, in their own order; 2**31 - 1 if it stands for no row."""
     slots = union.slots[jax.lax.axis_index(axis_name)]
     return jnp.where(slots < union.bounds[-1], slots, 2**31 - 1)

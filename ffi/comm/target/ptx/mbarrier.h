@@ -1,6 +1,5 @@
-// Barriers in a block's shared memory that count arrivals and bytes, and by which bulk copies tell that they are done.
-// Elsewhere than on Hopper they do
-// nothing: callers ask kHopper.
+// Barriers in a CTA's shared memory that count arrivals and bytes, and by which bulk copies tell that they are done.
+// They do nothing but on Hopper: callers ask kHopper.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,7 @@ using Event = cudaEvent_t;
 
 constexpr Error kSuccess = cudaSuccess;
 constexpr Error kPeerAlreadyEnabled = cudaErrorPeerAccessAlreadyEnabled;
-constexpr int kTeamLanes = 32;  // threads of a team
+constexpr int kWarpLanes = 32;  // threads of a coop
 
 inline const char* describe(Error error) { return cudaGetErrorString(error); }
 inline Error take_last_error() { return cudaGetLastError(); }
@@ -55,7 +55,7 @@ inline Error architecture(std::string* name, int device) {
   *name = "sm_" + std::to_string(major) + std::to_string(minor);
   return error;
 }
-inline Error processor_count(int* count, int device) {
+inline Error sm_count(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 inline Error shared_memory(int* bytes, int device) {

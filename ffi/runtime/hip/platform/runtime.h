@@ -14,7 +14,7 @@ using Event = hipEvent_t;
 
 constexpr Error kSuccess = hipSuccess;
 constexpr Error kPeerAlreadyEnabled = hipErrorPeerAccessAlreadyEnabled;
-constexpr int kTeamLanes = 64;  // threads of a team
+constexpr int kWarpLanes = 64;  // threads of a coop
 
 // Peers' flags must be seen while a kernel runs: a GPU may keep other memory of its own in caches that they do not
 // reach.
@@ -66,7 +66,7 @@ inline Error architecture(std::string* name, int device) {
   name->resize(name->find(':') == std::string::npos ? name->size() : name->find(':'));
   return error;
 }
-inline Error processor_count(int* count, int device) {
+inline Error sm_count(int* count, int device) {
   return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
 }
 inline Error shared_memory(int* bytes, int device) {

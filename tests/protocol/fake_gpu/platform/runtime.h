@@ -10,7 +10,7 @@ namespace jax_ep::gpu {
 using Stream = void*;
 enum Error { kSuccess, kPeerAlreadyEnabled, kFailed };
 
-constexpr int kTeamLanes = 64;  // threads of a team
+constexpr int kWarpLanes = 64;  // threads of a coop
 
 inline const char* describe(Error) { return "the fake runtime refused"; }
 inline Error take_last_error() { return kSuccess; }

@@ -1,4 +1,4 @@
-#include "runtime/shift_table.h"
+#include "runtime/peer_offsets.h"
 
 #include <stdexcept>
 
@@ -7,17 +7,17 @@
 
 namespace jax_ep {
 
-ShiftTable::ShiftTable(int device, int64_t owner)
+PeerOffsets::PeerOffsets(int device, int64_t owner)
     : device_(device), memory_(allocate_on_device(device, kMostRegions * kMaxRanks * sizeof(int64_t), owner)) {}
 
-const int64_t* ShiftTable::row(uint64_t region, const std::vector<int64_t>& shifts) {
+const int64_t* PeerOffsets::row(uint64_t region, const std::vector<int64_t>& peer_offsets) {
   const std::lock_guard lock(mutex_);
   if (const auto found = rows_.find(region); found != rows_.end()) return found->second;
   if (rows_.size() == kMostRegions)
     throw std::runtime_error("jax_ep: a group over several processes uses at most " + std::to_string(kMostRegions) +
                              " regions of memory");
   auto* const row = static_cast<int64_t*>(memory_.get()) + rows_.size() * kMaxRanks;
-  copy_array(device_, row, shifts.data(), shifts.size());
+  copy_array(device_, row, peer_offsets.data(), peer_offsets.size());
   return rows_[region] = row;
 }
 

@@ -1,4 +1,4 @@
-// A lane's piece of a row: neighbouring values, moved in 16-byte words where the rows allow it.
+// A lane's pack of a row: neighbouring values, 16 bytes in registers on a GPU.
 #pragma once
 
 #include "comm/copy.h"
@@ -9,11 +9,11 @@ namespace jax_ep {
 
 // As many values as a lane moves at once: one word on a GPU, enough for the vectoriser on the CPU.
 template <class T>
-constexpr int kPieceValues = Team::lanes == 1 ? 128 : 16 / sizeof(T);
+constexpr int kPackValues = Coop::lanes == 1 ? 128 : 16 / sizeof(T);
 
-// Lanes of a team of many move whole pieces of 16-byte words, or none; a lane alone moves what there is.
-template <class T, int kValues = kPieceValues<T>>
-struct Piece {
+// Lanes of a coop of many move whole packs of 16-byte words, or none; a lane alone moves what there is.
+template <class T, int kValues = kPackValues<T>>
+struct Pack {
   using Word = std::conditional_t<kValues * sizeof(T) % 16 == 0, Word16, uint64_t>;
   static constexpr int kWords = kValues * sizeof(T) / sizeof(Word);
 
@@ -23,13 +23,13 @@ struct Piece {
   };
 
   JAX_EP_FN void load(const T* from, int count = kValues) {
-    if constexpr (Team::lanes == 1)
+    if constexpr (Coop::lanes == 1)
       memcpy(values, from, smaller(count, kValues) * sizeof(T));
     else if (count > 0)
       for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
   }
   JAX_EP_FN void store(T* to, int count = kValues) const {
-    if constexpr (Team::lanes == 1)
+    if constexpr (Coop::lanes == 1)
       memcpy(to, values, smaller(count, kValues) * sizeof(T));
     else if (count > 0)
       for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(to)[i] = words[i];

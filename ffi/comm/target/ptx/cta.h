@@ -1,4 +1,4 @@
-// How the warps of a block wait for each other, some and not all of them. Not of Hopper alone.
+// How some of the warps of a CTA wait for each other, on Hopper and elsewhere.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace jax_ep::ptx {
 
-// `threads` of the block meet; barrier 0 is __syncthreads'.
+// `threads` of the CTA meet; barrier 0 is __syncthreads'.
 JAX_EP_FN void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A count in shared memory by which warps of a block tell others what they did before. The wait is bounded as they are.
+// A count in shared memory by which warps of a CTA tell others what they did before. The wait is bounded as they are.
 JAX_EP_FN void count_one(uint32_t* counter) {
   asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(counter)) : "memory");
 }

@@ -10,14 +10,14 @@
 
 namespace jax_ep {
 
-class ShiftTable {
+class PeerOffsets {
  public:
   // The table of a rank on this device; `owner` as in memory.h. Throws std::runtime_error.
-  ShiftTable(int device, int64_t owner);
+  PeerOffsets(int device, int64_t owner);
 
-  // The row of a region: by peer, what to add to an address here. `shifts` are the same whenever a region is asked for.
-  // Any thread may call. Throws std::runtime_error.
-  const int64_t* row(uint64_t region, const std::vector<int64_t>& shifts);
+  // The row of a region: by peer, what to add to an address here. `peer_offsets` are the same whenever a region is
+  // asked for. Any thread may call. Throws std::runtime_error.
+  const int64_t* row(uint64_t region, const std::vector<int64_t>& peer_offsets);
 
  private:
   static constexpr std::size_t kMostRegions = 256;

@@ -1,0 +1,58 @@
+// A kernel that holds all SMs of some GPUs but a pair, as a long one of somebody else does.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "check.h"
+
+// Takes pairs of SMs, as clusters do, so that the pair that is left can run one.
+__global__ void __cluster_dims__(2, 1, 1) hold_sms(uint64_t ns) {
+  extern __shared__ char memory[];
+  memory[threadIdx.x] = 0;
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - start < ns);
+}
+
+// Holds them from now on, on devices 0, 1, ...; ends when the kernels do.
+class HeldSms {
+ public:
+  HeldSms(int devices, uint64_t ns) : streams_(devices) {
+    constexpr int kSharedBytes = 227 * 1024;  // of a whole SM
+    on_each([&](int device) {
+      int sms = 0;
+      CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+      CHECK(cudaFuncSetAttribute(hold_sms, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+      CHECK(cudaStreamCreateWithFlags(&streams_[device], cudaStreamNonBlocking));
+      hold_sms<<<sms / 2 * 2 - 2, 1, kSharedBytes, streams_[device]>>>(ns);
+      CHECK(cudaGetLastError());
+    });
+  }
+  ~HeldSms() {
+    on_each([&](int device) {
+      CHECK(cudaStreamSynchronize(streams_[device]));
+      CHECK(cudaStreamDestroy(streams_[device]));
+    });
+  }
+
+  bool all_held() {
+    bool held = true;
+    on_each([&](int device) { held &= cudaStreamQuery(streams_[device]) == cudaErrorNotReady; });
+    return held;
+  }
+
+ private:
+  template <class Run>
+  void on_each(Run run) {
+    for (int device = 0; device < static_cast<int>(streams_.size()); ++device) {
+      CHECK(cudaSetDevice(device));
+      run(device);
+    }
+  }
+
+  std::vector<cudaStream_t> streams_;
+};

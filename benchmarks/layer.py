@@ -1,0 +1,331 @@
+"""moe_mlp beside its products alone, and beside XLA's all_to_all: `python -m jax_ep bench layer`."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jax_ep
+from jax_ep.lax import ragged_dot
+from jax_ep.nn.layers import Matrices, uses_fused_ops
+
+from . import moe_sweep
+from .in_jit_loop import (
+    CarryingLoop,
+    Loop,
+    Program,
+    compile_all,
+    compile_loops,
+    describe_pause,
+    in_digits,
+    median_microseconds,
+    teraflops,
+)
+from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
+from .moe_formulations import AXIS, Formulation, jax_ep_ops
+from .plots import Panel, add_plot, grouped_bars, write_plot
+from .provenance import header
+
+OURS, UNFUSED, PADDED = "jax_ep", "jax_ep, fused=False", "padded all_to_all"
+DISPATCH, COMBINE, PRODUCTS = "dispatch", "combine", "products"
+LAYERS = (OURS, UNFUSED, PADDED)
+PARTS = (DISPATCH, COMBINE, PRODUCTS, *LAYERS)
+LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
+
+COLUMNS = (
+    "layer | of it | forward, us | exposed, us | of products | TFLOP/s | step, us | step exposed, us "
+    "| of 3 x products | step TFLOP/s | operands, MiB | forward, MiB | step, MiB"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Experts of a gate and an up [hidden, width] and a down [width, hidden]."""
+
+    name: str
+    shape: Shape
+    width: int
+
+    def __str__(self) -> str:
+        shape = self.shape
+        return f"{self.name}, T={shape.tokens}, H={shape.hidden}, F={self.width}, top-{shape.top_k} of {shape.experts}"
+
+    @property
+    def flops_per_row(self) -> float:
+        return 6.0 * self.shape.hidden * self.width
+
+
+MODELS = [
+    Model("V3", Shape(4096, 7168, 8, 256, "bfloat16"), 2048),
+    Model("Qwen3-30B", Shape(8192, 2048, 8, 128, "bfloat16"), 768),
+    Model("Mixtral", Shape(8192, 4096, 2, 8, "bfloat16"), 14336),
+    Model("GPT-OSS", Shape(8192, 2880, 4, 128, "bfloat16"), 2880),
+]
+CPU_MODELS = [
+    Model("wide", Shape(32, 64, 2, 8, "bfloat16"), 128),
+    Model("narrow", Shape(32, 128, 4, 16, "bfloat16"), 32),
+]
+ROUTINGS = ("uniform", "Zipf")
+
+Layer = Callable[..., jax.Array]  # (ids, weights, gate, up, down, tokens) of one rank -> [T, H]
+Pass = tuple[str, bool]  # which of them, and whether its gradients belong to it
+FORWARD, STEP = False, True
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Microseconds per call; bytes that a rank holds at its peak beside the operands, results included."""
+
+    model: Model
+    routing: str
+    flops: float  # of the products in the forward pass, on the rank with the most rows
+    operand_bytes: int
+    times: dict[Pass, float]
+    held: dict[Pass, int | None]  # of dispatch: its rows
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.routing}"
+
+    def products(self, training: bool) -> float:
+        """What the products of a pass take alone: a step has those of the forward pass, and twice as many backward."""
+        return self.times[PRODUCTS, FORWARD] * (3 if training else 1)
+
+
+def ours(group: jax_ep.Group, room: int, implementation: str, fused: bool | str) -> Layer:
+    def layer(
+        ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
+    ) -> jax.Array:
+        options: dict[str, Any] = {"capacity": room, "fused": fused, "implementation": implementation}
+        return jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, group=group, **options)
+
+    return layer
+
+
+def by_exchange(exchange: Formulation) -> Layer:
+    """Another exchange around the products that ours has: XLA's own products take many times as long."""
+
+    def layer(
+        ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
+    ) -> jax.Array:
+        rows, sizes, *others = exchange.dispatch(tokens, ids, weights)
+        inner = gated(sizes, gate, up, rows)
+        return exchange.combine((ragged_dot(inner, down, sizes), sizes, *others), weights)
+
+    return layer
+
+
+def gated(sizes: jax.Array, gate: jax.Array, up: jax.Array, rows: jax.Array) -> jax.Array:
+    return jax.nn.silu(ragged_dot(rows, gate, sizes)) * ragged_dot(rows, up, sizes)
+
+
+def products(
+    sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, ...]:
+    return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes), ragged_dot(inner, down, sizes)
+
+
+def training_step(layer: Layer) -> Callable[..., Any]:
+    """What `layer` returns, and the gradients in all that it takes but ids; the tokens serve as cotangent, too."""
+
+    def step(ids: jax.Array, *others: jax.Array) -> Any:
+        out, backward = jax.vjp(partial(layer, ids), *others)
+        return out, backward(others[-1])
+
+    return step
+
+
+def draw_matrices(model: Model, mesh: Mesh) -> Matrices:
+    """gate, up and down of all experts, such that rows keep their scale."""
+    shape = model.shape
+
+    def draw(key: jax.Array, rows: int, columns: int) -> jax.Array:
+        return jax.random.normal(key, (shape.experts, rows, columns), shape.dtype) * rows**-0.5
+
+    drawn = jax.jit(draw, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXIS)))
+    sides = ((shape.hidden, model.width), (shape.hidden, model.width), (model.width, shape.hidden))
+    gate, up, down = (drawn(jax.random.key(SEED + i), *side) for i, side in enumerate(sides))
+    return gate, up, down
+
+
+def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+
+
+def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh: Mesh, dtype: str) -> None:
+    """Raises unless ours, fused or not, has the same bits, and the others differ by rounding."""
+    programs = compile_all([on_ranks(layer, mesh).lower(*operands) for layer in layers.values()])
+    results = [jax.block_until_ready(program(*operands)) for program in programs]  # one waits for no other
+
+    def error(a: jax.Array, b: jax.Array) -> jax.Array:
+        return moe_sweep.relative_error(a, b)[None]
+
+    for name, result in zip(layers, results, strict=True):
+        worst = float(np.max(on_ranks(error, mesh)(results[0], result)))
+        if not worst <= (16 * float(jnp.finfo(dtype).eps) if name == PADDED else 0):
+            raise AssertionError(f"{name} differs from {next(iter(layers))} by {worst} of the largest value")
+
+
+def calls(model: Model, rows: int, ranks: int, passes: int) -> int:
+    """TFLOP/s of a pass that multiplies `passes` times as much as a forward pass."""
+    matrices = model.shape.experts // ranks * model.flops_per_row  # bytes: two for three times as many values
+    seconds = passes * max(rows * model.flops_per_row / FLOPS_PER_SECOND, matrices / BYTES_PER_SECOND)
+    return max(2, min(50, round(LOOP_SECONDS / seconds)))
+
+
+def loops_of_layers(
+    layers: dict[str, Layer], operands: tuple[jax.Array, ...], calls: tuple[int, int], quick: bool
+) -> dict[Pass, Loop]:
+    """`calls`: of the forward pass, and of a training step. PADDED comes first: it heats a GPU for the others."""
+    *first, tokens = operands
+    own = [name for name in layers if name != PADDED]
+    loops: dict[Pass, Loop] = {(PADDED, FORWARD): CarryingLoop(layers[PADDED], tuple(first), tokens, calls[FORWARD])}
+    loops |= {(name, FORWARD): Loop(layers[name], tuple(first), tokens, calls[FORWARD]) for name in own}
+    for name in own if quick else [*own, PADDED]:  # PADDED's gradients are too large for CarryingLoop
+        loops[name, STEP] = Loop(training_step(layers[name]), tuple(first), tokens, calls[STEP])
+    return loops
+
+
+def loops_of_parts(
+    shape: Shape,
+    room: int,
+    group: jax_ep.Group,
+    implementation: str,
+    inputs: moe_sweep.Inputs,
+    matrices: Matrices,
+    calls: int,
+) -> dict[Pass, Loop]:
+    """The products on the rows that a dispatch delivers, while a GPU is hot; then the exchanges, in which it cools."""
+    exchange = jax_ep_ops(group, shape.experts, room, implementation)
+    state = on_ranks(exchange.dispatch, group.mesh)(*inputs)
+    inner = on_ranks(gated, group.mesh)(state.group_sizes, *matrices[:2], state.tokens)
+    loops: dict[Pass, Loop] = {
+        (PRODUCTS, FORWARD): Loop(products, (state.group_sizes, *matrices, inner), state.tokens, calls)
+    }
+    alone = moe_sweep.our_candidates(shape, room, group, implementation, inputs, state)
+    return loops | {(one.op, FORWARD): one.loop for one in alone if one.op in (DISPATCH, COMBINE)}
+
+
+def measure(model: Model, routing: str, group: jax_ep.Group, implementation: str, repeats: int, quick: bool) -> Result:
+    """Checks the layers against each other, then times all in turns."""
+    shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
+    case = Case(shape, routing)
+    ids = make_ids(case, group.size)
+    needed = load(ids, shape.experts, group.size)
+    room = capacity(case, needed)
+    inputs, matrices = moe_sweep.make_inputs(shape, ids, group), draw_matrices(model, mesh)
+    operands = (*inputs[1:], *matrices, inputs[0])
+
+    layers = {OURS: ours(group, room, implementation, "auto")}
+    if uses_fused_ops("auto", by_xla=implementation == "xla"):
+        layers[UNFUSED] = ours(group, room, implementation, False)
+    layers[PADDED] = by_exchange(moe_sweep.choose(case, needed, group, implementation)[1])
+    check_alike(layers, operands, mesh, shape.dtype)
+
+    forward, step = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
+    loops = loops_of_layers(layers, operands, (forward, step), quick)
+    loops |= loops_of_parts(shape, room, group, implementation, inputs, matrices, forward)
+    programs = compile_loops(list(loops.values()), mesh)
+    times = median_microseconds(list(loops.values()), programs, repeats, hot=not on_cpu)
+    group.check()
+    held = {one: held_bytes(program) for one, program in zip(loops, programs, strict=True) if one[0] in layers}
+    return Result(
+        model,
+        routing,
+        needed.rows * model.flops_per_row,
+        sum(array.nbytes for array in operands) // group.size,
+        dict(zip(loops, times, strict=True)),
+        held | {(DISPATCH, FORWARD): room * shape.hidden * jnp.dtype(shape.dtype).itemsize},
+    )
+
+
+def held_bytes(program: Program) -> int | None:
+    """At its peak, beside its arguments; None where XLA does not say."""
+    memory = program.compiled.memory_analysis()
+    return None if memory is None else memory.temp_size_in_bytes
+
+
+def table(result: Result) -> Iterator[str]:
+    """A line for each part of the layer, and for each layer."""
+    for name in PARTS:
+        if (name, FORWARD) not in result.times:
+            continue
+        cells = [str(result), name, *half(result, name, FORWARD), *half(result, name, STEP)]
+        cells.append(mebibytes(result.operand_bytes if name in LAYERS else None))
+        cells += [mebibytes(result.held.get((name, which))) for which in (FORWARD, STEP)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def half(result: Result, name: str, training: bool) -> list[str]:
+    """The columns of one pass: microseconds; beside its products, by difference and ratio; TFLOP/s of these."""
+    products = result.products(training)
+    time = products if name == PRODUCTS else result.times.get((name, training))
+    if time is None or name in (DISPATCH, COMBINE):
+        return ["-" if time is None else f"{time:,.1f}", "-", "-", "-"]
+    rate = teraflops(result.flops * (3 if training else 1), time)
+    return [f"{time:,.1f}", f"{time - products:,.1f}", f"{time / products:.3f}", in_digits(rate)]
+
+
+def mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:,.1f}"
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """One panel a pass: each layer beside its products."""
+
+    def panel(title: str, training: bool) -> Panel:
+        present = [name for name in LAYERS if (name, training) in results[0].times]
+        series = {name: [1e-3 * result.times[name, training] for result in results] for name in present}
+        alone = [1e-3 * result.products(training) for result in results]
+        groups = [f"{result.model.name}, {result.routing}" for result in results]
+        return Panel(title, groups, {"products alone": alone} | series)
+
+    grouped_bars([panel("forward", FORWARD), panel("training step", STEP)], "ms per call", path)
+
+
+def chosen_models(on_cpu: bool, name_contains: str, tokens: int | None) -> list[Model]:
+    models = [
+        dataclasses.replace(model, shape=dataclasses.replace(model.shape, tokens=tokens or model.shape.tokens))
+        for model in (CPU_MODELS if on_cpu else MODELS)
+    ]
+    chosen = [model for model in models if name_contains in str(model)]
+    if not chosen:
+        raise SystemExit(f"no shape's name has {name_contains!r}")
+    return chosen
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench layer", description=__doc__)
+    parser.add_argument("--repeats", type=int, help="timed loops of each [5, or 2 with --quick]")
+    parser.add_argument("--quick", action="store_true", help=f"uniform routing only, no training step of {PADDED}")
+    parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
+    parser.add_argument("--tokens", type=int, help="of each rank, in place of the shapes' own")
+    add_plot(parser, "layer")
+    options = parser.parse_args(arguments)
+    models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens)
+    repeats = options.repeats or (2 if options.quick else 5)
+
+    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
+        implementation, on_cpu = group.resolve("bench", "auto"), group.platform == "cpu"
+        print(header(list(group.mesh.devices.flat), repr(implementation), ["layer", *arguments]))
+        print(f"- bfloat16; per call inside one jitted loop, median of {repeats} loops, all in turns")
+        print(f"- {'cold, on a CPU' if on_cpu else describe_pause(0)}")
+        print(f"- {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients")
+        print(f"- exposed: what a pass takes longer than its products; TFLOP/s: of the {PRODUCTS}, on the busiest rank")
+        print(f"- {PADDED}: XLA's exchange around the same grouped {PRODUCTS}")
+        print("- MiB of a rank: operands; held at the peak beside them, results included; of dispatch, its rows\n")
+        print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
+        results: list[Result] = []
+        for model in models:
+            for routing in ROUTINGS[: 1 if options.quick else None]:
+                results.append(measure(model, routing, group, implementation, repeats, options.quick))
+                print("\n".join(table(results[-1])), flush=True)
+    write_plot(options.plot, partial(plot, results))
+    return 0

@@ -1,0 +1,124 @@
+// CTAs of a rank that meet: at a barrier, or to find out which of them take part in an op.
+#pragma once
+
+#include "comm/heap.h"
+#include "comm/platform.h"
+#include "comm/spin.h"
+
+namespace jax_ep {
+
+// Everything any coop of the first `ctas` did before it is visible to all of them behind the cta_sync() that must
+// follow it. All coops of a CTA call it, also those for which the op has failed: `join` is then false, and the others
+// find the abort word. One coop of a CTA stands for all, and alone learns the status: it raises the abort word, if need
+// be, before that cta_sync().
+JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bool join, const uint64_t* abort_word,
+                             uint64_t timeout_ns) {
+  coop.cta_sync();
+  int status = static_cast<int>(Status::ok);
+  if (coop.member.index == 0 && coop.lane == 0 && ctas > 1 && join) {
+    const uint64_t round = load_relaxed(&words->released);
+    if (fetch_add(&words->arrived, uint64_t{1}) == static_cast<uint64_t>(ctas) - 1) {
+      store_relaxed(&words->arrived, uint64_t{0});
+      store_release_here(&words->released, round + 1);
+    } else {
+      status = static_cast<int>(spin_until(&words->released, round + 1, abort_word, timeout_ns).status);
+    }
+  }
+  return static_cast<Status>(coop.broadcast(status));
+}
+
+// The members of an op whose CTAs meet at barriers are the CTAs that have begun when the first ones stop waiting for
+// more. A kernel that runs beside others may get SMs for some of its CTAs only; the rest begin when these have ended,
+// and must not be waited for.
+
+// How long the first CTAs wait for the others, which usually begin within a microsecond.
+constexpr uint64_t kJoinNs = Coop::lanes == 1 ? 10'000'000 : 20'000;
+
+// Returns the part of this CTA among the members; none if they were settled before it began. One lane of a CTA calls.
+// `words` is one word of the heap: CTAs that have begun in its low half, members in its high half.
+JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
+  const auto settled = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
+  const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
+  const uint64_t before = fetch_add(words, uint64_t{1});
+  if (settled(before)) return Part::none_of(settled(before));
+  const int index = begun(before);
+  uint64_t since = 0;
+  for (unsigned tries = 0;; ++tries) {
+    const uint64_t seen = load_acquire(words);
+    if (settled(seen)) return {index, settled(seen)};
+    if (begun(seen) == ctas) return {index, ctas};  // nobody is left to come late
+    const uint64_t now = clock_ns();
+    if (!since) since = now;
+    if (now - since > kJoinNs) compare_exchange(words, seen, seen | seen << 32);
+    pause(tries);
+  }
+}
+
+// Whether all of `count` coops, warps of a role, have begun: each calls once, with all lanes, and waits for the others
+// as long as join() does. The last to begin is always told that they have, so one coop at least stays if those leave
+// that are told otherwise; and who stays may wait for peers, as nobody else of this rank needs an SM. `begun` is a word
+// that is zero when the op begins.
+JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
+  int all = 0;
+  if (coop.lane == 0) {
+    const auto wanted = static_cast<uint64_t>(count);
+    all = fetch_add(begun, uint64_t{1}) + 1 == wanted;
+    const uint64_t since = clock_ns();
+    for (unsigned tries = 0; !all && clock_ns() - since <= kJoinNs; ++tries) {
+      pause(tries);
+      all = load_acquire(begun) == wanted;
+    }
+  }
+  return coop.broadcast(all);
+}
+
+// All coops of a CTA call; the first bytes of its shared memory are overwritten.
+JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
+  Part joined{0, 1};
+  if (ctas == 1) return joined;
+  if constexpr (Coop::lanes == 1) {
+    joined = join(words, ctas);
+  } else {
+    auto* const told = reinterpret_cast<int*>(coop.shared - coop.member.index * coop.shared_bytes);
+    if (coop.member.index == 0 && coop.lane == 0) {
+      joined = join(words, ctas);
+      told[0] = joined.index;
+      told[1] = joined.count;
+    }
+    coop.cta_sync();
+    joined = {told[0], told[1]};
+    coop.cta_sync();  // before the memory is used otherwise
+  }
+  return joined;
+}
+
+// This coop, numbered as if the member CTAs were all CTAs. It takes no part where its CTA does not. A thread of the CPU
+// both sends and receives.
+JAX_EP_FN Coop as_member(Coop coop, Part cta) {
+  if (!cta.takes_part()) {
+    coop.sender = coop.receiver = Part::none_of(1);
+    coop.cta = cta;
+    return coop;
+  }
+  if constexpr (Coop::lanes == 1) {
+    coop.index = cta.index;
+    coop.count = cta.count;
+    coop.sender = coop.receiver = coop.cta = cta;
+    return coop;
+  }
+  const int senders = coop.sender.count / coop.cta.count;
+  coop.index = cta.index * coop.member.count + coop.member.index;
+  coop.count = cta.count * coop.member.count;
+  coop.sender = sender_part(cta.index, cta.count, coop.member.index, senders);
+  coop.receiver = receiver_part(cta.index, cta.count, coop.member.index, coop.member.count, senders);
+  coop.cta = cta;
+  return coop;
+}
+
+// This coop among those of all CTAs of its rank that have begun. Its CTA takes no part if it came too late: then it
+// only finishes the op.
+JAX_EP_FN Coop join_op(const Comm& comm, const Coop& coop) {
+  return as_member(coop, join_cta(coop, &comm.heaps[comm.rank]->members, coop.cta.count));
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,48 @@
+// Peers' memory. A window is a buffer that a rank posts when an op begins, so that its peers may write or read it: from
+// when they have seen it posted (Op::wait_posted) until they deliver the last that the rank waits for. Windows are
+// numbered in the order of the op's spec.
+#pragma once
+
+#include "comm/op.h"
+
+namespace jax_ep {
+
+// A window of every rank.
+template <class T>
+class Window {
+ public:
+  JAX_EP_FN Window(const Op& op, int number) : op_(op), number_(number) {}
+
+  // Where it begins at a rank, which has posted: a load from the mail.
+  JAX_EP_FN T* peer(int rank) const { return static_cast<T*>(op_.mail_from(rank)->buffers[number_]); }
+
+ private:
+  const Op& op_;
+  const int number_;
+};
+
+// A window for hot loops: each lane keeps the address at one peer, where there are lanes enough. Made when all ranks
+// have posted.
+template <class T>
+class LaneWindow {
+ public:
+  JAX_EP_FN LaneWindow(const Op& op, int number) : op_(op), window_(op, number), mine_(nullptr) {
+    if (in_lanes() && op.coop.lane < op.comm.size) mine_ = window_.peer(op.coop.lane);
+  }
+
+  // All lanes ask together, each for a rank of its own; null for a rank below zero.
+  JAX_EP_FN T* peer(int rank) const {
+    if (!in_lanes()) return rank < 0 ? nullptr : window_.peer(rank);
+    T* begin = op_.coop.from_lane(mine_, larger(rank, 0));
+    return rank < 0 ? nullptr : begin;
+  }
+
+ private:
+  JAX_EP_FN bool in_lanes() const { return Coop::lanes > 1 && op_.comm.size <= Coop::lanes; }
+
+  const Op& op_;
+  const Window<T> window_;
+  T* mine_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,33 @@
+"""For ops that take a batch (`jax.vmap`) of all operands or of none, such as `jax.lax.ragged_dot`."""
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def batched_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays; where one is batched all are, along their first axis."""
+    return tuple(_alike_p.bind(x, *(y for j, y in enumerate(arrays) if j != i)) for i, x in enumerate(arrays))
+
+
+_alike_p = Primitive("jax_ep_batched_alike")  # its first operand, which is batched as soon as another one is
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    moved = tangents[0]
+    return _alike_p.bind(*primals), moved if type(moved) is ad.Zero else _alike_p.bind(moved, *primals[1:])
+
+
+def _batch(operands: Any, dims: Any) -> Any:
+    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    return batching.bdim_at_front(operands[0], dims[0], size), 0
+
+
+_alike_p.def_impl(lambda x, *_: x)
+_alike_p.def_abstract_eval(lambda x, *_: x)
+ad.primitive_jvps[_alike_p] = _jvp
+ad.primitive_transposes[_alike_p] = lambda cotangent, x, *others: [cotangent, *[None] * len(others)]
+batching.primitive_batchers[_alike_p] = _batch
+mlir.register_lowering(_alike_p, lambda ctx, x, *_: [x])

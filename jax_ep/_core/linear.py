@@ -1,0 +1,106 @@
+"""Linear functions with transposes of their own: derivatives of the ops, forward and backward.
+
+`jax.custom_vjp` has no forward mode, and the transpose of a chain of kernels is not the kernel that does both at once.
+An op is therefore a `jax.custom_jvp` whose tangents come by `linear`. They run forward in `jax.jvp`; for `jax.grad` JAX
+transposes them, so that the forward function never runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+Flat = Callable[..., list[jax.Array]]
+
+
+def linear(
+    forward: Callable[[Any, Any], Any], transpose: Callable[[Any, Any], Any], residuals: Any, operands: Any
+) -> Any:
+    """forward(residuals, operands), linear in the operands.
+
+    Differentiable in residuals and operands any number of times, as far as both functions are.
+
+    Args:
+      transpose: (residuals, cotangent of the result) -> cotangents of `operands`, alike in structure.
+    """
+    known, known_tree = jax.tree.flatten(residuals)
+    linear_in, linear_tree = jax.tree.flatten(operands)
+    out_tree: Any = None
+
+    def flat_forward(*flat: jax.Array) -> list[jax.Array]:
+        nonlocal out_tree
+        out = forward(known_tree.unflatten(flat[: len(known)]), linear_tree.unflatten(flat[len(known) :]))
+        leaves, out_tree = jax.tree.flatten(out)
+        return leaves
+
+    def flat_transpose(*flat: jax.Array) -> list[jax.Array]:
+        cotangents = transpose(known_tree.unflatten(flat[: len(known)]), out_tree.unflatten(flat[len(known) :]))
+        return jax.tree.leaves(cotangents)
+
+    leaves = _bind(flat_forward, flat_transpose, len(known), (*known, *linear_in))
+    return out_tree.unflatten(leaves)
+
+
+_linear_p = Primitive("jax_ep_linear")
+_linear_p.multiple_results = True
+
+
+def _bind(forward: Flat, transpose: Flat, known: int, operands: Any) -> list[jax.Array]:
+    jaxpr = jax.make_jaxpr(forward)(*operands)
+    return _linear_p.bind(*operands, jaxpr=jaxpr, forward=forward, transpose=transpose, known=known)
+
+
+def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> Any:
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+def _types(*_: Any, jaxpr: ClosedJaxpr, **__: Any) -> Any:
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
+    """In the operands it is the function itself; what comes by the residuals is left to JAX."""
+    out = _linear_p.bind(*primals, jaxpr=jaxpr, forward=forward, transpose=transpose, known=known)
+    d_out = _bind(forward, transpose, known, (*primals[:known], *map(ad.instantiate_zeros, tangents[known:])))
+    moving = [i for i in range(known) if type(tangents[i]) is not ad.Zero]
+    if not moving:
+        return out, d_out
+
+    def by_residuals(*moved: jax.Array) -> list[jax.Array]:
+        operands = list(primals)
+        for i, x in zip(moving, moved, strict=True):
+            operands[i] = x
+        return forward(*operands)
+
+    _, d_by_residuals = jax.jvp(by_residuals, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return out, [a + b for a, b in zip(d_out, d_by_residuals, strict=True)]
+
+
+def _transpose(cotangents: Any, *operands: Any, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
+    assert not any(map(ad.is_undefined_primal, operands[:known]))
+    filled = [ad.instantiate_zeros(c) for c in cotangents]
+    back = _bind(transpose, forward, known, (*operands[:known], *filled))
+    wanted = [c if ad.is_undefined_primal(x) else None for c, x in zip(back, operands[known:], strict=True)]
+    return [None] * known + wanted
+
+
+def _batch(operands: Any, dims: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
+    """All operands are batched, so that each has a cotangent of its own in every batch."""
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    rows = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[known:], dims[known:], strict=True)]
+
+    def each(function: Flat) -> Flat:
+        return lambda *flat: jax.vmap(function, in_axes=(*dims[:known], *[0] * (len(flat) - known)))(*flat)
+
+    out = _bind(each(forward), each(transpose), known, (*operands[:known], *rows))
+    return out, [0] * len(out)
+
+
+_linear_p.def_impl(_evaluate)
+_linear_p.def_effectful_abstract_eval(_types)
+ad.primitive_jvps[_linear_p] = _jvp
+ad.primitive_transposes[_linear_p] = _transpose
+batching.primitive_batchers[_linear_p] = _batch
+mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))

@@ -1,0 +1,114 @@
+"""What keeps experts evenly loaded and logits small: losses, a bias that learns, and counts to look at.
+
+With `axis_name`, a mesh axis or a tuple of them, a function is called inside `jax.shard_map`, and its result is that of
+the tokens of all devices along it, the same on each; without, that of the tokens that it was given.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._core import checks
+from jax_ep._core.checks import AxisName
+
+Array = jax.Array | np.ndarray
+
+
+def expert_load(ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
+    """[E] int32: the assignments [T, K] of each expert; ids outside [0, E) do not count."""
+    valid = (ids >= 0) & (ids < num_experts)
+    load = jnp.bincount(jnp.where(valid, ids, num_experts).reshape(-1), length=num_experts + 1)[:-1].astype(jnp.int32)
+    return _sum(load, axis_name)
+
+
+def balance_loss(logits: Array, ids: Array, *, score: str = "softmax", axis_name: AxisName | None = None) -> jax.Array:
+    """E times the sum over experts of (share of assignments) * (mean probability): 1 when both are even.
+
+    The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable in the logits alone.
+    It is no mean over tokens: the loss of a whole batch needs `axis_name`, and the mean of the losses of ranks, or of
+    sequences by `jax.vmap`, asks for each of them to be even.
+
+    Args:
+      logits: [T, E].
+      ids: [T, K]; those outside [0, E) are skipped, and a token that has no others, as padding, does not count.
+      score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
+    """
+    op = "balance_loss"
+    checks.check_one_of(op, "score", score, ("softmax", "sigmoid"))
+    if ids.ndim != 2 or logits.ndim != 2 or len(ids) != len(logits):
+        raise ValueError(f"{op}: logits and ids must be [T, E] and [T, K], got {logits.shape} and {ids.shape}")
+    experts, wide = logits.shape[1], logits.astype(jnp.float32)
+    probabilities = jax.nn.softmax(wide, axis=-1)
+    if score == "sigmoid":
+        scores = jax.nn.sigmoid(wide)
+        probabilities = scores / jnp.maximum(scores.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    load = expert_load(ids, experts, axis_name=axis_name).astype(jnp.float32)
+    going = jnp.any((ids >= 0) & (ids < experts), axis=1)
+    return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * _mean(probabilities, going, axis_name))
+
+
+def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
+    """The mean square of log(sum(exp(logits))), which keeps logits small (ST-MoE, 2022).
+
+    Args:
+      mask: [T] bool, tokens that count; None: all.
+    """
+    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
+    if mask is not None and mask.shape != squares.shape:
+        raise ValueError(f"z_loss: mask must have shape [T] = {squares.shape}, got {mask.shape}")
+    return _mean(squares, jnp.ones(squares.shape, bool) if mask is None else jnp.asarray(mask, bool), axis_name)
+
+
+def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-3) -> jax.Array:
+    """The bias [E] of the next step: `rate` up for experts below the mean load, down for those above.
+
+    Balance without an auxiliary loss (Wang et al., 2024; DeepSeek-V3).
+
+    Args:
+      load: [E] assignments of all ranks, as by `expert_load` with `axis_name`, or `MoeStats.counts` of a whole layer.
+    """
+    if load.shape != bias.shape:
+        raise ValueError(f"balanced_bias: load must have the shape of bias, {bias.shape}, got {load.shape}")
+    load = load.astype(jnp.float32)
+    return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)
+
+
+class LoadStats(NamedTuple):
+    """How evenly experts are loaded. All scalars are float32.
+
+    Attributes:
+      max_over_mean: of the assignments per expert; 1 is even. By rank with `ranks`, it bounds how fast a layer can be.
+      idle: the share of experts without assignments.
+      entropy: of the shares, over log(number): 1 is even, 0 means that one has all.
+    """
+
+    max_over_mean: jax.Array
+    idle: jax.Array
+    entropy: jax.Array
+
+
+def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
+    """How even a load [E] is over the experts; or, with `ranks`, over the ranks that own E / ranks neighbours each."""
+    load = load.astype(jnp.float32)
+    if ranks is not None:
+        load = load.reshape(ranks, -1).sum(axis=1)
+    share = load / jnp.maximum(load.sum(), 1)
+    entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0))
+    return LoadStats(
+        max_over_mean=load.max() / jnp.maximum(load.mean(), 1 / load.size),
+        idle=jnp.mean(load == 0, dtype=jnp.float32),
+        entropy=entropy / math.log(load.size) if load.size > 1 else jnp.ones(()),
+    )
+
+
+def _sum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    return x if axis_name is None else jax.lax.psum(x, axis_name)
+
+
+def _mean(x: jax.Array, mask: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """The mean of the rows of x [T, ...] where `mask` [T] is set; zero where none is."""
+    total = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(axis=0)
+    return _sum(total, axis_name) / jnp.maximum(_sum(mask.sum(dtype=jnp.float32), axis_name), 1)

@@ -1,0 +1,125 @@
+"""The kernels of dispatch and combine with their derivatives, forward and backward.
+
+They are linear in their float operands: the backward pass of `dispatch` is `return_rows`, that of `combine` sends the
+cotangent along the same routing by `scatter`, and so back. Forward, a tangent goes by `scatter` and `combine`
+themselves. The rules call the op, not the kernel, so that they can be differentiated too.
+
+What a dispatch or a combine brought has a name (`jax.ad_checkpoint.checkpoint_name`), by which a policy of
+`jax.checkpoint` can keep it: then the exchange does not run a second time.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep._core.linear import linear
+from jax_ep.group import Group
+from jax_ep.ops.moe import kernels
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchConfig, Dispatched, Routing
+
+combine = jax.custom_jvp(kernels.combine, nondiff_argnums=(0,))
+scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
+return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
+
+
+def combine_gradient(
+    group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangent [T, H'] of a combine to that of its rows [C, H'] and of `weights` [R, T, K]."""
+    present = routing.rows >= 0
+    place = jnp.where(present, routing.rows, routing.config.capacity)
+    arrived = scatter(group, cotangent, routing).astype(jnp.float32)
+    row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[place].set(weights, mode="drop")
+    d_outputs = (arrived * row_weights[:, None]).astype(expert_outputs.dtype)
+    products = jnp.sum(arrived * expert_outputs.astype(jnp.float32), axis=1)
+    d_weights = jnp.where(present, products.at[place].get(mode="clip"), 0)
+    return d_outputs, d_weights
+
+
+def _sent(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
+    """[T, K] of each rank to the [R, T, K] that a dispatch would deliver."""
+    return jnp.where(routing.rows >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
+
+
+def dispatch(
+    group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> Dispatched:
+    """The kernel is handed constants; what it delivers then follows tokens and weights (`_followed`)."""
+    constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
+    out = kernels.dispatch(group, config, constant_tokens, expert_ids, constant_weights)
+    out = checkpoint_name(out, DISPATCHED)
+    rows, arrived = _followed(group, config, tokens, weights, out)
+    return out._replace(tokens=rows, routing=dataclasses.replace(out.routing, weights=arrived))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _followed(
+    group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched
+) -> tuple[Any, jax.Array]:
+    """The floats of a dispatch, apart from its integers, whose tangents JAX has no types for."""
+    return out.tokens, out.routing.weights
+
+
+@_followed.defjvp
+def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
+    if not config.dequantize:
+        raise TypeError("dispatch: dequantize=False has no gradient; differentiate with dequantize=True")
+    routing = primals[2].routing
+
+    def forward(routing: Routing, sent: Any) -> Any:
+        return scatter(group, sent[0], routing), _sent(group, sent[1], routing)
+
+    def backward(routing: Routing, cotangents: Any) -> Any:
+        d_rows, d_arrived = cotangents
+        return return_rows(group, d_rows, d_arrived, routing)
+
+    # The result is followed here too, for derivatives of this one.
+    return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))
+
+
+@combine.defjvp
+def _combine_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    expert_outputs, weights, routing = primals
+    out = checkpoint_name(combine(group, expert_outputs, weights, routing), COMBINED)
+
+    def forward(known: Any, changes: Any) -> jax.Array:
+        (outputs, weights, routing), (d_outputs, d_weights) = known, changes
+        return combine(group, d_outputs, weights, routing) + combine(group, outputs, d_weights, routing)
+
+    def backward(known: Any, cotangent: jax.Array) -> Any:
+        outputs, weights, routing = known
+        return combine_gradient(group, outputs, weights, routing, cotangent)
+
+    return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
+
+
+@scatter.defjvp
+def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    tokens, routing = primals
+
+    def backward(routing: Routing, cotangent: jax.Array) -> jax.Array:
+        return return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)[0]
+
+    def forward(routing: Routing, tokens: jax.Array) -> jax.Array:
+        return scatter(group, tokens, routing)
+
+    return scatter(group, tokens, routing), linear(forward, backward, routing, tangents[0])
+
+
+@return_rows.defjvp
+def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
+    rows, weights, routing = primals
+
+    def forward(routing: Routing, changes: Any) -> Any:
+        d_rows, d_weights = changes
+        return return_rows(group, d_rows, d_weights, routing)
+
+    def backward(routing: Routing, cotangents: Any) -> Any:
+        d_tokens, d_weights = cotangents
+        return scatter(group, d_tokens, routing), _sent(group, d_weights, routing)
+
+    return return_rows(group, rows, weights, routing), linear(forward, backward, routing, tuple(tangents[:2]))

@@ -1,0 +1,1 @@
+"""dispatch with the product behind it, combine with the product before it."""

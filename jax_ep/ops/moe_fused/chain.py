@@ -1,0 +1,60 @@
+"""The fused ops and their backward passes as chains of unfused ones.
+
+One function a direction, each with one exchange. A fused kernel takes the place of such a function; its values are the
+chain's, to the bit. What the backward pass needs has a name for the policies of `jax.checkpoint`.
+"""
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep.group import Group
+from jax_ep.ops.matmul.api import lhs_gradient, ragged_dot
+from jax_ep.ops.moe.gradients import combine, combine_gradient, dispatch, return_rows
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
+from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS, LAST_PRODUCT, FirstCall, Matrices, outcome
+
+
+def dispatch_multiply(
+    call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
+) -> tuple[Any, Matrices, Dispatched]:
+    """Tokens to their experts, and the rows that arrived times each right operand.
+
+    Returns:
+      The result (`outcome` of the products), the products for the backward pass, and what was dispatched.
+    """
+    dispatched = checkpoint_name(dispatch(call.group, call.config, tokens, expert_ids, weights), DISPATCHED)
+    products = tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
+    products = checkpoint_name(products, FIRST_PRODUCTS)
+    return outcome(call.activation, products), products, dispatched
+
+
+def multiply_return(
+    group: Group, d_products: Matrices, rhs: Matrices, d_rows: jax.Array, d_weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """The backward pass of `dispatch_multiply`, but for its right operands: cotangents [T, H] and [T, K].
+
+    Args:
+      d_products: of each product.
+      d_rows, d_weights: of what `dispatch` delivered, for whoever used that besides.
+    """
+    for cotangent, matrix in zip(reversed(d_products), reversed(rhs), strict=True):  # the order in which JAX adds up
+        d_rows += lhs_gradient(cotangent, matrix, routing.group_sizes)
+    return return_rows(group, d_rows, d_weights, routing)
+
+
+def multiply_combine(
+    group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """Rows times the matrices of their experts, summed up at their tokens: the sums, and the product."""
+    product = checkpoint_name(ragged_dot(lhs, rhs, routing.group_sizes), LAST_PRODUCT)
+    return checkpoint_name(combine(group, product, weights, routing), COMBINED), product
+
+
+def scatter_multiply(
+    group: Group, cotangent: jax.Array, rhs: jax.Array, product: jax.Array, weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The backward pass of `multiply_combine`, but for its right operand: cotangents of lhs, product and weights."""
+    d_product, d_weights = combine_gradient(group, product, weights, routing, cotangent)
+    return lhs_gradient(d_product, rhs, routing.group_sizes), d_product, d_weights

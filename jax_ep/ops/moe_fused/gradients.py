@@ -1,0 +1,63 @@
+"""The fused ops with their backward passes: five products and two exchanges for a layer of gate, up and down.
+
+Kept for the backward pass, each once: dispatched rows and their routing, the products before the activation, what it
+makes of them, and the product that is combined. Products by the transposed right operands go with the exchanges
+(chain.py); the gradients of the right operands, grouped by the contraction, wait for nothing but their operands.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from jax_ep.group import Group
+from jax_ep.ops.matmul.api import rhs_gradient
+from jax_ep.ops.moe.types import Dispatched, Routing
+from jax_ep.ops.moe_fused import chain
+from jax_ep.ops.moe_fused.types import FirstCall, Matrices, outcome
+
+
+def _dispatch_dot(
+    call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
+) -> tuple[Any, Dispatched]:
+    out, _, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs)
+    return out, dispatched
+
+
+def _dispatch_dot_fwd(
+    call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
+) -> Any:
+    out, products, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs)
+    return (out, dispatched), (rhs, None if call.activation is None else products, dispatched)
+
+
+def _dispatch_dot_bwd(call: FirstCall, residuals: Any, cotangents: tuple[Any, Dispatched]) -> Any:
+    (rhs, products, dispatched), (d_products, arrived) = residuals, cotangents
+    if call.activation is not None:
+        (d_products,) = jax.vjp(partial(outcome, call.activation), products)[1](d_products)
+    d_rhs = tuple(rhs_gradient(dispatched.tokens, each, dispatched.group_sizes) for each in d_products)
+    d_tokens, d_weights = chain.multiply_return(
+        call.group, d_products, rhs, arrived.tokens, arrived.routing.weights, dispatched.routing
+    )
+    return d_tokens, None, d_weights, d_rhs
+
+
+def _dot_combine(group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+    return chain.multiply_combine(group, lhs, rhs, weights, routing)[0]
+
+
+def _dot_combine_fwd(group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing) -> Any:
+    combined, product = chain.multiply_combine(group, lhs, rhs, weights, routing)
+    return combined, (lhs, rhs, product, weights, routing)
+
+
+def _dot_combine_bwd(group: Group, residuals: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs, product, weights, routing = residuals
+    d_lhs, d_product, d_weights = chain.scatter_multiply(group, cotangent, rhs, product, weights, routing)
+    return d_lhs, rhs_gradient(lhs, d_product, routing.group_sizes), d_weights, None
+
+
+dispatch_dot = jax.custom_vjp(_dispatch_dot, nondiff_argnums=(0,))
+dot_combine = jax.custom_vjp(_dot_combine, nondiff_argnums=(0,))
+dispatch_dot.defvjp(_dispatch_dot_fwd, _dispatch_dot_bwd)
+dot_combine.defvjp(_dot_combine_fwd, _dot_combine_bwd)

@@ -1,0 +1,37 @@
+"""What the fused ops are told besides their arrays, and the activations that they know."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_ep.group import Group
+from jax_ep.ops.moe.types import DispatchConfig
+
+Activation = Callable[[jax.Array], jax.Array]
+Matrices = tuple[jax.Array, ...]  # the right operand, or gate and up
+
+# Those of gated units (Shazeer, "GLU Variants Improve Transformer", 2020): SwiGLU, GEGLU by tanh, and ReGLU.
+ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+
+# The names by which a policy of `jax.checkpoint` keeps products.
+FIRST_PRODUCTS = "jax_ep_dispatch_ragged_dot"  # of dispatched rows, before the activation
+LAST_PRODUCT = "jax_ep_ragged_dot_combine"  # before it is combined
+
+
+class FirstCall(NamedTuple):
+    """A call of `dispatch_ragged_dot`."""
+
+    group: Group
+    config: DispatchConfig
+    activation: str | None  # a name in ACTIVATIONS; None: the products themselves are wanted
+
+
+def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """activation(gate) * up, in the dtype of `gate` however the activation promotes."""
+    return (activation(gate) * up).astype(gate.dtype)
+
+
+def outcome(activation: str | None, products: Matrices) -> Any:
+    """What `dispatch_ragged_dot` makes of its products."""
+    return products if activation is None else activated(ACTIVATIONS[activation], *products)

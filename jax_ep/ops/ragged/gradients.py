@@ -1,0 +1,67 @@
+"""The kernel of ragged_all_to_all with its derivatives."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core.linear import linear
+from jax_ep.group import Group
+from jax_ep.ops.ragged import kernels
+
+ragged_all_to_all = jax.custom_jvp(kernels.ragged_all_to_all, nondiff_argnums=(0,))
+
+
+@ragged_all_to_all.defjvp
+def _jvp(group: Group, primals: Any, tangents: Any) -> Any:
+    operand, output, *indices = primals
+    out = ragged_all_to_all(group, operand, output, *indices)
+
+    def forward(indices: Any, rows: Any) -> jax.Array:
+        return ragged_all_to_all(group, *rows, *indices)
+
+    return out, linear(forward, partial(_backward, group, operand.shape[0]), indices, tangents[:2])
+
+
+def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The exchange backwards: what came from a rank goes back to where it started."""
+    input_offsets, send_sizes, output_offsets, recv_sizes = indices
+    size, here = group.size, input_offsets.shape
+    told = jnp.stack([x.reshape(size, -1) for x in (output_offsets, input_offsets)], axis=1)
+    overlaps = jnp.broadcast_to(_overlap(input_offsets, send_sizes), (size, 1, told.shape[2]))
+    told = jnp.concatenate([told, overlaps.astype(told.dtype)], axis=1)
+    told = jax.lax.all_to_all(told, group.axis_name, split_axis=0, concat_axis=0, tiled=True)
+    arrived_at, came_from = told[:, 0].reshape(here), told[:, 1].reshape(here)
+    nothing = jnp.zeros_like(cotangent, shape=(rows, *cotangent.shape[1:]))
+
+    def at_once(cotangent: jax.Array) -> jax.Array:
+        return ragged_all_to_all(group, cotangent, nothing, arrived_at, recv_sizes, came_from, send_sizes)
+
+    def one_by_one(cotangent: jax.Array) -> jax.Array:
+        """Where slices overlap one would overwrite another: each rank takes back one at a time, and adds them up."""
+        each = here[0] // size
+        me = jax.lax.axis_index(group.axis_name)
+        peer, piece = jnp.divmod(jnp.arange(here[0]), each)
+
+        def add(total: jax.Array, turn: jax.Array) -> tuple[jax.Array, None]:
+            away, mine = turn // each, piece == turn % each
+            back = jnp.where(mine & (peer == (me - away) % size), recv_sizes, 0)
+            taken = jnp.where(mine & (peer == (me + away) % size), send_sizes, 0)
+            part = ragged_all_to_all(group, cotangent, nothing, arrived_at, back, came_from, taken)
+            return total + part, None
+
+        return jax.lax.scan(add, nothing, jnp.arange(here[0]))[0]
+
+    d_operand = jax.lax.cond(jnp.any(told[:, 2] > 0), one_by_one, at_once, cotangent)  # alike on all ranks
+    edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[arrived_at].add(1).at[arrived_at + recv_sizes].add(-1)
+    overwritten = jnp.cumsum(edges)[:-1].reshape(-1, *[1] * (cotangent.ndim - 1)) > 0
+    return d_operand, jnp.where(overwritten, jnp.zeros_like(cotangent), cotangent)
+
+
+def _overlap(starts: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Whether two of the slices share a row."""
+    starts = jnp.where(sizes > 0, starts, jnp.iinfo(starts.dtype).max)  # empty ones come last
+    order = jnp.argsort(starts)
+    ends = jax.lax.cummax((starts + jnp.maximum(sizes, 0))[order])
+    return jnp.any((starts[order][1:] < ends[:-1]) & (sizes[order][1:] > 0))

@@ -1,0 +1,198 @@
+"""ragged_all_to_all where it stands for `jax.lax`'s: the cases of JAX's own tests of it, and its derivatives."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import OpenGroup
+from jax.sharding import Mesh, PartitionSpec as P
+from test_lax import ROWS, draw_slices
+
+from jax_ep import Group
+from jax_ep.lax import ragged_all_to_all
+
+SIZE = 4
+
+
+def exchange(over: Group, implementation: str, **options: Any) -> Any:
+    def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
+        given: dict[str, Any] = {"axis_name": over.axis_name, "implementation": implementation} | options
+        return ragged_all_to_all(operand, output, *slices, **given)
+
+    return body
+
+
+def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray:
+    return rng.standard_normal((count, *leading, ROWS, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "parts", [((0, 1), (2, 3)), ((3, 1), (0, 2)), ((0,), (1,), (2,), (3,)), ((2, 0, 3, 1),)], ids=str
+)
+@pytest.mark.parametrize("each", [1, 2])
+def test_axis_index_groups(
+    parts: tuple[tuple[int, ...], ...], each: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """Each part exchanges as a group of its own would, its ranks in the order given."""
+    group, of_part = open_group(SIZE), len(parts[0])
+    operand, output = draw_rows(rng, 2, SIZE)
+    slices = oracle.Slices(*(np.zeros((SIZE, of_part * each), np.int32) for _ in range(4)))
+    wanted = np.empty_like(output)
+    for part in map(list, parts):
+        own = draw_slices(rng, each, of_part)
+        for whole, mine in zip(slices, own, strict=True):
+            whole[part] = mine
+        wanted[part] = oracle.ragged_all_to_all(operand[part], output[part], own)
+    body = exchange(group, implementation, axis_index_groups=parts)
+    np.testing.assert_array_equal(helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, *slices)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        (((0, 1), (2,)), "^Replica groups must be equally sized"),
+        (((0, 1), (1, 2)), "^ragged_all_to_all: axis_index_groups must name each of the 4 ranks in one part, got"),
+        (((0, 1),), "^ragged_all_to_all: axis_index_groups must name each of the 4 ranks in one part, got"),
+    ],
+)
+def test_wrong_groups(parts: Any, match: str, open_group: OpenGroup) -> None:
+    group, rows, indices = open_group(SIZE), np.zeros((SIZE, 3)), np.zeros((SIZE, 4), np.int32)
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(
+            helpers.per_rank(exchange(group, "xla", axis_index_groups=parts), group.mesh), rows, rows, *[indices] * 4
+        )
+
+
+@pytest.mark.parametrize("name", oracle.Slices._fields)
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (jnp.zeros(3), "must be integer type."),
+        (jnp.zeros((1, 3), jnp.int32), "must be rank 1 with positive dimension size, but got shape (1, 3)"),
+        (jnp.zeros(0, jnp.int32), "must be rank 1 with positive dimension size, but got shape (0,)"),
+    ],
+)
+def test_what_jax_refuses_is_refused_in_its_words(name: str, wrong: jax.Array, what: str) -> None:
+    """Before anything is asked of the mesh, as there; and the very words of the installed jax."""
+    slices: dict[str, Any] = {each: jnp.zeros(3, jnp.int32) for each in oracle.Slices._fields} | {name: wrong}
+    said = []
+    for op in (ragged_all_to_all, jax.lax.ragged_all_to_all):
+        with pytest.raises(ValueError, match=r"^ragged_all_to_all \w+ must be") as caught:
+            jax.jit(op, static_argnames="axis_name").lower(jnp.zeros(6), jnp.zeros(7), **slices, axis_name="x")
+        said.append(str(caught.value))
+    assert said == [f"ragged_all_to_all {name} {what}"] * 2
+
+
+@pytest.mark.parametrize(
+    "in_axes", [0, (0, 0, None, None, None, None), (None, None, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)], ids=str
+)
+def test_vmap_inside(in_axes: Any, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group, batch = open_group(SIZE), 3
+    operands = [*draw_rows(rng, 2, SIZE, batch)]
+    drawn = [draw_slices(rng, 2) for _ in range(batch)]
+    operands += [np.stack(x, axis=1) for x in zip(*drawn, strict=True)]
+    axes = (in_axes,) * 6 if in_axes == 0 else in_axes
+    given = [x if axis == 0 else x[:, 0] for x, axis in zip(operands, axes, strict=True)]
+    body = jax.vmap(exchange(group, implementation), in_axes=in_axes)
+    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(*given))
+    for i in range(batch):
+        operand, output, *slices = (x[:, i] if axis == 0 else x for x, axis in zip(given, axes, strict=True))
+        np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shard_axis", [0, 1])
+def test_vmap_outside(
+    axis: int, shard_axis: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """A jitted shard_map over one axis of two is batched along either axis of its operands."""
+    batch = 2
+    mesh = helpers.mesh_of(ep=2, y=2)
+    group = open_group(mesh=mesh)
+    operand, output = rng.standard_normal((2, batch, 2, ROWS)).astype(np.float32)
+    drawn = [draw_slices(rng, 1, 2) for _ in range(batch)]
+    stacked = [operand, output, *(np.stack(x) for x in zip(*drawn, strict=True))]  # [batch, R, ...]
+    spec = P("ep") if shard_axis == 0 else P(None, "ep")
+
+    def on_rank(*here: jax.Array) -> jax.Array:
+        return exchange(group, implementation)(*(x.reshape(-1) for x in here)).reshape(here[1].shape)
+
+    mapped = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
+    laid_out = [x if shard_axis == 0 else x.swapaxes(1, 2) for x in stacked]  # ranks along the sharded axis
+    batched = helpers.fetch(jax.vmap(mapped, in_axes=axis)(*(np.moveaxis(x, 0, axis) for x in laid_out)))
+    actual = batched if shard_axis == 0 else batched.swapaxes(1, 2)
+    for i, slices in enumerate(drawn):
+        np.testing.assert_array_equal(actual[i], oracle.ragged_all_to_all(operand[i], output[i], slices))
+
+
+def test_tangents(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """It is linear: a tangent goes as the rows do. Its transpose belongs to it: <w, J v> = <J^T w, v>."""
+    group, slices = open_group(SIZE), draw_slices(rng, 2)
+    operand, output, d_operand, d_output, cotangent = draw_rows(rng, 5, SIZE)
+
+    def body(operand: Any, output: Any, d_operand: Any, d_output: Any, cotangent: Any, *slices: jax.Array) -> Any:
+        def function(x: jax.Array, y: jax.Array) -> jax.Array:
+            return exchange(group, implementation)(x, y, *slices)
+
+        moved = jax.jvp(function, (operand, output), (d_operand, d_output))[1]
+        linear = jax.linearize(function, operand, output)[1](d_operand, d_output)
+        pulled = jax.vjp(function, operand, output)[1](cotangent)
+        return moved, linear, pulled
+
+    actual = helpers.per_rank(body, group.mesh)(operand, output, d_operand, d_output, cotangent, *slices)
+    moved, linear, pulled = helpers.fetch(actual)
+    np.testing.assert_array_equal(moved, oracle.ragged_all_to_all(d_operand, d_output, slices))
+    np.testing.assert_array_equal(moved, linear)
+    np.testing.assert_allclose(
+        np.vdot(cotangent, moved), np.vdot(pulled[0], d_operand) + np.vdot(pulled[1], d_output), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_the_gradient_of_a_row_that_is_sent_several_times(
+    each: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """It is the sum of all cotangents, as of any value that is used several times."""
+    group, slices = open_group(SIZE), draw_slices(rng, each)
+    slices.input_offsets[:] = rng.integers(0, 3, slices.input_offsets.shape)  # on some ranks all begin near row 0
+    slices.input_offsets[1] = draw_slices(rng, each).input_offsets[1]
+    slices.input_offsets[1] = np.cumsum(slices.send_sizes[1]) - slices.send_sizes[1]  # on another none overlap
+    operand, output, cotangent = draw_rows(rng, 3, SIZE)
+
+    def body(operand: jax.Array, output: jax.Array, cotangent: jax.Array, *slices: jax.Array) -> Any:
+        _, pull = jax.vjp(lambda x, y: exchange(group, implementation)(x, y, *slices), operand, output)
+        return pull(cotangent)
+
+    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, cotangent, *slices))
+    for a, wanted in zip(actual, oracle.ragged_all_to_all_gradient(operand, cotangent, slices), strict=True):
+        np.testing.assert_allclose(a, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_all_rows_to_all_ranks(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """An all_gather in this form, and its gradient, psum_scatter: slices that are the same rows on all ranks."""
+    group = open_group(SIZE)
+    rows = rng.standard_normal((SIZE, 3, 2)).astype(np.float32)
+    cotangent = rng.standard_normal((SIZE, SIZE * 3, 2)).astype(np.float32)
+
+    def body(rows: jax.Array, cotangent: jax.Array) -> Any:
+        start, three = jnp.zeros(SIZE, jnp.int32), jnp.full(SIZE, 3, jnp.int32)
+        there = jnp.full(SIZE, 3 * jax.lax.axis_index("ep"), jnp.int32)
+        given: tuple[Any, ...] = (start, three, there, three)
+        gathered, pull = jax.vjp(lambda x: exchange(group, implementation)(x, jnp.zeros_like(cotangent), *given), rows)
+        return gathered, pull(cotangent)[0]
+
+    gathered, gradient = helpers.fetch(helpers.per_rank(body, group.mesh)(rows, cotangent))
+    np.testing.assert_array_equal(gathered, np.broadcast_to(rows.reshape(1, -1, 2), gathered.shape))
+    np.testing.assert_allclose(gradient, cotangent.reshape(SIZE, SIZE, 3, 2).sum(axis=0), rtol=1e-6, atol=1e-6)
+
+
+def test_a_group_over_another_axis(open_group: OpenGroup) -> None:
+    group = open_group(mesh=Mesh(helpers.mesh_of(a=2, b=2).devices, ("dp", "ep")))
+    rows, indices = np.zeros((2, 2, 3)), np.zeros((2, 2, 2), np.int32)
+    body = exchange(group, "xla", axis_name="dp", group=group)
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: group is over axis 'ep', axis_name is 'dp'"):
+        jax.eval_shape(helpers.per_rank(body, group.mesh), rows, rows, *[indices] * 4)

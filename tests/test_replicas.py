@@ -1,0 +1,142 @@
+"""Replicas of busy experts: plans and the ids that follow them against numpy, layers against those without."""
+
+from collections import Counter
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import combine, dispatch, moe_mlp, nn
+
+EXPERTS = 16
+
+
+@pytest.mark.parametrize(("num_ranks", "num_slots"), [(4, 16), (4, 24), (8, 32), (2, 18)])
+def test_replicas(num_ranks: int, num_slots: int, rng: np.random.Generator) -> None:
+    load = rng.zipf(1.5, EXPERTS).clip(max=1000).astype(np.float64)
+    plan = nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots)
+    np.testing.assert_array_equal(plan.counts, np.bincount(plan.experts, minlength=EXPERTS))
+    assert plan.counts.min() == 1
+    for expert in range(EXPERTS):
+        assert set(plan.slots[expert]) == set(np.flatnonzero(plan.experts == expert))
+    per_slot = load / plan.counts
+    spare = [e for e in range(EXPERTS) if plan.counts[e] > 1]  # nobody would gain by another's last replica
+    assert all(load[e] / (plan.counts[e] - 1) >= per_slot.max() for e in spare)
+    busy = per_slot[plan.experts].reshape(num_ranks, -1).sum(axis=1)
+    assert busy.max() <= busy.mean() + per_slot.max()
+    again = nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots)
+    for a, b in zip(plan, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tokens_are_spread_over_replicas(rng: np.random.Generator) -> None:
+    plan = nn.plan_replicas(np.array([9.0, 1, 1, 1]), num_ranks=2, num_slots=8)
+    assert plan.counts[0] > 2
+    ids = np.array([[0, 2]] * 60 + [[-1, 9]], np.int32)
+    slots = np.asarray(nn.physical_ids(jnp.asarray(ids), plan))
+    np.testing.assert_array_equal(plan.experts[slots[:60]], ids[:60])
+    np.testing.assert_array_equal(slots[60], [-1, 8])
+    taken = Counter(slots[:60, 0].tolist())
+    assert len(taken) == plan.counts[0]
+    assert max(taken.values()) - min(taken.values()) <= 1
+
+
+def test_replicas_change_no_result(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Every expert scales a row by a number of its own; whichever replica does it."""
+    size, experts, slots = 2, 4, 6
+    case = helpers.draw_case(rng, size, 8, 2, experts, 16)
+    case.ids[:, :5, 0], case.ids[:, :5, 1] = 1, 2
+    scales = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+    group = open_group(size)
+
+    def layer(plan: nn.ReplicaPlan | None) -> Any:
+        def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax.Array) -> jax.Array:
+            ids = ids if plan is None else nn.physical_ids(ids, plan)
+            given: dict[str, Any] = {"group": group, "implementation": implementation}
+            out = dispatch(tokens, ids, weights, num_experts=size * own.shape[0], **given)
+            factors = jnp.repeat(own, out.group_sizes, total_repeat_length=out.tokens.shape[0])
+            return combine(out.tokens * factors[:, None], out.routing, **given)
+
+        owned = scales if plan is None else scales[plan.experts]
+        return helpers.fetch(helpers.per_rank(body, group.mesh)(*case, owned.reshape(size, -1)))
+
+    plan = nn.plan_replicas(np.bincount(case.ids.reshape(-1), minlength=experts), num_ranks=size, num_slots=slots)
+    np.testing.assert_allclose(layer(plan), layer(None), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("load", "ranks", "slots", "match"),
+    [
+        ([1, -1], 1, 2, "load must be"),
+        ([], 1, 2, "load must be"),
+        ([1, float("nan")], 1, 2, "load must be"),
+        ([1, 1, 1], 2, 2, "num_slots must be a multiple of 2 ranks and at least 3, got 2"),
+        ([1, 1, 1], 2, 5, "num_slots must be a multiple of 2 ranks and at least 3, got 5"),
+    ],
+)
+def test_plans_that_are_refused(load: Any, ranks: int, slots: int, match: str) -> None:
+    with pytest.raises(ValueError, match=f"^plan_replicas: {match}"):
+        nn.plan_replicas(np.array(load, np.float64), num_ranks=ranks, num_slots=slots)
+
+
+def test_turns_do_not_follow_the_order_of_tokens(rng: np.random.Generator) -> None:
+    """Every second token goes to a busy expert, and its replicas still get as many each."""
+    plan = nn.plan_replicas(np.array([9.0, 1, 4, 1]), num_ranks=2, num_slots=8)
+    ids: Any = rng.integers(-1, 5, (40, 3)).astype(np.int32)  # 4 is no expert
+    ids[::2, 0], ids[1::2, 0] = 0, 2
+    actual = np.asarray(jax.jit(lambda *given: nn.physical_ids(*given[:2], offset=given[2]))(ids, plan, 5))
+    queues = [5] * 4
+    for place in np.ndindex(*ids.shape):
+        expert = ids[place]
+        if 0 <= expert < 4:
+            assert actual[place] == plan.slots[expert][queues[expert] % plan.counts[expert]]
+            queues[expert] += 1
+        else:
+            assert actual[place] == (-1 if expert == -1 else 8)
+
+
+def test_replicas_of_no_loads_are_spread() -> None:
+    np.testing.assert_array_equal(nn.plan_replicas(np.zeros(6), num_ranks=4, num_slots=8).counts, [2, 2, 1, 1, 1, 1])
+
+
+def test_a_layer_of_replicas_trains(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing."""
+    size, experts = 4, 4
+    case = helpers.draw_case(rng, size, 16, 2, experts, 8)
+    case.ids[:, :, 0], case.ids[:, :, 1] = 1, np.where(case.ids[:, :, 1] == 1, 2, case.ids[:, :, 1])
+    model = moe_oracle.draw_layer(rng, case.tokens, case.weights, experts, 12)
+    flat = moe_oracle.Layer(*(x.reshape(-1, *x.shape[2:]) for x in model))
+    target = rng.standard_normal(flat.tokens.shape).astype(np.float32)
+    group = open_group(size)
+    traced = []
+
+    def layer(tokens: Any, weights: Any, ids: Any, plan: nn.ReplicaPlan, *matrices: Any) -> Any:
+        slots = nn.physical_ids(ids, plan, offset=jax.lax.axis_index("ep"))
+        return moe_mlp(tokens, slots, weights, *matrices, group=group, implementation=implementation, with_stats=True)
+
+    specs = (P("ep"), P("ep"), P("ep"), P(), P("ep"), P("ep"), P("ep"))
+    mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=P("ep"))
+
+    def loss(flat: moe_oracle.Layer, plan: nn.ReplicaPlan) -> tuple[jax.Array, Any]:
+        traced.append(plan)
+        out, stats = mapped(*flat[:2], case.ids.reshape(-1, 2), plan, *(x[plan.experts] for x in flat[2:]))
+        return jnp.sum(out * target), (out, stats)
+
+    program = jax.jit(jax.grad(loss, has_aux=True))
+    plan = nn.plan_replicas(np.bincount(case.ids.ravel(), minlength=experts), num_ranks=size, num_slots=2 * size)
+    gradient, (out, stats) = helpers.fetch(program(jax.tree.map(jnp.asarray, flat), plan))
+    wanted, wanted_gradient = moe_oracle.gated_experts(model, case.ids, target.reshape(case.tokens.shape))
+    np.testing.assert_allclose(out, wanted.reshape(out.shape), rtol=0, atol=1e-5 * np.abs(wanted).max())
+    for a, w in zip(gradient, wanted_gradient, strict=True):
+        np.testing.assert_allclose(a, w.reshape(a.shape), rtol=0, atol=2e-5 * np.abs(w).max())
+    assert np.bincount(case.ids.ravel()).max() > 1.9 * case.ids.size / size  # which one rank had without replicas
+    assert stats.counts.reshape(size, -1).sum(axis=1).max() < 1.3 * case.ids.size / size
+    other = nn.plan_replicas(np.ones(experts), num_ranks=size, num_slots=2 * size)
+    jax.block_until_ready(program(jax.tree.map(jnp.asarray, flat), other))
+    assert len(traced) == 1
