@@ -5,7 +5,6 @@ import logging
 import math
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -17,20 +16,18 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import profiling
-from jax_ep._core import checks, ffi, jax_private, native, rendezvous, timeouts, watchdog
+from jax_ep._core import checks, ffi, native, rendezvous, timeouts, watchdog
 from jax_ep._core.checks import AxisName
+from jax_ep._core.nodes import NodePlan, crosses_nodes, plan
 from jax_ep.errors import GroupClosedError, JaxEpError, PlatformError
 
 LOGGER = logging.getLogger("jax_ep")
 LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
+ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
 LONGEST_OPENING = 300.0  # seconds
 MOST_SMS = 2**31 - 1  # what a C++ int holds
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 _open_groups_lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it
-
-# Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
-_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of those that are open here, by what they are over
-_meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one thread at a time, likewise
 
 # Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
 # order in each process, and wait for each other.
@@ -51,18 +48,23 @@ class Group:
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
         measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
         deadlock with a collective that runs beside it, until the timeout.
+      across_nodes: True: the axes before the last one cross *nodes*. Kernels exchange along the last axis, XLA's
+        collectives (NCCL, gloo) along the others; ranks are numbered node by node. False: kernels exchange along all
+        axes. Default: True where the devices of the last axis are of one host, and on a CPU of one process, and those
+        of all axes are not.
       timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. Ranks drift apart while
         one of them compiles, loads data or saves a checkpoint, so it bounds these too. More than 24 days, and `inf`,
         count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300.
       open_timeout: seconds that this call waits for the other processes. Default: `timeout`, but at most 300.
 
-    The devices may be of several processes of one host (`jax.distributed`): then all of them create the group, in the
-    same order as any other groups over these devices. Where one comes too late, the call fails in all that have come,
-    and may be repeated: it returns once all are there at a time.
+    The devices may be of several processes (`jax.distributed`), of one host but for axes that cross nodes: then all of
+    them create the group, in the same order as any other groups over these devices. Where one comes too late, the call
+    fails in all that have come, and may be repeated: it returns once all are there at a time.
 
     Raises:
-      ValueError: the axis is not in the mesh, the mesh mixes platforms, or a timeout or max_sms is not positive.
-      TypeError: max_sms is no int, or a timeout no number.
+      ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, or one
+        axis shall cross nodes.
+      TypeError: max_sms is no int, across_nodes no bool, or a timeout no number.
       PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """
@@ -72,6 +74,7 @@ class Group:
         mesh: Mesh,
         axis_name: AxisName,
         *,
+        across_nodes: bool | None = None,
         timeout: float | None = None,
         open_timeout: float | None = None,
         max_sms: int | None = None,
@@ -94,7 +97,13 @@ class Group:
         self._overflow: JaxEpError | None = None
         self._lock = threading.Lock()
         self._native: native.NativeGroup | None = None
-        if ffi.is_built(self.platform) and not self._needs_xla:
+        self.intranode: Group | None = None  # of the ranks of each node, where there are several
+        if self._crosses_nodes(across_nodes, open_timeout):
+            inside = checks.axes_of(self.axis_name)[-1]
+            self.intranode = Group(mesh, inside, timeout=timeout, open_timeout=open_timeout, max_sms=max_sms)
+            with _open_groups_lock:
+                _open_groups.discard(self.intranode)
+        elif ffi.is_built(self.platform) and not self._needs_xla:
             checks.check_ranks(self.size, ffi.MAX_RANKS)
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
@@ -116,6 +125,16 @@ class Group:
         return math.prod(self.mesh.shape[axis] for axis in checks.axes_of(self.axis_name))
 
     @property
+    def node_axes(self) -> tuple[str, ...]:
+        """The axes that cross nodes: none where all ranks are of one."""
+        return () if self.intranode is None else checks.axes_of(self.axis_name)[:-1]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the ranks of a line are of."""
+        return 1 if self.intranode is None else self.size // self.intranode.size
+
+    @property
     def closed(self) -> bool:
         return self._closed
 
@@ -130,6 +149,8 @@ class Group:
             overflow, self._overflow = self._overflow, None
         if overflow is not None:
             raise overflow
+        if self.intranode is not None:
+            self.intranode.check()
         if self._native is not None:
             error = native.take_error(self._native)
             if error is not None:
@@ -143,6 +164,8 @@ class Group:
         included, those of other hosts and with implementation="xla" are not. A failure writes it as JSON into the
         folder that the environment variable JAX_EP_DUMP names.
         """
+        if self.intranode is not None:
+            return self.intranode.report()
         return [] if self._native is None else native.history(self._native)
 
     def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> native.LaunchConfig:
@@ -154,12 +177,18 @@ class Group:
         """
         if op not in LAUNCHED:
             raise ValueError(f"launch_config: op must be one of {LAUNCHED}, got {op!r}")
+        if self.intranode is not None:
+            return self.intranode.launch_config(op, num_tokens, wire_dtype=wire_dtype)
         config = None
         if self._native is not None:
             config = native.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
         if config is None:
             raise PlatformError(f"launch_config: {self!r} launches no GPU kernels")
         return config
+
+    def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
+        """What `node_capacity="auto"` stands for: how many tokens of a rank go to each node."""
+        return plan(self.nodes, num_tokens, top_k, num_experts)
 
     def close(self) -> None:
         """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""
@@ -168,6 +197,8 @@ class Group:
         self._closed = True
         with _open_groups_lock:
             _open_groups.discard(self)
+        if self.intranode is not None:
+            self.intranode.close()
         if self._native is not None:
             try:
                 profiling.group_closing(self)
@@ -186,6 +217,12 @@ class Group:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
             return _chosen(op, "xla", "it was asked for")
+        if self.intranode is not None and op in ACROSS_NODES:
+            return self.intranode.resolve(op, implementation)
+        if self.intranode is not None:
+            if implementation == "auto":
+                return _chosen(op, "xla", "its kernels do not leave a node")
+            raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
         if self._needs_xla:
             if implementation == "auto":
                 return _chosen(op, "xla", "kernels on a CPU do not leave their process")
@@ -216,6 +253,20 @@ class Group:
         spans = any(len(set(line)) > 1 for line in self._processes())
         return self.platform == "cpu" and spans and not _CPU_PROCESSES_SHARE
 
+    def _crosses_nodes(self, wanted: bool | None, open_timeout: float) -> bool:
+        axes = checks.axes_of(self.axis_name)
+        if wanted is not None:
+            checks.check_bool("Group", "across_nodes", wanted)
+            if wanted and len(axes) == 1:
+                raise ValueError(
+                    f"Group: across_nodes needs axis_name to be a tuple, of axes across nodes and the one inside; got "
+                    f"{self.axis_name!r}"
+                )
+            return wanted
+        if len(axes) == 1 or (self.platform == "cpu" and _CPU_PROCESSES_SHARE):
+            return False
+        return crosses_nodes(self.mesh, axes, self.platform, open_timeout)
+
     def _lines(self) -> list[list[Any]]:
         """For every line along the axis, its devices in rank order."""
         axes = [self.mesh.axis_names.index(axis) for axis in checks.axes_of(self.axis_name)]
@@ -239,13 +290,12 @@ class Group:
         create = partial(native.create_group, self.platform, ordinals, self.timeout, content=content, max_sms=most)
         if everyone == {me}:
             return create(), lambda: None
-        number, neighbours = _meet(what, me, processes, open_timeout)
+        introduced = rendezvous.introduce(what, me, processes, open_timeout)
         try:
-            created = create(index=number, **neighbours)
+            return create(index=introduced.number, **introduced.neighbours), introduced.free
         except BaseException:
-            _numbers[what].discard(number)
+            introduced.free()
             raise
-        return created, partial(_numbers[what].discard, number)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         """Itself: a copy of a module that holds the group exchanges through the same memory."""
@@ -304,18 +354,3 @@ def find_open_group(op: str, axis_name: AxisName) -> Group:
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
     shape = dict(jax.sharding.get_abstract_mesh().shape)
     raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one, or pass group=")
-
-
-def _meet(what: str, me: int, processes: list[list[int]], timeout: float) -> tuple[int, dict[str, Any]]:
-    """The number of a group over `what`, taken here, and what the compiled library asks about its processes."""
-    client = jax_private.coordination_client()
-    if client is None:
-        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
-    key = f"jax_ep/{hashlib.sha256(what.encode()).hexdigest()}"
-    with _meeting[what]:
-        number, sockets = rendezvous.meet(client, key, me, processes, taken=_numbers[what], timeout=timeout)
-        _numbers[what].add(number)
-    if not sockets:
-        return number, {}
-    descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)]
-    return number, {"processes": processes, "sockets": descriptors}

@@ -180,11 +180,13 @@ def assert_routing(actual: Dispatched, expected: oracle.Expected) -> None:
         np.testing.assert_array_equal(getattr(actual.routing, name), getattr(expected, name), name)
 
 
-def assert_combined(actual: np.ndarray, outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> None:
-    """Within the rounding of the partial sums and of the result."""
+def assert_combined(
+    actual: np.ndarray, outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray, *, roundings: int = 2
+) -> None:
+    """Within so many roundings: of the partial sums, by rank and by node, and of the result."""
     exact = oracle.combine(outputs, targets, weights)
     magnitude = oracle.combine(np.abs(outputs), targets, np.abs(weights))
-    unit = float(jnp.finfo(actual.dtype).eps) + 16 * 2.0**-23
+    unit = roundings / 2 * float(jnp.finfo(actual.dtype).eps) + 16 * 2.0**-23
     error = np.abs(actual.astype(np.float64) - exact)
     assert actual.dtype == outputs.dtype
     assert np.all(error <= unit * magnitude + float(jnp.finfo(actual.dtype).smallest_subnormal)), error.max()

@@ -7,18 +7,25 @@ secret that is last. Nothing is counted, and nothing old can be mistaken for new
 """
 
 import contextlib
+import hashlib
 import json
 import secrets
 import socket
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep._core import bootstrap
+from jax_ep._core import bootstrap, jax_private
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
+
+# Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
+_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of those that are open here, by what they are over
+_meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one thread at a time, likewise
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between looks into the store
 _ANSWER_SECONDS = 5.0  # within which a leader answers a call; then it has gone, or stopped
@@ -34,6 +41,36 @@ class Store(Protocol):
 class Meeting(NamedTuple):
     number: int  # the same in all processes; differs from the numbers that any of them had taken
     sockets: dict[int, socket.socket]  # blocking, by process with which this one shares a line; the caller closes them
+
+
+class Introduced(NamedTuple):
+    number: int  # of the group, taken here until `free` is called
+    neighbours: dict[str, Any]  # what the compiled library asks about the group's processes
+    free: Callable[[], None]
+
+
+def introduce(what: str, me: int, processes: Sequence[Sequence[int]], timeout: float) -> Introduced:
+    """Meets the other processes of a group over `what`, and takes the same free number there as they do.
+
+    Args:
+      processes: of the ranks along each line.
+
+    Raises:
+      PlatformError: `jax.distributed.initialize` was not called.
+      JaxEpError: as for `meet`.
+    """
+    client = jax_private.coordination_client()
+    if client is None:
+        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
+    key = f"jax_ep/{hashlib.sha256(what.encode()).hexdigest()}"
+    with _meeting[what]:
+        number, sockets = meet(client, key, me, processes, taken=_numbers[what], timeout=timeout)
+        _numbers[what].add(number)
+    neighbours: dict[str, Any] = {}
+    if sockets:
+        descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)]
+        neighbours = {"processes": processes, "sockets": descriptors}
+    return Introduced(number, neighbours, partial(_numbers[what].discard, number))
 
 
 def meet(

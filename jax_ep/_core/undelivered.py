@@ -27,9 +27,14 @@ def undelivered_if(
 
 
 def nan_on_overflow(
-    op: str, needed: jax.Array, capacity: int, rows: Any, keep_error: Callable[[JaxEpError], None]
+    op: str,
+    needed: jax.Array,
+    capacity: int,
+    rows: Any,
+    keep_error: Callable[[JaxEpError], None],
+    error: Callable[[str, int, int, int], JaxEpError] = native.capacity_error,
 ) -> Any:
-    """`rows`, or NaN, and a `CapacityError` for `group.check()`, if a rank needs more than it holds.
+    """`rows`, or NaN, and an error for `group.check()`, if a rank needs more than it holds.
 
     Args:
       op: that needs the rows.
@@ -37,21 +42,28 @@ def nan_on_overflow(
       capacity: rows that each can hold.
       rows: what to return if they fit; a pytree.
       keep_error: of the group.
+      error: of `op`, the first rank that needs more, what it needs, and `capacity`.
     """
     overflow = jnp.any(needed > capacity)
 
     def report() -> None:
-        jax.debug.callback(partial(_report_overflow, op, capacity, keep_error), needed)
+        jax.debug.callback(partial(_report_overflow, op, capacity, keep_error, error), needed)
 
     jax.lax.cond(overflow, report, lambda: None)
     return jax.tree.map(lambda x: jnp.where(overflow, jnp.asarray(jnp.nan, x.dtype), x), rows)
 
 
-def _report_overflow(op: str, capacity: int, keep_error: Callable[[JaxEpError], None], needed: np.ndarray) -> None:
+def _report_overflow(
+    op: str,
+    capacity: int,
+    keep_error: Callable[[JaxEpError], None],
+    error: Callable[[str, int, int, int], JaxEpError],
+    needed: np.ndarray,
+) -> None:
     over = np.asarray(needed) > capacity
     if over.any():  # under jax.vmap both branches of a cond run
         rank = int(np.argmax(over))
-        keep_error(native.capacity_error(op, rank, int(needed[rank]), capacity))
+        keep_error(error(op, rank, int(needed[rank]), capacity))
 
 
 def _report(error: JaxEpError, keep_error: Callable[[JaxEpError], None], wrong: np.ndarray) -> None:

@@ -55,6 +55,7 @@ def moe_mlp(
     weigh_inputs: bool = False,
     capacity: int | None = None,
     capacity_factor: float | None = None,
+    node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: str = "raise",
     with_stats: Literal[True],
@@ -80,6 +81,7 @@ def moe_mlp(
     weigh_inputs: bool = False,
     capacity: int | None = None,
     capacity_factor: float | None = None,
+    node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: str = "raise",
     with_stats: Literal[False] = False,
@@ -104,6 +106,7 @@ def moe_mlp(
     weigh_inputs: bool = False,
     capacity: int | None = None,
     capacity_factor: float | None = None,
+    node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: str = "raise",
     with_stats: bool = False,
@@ -133,7 +136,7 @@ def moe_mlp(
       shared: (gate [H, S], up [H, S], down [S, H]) of an expert that every token visits, in the dtype of `tokens`, the
         same on all ranks. What it adds needs nothing of the routed rows, so it can be computed while they travel.
         Several shared experts are one whose S is the sum of theirs.
-      capacity, capacity_factor, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
+      capacity, capacity_factor, node_capacity, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
       with_stats: also returns what was counted.
       fused: True: by `dispatch_ragged_dot` and `ragged_dot_combine`, which are one kernel each where there is one for
         the platform, and a chain of ops elsewhere. False: by `dispatch`, `jax_ep.lax.ragged_dot` and `combine`,
@@ -168,6 +171,7 @@ def moe_mlp(
         "num_experts": group.size * gate.shape[0],
         "capacity": capacity,
         "capacity_factor": capacity_factor,
+        "node_capacity": node_capacity,
         "wire_dtype": wire_dtype,
         "on_overflow": on_overflow,
     }

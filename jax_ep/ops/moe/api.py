@@ -4,6 +4,8 @@ Both are linear in their float operands and each is the other's backward, up to 
 dispatch's backward sums cotangent rows per token, combine's backward sends the cotangent along the same routing.
 """
 
+from typing import Literal
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -11,9 +13,9 @@ from jax.typing import DTypeLike
 from jax_ep._core import checks
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe import gradients, xla
-from jax_ep.ops.moe.arguments import check_combined, dispatch_config, operands
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe import gradients, nodes, xla
+from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_tokens, operands
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing
 
 
 def dispatch(
@@ -26,6 +28,7 @@ def dispatch(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     alignment: int = 1,
+    node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
     dequantize: bool = True,
     on_overflow: str = "raise",
@@ -48,6 +51,9 @@ def dispatch(
         rounded up to a multiple of `alignment`, and at most the default.
       alignment: rows; every expert's segment is padded with zero rows to a multiple of it. All ranks' assignments,
         so padded, are fewer than 2^31.
+      node_capacity: where the group is of several nodes: the tokens of a rank that have room on the way to each; beyond
+        it `on_overflow` decides. None: all tokens go to all nodes, which is best while there are few. "auto": None, or
+        room for 5/4 of the tokens that an even router has for a node (`Group.node_plan`).
       wire_dtype: None, or float8_e4m3fn: rows travel as fp8 with one float32 scale per 128 values and arrive in the
         dtype of `tokens`. H must be a multiple of 128. Gradients pass straight through the rounding.
       dequantize: False leaves the rows as `Float8Rows(values, scales)`, for a float8 product. Needs `wire_dtype`, has
@@ -73,20 +79,20 @@ def dispatch(
         tokens,
         expert_ids,
         weights,
-        group,
-        num_experts,
-        capacity,
-        capacity_factor,
-        alignment,
-        wire_dtype,
-        dequantize,
-        on_overflow,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        alignment=alignment,
+        wire_dtype=wire_dtype,
+        dequantize=dequantize,
+        on_overflow=on_overflow,
     )
+    to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     tokens, expert_ids, weights = operands(group, tokens, expert_ids, weights)
-    if group.resolve(op, implementation) == "xla":
-        return dispatch_by_xla(group, config, tokens, expert_ids, weights)
-    return gradients.dispatch(group, config, tokens, expert_ids, weights)
+    by_kernels = group.resolve(op, implementation) == "ffi"
+    return checked_dispatch(DispatchCall(group, config, to_nodes, by_kernels), tokens, expert_ids, weights)
 
 
 def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implementation: str = "auto") -> jax.Array:
@@ -117,19 +123,27 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implem
     leaves, treedef = jax.tree.flatten(routing)
     expert_outputs, *leaves = checks.vary_alike(group.axis_name, expert_outputs, *leaves)
     routing = jax.tree.unflatten(treedef, leaves)
-    if group.resolve(op, implementation) == "xla":
-        return combine_by_xla(group, expert_outputs, routing)
-    return gradients.combine(group, expert_outputs, routing.weights, routing)
+    by_kernels = group.resolve(op, implementation) == "ffi"
+    return checked_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 
 
-def dispatch_by_xla(
-    group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Dispatched:
+def checked_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
+    """`dispatch` of `operands`: over nodes, by kernels, or in plain jax.lax."""
+    group, config = call.group, call.config
+    if group.intranode is not None:
+        return nodes.dispatch(call, tokens, expert_ids, weights)
+    if call.by_kernels:
+        return gradients.dispatch(group, config, tokens, expert_ids, weights)
     out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
     if not config.drop:
         out = out._replace(tokens=nan_on_overflow("dispatch", needed, config.capacity, out.tokens, group.keep_error))
     return checkpoint_name(out, DISPATCHED)
 
 
-def combine_by_xla(group: Group, expert_outputs: jax.Array, routing: Routing) -> jax.Array:
+def checked_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
+    """`combine` of what `check_combined` let pass."""
+    if isinstance(routing, NodeRouting):
+        return nodes.combine(group, expert_outputs, routing, by_kernels=by_kernels)
+    if by_kernels:
+        return gradients.combine(group, expert_outputs, routing.weights, routing)
     return checkpoint_name(xla.combine(expert_outputs, routing, axis_name=group.axis_name), COMBINED)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jax_ep._core import checks, ffi
 from jax_ep.group import Group
-from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, Routing, worst_case_capacity
+from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, NodeRouting, Routing, worst_case_capacity
 
 
 def dispatch_config(
@@ -17,14 +17,15 @@ def dispatch_config(
     tokens: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array | None,
+    *,
     group: Group,
     num_experts: int,
     capacity: int | None,
     capacity_factor: float | None,
-    alignment: int,
     wire_dtype: DTypeLike | None,
-    dequantize: bool,
     on_overflow: str,
+    alignment: int = 1,
+    dequantize: bool = True,
 ) -> DispatchConfig:
     """How a dispatch is called. Raises ValueError or TypeError, naming `op` and the argument, if it cannot be."""
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
@@ -72,6 +73,19 @@ def dispatch_config(
     return DispatchConfig(group.size, num_experts, capacity, alignment, wire, on_overflow == "drop", dequantize)
 
 
+def node_tokens(
+    op: str, node_capacity: int | str | None, group: Group, num_experts: int, expert_ids: jax.Array
+) -> int | None:
+    """The tokens that a rank can send to each node; None: every node is sent all. Raises as `dispatch_config` does."""
+    if node_capacity == "auto":
+        return group.node_plan(expert_ids.shape[0], expert_ids.shape[1], num_experts).node_capacity
+    if node_capacity is not None:
+        if isinstance(node_capacity, str):
+            raise ValueError(f"{op}: node_capacity must be an int, 'auto' or None, got {node_capacity!r}")
+        checks.check_positive(op, "node_capacity", node_capacity)
+    return node_capacity
+
+
 def balanced_capacity(op: str, factor: float, assignments: int, alignment: int) -> int:
     """`factor` times the rows of a rank when all receive as many, which are those that each sends, aligned."""
     if isinstance(factor, bool) or not isinstance(factor, int | float | np.integer | np.floating):
@@ -95,8 +109,12 @@ def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group:
         raise TypeError(f"{op}: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
     routing.check(op)
     config = routing.config
-    if config.size != group.size:
-        raise ValueError(f"{op}: routing is of a group of {config.size} ranks, group has {group.size}")
+    if isinstance(routing, NodeRouting) != (group.intranode is not None):
+        kinds = ("of one node", "across nodes")
+        of, here = kinds[isinstance(routing, NodeRouting)], kinds[group.intranode is not None]
+        raise ValueError(f"{op}: routing is of a group {of}, group is {here}")
+    if routing.counts.shape[0] != group.size or config.size * group.nodes != group.size:
+        raise ValueError(f"{op}: routing is of a group of {routing.counts.shape[0]} ranks, group has {group.size}")
     routing.check_own(op, group.axis_name)
     checks.check_rank(op, name, rows, 2, "[capacity, H']")
     checks.check_dtype(op, name, rows, checks.TOKEN_DTYPES)

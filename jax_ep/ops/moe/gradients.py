@@ -21,6 +21,8 @@ from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchConfig, Dispatched, Routing
 
+NO_GRADIENT = "dispatch: dequantize=False has no gradient; differentiate with dequantize=True"
+
 combine = jax.custom_jvp(kernels.combine, nondiff_argnums=(0,))
 scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
 return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
@@ -67,7 +69,7 @@ def _followed(
 @_followed.defjvp
 def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
     if not config.dequantize:
-        raise TypeError("dispatch: dequantize=False has no gradient; differentiate with dequantize=True")
+        raise TypeError(NO_GRADIENT)
     routing = primals[2].routing
 
     def forward(routing: Routing, sent: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_ep._core import checks
 from jax_ep._core.checks import AxisName
+from jax_ep.group import Group
 
 FP8_BLOCK = 128  # values of a float8 row that share a scale
 
@@ -53,6 +54,26 @@ class DispatchConfig:
                 f"{op}: {name}.capacity must be a multiple of alignment {self.alignment}, below 2**31 / {self.size}, "
                 f"got {self.capacity}"
             )
+
+
+class DispatchCall(NamedTuple):
+    """How a dispatch is called, and what runs it."""
+
+    group: Group
+    config: DispatchConfig  # as of one group of all ranks
+    node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
+    by_kernels: bool  # or by jax.lax, inside a node too
+
+    @property
+    def intranode(self) -> Group:
+        assert self.group.intranode is not None
+        return self.group.intranode
+
+    @property
+    def inside(self) -> DispatchConfig:
+        """Of the dispatch inside a node."""
+        experts = self.config.num_experts // self.group.nodes
+        return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +147,54 @@ class Routing:
                 )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NodeRouting(Routing):
+    """Where every assignment of a dispatch over several nodes went. Of N nodes with L ranks each; R = N L.
+
+    `targets` [N B, K], `rows` and `weights` [L, N B, K] are those of the dispatch inside this node, as is `config`: its
+    sources are the ranks of the node, each with the N B tokens that it took in from the nodes, in their order. B is T,
+    or `node_capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; what found no room on the way
+    was dropped.
+
+    Attributes:
+      arrived: [L, E / R] int32. Assignments per source rank inside the node and local expert, before drops there.
+      sent: [N, B] int32. The tokens of this rank that each node was sent, in order, and T where there are no more; None
+        where every node was sent all.
+      num_tokens: static; T.
+    """
+
+    arrived: jax.Array
+    sent: jax.Array | None
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def local(self) -> Routing:
+        """The routing inside the node."""
+        zero = jnp.zeros_like(self.dropped)
+        return Routing(self.targets, self.rows, self.weights, self.arrived, zero, zero, self.config)
+
+    @property
+    def group_sizes(self) -> jax.Array:
+        return self.local.group_sizes
+
+    def check(self, op: str) -> None:
+        self.local.check(op)
+        checks.check_positive(op, "routing.num_tokens + 1", self.num_tokens + 1)
+        checks.check_rank(op, "routing.counts", self.counts, 2, "[R, E / R]")
+        ranks, pairs = self.counts.shape[0], self.targets.shape[0]
+        nodes = max(1, ranks // self.config.size)
+        checks.check_shape(
+            op, "routing.counts", self.counts, (nodes * self.config.size, self.config.local_experts), "[R, E / R]"
+        )
+        checks.check_dtype(op, "routing.counts", self.counts, (np.dtype(np.int32),))
+        if pairs != nodes * (self.num_tokens if self.sent is None else pairs // nodes):
+            raise ValueError(f"{op}: routing.targets must be of the tokens of {nodes} nodes, got {self.targets.shape}")
+        if self.sent is not None:
+            checks.check_shape(op, "routing.sent", self.sent, (nodes, pairs // nodes), "[N, B]")
+            checks.check_dtype(op, "routing.sent", self.sent, (np.dtype(np.int32),))
+
+
 class Float8Rows(NamedTuple):
     """Rows as they travelled: row[i] = values[i] * scales[i // 128], for every row and i < H.
 
@@ -145,7 +214,7 @@ class Dispatched(NamedTuple):
       tokens: [capacity, H]. Rows grouped by local expert; within an expert by (source rank, token, k). Padding is zero.
         With `dequantize=False` they are `Float8Rows`.
       group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
-      routing: what `combine` needs.
+      routing: what `combine` needs; a `NodeRouting` where the group is of several nodes.
     """
 
     tokens: Any

@@ -14,7 +14,7 @@ from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, Dispatched, Float8Ro
 FP8_MAX = 448.0
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """The row of every assignment of every rank, at the rank that owns its expert. N = R * T * K."""
 
     owner: jax.Array  # [N] rank, meaningless where row is -1
@@ -25,7 +25,8 @@ class _Layout(NamedTuple):
     needed: jax.Array  # [R] rows each rank would need
 
 
-def _layout(ids: jax.Array, config: DispatchConfig) -> _Layout:
+def layout(ids: jax.Array, config: DispatchConfig) -> Layout:
+    """Where a dispatch puts the assignments `ids` [N] of all ranks, which are in the order of their ranks."""
     experts, local = config.num_experts, config.local_experts
     valid = (ids >= 0) & (ids < experts)
     expert = jnp.where(valid, ids, experts)
@@ -39,7 +40,7 @@ def _layout(ids: jax.Array, config: DispatchConfig) -> _Layout:
     position = jnp.zeros_like(expert).at[order].set(jnp.arange(ids.size, dtype=expert.dtype)) - first[expert]
     row = starts[jnp.minimum(expert, experts - 1)] + position
     fits = valid & (row < config.capacity)
-    return _Layout(
+    return Layout(
         owner=expert // local,
         row=jnp.where(fits, row, -1).astype(jnp.int32),
         dropped=valid & ~fits,
@@ -79,17 +80,17 @@ def dispatch(
         rounded = dequantize_rows(*quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
-    layout = _layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config)
+    placed = layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config)
     shape = (size, num_tokens, top_k)
-    here = (layout.row >= 0) & (layout.owner == me)
-    rows = jnp.where(here, layout.row, -1)
+    here = (placed.row >= 0) & (placed.owner == me)
+    rows = jnp.where(here, placed.row, -1)
     source = jnp.arange(rows.size) // max(top_k, 1)
     all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, sent.shape[1])
     outside = config.capacity
     received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
     received = received.at[jnp.where(here, rows, outside)].set(all_tokens[source], mode="drop")
 
-    targets = jnp.where(layout.row >= 0, layout.owner * config.capacity + layout.row, -1).reshape(shape)
+    targets = jnp.where(placed.row >= 0, placed.owner * config.capacity + placed.row, -1).reshape(shape)
     arrived = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
     ids = jax.lax.all_gather(expert_ids, axis_name).reshape(size, num_tokens * top_k)
     by_source = jax.vmap(lambda i: jnp.bincount(jnp.where((i >= 0) & (i < config.num_experts), i, config.num_experts),
@@ -100,14 +101,23 @@ def dispatch(
         rows=rows.reshape(shape),
         weights=arrived,
         counts=by_source[:, me].astype(jnp.int32),
-        dropped=layout.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
+        dropped=placed.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
         config=config,
     )
     if not config.dequantize:
         values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
         received = Float8Rows(values.astype(config.wire_dtype), scales)
-    return Dispatched(received, layout.group_sizes[me], routing), layout.needed
+    return Dispatched(received, placed.group_sizes[me], routing), placed.needed
+
+
+def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
+    """Rows [T, H] along a routing that is already known: [capacity, H]."""
+    capacity, (size, num_tokens, top_k) = routing.config.capacity, routing.rows.shape
+    place = jnp.where(routing.rows >= 0, routing.rows, capacity).reshape(-1)
+    all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
+    source = jnp.arange(place.size) // max(top_k, 1)
+    return jnp.zeros((capacity, tokens.shape[1]), tokens.dtype).at[place].set(all_tokens[source], mode="drop")
 
 
 def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:

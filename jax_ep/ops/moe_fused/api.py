@@ -1,7 +1,7 @@
 """dispatch with the products behind it, and combine with the product before it: the halves of a mixture of experts."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 
 from jax_ep._core import checks
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe.arguments import check_combined, dispatch_config, operands
-from jax_ep.ops.moe.types import Dispatched, Routing
-from jax_ep.ops.moe_fused import gradients, xla
+from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_tokens, operands
+from jax_ep.ops.moe.types import DispatchCall, Dispatched, Routing
+from jax_ep.ops.moe_fused import gradients, unfused
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, Activation, FirstCall, Matrices, activated
 
 
@@ -26,6 +26,7 @@ def dispatch_ragged_dot(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     activation: str | Callable[[jax.Array], jax.Array] | None = None,
+    node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: str = "raise",
     implementation: str = "auto",
@@ -45,8 +46,8 @@ def dispatch_ragged_dot(
       rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts; or a pair (gate, up), each [E / R, H, F].
       activation: of a pair, and only there: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by
         tanh) and `jax.nn.relu`, or an elementwise function with activation(0) finite.
-      group, num_experts, capacity, capacity_factor, wire_dtype, on_overflow, implementation: as for `jax_ep.dispatch`;
-        "xla" also takes `jax.lax.ragged_dot`.
+      group, num_experts, capacity, capacity_factor, node_capacity, wire_dtype, on_overflow, implementation: as for
+        `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
       [C, N], or [C, F] of a pair, zero behind the last expert's rows, and the `Dispatched` of the dispatch.
@@ -62,24 +63,24 @@ def dispatch_ragged_dot(
         tokens,
         expert_ids,
         weights,
-        group,
-        num_experts,
-        capacity,
-        capacity_factor,
-        1,
-        wire_dtype,
-        True,
-        on_overflow,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        wire_dtype=wire_dtype,
+        on_overflow=on_overflow,
     )
+    to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     matrices = _first_matrices(op, rhs, config.local_experts, tokens)
     name, function = _activation(op, activation, pair=len(matrices) == 2)
     tokens, expert_ids, weights, *varying = operands(group, tokens, expert_ids, weights, *matrices)
-    call, matrices = FirstCall(group, config, name), tuple(varying)
-    if group.resolve(op, implementation) == "xla":
-        out, dispatched = xla.dispatch_multiply(call, tokens, expert_ids, weights, matrices)
-    else:
+    matrices, by_kernels = tuple(varying), group.resolve(op, implementation) == "ffi"
+    call = FirstCall(DispatchCall(group, config, to_nodes, by_kernels), name)
+    if by_kernels and group.intranode is None:
         out, dispatched = gradients.dispatch_dot(call, tokens, expert_ids, weights, matrices)
+    else:
+        out, dispatched = unfused.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     if name is None:
         out = out[0] if function is None else activated(function, *out)
     return out, dispatched
@@ -116,9 +117,10 @@ def ragged_dot_combine(
     leaves, treedef = jax.tree.flatten(routing)
     lhs, rhs, *leaves = checks.vary_alike(group.axis_name, lhs, rhs, *leaves)
     routing = jax.tree.unflatten(treedef, leaves)
-    if group.resolve(op, implementation) == "xla":
-        return xla.multiply_combine(group, lhs, rhs, routing)
-    return gradients.dot_combine(group, lhs, rhs, routing.weights, routing)
+    by_kernels = group.resolve(op, implementation) == "ffi"
+    if by_kernels and group.intranode is None:
+        return gradients.dot_combine(group, lhs, rhs, routing.weights, routing)
+    return unfused.dot_combine(group, lhs, rhs, routing, by_kernels=by_kernels)
 
 
 def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array) -> Matrices:

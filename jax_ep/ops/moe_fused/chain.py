@@ -24,7 +24,9 @@ def dispatch_multiply(
     Returns:
       The result (`outcome` of the products), the products for the backward pass, and what was dispatched.
     """
-    dispatched = checkpoint_name(dispatch(call.group, call.config, tokens, expert_ids, weights), DISPATCHED)
+    dispatched = checkpoint_name(
+        dispatch(call.dispatch.group, call.dispatch.config, tokens, expert_ids, weights), DISPATCHED
+    )
     products = tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched

@@ -37,7 +37,7 @@ def _dispatch_dot_bwd(call: FirstCall, residuals: Any, cotangents: tuple[Any, Di
         (d_products,) = jax.vjp(partial(outcome, call.activation), products)[1](d_products)
     d_rhs = tuple(rhs_gradient(dispatched.tokens, each, dispatched.group_sizes) for each in d_products)
     d_tokens, d_weights = chain.multiply_return(
-        call.group, d_products, rhs, arrived.tokens, arrived.routing.weights, dispatched.routing
+        call.dispatch.group, d_products, rhs, arrived.tokens, arrived.routing.weights, dispatched.routing
     )
     return d_tokens, None, d_weights, d_rhs
 

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_ep.group import Group
-from jax_ep.ops.moe.types import DispatchConfig
+from jax_ep.ops.moe.types import DispatchCall
 
 Activation = Callable[[jax.Array], jax.Array]
 Matrices = tuple[jax.Array, ...]  # the right operand, or gate and up
@@ -22,8 +21,7 @@ LAST_PRODUCT = "jax_ep_ragged_dot_combine"  # before it is combined
 class FirstCall(NamedTuple):
     """A call of `dispatch_ragged_dot`."""
 
-    group: Group
-    config: DispatchConfig
+    dispatch: DispatchCall
     activation: str | None  # a name in ACTIVATIONS; None: the products themselves are wanted
 
 

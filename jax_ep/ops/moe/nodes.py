@@ -1,0 +1,251 @@
+"""dispatch and combine over several nodes: XLA's collectives between them, kernels inside.
+
+A token goes once to each node that has an expert for it, to the rank with its own rank's index there, and from there
+once to each rank of that node. combine takes the way back: each node sums what its experts made of a token, then the
+token's rank adds up the nodes in their order. (DeepEP's internode kernels go the same two ways.)
+
+Rows come in the order that one group of all ranks would give them, by their source ranks. So the routing is worked out
+here, from the expert ids of all tokens in the node, and the kernels only move rows along it. Everything is a chain of
+differentiable functions, and the derivative of each takes the same two ways.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep._core.linear import linear
+from jax_ep._core.nodes import sum_over_nodes
+from jax_ep._core.undelivered import nan_on_overflow
+from jax_ep.errors import CapacityError
+from jax_ep.group import Group
+from jax_ep.ops.moe import gradients, xla
+from jax_ep.ops.moe.types import (
+    COMBINED,
+    DISPATCHED,
+    FP8_BLOCK,
+    DispatchCall,
+    DispatchConfig,
+    Dispatched,
+    Float8Rows,
+    NodeRouting,
+    Routing,
+)
+
+
+def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
+    """As `jax_ep.dispatch`, of operands that are checked."""
+    group = call.group
+    of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
+    sent, most = None, None
+    if call.node_capacity is not None and call.node_capacity < expert_ids.shape[0]:
+        sent, most = _chosen(of_nodes, call.node_capacity)
+        of_nodes = of_nodes.at[jnp.arange(group.nodes)[:, None], sent].get(mode="fill", fill_value=-1)
+    ids = jax.lax.all_to_all(of_nodes, group.node_axes, 0, 0)
+    local, needed = _routing_inside(call, ids, _to_nodes(group, weights, sent))
+    received = _received(call, tokens, sent, local)
+    if not call.config.drop:
+        received = _nan_on_overflow(call, received, needed, most)
+    routing = _routing(call, expert_ids, local, sent)
+    return checkpoint_name(Dispatched(received, routing.group_sizes, routing), DISPATCHED)
+
+
+def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
+    """As `jax_ep.combine`, of operands that are checked."""
+    assert group.intranode is not None
+    if by_kernels:
+        sums = gradients.combine(group.intranode, expert_outputs, routing.weights, routing.local)
+    else:
+        sums = xla.combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)
+    combined = _from_nodes(group, sums, routing.sent, routing.num_tokens)
+    return checkpoint_name(combined, COMBINED)
+
+
+def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
+    """[N, T, K]: for each node the ids among its own experts, and -1 for those that are of others or of none."""
+    first = experts * jnp.arange(nodes, dtype=expert_ids.dtype)[:, None, None]
+    return jnp.where((expert_ids >= first) & (expert_ids < first + experts), expert_ids - first, -1)
+
+
+def _chosen(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Array]:
+    """The first tokens [N, B] that have an expert on each node, T behind them, and the most that a node would get."""
+    nodes, num_tokens, _ = of_nodes.shape
+    wanted = (of_nodes >= 0).any(axis=2)
+    place = jnp.cumsum(wanted, axis=1) - 1
+    place = jnp.where(wanted & (place < node_capacity), place, node_capacity)
+    sent = jnp.full((nodes, node_capacity), num_tokens, jnp.int32)
+    sent = sent.at[jnp.arange(nodes)[:, None], place].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
+    return sent, wanted.sum(axis=1, dtype=jnp.int32).max()
+
+
+def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> tuple[Routing, jax.Array]:
+    """The routing of the tokens that this node's ranks took in, and the rows that each of them needs.
+
+    Args:
+      ids: [N, B, K], among the node's experts, by the node that the tokens come from.
+      weights: [N B, K].
+    """
+    axis, inside = call.intranode.axis_name, call.inside
+    (nodes, tokens, top_k), size = ids.shape, inside.size
+    me = jax.lax.axis_index(axis)
+    by_source = jax.lax.all_gather(ids, axis, axis=1)  # [N, L, B, K], as ranks are numbered
+    layout = xla.layout(by_source.reshape(-1), inside)
+
+    def by_rank(x: jax.Array) -> jax.Array:
+        return x.reshape(nodes, size, tokens, top_k).swapaxes(0, 1).reshape(size, nodes * tokens, top_k)
+
+    rows = by_rank(jnp.where(layout.owner == me, layout.row, -1))
+    targets = by_rank(jnp.where(layout.row >= 0, layout.owner * inside.capacity + layout.row, -1))
+    mine = by_rank(by_source) - me * inside.local_experts
+    here = (mine[..., None] == jnp.arange(inside.local_experts)).sum(axis=(1, 2), dtype=jnp.int32)
+    none = jnp.zeros((1,), jnp.int32)
+    routing = Routing(
+        targets=targets[me].astype(jnp.int32),
+        rows=rows,
+        weights=jnp.where(rows >= 0, jax.lax.all_gather(weights, axis), 0),
+        counts=here,
+        dropped=none,
+        invalid=none,
+        config=inside,
+    )
+    return routing, layout.needed
+
+
+def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None) -> NodeRouting:
+    """The routing over all nodes, of that inside this node and of the tokens that travelled."""
+    group, experts = call.group, call.config.num_experts
+    valid = (expert_ids >= 0) & (expert_ids < experts)
+    to_experts = jnp.bincount(jnp.where(valid, expert_ids, experts).reshape(-1), length=experts + 1)[:experts]
+    found = jnp.sum(local.targets.reshape(group.nodes, -1) >= 0, axis=1, dtype=jnp.int32)
+    found = jax.lax.all_to_all(found, group.node_axes, 0, 0, tiled=True).sum()
+    return NodeRouting(
+        targets=local.targets,
+        rows=local.rows,
+        weights=local.weights,
+        counts=jax.lax.all_to_all(to_experts.reshape(group.size, -1).astype(jnp.int32), group.axis_name, 0, 0),
+        dropped=(valid.sum(dtype=jnp.int32) - found)[None],
+        invalid=((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32)[None],
+        config=local.config,
+        arrived=local.counts,
+        sent=sent,
+        num_tokens=expert_ids.shape[0],
+    )
+
+
+def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most: jax.Array | None) -> Any:
+    """`received`, or NaN where a rank of any node needs more rows than it has, or more room on the way."""
+    group, op = call.group, "dispatch"
+    all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
+    received = nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
+    if most is None or call.node_capacity is None:
+        return received
+    all_sent = jax.lax.all_gather(most, group.axis_name)
+    return nan_on_overflow(op, all_sent, call.node_capacity, received, group.keep_error, _node_capacity_error)
+
+
+def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) -> CapacityError:
+    return CapacityError(
+        f"{op}: rank {rank} has {needed} tokens for a node but node_capacity is {node_capacity}; pass a larger "
+        'node_capacity, or None, or on_overflow="drop"'
+    )
+
+
+def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Any:
+    """The rows of the local experts, [C, H], or `Float8Rows`."""
+    whole = call.config
+    if whole.wire_dtype is None:
+        return _moved(call, tokens, sent, local)
+    if whole.dequantize:
+        return _by_float8(call, tokens, sent, local)
+    return _float8_rows(call, tokens, sent, local)
+
+
+def _moved(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
+    """Tokens [T, H] to their nodes and their rows there."""
+    arrived = _to_nodes(call.group, tokens, sent)
+    if call.by_kernels:
+        return gradients.scatter(call.intranode, arrived, local)
+    return xla.scatter(arrived, local, axis_name=call.intranode.axis_name)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _float8_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Float8Rows:
+    return _unpacked(_moved(call, _packed(tokens), sent, local), call.config)
+
+
+@_float8_rows.defjvp
+def _float8_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
+    raise TypeError(gradients.NO_GRADIENT)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
+    """Tangents and gradients pass straight through the rounding."""
+    return xla.dequantize_rows(*_float8_rows(call, tokens, sent, local), tokens.dtype)
+
+
+@_by_float8.defjvp
+def _by_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
+    tokens, sent, local = primals
+    return _by_float8(call, tokens, sent, local), _moved(call, tangents[0], sent, local)
+
+
+def _packed(tokens: jax.Array) -> jax.Array:
+    """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales: rows that both wires carry."""
+    values, scales = xla.quantize_rows(tokens)
+    values = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4), jnp.float32)
+    return jnp.concatenate([values, scales], axis=1)
+
+
+def _unpacked(rows: jax.Array, whole: DispatchConfig) -> Float8Rows:
+    values, scales = jnp.split(rows, [rows.shape[1] * FP8_BLOCK // (FP8_BLOCK + 4)], axis=1)
+    assert whole.wire_dtype is not None
+    return Float8Rows(jax.lax.bitcast_convert_type(values, whole.wire_dtype).reshape(rows.shape[0], -1), scales)
+
+
+def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
+    """[T, H] of every rank to the nodes: [N B, H] of those that came here. `_from_nodes` is the transpose."""
+    num_tokens = x.shape[0]
+
+    def forward(sent: jax.Array | None, x: jax.Array) -> jax.Array:
+        return _spread(group, x, sent)
+
+    def backward(sent: jax.Array | None, cotangent: jax.Array) -> jax.Array:
+        return _gathered(group, cotangent, sent, num_tokens)
+
+    return linear(forward, backward, sent, x)
+
+
+def _from_nodes(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: int) -> jax.Array:
+    """[N B, H] of what came from the nodes back to them, and the sums [T, H] of what they made of each token."""
+
+    def forward(sent: jax.Array | None, x: jax.Array) -> jax.Array:
+        return _gathered(group, x, sent, num_tokens)
+
+    def backward(sent: jax.Array | None, cotangent: jax.Array) -> jax.Array:
+        return _spread(group, cotangent, sent)
+
+    return linear(forward, backward, sent, x)
+
+
+def _spread(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
+    if sent is None:
+        return jax.lax.all_gather(x, group.node_axes, tiled=True)
+    parts = x.at[sent].get(mode="fill", fill_value=0)
+    return jax.lax.all_to_all(parts, group.node_axes, 0, 0).reshape(-1, x.shape[1])
+
+
+def _gathered(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: int) -> jax.Array:
+    nodes = group.nodes
+    parts = x.reshape(nodes, -1, x.shape[1])
+    if sent is None:
+        return sum_over_nodes(parts, group.node_axes)
+    place = jnp.full((nodes, num_tokens), sent.shape[1], jnp.int32)
+    place = place.at[jnp.arange(nodes)[:, None], sent].set(jnp.arange(sent.shape[1], dtype=jnp.int32), mode="drop")
+
+    def taken(part: jax.Array, node: int) -> jax.Array:
+        return part.at[place[node]].get(mode="fill", fill_value=0)
+
+    return sum_over_nodes(parts, group.node_axes, taken)

@@ -1,0 +1,282 @@
+"""dispatch and combine over several nodes, which are the first axis of a mesh of one process, against the oracles."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import CapacityError, Dispatched, Group, PlatformError, combine, dispatch, moe_mlp
+from jax_ep.lax import ragged_all_to_all
+
+EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
+AXES = ("node", "ep")
+MESHES = [(2, 4), (4, 2), (2, 2), (1, 2), (2, 1)]
+
+
+def over(nodes: int, ranks: int, **options: Any) -> Group:
+    return Group(helpers.mesh_of(node=nodes, ep=ranks), AXES, across_nodes=True, timeout=30, **options)
+
+
+def by_rank(x: Any, group: Group) -> Any:
+    """[N, L, ...] as one axis of ranks."""
+    return jax.tree.map(lambda leaf: leaf.reshape(group.size, *leaf.shape[2:]), x)
+
+
+def flat(out: Dispatched, group: Group) -> dict[str, Any]:
+    """What one group of all ranks would return, of what came back from all."""
+    ranks, size = group.size, group.size // group.nodes
+    routing = out.routing
+    top_k = routing.targets.shape[-1]
+    num_tokens = routing.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
+
+    def of_sources(x: Any) -> np.ndarray:  # [R, L, N T, K] by rank inside and node -> [R, R, T, K]
+        parts = x.reshape(ranks, size, group.nodes, num_tokens, top_k)
+        return parts.swapaxes(1, 2).reshape(ranks, ranks, num_tokens, top_k)
+
+    return {
+        "tokens": out.tokens,
+        "group_sizes": out.group_sizes,
+        "rows": of_sources(routing.rows),
+        "weights": of_sources(routing.weights),
+        "counts": routing.counts,
+        "dropped": routing.dropped,
+        "invalid": routing.invalid,
+    }
+
+
+def assert_flat(actual: dict[str, Any], expected: oracle.Expected) -> None:
+    for name, array in actual.items():
+        np.testing.assert_array_equal(helpers.wide(array), helpers.wide(getattr(expected, name)), name)
+
+
+def run(group: Group, case: helpers.Case, **options: Any) -> tuple[Dispatched, np.ndarray]:
+    operands = [x.reshape(group.nodes, -1, *x.shape[1:]) for x in case]
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, **options)
+    return by_rank(helpers.fetch(program(*operands)), group)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), MESHES)
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+def test_all_tokens_to_all_nodes(
+    nodes: int, ranks: int, dtype: np.dtype, implementation: str, rng: np.random.Generator
+) -> None:
+    """The rows, counts and weights of one group of all ranks."""
+    case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN, dtype)
+    with over(nodes, ranks) as group:
+        assert (group.size, group.nodes, group.node_axes) == (nodes * ranks, nodes, ("node",))
+        out, combined = run(group, case, implementation=implementation)
+        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1])
+        assert_flat(flat(out, group), expected)
+        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), MESHES[:3])
+@pytest.mark.parametrize("node_capacity", [2, 5, 100])
+def test_room_on_the_way(
+    nodes: int, ranks: int, node_capacity: int, implementation: str, rng: np.random.Generator
+) -> None:
+    """Of each rank the first tokens for a node travel; an oracle that never knew the others gives what arrives."""
+    case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    travels = first_for_each_node(case.ids, nodes, node_capacity)
+    kept = case._replace(ids=np.where(travels, case.ids, -1))
+    with over(nodes, ranks) as group:
+        options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop"}
+        out, combined = run(group, case, implementation=implementation, **options)
+        expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.tokens.shape[1])
+        asked = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1])
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
+        np.testing.assert_array_equal(out.routing.counts, asked.counts)
+        np.testing.assert_array_equal(out.routing.dropped[:, 0], (~travels).sum(axis=(1, 2)))
+        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+
+
+def first_for_each_node(ids: np.ndarray, nodes: int, node_capacity: int) -> np.ndarray:
+    """[R, T, K] whether an assignment travels to its node."""
+    travels = np.zeros(ids.shape, bool)
+    for rank in range(len(ids)):
+        for node in range(nodes):
+            here = (ids[rank] // (EXPERTS // nodes) == node) & (ids[rank] >= 0)
+            tokens = np.flatnonzero(here.any(axis=1))[:node_capacity]
+            travels[rank, tokens] |= here[tokens]
+    return travels
+
+
+def uneven(rng: np.random.Generator, size: int, hidden: int = HIDDEN, dtype: Any = np.float32) -> helpers.Case:
+    """Two thirds of all assignments to three experts, some to none, some out of bounds."""
+    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, hidden, np.dtype(dtype))
+    hot = rng.random(case.ids.shape) < 2 / 3
+    ids = np.where(hot, rng.integers(0, 3, case.ids.shape), case.ids)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    ids[rng.random(ids.shape) < 0.1] = EXPERTS + 5
+    ids[rng.random(ids.shape) < 0.1] = -7
+    return case._replace(ids=ids.astype(np.int32))
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_drops_and_skips(alignment: int, implementation: str, rng: np.random.Generator) -> None:
+    case = uneven(rng, 8)
+    with over(2, 4) as group:
+        options: dict[str, Any] = {"capacity": 24, "alignment": alignment, "on_overflow": "drop"}
+        out, combined = run(group, case, implementation=implementation, **options)
+        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=24, alignment=alignment)
+        assert expected.dropped.sum() > 0
+        assert expected.invalid.sum() > 0
+        assert_flat(flat(out, group), expected)
+        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+
+
+@pytest.mark.parametrize("node_capacity", [None, 3])
+def test_overflow_delivers_nothing(node_capacity: int | None, implementation: str, rng: np.random.Generator) -> None:
+    case = uneven(rng, 8)
+    with over(2, 4) as group:
+        options: dict[str, Any] = {"capacity": None if node_capacity else 16, "node_capacity": node_capacity}
+        match = "tokens for a node but node_capacity is 3" if node_capacity else r"needs \d+ rows but capacity is 16"
+        out, _ = run(group, case, implementation=implementation, **options)
+        assert np.isnan(out.tokens).all()
+        with pytest.raises(CapacityError, match=match):
+            group.check()
+        out, _ = run(group, case, implementation=implementation)
+        group.check()
+        assert np.isfinite(out.tokens).all()
+
+
+@pytest.mark.parametrize("hidden", [128, 256])
+def test_float8_on_both_wires(hidden: int, implementation: str, rng: np.random.Generator) -> None:
+    """Rows are rounded once, whatever ways they take."""
+    case = uneven(rng, 4, hidden, helpers.DTYPES[0])
+    case.tokens[0, 0], case.tokens[0, 1, :7], case.tokens[1, 2, 5] = 0, np.inf, np.nan
+    with over(2, 2) as group:
+        out, _ = run(group, case, implementation=implementation, wire_dtype=jnp.float8_e4m3fn)
+        with np.errstate(invalid="ignore"):  # inf / inf
+            expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1], fp8=True)
+        assert_flat(flat(out, group), expected)
+
+        def rows(tokens: jax.Array, ids: jax.Array) -> Any:
+            options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False, "group": group}
+            return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).tokens
+
+        operands = [x.reshape(2, 2, *x.shape[1:]) for x in case[:2]]
+        values, scales = by_rank(helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)), group)
+    with np.errstate(invalid="ignore"):
+        wide = values.astype(np.float32) * np.repeat(scales, 128, axis=-1)
+    np.testing.assert_array_equal(wide.astype(case.tokens.dtype).astype(np.float32), helpers.wide(expected.tokens))
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), MESHES[:3])
+@pytest.mark.parametrize("node_capacity", [None, 4])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layer_and_its_gradients(
+    nodes: int, ranks: int, node_capacity: int | None, fused: bool, implementation: str, rng: np.random.Generator
+) -> None:
+    size = nodes * ranks
+    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    ids = case.ids
+    if node_capacity is not None:
+        ids = np.where(first_for_each_node(ids, nodes, node_capacity), ids, -1)
+    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
+    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
+    expected, gradient = moe_oracle.gated_experts(layer, ids, cotangent)
+    with over(nodes, ranks) as group:
+
+        def body(tokens: jax.Array, weights: jax.Array, *rest: jax.Array) -> jax.Array:
+            *matrices, ids = rest
+            options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop", "fused": fused}
+            gate, up, down = matrices
+            return moe_mlp(tokens, ids, weights, gate, up, down, group=group, implementation=implementation, **options)
+
+        mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P(AXES), out_specs=P(AXES))
+        operands = [jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in layer]
+        flat_ids = jnp.asarray(case.ids.reshape(-1, TOP_K))
+
+        def both(*operands: jax.Array) -> Any:
+            out, back = jax.vjp(lambda *x: mapped(*x, flat_ids), *operands)
+            return out, back(jnp.asarray(cotangent.reshape(-1, HIDDEN)))
+
+        out, found = helpers.fetch(jax.jit(both)(*operands))
+        group.check()
+    np.testing.assert_allclose(out, expected.reshape(out.shape), rtol=2e-5, atol=2e-5)
+    for name, a, b in zip(layer._fields, found, gradient, strict=True):
+        np.testing.assert_allclose(a, b.reshape(a.shape), rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_forward_mode_and_batches(implementation: str, rng: np.random.Generator) -> None:
+    """A tangent goes the same way as tokens; a batch is one call after the other."""
+    cases = [helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(2)]
+    with over(2, 2) as group:
+        both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
+
+        def combined(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            return both(tokens, ids, weights)[1]
+
+        def tangent(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            return jax.jvp(lambda t: combined(t, ids, weights), (tokens,), (tokens,))[1]
+
+        batched = [np.stack(x, axis=1).reshape(2, 2, 2, *x[0].shape[1:]) for x in zip(*cases, strict=True)]
+        results = helpers.fetch(helpers.per_rank(jax.vmap(tangent), group.mesh)(*batched))
+        for index, case in enumerate(cases):
+            out, exact = run(group, case, implementation=implementation)
+            np.testing.assert_allclose(results[:, :, index].reshape(exact.shape), exact, rtol=1e-5, atol=1e-5)
+            del out
+
+
+def test_what_does_not_leave_a_node(rng: np.random.Generator) -> None:
+    with over(2, 2) as group:
+        assert group.resolve("ragged_all_to_all", "auto") == "xla"
+        with pytest.raises(PlatformError, match="ragged_all_to_all: groups across nodes need implementation='xla'"):
+            group.resolve("ragged_all_to_all", "ffi")
+        rows = rng.standard_normal((16, 3)).astype(np.float32)
+
+        def body(rows: jax.Array) -> jax.Array:
+            return ragged_all_to_all(rows, rows, *[jnp.zeros(4, jnp.int32)] * 4, axis_name=AXES)
+
+        mapped = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False))
+        np.testing.assert_array_equal(helpers.fetch(mapped(rows)), rows)
+
+
+def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+    with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
+        for here, there, match in ((group, one, "across nodes, group is of one node"), (one, group, "of one node,")):
+
+            def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:
+                out = dispatch(*operands, group=here, num_experts=EXPERTS)
+                return combine(out.tokens, out.routing, group=there)
+
+            with pytest.raises(ValueError, match=f"^combine: routing is of a group {match}"):
+                jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
+
+
+def test_wrong_arguments() -> None:
+    mesh = helpers.mesh_of(node=2, ep=2)
+    with pytest.raises(ValueError, match="across_nodes needs axis_name to be a tuple"):
+        Group(mesh, "ep", across_nodes=True)
+    with pytest.raises(TypeError, match="across_nodes must be True or False"):
+        Group(mesh, AXES, across_nodes=1)  # pyright: ignore[reportArgumentType]
+    with Group(mesh, AXES, timeout=30) as group:
+        assert (group.nodes, group.intranode, group.node_axes) == (1, None, ())
+    for wrong, error in ((0, ValueError), ("all", ValueError), (2.5, TypeError)):
+        with over(2, 2) as group:
+
+            def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
+                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, node_capacity=wrong)
+
+            shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
+            with pytest.raises(error, match=r"^dispatch: node_capacity must be"):
+                jax.eval_shape(helpers.per_rank(body, mesh), *shapes)
+
+
+def test_the_plan() -> None:
+    """All to all while most tokens need a node; room for a quarter more than expected where few do."""
+    with over(2, 2) as group:
+        assert group.node_plan(4096, 8, 256).node_capacity is None
+        few = group.node_plan(4096, 1, 256)
+        assert few.expected == 2048
+        assert few.node_capacity == 2560
