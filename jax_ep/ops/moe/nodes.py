@@ -183,7 +183,8 @@ def _float8_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _by_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
     """Tangents and gradients pass straight through the rounding."""
-    return xla.dequantize_rows(*_float8_rows(call, tokens, sent, local), tokens.dtype)
+    rows = _float8_rows(call, tokens, sent, local)
+    return xla.dequantize_rows(rows.values, rows.scales, tokens.dtype)
 
 
 @_by_float8.defjvp

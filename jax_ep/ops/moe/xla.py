@@ -58,7 +58,8 @@ def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     inverses = jnp.where(largest == 0, 1.0, jnp.minimum(FP8_MAX / largest, jnp.finfo(jnp.float32).max))
     values = (blocks * inverses[..., None]).astype(jnp.float8_e4m3fn)
-    return values.reshape(rows.shape), jnp.where(largest == 0, 1.0, largest / FP8_MAX)
+    divisor = jnp.where(largest < 0, largest, FP8_MAX)  # XLA would multiply by the rounded inverse of a constant
+    return values.reshape(rows.shape), jnp.where(largest == 0, 1.0, largest / divisor)
 
 
 def dequantize_rows(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
