@@ -1,6 +1,7 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
 from jax_ep import embedding as embedding, lax as lax, nn as nn
+from jax_ep._core.float8 import Float8Rows as Float8Rows, Float8Weights as Float8Weights
 from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
@@ -19,8 +20,13 @@ from jax_ep.ops.collective_matmul.api import (
     matmul_all_reduce as matmul_all_reduce,
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
+from jax_ep.ops.matmul.float8 import (
+    dequantize as dequantize,
+    quantize_rows as quantize_rows,
+    quantize_weights as quantize_weights,
+)
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
-from jax_ep.ops.moe.types import Dispatched as Dispatched, Float8Rows as Float8Rows, Routing as Routing
+from jax_ep.ops.moe.types import Dispatched as Dispatched, Routing as Routing
 from jax_ep.ops.moe_fused.api import (
     dispatch_ragged_dot as dispatch_ragged_dot,
     ragged_dot_combine as ragged_dot_combine,

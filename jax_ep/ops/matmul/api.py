@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep._core import checks, gemm
 from jax_ep._core.batches import batched_alike
-from jax_ep.ops.matmul import kernels
+from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep.ops.matmul import float8, kernels
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -17,8 +19,8 @@ _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | Float8Rows,
+    rhs: jax.Array | Float8Weights,
     group_sizes: jax.Array,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -34,12 +36,12 @@ def ragged_dot(
     of the operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
 
     Args:
-      lhs: [M, K] rows, those of a group next to each other.
-      rhs: [G, K, N], a matrix per group.
+      lhs: [M, K] rows, those of a group next to each other; or `Float8Rows`, then `rhs` is in float8, too.
+      rhs: [G, K, N], a matrix per group; or `Float8Weights`.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       precision, out_sharding: as in `jax.lax.ragged_dot`.
       group_offset: must be None.
-      preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`.
+      preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`, and of float8 bfloat16.
 
     Returns:
       [M, N].
@@ -48,6 +50,10 @@ def ragged_dot(
       TypeError, ValueError: as `jax.lax.ragged_dot`, when traced.
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
+    if isinstance(lhs, Float8Rows) or isinstance(rhs, Float8Weights):
+        lhs, rhs, preferred_element_type = float8.operands(
+            "ragged_dot", lhs, rhs, preferred_element_type, ndim=3, layout="[G, K, N]"
+        )
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if group_offset is not None:
         raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
@@ -61,6 +67,19 @@ def ragged_dot(
     if not _core_takes(lhs, rhs, group_sizes, result.dtype, precision):
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
     return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32))
+
+
+def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
+    """The product [M, N] of rows [M, K] and a matrix [K, N] in float8.
+
+    Args:
+      preferred_element_type: the dtype of the result: bfloat16, the default, or float32.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; raised when traced.
+    """
+    left, right, dtype = float8.operands("dot", lhs, rhs, preferred_element_type, ndim=2, layout="[K, N]")
+    return jax.lax.dot(left, right, preferred_element_type=dtype)
 
 
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:

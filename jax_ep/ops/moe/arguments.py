@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, ffi
+from jax_ep._core import checks, ffi, float8
 from jax_ep.group import Group
-from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, NodeRouting, Routing, worst_case_capacity
+from jax_ep.ops.moe.types import DispatchConfig, NodeRouting, Routing, worst_case_capacity
 
 
 def dispatch_config(
@@ -68,7 +68,7 @@ def dispatch_config(
         raise ValueError(f"{op}: wire_dtype must be None or float8_e4m3fn, got {wire}")
     if wire is None and not dequantize:
         raise ValueError(f"{op}: dequantize must be True where wire_dtype is None, as rows are not quantized")
-    if wire is not None and hidden % FP8_BLOCK:
+    if wire is not None and hidden % float8.BLOCK:
         raise ValueError(f"{op}: wire_dtype float8_e4m3fn needs H to be a multiple of 128, got H = {hidden}")
     return DispatchConfig(group.size, num_experts, capacity, alignment, wire, on_overflow == "drop", dequantize)
 

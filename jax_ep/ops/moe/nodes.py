@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._core.float8 import BLOCK, Float8Rows, dequantize_rows, quantize_rows
 from jax_ep._core.linear import linear
 from jax_ep._core.nodes import sum_over_nodes
 from jax_ep._core.undelivered import nan_on_overflow
@@ -25,11 +26,9 @@ from jax_ep.ops.moe import gradients, xla
 from jax_ep.ops.moe.types import (
     COMBINED,
     DISPATCHED,
-    FP8_BLOCK,
     DispatchCall,
     DispatchConfig,
     Dispatched,
-    Float8Rows,
     NodeRouting,
     Routing,
 )
@@ -183,8 +182,7 @@ def _float8_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _by_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
     """Tangents and gradients pass straight through the rounding."""
-    rows = _float8_rows(call, tokens, sent, local)
-    return xla.dequantize_rows(rows.values, rows.scales, tokens.dtype)
+    return dequantize_rows(_float8_rows(call, tokens, sent, local), tokens.dtype)
 
 
 @_by_float8.defjvp
@@ -195,13 +193,13 @@ def _by_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
 
 def _packed(tokens: jax.Array) -> jax.Array:
     """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales: rows that both wires carry."""
-    values, scales = xla.quantize_rows(tokens)
+    values, scales = quantize_rows(tokens)
     values = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4), jnp.float32)
     return jnp.concatenate([values, scales], axis=1)
 
 
 def _unpacked(rows: jax.Array, whole: DispatchConfig) -> Float8Rows:
-    values, scales = jnp.split(rows, [rows.shape[1] * FP8_BLOCK // (FP8_BLOCK + 4)], axis=1)
+    values, scales = jnp.split(rows, [rows.shape[1] * BLOCK // (BLOCK + 4)], axis=1)
     assert whole.wire_dtype is not None
     return Float8Rows(jax.lax.bitcast_convert_type(values, whole.wire_dtype).reshape(rows.shape[0], -1), scales)
 

@@ -11,8 +11,6 @@ from jax_ep._core import checks
 from jax_ep._core.checks import AxisName
 from jax_ep.group import Group
 
-FP8_BLOCK = 128  # values of a float8 row that share a scale
-
 # The names by which a policy of `jax.checkpoint` keeps what an exchange brought.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
 COMBINED = "jax_ep_combine"  # the sums
@@ -193,18 +191,6 @@ class NodeRouting(Routing):
         if self.sent is not None:
             checks.check_shape(op, "routing.sent", self.sent, (nodes, pairs // nodes), "[N, B]")
             checks.check_dtype(op, "routing.sent", self.sent, (np.dtype(np.int32),))
-
-
-class Float8Rows(NamedTuple):
-    """Rows as they travelled: row[i] = values[i] * scales[i // 128], for every row and i < H.
-
-    Attributes:
-      values: [capacity, H] float8_e4m3fn.
-      scales: [capacity, H / 128] float32.
-    """
-
-    values: jax.Array
-    scales: jax.Array
 
 
 class Dispatched(NamedTuple):

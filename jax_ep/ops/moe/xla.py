@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._core.checks import AxisName
-from jax_ep.ops.moe.types import FP8_BLOCK, DispatchConfig, Dispatched, Float8Rows, Routing
-
-FP8_MAX = 448.0
+from jax_ep._core.float8 import Float8Rows, dequantize_rows, quantize_rows
+from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
 
 class Layout(NamedTuple):
@@ -52,22 +51,6 @@ def layout(ids: jax.Array, config: DispatchConfig) -> Layout:
     )
 
 
-def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., H] -> float8_e4m3fn [..., H] and one float32 scale per 128 values, [..., H / 128]."""
-    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], rows.shape[-1] // FP8_BLOCK, FP8_BLOCK)
-    largest = jnp.max(jnp.abs(blocks), axis=-1)
-    inverses = jnp.where(largest == 0, 1.0, jnp.minimum(FP8_MAX / largest, jnp.finfo(jnp.float32).max))
-    values = (blocks * inverses[..., None]).astype(jnp.float8_e4m3fn)
-    divisor = jnp.where(largest < 0, largest, FP8_MAX)  # XLA would multiply by the rounded inverse of a constant
-    return values.reshape(rows.shape), jnp.where(largest == 0, 1.0, largest / divisor)
-
-
-def dequantize_rows(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `quantize_rows`, rounded to `dtype`."""
-    blocks = values.astype(jnp.float32).reshape(*scales.shape, FP8_BLOCK)
-    return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
-
-
 def dispatch(
     tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
 ) -> tuple[Dispatched, jax.Array]:
@@ -78,7 +61,7 @@ def dispatch(
     if not config.dequantize:  # both parts in one row; float32 holds them exactly
         sent = jnp.concatenate([part.astype(jnp.float32) for part in quantize_rows(tokens)], axis=1)
     elif config.wire_dtype is not None:  # the gradient passes straight through the rounding
-        rounded = dequantize_rows(*quantize_rows(tokens), tokens.dtype)
+        rounded = dequantize_rows(quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
     placed = layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config)

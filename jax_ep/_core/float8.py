@@ -1,0 +1,78 @@
+"""float8_e4m3fn with a float32 scale per block: 128 values of a row, or 128 x 128 of a matrix of weights.
+
+The scale makes the largest magnitude of a block 448, the largest that the format holds (as in DeepSeek-V3's training
+and in DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+BLOCK = 128  # values of a row, rows of a matrix, and its columns
+LARGEST = 448.0
+
+
+class Float8Rows(NamedTuple):
+    """Rows: row[i] = values[i] * scales[i // 128], for every row and i < H.
+
+    Attributes:
+      values: [M, H] float8_e4m3fn.
+      scales: [M, H / 128] float32.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+
+class Float8Weights(NamedTuple):
+    """Matrices of weights: weight[k, n] = values[k, n] * scales[k // 128, n // 128], for each of them.
+
+    Attributes:
+      values: [..., K, N] float8_e4m3fn.
+      scales: [..., K / 128, N / 128] float32.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+
+def quantize_rows(rows: jax.Array) -> Float8Rows:
+    """[..., H], H a multiple of 128."""
+    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
+    values, scales = _quantized(blocks, axes=(-1,))
+    return Float8Rows(values.reshape(rows.shape), scales.reshape(blocks.shape[:-1]))
+
+
+def dequantize_rows(rows: Float8Rows, dtype: DTypeLike) -> jax.Array:
+    """[..., H], rounded to `dtype`."""
+    blocks = rows.values.astype(jnp.float32).reshape(*rows.scales.shape, BLOCK)
+    return (blocks * rows.scales[..., None]).reshape(rows.values.shape).astype(dtype)
+
+
+def quantize_weights(weights: jax.Array) -> Float8Weights:
+    """[..., K, N], both multiples of 128."""
+    blocks = _in_blocks(weights)
+    values, scales = _quantized(blocks, axes=(-3, -1))
+    return Float8Weights(values.reshape(weights.shape), scales.reshape(*blocks.shape[:-3], blocks.shape[-2]))
+
+
+def dequantize_weights(weights: Float8Weights, dtype: DTypeLike) -> jax.Array:
+    """[..., K, N], rounded to `dtype`."""
+    blocks = _in_blocks(weights.values) * weights.scales[..., :, None, :, None]
+    return blocks.reshape(weights.values.shape).astype(dtype)
+
+
+def _in_blocks(weights: jax.Array) -> jax.Array:
+    """[..., K, N] -> [..., K / 128, 128, N / 128, 128] float32."""
+    *others, k, n = weights.shape
+    return weights.astype(jnp.float32).reshape(*others, k // BLOCK, BLOCK, n // BLOCK, BLOCK)
+
+
+def _quantized(blocks: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Values, and the scale of each block, whose values lie along `axes`: of size 1 there."""
+    largest = jnp.max(jnp.abs(blocks), axis=axes, keepdims=True)
+    inverse = jnp.where(largest == 0, 1.0, jnp.minimum(LARGEST / largest, jnp.finfo(jnp.float32).max))
+    divisor = jnp.where(largest < 0, largest, LARGEST)  # XLA would multiply by the rounded inverse of a constant
+    return (blocks * inverse).astype(jnp.float8_e4m3fn), jnp.where(largest == 0, 1.0, largest / divisor)
