@@ -99,7 +99,9 @@ def collective(name: str, b: jax.Array, moved: jax.Array) -> jax.Array:
     return jax.lax.psum(moved, AXIS) if name == "matmul_all_reduce" else jax.lax.psum_scatter(moved, AXIS, tiled=True)
 
 
-def with_collective(op: Op, group: jax_ep.Group, implementation: str, b: jax.Array, a: jax.Array) -> jax.Array:
+def with_collective(
+    op: Op, group: jax_ep.Group, implementation: jax_ep.Implementation, b: jax.Array, a: jax.Array
+) -> jax.Array:
     return op(a, b, group=group, implementation=implementation)
 
 

@@ -99,7 +99,7 @@ class Result:
         return self.times[PRODUCTS, FORWARD] * (3 if training else 1)
 
 
-def ours(group: jax_ep.Group, room: int, implementation: str, fused: bool | str) -> Layer:
+def ours(group: jax_ep.Group, room: int, implementation: jax_ep.Implementation, fused: bool | str) -> Layer:
     def layer(
         ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
     ) -> jax.Array:
@@ -197,7 +197,7 @@ def loops_of_parts(
     shape: Shape,
     room: int,
     group: jax_ep.Group,
-    implementation: str,
+    implementation: jax_ep.Implementation,
     inputs: moe_sweep.Inputs,
     matrices: Matrices,
     calls: int,
@@ -213,7 +213,9 @@ def loops_of_parts(
     return loops | {(one.op, FORWARD): one.loop for one in alone if one.op in (DISPATCH, COMBINE)}
 
 
-def measure(model: Model, routing: str, group: jax_ep.Group, implementation: str, repeats: int, quick: bool) -> Result:
+def measure(
+    model: Model, routing: str, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int, quick: bool
+) -> Result:
     """Checks the layers against each other, then times all in turns."""
     shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
     case = Case(shape, routing)

@@ -35,7 +35,9 @@ class Result:
     combine: dict[str, float]
 
 
-def formulations(shape: Shape, group: jax_ep.Group, implementation: str) -> tuple[Formulation, Formulation]:
+def formulations(
+    shape: Shape, group: jax_ep.Group, implementation: jax_ep.Implementation
+) -> tuple[Formulation, Formulation]:
     """Ours and the padded all_to_all, each as jitted functions of global arrays."""
     mean_rows = shape.tokens * shape.top_k
 
@@ -78,7 +80,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(shape: Shape, group: jax_ep.Group, implementation: str, repeats: int) -> Result:
+def measure(shape: Shape, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int) -> Result:
     """Checks the formulations against each other, then times them in turns."""
     tokens, ids, weights = make_inputs(shape, group)
     both = formulations(shape, group, implementation)

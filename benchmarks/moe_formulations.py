@@ -23,7 +23,9 @@ class Formulation:
     combine: Callable[..., jax.Array]
 
 
-def jax_ep_ops(group: jax_ep.Group, experts: int, capacity: int, implementation: str, **options: Any) -> Formulation:
+def jax_ep_ops(
+    group: jax_ep.Group, experts: int, capacity: int, implementation: jax_ep.Implementation, **options: Any
+) -> Formulation:
     def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
         return jax_ep.dispatch(
             tokens,

@@ -52,7 +52,9 @@ class Candidate(NamedTuple):
     loop: Loop
 
 
-def run(group: jax_ep.Group, implementation: str, repeats: int, quick: bool, name_contains: str) -> list[Result]:
+def run(
+    group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int, quick: bool, name_contains: str
+) -> list[Result]:
     """Measures the families chosen, and prints a table for each as it goes."""
     on_cpu = group.platform == "cpu"
     families = select(TINY_FAMILIES if on_cpu else FAMILIES, quick=quick, name_contains=name_contains)
@@ -95,7 +97,7 @@ def all_to_all_limit(group: jax_ep.Group, size: int, repeats: int) -> float:
     return size * (ranks - 1) / ranks / time * 1e6
 
 
-def measure(case: Case, group: jax_ep.Group, implementation: str, repeats: int) -> list[Result]:
+def measure(case: Case, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int) -> list[Result]:
     """Checks the formulations against each other, then times them in turns."""
     shape = case.shape
     ids = make_ids(case, group.size)
@@ -148,7 +150,7 @@ def row_bytes(op: str, shape: Shape) -> int:
     return shape.hidden * jnp.dtype(shape.dtype).itemsize
 
 
-def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: str) -> list[Formulation]:
+def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: jax_ep.Implementation) -> list[Formulation]:
     """Ours first, each with just the room that this routing asks for."""
     shape, room = case.shape, capacity(case, needed)
     block = padded.block_rows(shape.tokens * shape.top_k / group.size) if case.routing == "uniform" else 0
@@ -163,7 +165,12 @@ def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: str) -
 
 
 def our_candidates(
-    shape: Shape, room: int, group: jax_ep.Group, implementation: str, inputs: Inputs, state: jax_ep.Dispatched
+    shape: Shape,
+    room: int,
+    group: jax_ep.Group,
+    implementation: jax_ep.Implementation,
+    inputs: Inputs,
+    state: jax_ep.Dispatched,
 ) -> list[Candidate]:
     """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth

@@ -90,7 +90,9 @@ def round_up(rows: int) -> int:
     return -(-rows // 128) * 128
 
 
-def measure(kind: str, shape: Shape, group: jax_ep.Group, implementation: str, calls: int, repeats: int) -> str:
+def measure(
+    kind: str, shape: Shape, group: jax_ep.Group, implementation: jax_ep.Implementation, calls: int, repeats: int
+) -> str:
     """Checks the formulations against each other, times them in turns and gives a markdown table."""
     ids = draw_ids(kind, shape, group.size)
     needed = load(ids, shape.num_rows)

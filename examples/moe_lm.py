@@ -31,7 +31,7 @@ class Config:
     capacity_factor: float = 1.5  # rows a device may receive, as a multiple of the mean
     balance_weight: float = 0.01
     z_weight: float = 0.001
-    implementation: str = "auto"
+    implementation: jax_ep.Implementation = "auto"
 
 
 class Layer(NamedTuple):

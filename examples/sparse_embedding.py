@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from tqdm import tqdm
 
 import jax_ep
-from jax_ep import embedding
+from jax_ep import Implementation, embedding
 
 from .word_data import Batch, Corpus, load_corpus, sample_batch
 
@@ -60,7 +60,7 @@ def init_tables(key: jax.Array, vocabulary: int) -> Tables:
 
 
 def summed_gradient(
-    tables: Tables, batch: Batch, group: jax_ep.Group, implementation: str
+    tables: Tables, batch: Batch, group: jax_ep.Group, implementation: Implementation
 ) -> tuple[dict[str, jax_ep.SparseRows], Metrics]:
     """On one device: the gradient of the loss of all devices. Words drawn twice are added up before they are sent."""
     value, gradient = jax_ep.sparse_value_and_grad(loss)(tables, ids_of(batch))
@@ -82,7 +82,7 @@ def summed_gradient(
 Step = Callable[[Tables, Any, Batch, float], tuple[Tables, Any, Metrics]]
 
 
-def make_train_step(group: jax_ep.Group, implementation: str) -> Step:
+def make_train_step(group: jax_ep.Group, implementation: Implementation) -> Step:
     """One jitted step of row-wise Adagrad: the tables and their state are replicated, the batch is spread."""
 
     def per_device(tables: Tables, state: Any, batch: Batch, learning_rate: jax.Array) -> tuple[Tables, Any, Metrics]:
@@ -94,7 +94,7 @@ def make_train_step(group: jax_ep.Group, implementation: str) -> Step:
     return jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P()), donate_argnums=(0, 1))
 
 
-def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: str) -> tuple[Tables, Metrics]:
+def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: Implementation) -> tuple[Tables, Metrics]:
     """Trains with a progress bar; returns the tables and the metrics of every step, stacked."""
     step = make_train_step(group, implementation)
     place = partial(jax.device_put, device=jax.sharding.NamedSharding(group.mesh, P()))
@@ -111,7 +111,7 @@ def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: str) 
     return tables, jax.tree.map(lambda *values: np.stack(values), *history)
 
 
-def agrees_with_dense(corpus: Corpus, tables: Tables, group: jax_ep.Group, implementation: str) -> float:
+def agrees_with_dense(corpus: Corpus, tables: Tables, group: jax_ep.Group, implementation: Implementation) -> float:
     """The largest difference between the sparse gradient of a batch and the `psum` of dense ones, relative to it."""
 
     def dense_loss(tables: Tables, batch: Batch) -> jax.Array:

@@ -52,7 +52,9 @@ def init_params(key: jax.Array, group: jax_ep.Group) -> Params:
     return Params(*map(draw, jax.random.split(key, len(shapes)), shapes, partition_specs(group.axis_name)))
 
 
-def loss(params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group, implementation: str) -> jax.Array:
+def loss(
+    params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
+) -> jax.Array:
     """Mean cross-entropy in nats of the last byte of each row of `batch` [ROWS, CONTEXT + 1], given those before it."""
 
     def per_device(params: Params, batch: jax.Array) -> jax.Array:
@@ -73,7 +75,7 @@ def loss(params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group, impl
 
 
 def train(
-    params: Params, text: np.ndarray, steps: int, dtype: Any, group: jax_ep.Group, implementation: str
+    params: Params, text: np.ndarray, steps: int, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
 ) -> tuple[Params, list[float]]:
     """Trains with a progress bar; returns the weights and the loss of every step."""
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
@@ -95,11 +97,11 @@ def train(
 
 
 def difference_from_xla(
-    params: Params, batch: np.ndarray, dtype: Any, group: jax_ep.Group, implementation: str
+    params: Params, batch: np.ndarray, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
 ) -> float:
     """The difference of the gradients, by norms: the largest over all weights."""
 
-    def gradients(implementation: str) -> Any:
+    def gradients(implementation: jax_ep.Implementation) -> Any:
         return jax.jit(lambda params: jax.grad(loss)(params, batch, dtype, group, implementation))(params)
 
     ours, theirs = (jax.device_get(gradients(one)) for one in (implementation, "xla"))

@@ -17,12 +17,11 @@ from jax.typing import DTypeLike
 
 from jax_ep import profiling
 from jax_ep._core import checks, ffi, native, rendezvous, timeouts, watchdog
-from jax_ep._core.checks import AxisName
+from jax_ep._core.checks import AxisName, Chosen, Implementation
 from jax_ep._core.nodes import NodePlan, crosses_nodes, plan
 from jax_ep.errors import GroupClosedError, JaxEpError, PlatformError
 
 LOGGER = logging.getLogger("jax_ep")
-LAUNCHED = ("dispatch", "combine", "ragged_all_to_all")
 ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
 LONGEST_OPENING = 300.0  # seconds
 MOST_SMS = 2**31 - 1  # what a C++ int holds
@@ -168,15 +167,17 @@ class Group:
             return self.intranode.report()
         return [] if self._native is None else native.history(self._native)
 
-    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> native.LaunchConfig:
+    def launch_config(
+        self, op: native.Launched, num_tokens: int, *, wire_dtype: DTypeLike | None = None
+    ) -> native.LaunchConfig:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
         Raises:
           ValueError: there is no such op.
           PlatformError: the group has no kernels, or they run on a CPU, as threads.
         """
-        if op not in LAUNCHED:
-            raise ValueError(f"launch_config: op must be one of {LAUNCHED}, got {op!r}")
+        if op not in native.LAUNCHED:
+            raise ValueError(f"launch_config: op must be one of {native.LAUNCHED}, got {op!r}")
         if self.intranode is not None:
             return self.intranode.launch_config(op, num_tokens, wire_dtype=wire_dtype)
         config = None
@@ -211,7 +212,7 @@ class Group:
         self._native.close()
         self._free_number()
 
-    def resolve(self, op: str, implementation: str) -> str:
+    def resolve(self, op: str, implementation: Implementation) -> Chosen:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone."""
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
@@ -320,7 +321,7 @@ class Group:
         return f"Group(mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r})"
 
 
-def _chosen(op: str, implementation: str, why: str) -> str:
+def _chosen(op: str, implementation: Chosen, why: str) -> Chosen:
     LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
     return implementation
 

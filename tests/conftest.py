@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import SEED, mesh_of
 
-from jax_ep import Group
+from jax_ep import Group, Implementation
 from jax_ep._core import ffi
 
 # All before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
@@ -54,7 +54,7 @@ def require_native() -> None:
 
 
 @pytest.fixture(params=["ffi", "xla"])
-def implementation(request: pytest.FixtureRequest) -> str:
+def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "ffi":
         require_native()
     return request.param

@@ -17,7 +17,7 @@ import oracle
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep import Dispatched, Group, JaxEpError, combine, dispatch
+from jax_ep import Dispatched, Group, Implementation, JaxEpError, combine, dispatch
 
 LATE_TOKENS = 1100  # of a rank: more than set off before their rows are known
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
@@ -90,7 +90,7 @@ def fields(out: Dispatched) -> dict[str, Any]:
 
 
 def awaiting_failure(
-    group: Group, match: str, implementation: str = "ffi"
+    group: Group, match: str, implementation: Implementation = "ffi"
 ) -> contextlib.AbstractContextManager[object, bool | None]:
     """Around the awaiting of an op that fails: kernels on the CPU raise there; a GPU's, and XLA, deliver NaN."""
     if group.platform == "cpu" and implementation == "ffi":
@@ -99,7 +99,9 @@ def awaiting_failure(
 
 
 @contextlib.contextmanager
-def expect_failure(group: Group, error: type[JaxEpError], match: str, implementation: str = "ffi") -> Iterator[None]:
+def expect_failure(
+    group: Group, error: type[JaxEpError], match: str, implementation: Implementation = "ffi"
+) -> Iterator[None]:
     """As `awaiting_failure`; afterwards `group.check()` raises the typed error on every platform.
 
     What follows the awaiting inside the block runs only where that does not raise: there it can look at the results.
@@ -110,14 +112,16 @@ def expect_failure(group: Group, error: type[JaxEpError], match: str, implementa
         group.check()
 
 
-def assert_nothing_delivered(out: Dispatched, implementation: str = "ffi") -> None:
+def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "ffi") -> None:
     """After a failure on a GPU every result says so; XLA's formulation spoils the tokens alone."""
     for name, array in fields(out).items():
         if implementation == "ffi" or name == "tokens":
             np.testing.assert_array_equal(wide(array), FAILED[name], name)
 
 
-def round_trip(group: Group, *, implementation: str, **options: Any) -> Callable[..., tuple[Dispatched, jax.Array]]:
+def round_trip(
+    group: Group, *, implementation: Implementation, **options: Any
+) -> Callable[..., tuple[Dispatched, jax.Array]]:
     """On one rank, (tokens, ids, weights) -> (Dispatched, combine of the very rows that arrived)."""
 
     def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array | None) -> tuple[Dispatched, jax.Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep import Group
+from jax_ep import Group, Implementation
 
 FLOAT32 = helpers.DTYPES[2]
 OPS: dict[str, Callable[..., jax.Array]] = {
@@ -65,7 +65,7 @@ def program(op: str, group: Group, **options: Any) -> Callable[..., Any]:
     return helpers.per_rank(partial(OPS[op], group=group, **options), group.mesh)
 
 
-def served(group: Group, implementation: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+def served(group: Group, implementation: Implementation, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Kernels on a GPU take 16-bit operands and multiples of 8 alone."""
     multiples = all(size % 8 == 0 for size in shape[1:])
     return implementation == "xla" or group.platform == "cpu" or (dtype != FLOAT32 and multiples)

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
+from jax_ep.ops.sparse.types import Method
 
 AXIS, EXPERTS, SEED = "ep", 16, 0
 WARM_UP = 20  # launches of ours
@@ -50,7 +51,7 @@ def ragged(group: jax_ep.Group, rng: np.random.Generator, times: int = 2) -> Non
     run(group, op, rows, np.zeros_like(rows), starts, counts, here, counts, times=times)
 
 
-def sparse(group: jax_ep.Group, rng: np.random.Generator, method: str) -> None:
+def sparse(group: jax_ep.Group, rng: np.random.Generator, method: Method) -> None:
     ids = rng.integers(0, 1000, group.size * 333).astype(np.int32)
     values = rng.standard_normal((ids.size, 65), np.float32)
 

@@ -1,8 +1,10 @@
 """Lists, scalars and strings where an op wants an array, SparseRows, a dtype or a bool: refused by name."""
 
+import inspect
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import helpers
 import jax
@@ -149,3 +151,27 @@ def test_arrays_of_numpy_are_arrays() -> None:
     rows = SparseRows.from_entries(ids, np.ones((3, D), np.float32), num_rows=V)  # pyright: ignore[reportArgumentType]
     np.testing.assert_array_equal(jax_ep.coalesce(rows).values[:2, 0], [2, 1])
     assert embedding.lookup(TABLE, np.int32(3)).shape == (D,)  # pyright: ignore[reportArgumentType]
+
+
+def options(module: ModuleType) -> Iterator[tuple[str, str, Any]]:
+    """("function: parameter", its default, its type) where the default is a string, of what a module exports."""
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        hints = get_type_hints(function)
+        for parameter in inspect.signature(function).parameters.values():
+            if isinstance(parameter.default, str):
+                yield f"{name}: {parameter.name}", parameter.default, hints[parameter.name]
+
+
+def literals(hint: Any) -> set[Any]:
+    if get_origin(hint) is Literal:
+        return set(get_args(hint))
+    return set().union(*map(literals, get_args(hint)))
+
+
+def test_string_options_have_literal_types() -> None:
+    """So that an editor knows them, and a type checker finds a wrong one."""
+    found = [option for module in (jax_ep, jax_ep.nn, jax_ep.lax) for option in options(module)]
+    assert {name.split(": ")[1] for name, _, _ in found} >= {"implementation", "on_overflow", "method", "op", "score"}
+    for name, default, hint in found:
+        assert default in literals(hint), f"{name} is {hint}"
+        assert str not in get_args(hint), f"{name} is {hint}"

@@ -10,7 +10,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Group, combine, dispatch, matmul_all_reduce, moe_mlp, sparse_all_reduce
+from jax_ep import Group, Implementation, combine, dispatch, matmul_all_reduce, moe_mlp, sparse_all_reduce
 from jax_ep.lax import ragged_all_to_all
 from jax_ep.ops.sparse.types import SparseRows
 
@@ -28,7 +28,9 @@ def flat(*ranks: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]], ids=" ".join)
 @pytest.mark.parametrize("lines", [1, 2])
-def test_ranks_of_two_axes(axes: tuple[str, str], lines: int, implementation: str, rng: np.random.Generator) -> None:
+def test_ranks_of_two_axes(
+    axes: tuple[str, str], lines: int, implementation: Implementation, rng: np.random.Generator
+) -> None:
     """They are numbered as `jax.lax.axis_index` does, and `PartitionSpec`: the last axis of the tuple runs fastest."""
     mesh = helpers.mesh_of(data=lines, context=2, expert=2)
     spec = P(("data", *axes))
@@ -45,7 +47,7 @@ def test_ranks_of_two_axes(axes: tuple[str, str], lines: int, implementation: st
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
 
 
-def test_gradient_over_two_axes(implementation: str, rng: np.random.Generator) -> None:
+def test_gradient_over_two_axes(implementation: Implementation, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(helpers.mesh_of(context=2, expert=2), BOTH) as group:
 
@@ -62,7 +64,7 @@ def test_gradient_over_two_axes(implementation: str, rng: np.random.Generator) -
     np.testing.assert_allclose(d_weights, np.broadcast_to(squares, weights.shape), rtol=1e-5)
 
 
-def test_other_ops_over_two_axes(implementation: str, rng: np.random.Generator) -> None:
+def test_other_ops_over_two_axes(implementation: Implementation, rng: np.random.Generator) -> None:
     """Each gives what it gives over one axis of as many devices in this order."""
     rows = rng.standard_normal((SIZE * 6, HIDDEN)).astype(np.float32)
     ids = rng.integers(0, EXPERTS, (SIZE * 6, TOP_K)).astype(np.int32)
@@ -96,7 +98,7 @@ def test_other_ops_over_two_axes(implementation: str, rng: np.random.Generator) 
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_tuple_of_one_axis_is_that_axis(implementation: str) -> None:
+def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> None:
     rows, indices = np.zeros((SIZE * 3, 2), np.float32), np.zeros(SIZE * SIZE, np.int32)
     with over(helpers.mesh_of(ep=SIZE), ("ep",)) as group:
         assert group.axis_name == "ep"
@@ -123,7 +125,7 @@ def test_wrong_axes(axes: Any, error: type[Exception], match: str) -> None:
         Group(helpers.mesh_of(context=1, expert=1), axes)
 
 
-def test_axes_left_to_the_compiler(implementation: str, rng: np.random.Generator) -> None:
+def test_axes_left_to_the_compiler(implementation: Implementation, rng: np.random.Generator) -> None:
     """No type says how they shard an operand, so they are refused; a shard_map inside over them says it."""
     mesh = helpers.mesh_of(dp=2, ep=2)
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
@@ -151,7 +153,7 @@ def test_axes_left_to_the_compiler(implementation: str, rng: np.random.Generator
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
 
 
-def test_equal_sub_meshes(implementation: str, rng: np.random.Generator) -> None:
+def test_equal_sub_meshes(implementation: Implementation, rng: np.random.Generator) -> None:
     """Types cannot tell them apart, so a call of the lax op names its group."""
     devices = helpers.mesh_of(ep=SIZE).devices
     halves = [Mesh(devices[i : i + 2], ("ep",)) for i in (0, 2)]
@@ -178,7 +180,7 @@ def test_equal_sub_meshes(implementation: str, rng: np.random.Generator) -> None
                 exchange(halves[1], first).lower(rows, *slices)
 
 
-def test_a_mesh_without_devices(implementation: str, rng: np.random.Generator) -> None:
+def test_a_mesh_without_devices(implementation: Implementation, rng: np.random.Generator) -> None:
     """A shard_map over an AbstractMesh finds the group by its axes and sizes."""
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     mesh = helpers.mesh_of(ep=SIZE)

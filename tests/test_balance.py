@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import nn
+from jax_ep.nn.balance import Score
 
 SIZE, TOKENS, EXPERTS, K = 4, 20, 16, 4
 zeros: Any = np.zeros
@@ -102,7 +103,7 @@ def finite_differences(function: Callable[[np.ndarray], float], x: np.ndarray) -
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_balance_over_devices(score: str, rng: np.random.Generator) -> None:
+def test_balance_over_devices(score: Score, rng: np.random.Generator) -> None:
     """The loss of the whole batch, and each device has the gradient of its own tokens in it."""
     batch = draw(rng)
     spread = over_devices(lambda x, ids: nn.balance_loss(x, ids, score=score, axis_name="ep"))
@@ -135,7 +136,7 @@ def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
     [
         (lambda: nn.balance_loss(zeros((3, 4)), zeros((2, 1), int)), r"balance_loss: logits and ids must be \[T, E\]"),
         (
-            lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1), int), score="tanh"),
+            lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1), int), score="tanh"),  # pyright: ignore[reportArgumentType]
             "balance_loss: score must be one of",
         ),
         (lambda: nn.z_loss(zeros((3, 4)), zeros(4, bool)), r"z_loss: mask must have shape \[T\] = \(3,\), got \(4,\)"),

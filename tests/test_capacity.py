@@ -7,7 +7,7 @@ import pytest
 from conftest import OpenGroup
 from helpers import Case
 
-from jax_ep import CapacityError, combine, dispatch
+from jax_ep import CapacityError, Implementation, combine, dispatch
 
 SIZE, EXPERTS, CAPACITY = 4, 8, 12
 ONE_TOO_MANY = rf"rank 2 needs {CAPACITY + 1} rows but capacity is {CAPACITY}\b"
@@ -25,7 +25,7 @@ def case_with(rng: np.random.Generator, rows_of_rank_2: int) -> Case:
     return case
 
 
-def test_exactly_full(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_exactly_full(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
     case = case_with(rng, CAPACITY)
@@ -35,7 +35,7 @@ def test_exactly_full(implementation: str, open_group: OpenGroup, rng: np.random
 
 
 def test_one_too_many_raises_and_the_group_goes_on(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
@@ -48,7 +48,9 @@ def test_one_too_many_raises_and_the_group_goes_on(
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
 
 
-def test_many_tokens_without_room(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_many_tokens_without_room(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """Tokens that are on their way when ranks learn of the lack of room do no harm."""
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, helpers.LATE_TOKENS, 2, EXPERTS, 16)
@@ -83,7 +85,7 @@ def test_all_ranks_stop_together(native: None, open_group: OpenGroup, rng: np.ra
 
 
 def test_the_next_op_raises_what_nobody_checked(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
     options = {"num_experts": EXPERTS, "capacity": CAPACITY, "implementation": implementation}
@@ -97,7 +99,7 @@ def test_the_next_op_raises_what_nobody_checked(
 
 @pytest.mark.parametrize(("capacity", "alignment"), [(11, 1), (7, 1), (1, 1), (8, 4), (12, 4)])
 def test_drop(
-    capacity: int, alignment: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    capacity: int, alignment: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
     options = {"num_experts": EXPERTS, "alignment": alignment}

@@ -11,7 +11,7 @@ from conftest import OpenGroup
 from matmul_cases import OPS, Operands, assert_near, assert_right, draw, exact, program, served
 
 import jax_ep
-from jax_ep import Group, PeerTimeoutError
+from jax_ep import Group, Implementation, PeerTimeoutError
 
 BFLOAT16, FLOAT16, FLOAT32 = helpers.DTYPES
 SHAPES = [(8, 8, 8), (40, 24, 16), (136, 40, 200), (264, 8, 264)]  # M, K, N
@@ -23,7 +23,7 @@ def op(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def check(op: str, group: Group, operands: Operands, implementation: str, **options: Any) -> None:
+def check(op: str, group: Group, operands: Operands, implementation: Implementation, **options: Any) -> None:
     out = helpers.fetch(program(op, group, implementation=implementation, **options)(*operands))
     assert out.dtype == (options.get("out_dtype") or operands[0].dtype)
     assert_right(op, out, operands)
@@ -35,7 +35,7 @@ def test_product(
     op: str,
     shape: tuple[int, int, int],
     dtype: np.dtype,
-    implementation: str,
+    implementation: Implementation,
     open_group: OpenGroup,
     rng: np.random.Generator,
 ) -> None:
@@ -51,12 +51,14 @@ def test_product(
 
 @pytest.mark.parametrize("size", helpers.SIZES)
 def test_sizes_of_groups(
-    op: str, size: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    op: str, size: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     check(op, open_group(size), draw(rng, size, (48, 32, 40), BFLOAT16), implementation)
 
 
-def test_float32_result_and_bias(op: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_float32_result_and_bias(
+    op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group = open_group(2)
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
     check(op, group, (a, b), implementation, out_dtype=FLOAT32)
@@ -71,7 +73,7 @@ def test_float32_result_and_bias(op: str, implementation: str, open_group: OpenG
 
 
 def test_a_hundred_runs_give_the_same_bits(
-    op: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(helpers.largest_size())
     operands = draw(rng, group.size, (264, 64, 72), BFLOAT16)

@@ -35,7 +35,7 @@ def test_gradients(
     op: str,
     dtype: np.dtype,
     out_dtype: np.dtype,
-    implementation: str,
+    implementation: jax_ep.Implementation,
     open_group: OpenGroup,
     rng: np.random.Generator,
 ) -> None:
@@ -61,7 +61,11 @@ def test_gradients(
 
 @pytest.mark.parametrize("bias_dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_gradient_of_the_bias(
-    op: str, bias_dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    op: str,
+    bias_dtype: np.dtype,
+    implementation: jax_ep.Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """The sum over the rows of the cotangents: of small integers, so it is exact."""
     group = open_group(2)
@@ -81,7 +85,7 @@ def test_gradient_of_the_bias(
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_two_layers_of_tensor_parallelism(
-    check_vma: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    check_vma: bool, implementation: jax_ep.Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Values and gradients of a block with sharded weights are those of one device."""
     group = open_group(2)
@@ -109,7 +113,7 @@ def test_two_layers_of_tensor_parallelism(
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_result_of_an_all_reduce_is_everybodys(
-    check_vma: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    check_vma: bool, implementation: jax_ep.Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Its type says so, and its gradient too."""
     group = open_group(2)
@@ -126,7 +130,9 @@ def test_the_result_of_an_all_reduce_is_everybodys(
     np.testing.assert_allclose(helpers.wide(d_b), a.T @ ones, rtol=0.01, atol=0.05)
 
 
-def test_cotangents_are_summed_before_they_are_rounded(implementation: str, open_group: OpenGroup) -> None:
+def test_cotangents_are_summed_before_they_are_rounded(
+    implementation: jax_ep.Implementation, open_group: OpenGroup
+) -> None:
     """The result is float32: what two ranks add to it would be lost in bfloat16. Without `check_vma` the op sums."""
     group, size = open_group(2), 8
     above = np.stack([np.full((size, size), x, np.float32) for x in (1 + 2**-9, -1)])

@@ -9,12 +9,12 @@ from conftest import OpenGroup
 from helpers import DTYPES, Case
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Dispatched, Group, combine, dispatch
+from jax_ep import Dispatched, Group, Implementation, combine, dispatch
 
 SIZE, EXPERTS = 4, 16
 
 
-def given_outputs(group: Group, implementation: str):
+def given_outputs(group: Group, implementation: Implementation):
     """A program (tokens, ids, weights, outputs) -> combine of `outputs`, whatever was dispatched."""
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ def layout_of(case: Case, capacity: int) -> oracle.Expected:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 21, 256])
 def test_outputs_of_another_width(
-    width: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    width: int, dtype: np.dtype, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     program = given_outputs(open_group(SIZE), implementation)
     case = helpers.draw_case(rng, SIZE, 5, 4, EXPERTS, 16)  # tokens are float32 whatever the outputs are
@@ -50,7 +50,7 @@ def test_outputs_of_another_width(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_order_of_the_sum(
-    dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    dtype: np.dtype, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     program = given_outputs(open_group(SIZE), implementation)
     case = helpers.draw_case(rng, SIZE, 6, 8, EXPERTS, 16)
@@ -62,7 +62,9 @@ def test_order_of_the_sum(
     np.testing.assert_array_equal(helpers.wide(combined), helpers.wide(wanted))
 
 
-def test_rows_of_no_token_do_not_matter(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_rows_of_no_token_do_not_matter(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     program = given_outputs(open_group(SIZE), implementation)
     case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
     case.ids[:, 0, 1] = -1
@@ -76,7 +78,9 @@ def test_rows_of_no_token_do_not_matter(implementation: str, open_group: OpenGro
     helpers.assert_combined(combined, np.nan_to_num(outputs), layout.targets, case.weights)
 
 
-def test_nan_stays_in_its_token(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_nan_stays_in_its_token(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """Values and gradients, through an expert whose derivative depends on its input."""
     group = open_group(SIZE)
 
@@ -110,7 +114,7 @@ def test_nan_stays_in_its_token(implementation: str, open_group: OpenGroup, rng:
 
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_ragged_dot_of_what_arrives(
-    alignment: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    alignment: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
 
@@ -135,7 +139,7 @@ def test_ragged_dot_of_what_arrives(
 
 
 def test_routing_travels_between_two_shard_maps(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
 

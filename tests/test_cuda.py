@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import CapacityError, Group, combine, dispatch
+from jax_ep import CapacityError, Group, OnOverflow, combine, dispatch
 from jax_ep._core import ffi
 
 pytestmark = [
@@ -105,7 +105,7 @@ class Config(NamedTuple):
     top_k: int
     experts: int
     room: float | None
-    overflow: str
+    overflow: OnOverflow
     alignment: int = 1
     dtype: Any = np.float32
 

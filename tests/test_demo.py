@@ -12,7 +12,7 @@ import pytest
 from conftest import require_native
 from jax.sharding import Mesh
 
-from jax_ep import Group
+from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
 
 STEPS = 20
@@ -23,7 +23,7 @@ def example() -> Callable[[str], ModuleType]:
     return partial(load, "examples")
 
 
-def losses(demo: ModuleType, devices: Sequence[Any], implementation: str) -> np.ndarray:
+def losses(demo: ModuleType, devices: Sequence[Any], implementation: Implementation) -> np.ndarray:
     config = demo.moe_lm.Config(implementation=implementation)
     with Group(Mesh(np.array(devices), ("ep",)), "ep") as group:
         params = demo.moe_lm.init_params(jax.random.key(demo.SEED), config, group)

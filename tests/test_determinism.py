@@ -10,13 +10,13 @@ import oracle
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import combine, dispatch
+from jax_ep import Implementation, combine, dispatch
 
 EXPERTS = 16
 
 
 def test_a_hundred_runs_give_the_same_bits(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     size = helpers.largest_size()
     group = open_group(size)

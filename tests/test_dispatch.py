@@ -11,13 +11,15 @@ import pytest
 from conftest import OpenGroup
 from helpers import BIG, DTYPES, LATE_TOKENS, SIZES, Case
 
+from jax_ep import Implementation
+
 EXPERTS = 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_and_dtype(
-    size: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    size: int, dtype: np.dtype, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     program = helpers.dispatch_combine(open_group(size), num_experts=EXPERTS, implementation=implementation)
     case = helpers.draw_case(rng, size, tokens=5, top_k=3, experts=EXPERTS, hidden=37, dtype=dtype)
@@ -28,7 +30,12 @@ def test_every_size_and_dtype(
     ("experts", "top_k", "hidden"), [(8, 2, 6144), (64, 6, 2048), (128, 4, 2880), (128, 8, 4096), (256, 8, 7168)]
 )
 def test_shapes_of_known_models(
-    experts: int, top_k: int, hidden: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    experts: int,
+    top_k: int,
+    hidden: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     size = helpers.largest_size()
     program = helpers.dispatch_combine(open_group(size), num_experts=experts, implementation=implementation)
@@ -38,7 +45,12 @@ def test_shapes_of_known_models(
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(700, 8, 64), (LATE_TOKENS, 8, 64), (2, 3, 4096)])
 def test_many_tokens_or_experts(
-    tokens: int, top_k: int, experts: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    tokens: int,
+    top_k: int,
+    experts: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     program = helpers.dispatch_combine(open_group(4), num_experts=experts, implementation=implementation)
     case = helpers.draw_case(rng, 4, tokens, top_k, experts, hidden=8)
@@ -89,7 +101,7 @@ def out_of_range(case: Case) -> None:
 )
 def test_strange_routings(
     change: Callable[[Case], None],
-    implementation: str,
+    implementation: Implementation,
     open_group: OpenGroup,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -107,7 +119,9 @@ def test_strange_routings(
 
 
 @pytest.mark.parametrize("capacity", [None, 6])
-def test_no_tokens(capacity: int | None, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_no_tokens(
+    capacity: int | None, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group = open_group(4)
     both = helpers.round_trip(group, num_experts=8, capacity=capacity, implementation=implementation)
     # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
@@ -119,7 +133,9 @@ def test_no_tokens(capacity: int | None, implementation: str, open_group: OpenGr
     assert actual[1].shape == (4, 0, 16)
 
 
-def test_no_weights_count_as_one(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_no_weights_count_as_one(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     program = helpers.dispatch_combine(open_group(4), num_experts=8, implementation=implementation)
     case = helpers.draw_case(rng, 4, tokens=4, top_k=2, experts=8, hidden=16)
     actual = helpers.fetch(program(case.tokens, case.ids, None))
@@ -127,7 +143,9 @@ def test_no_weights_count_as_one(implementation: str, open_group: OpenGroup, rng
 
 
 @pytest.mark.parametrize("alignment", [4, 8])
-def test_alignment(alignment: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_alignment(
+    alignment: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     options = {"num_experts": EXPERTS, "alignment": alignment}
     program = helpers.dispatch_combine(open_group(4), implementation=implementation, **options)
     case = helpers.draw_case(rng, 4, 5, 3, EXPERTS, 16)
@@ -139,7 +157,12 @@ def test_alignment(alignment: int, implementation: str, open_group: OpenGroup, r
     ("dtype", "tokens", "hidden"), [*((dtype, 5, 384) for dtype in DTYPES), (DTYPES[0], LATE_TOKENS, 128)], ids=str
 )
 def test_fp8_wire(
-    dtype: np.dtype, tokens: int, hidden: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    dtype: np.dtype,
+    tokens: int,
+    hidden: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     program = helpers.dispatch_combine(
         open_group(4), num_experts=EXPERTS, wire_dtype=jnp.float8_e4m3fn, implementation=implementation

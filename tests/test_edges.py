@@ -10,7 +10,7 @@ import pytest
 import sparse_cases as cases
 from conftest import OpenGroup
 
-from jax_ep import SparseRows, combine, dispatch, sparse_all_reduce
+from jax_ep import Implementation, SparseRows, combine, dispatch, sparse_all_reduce
 
 SIZE, EXPERTS = 2, 4
 
@@ -33,7 +33,11 @@ Shape = tuple[int, int, int]  # T, K, H
     ids=str,
 )
 def test_nothing(
-    shape: Shape, options: dict[str, Any], implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    shape: Shape,
+    options: dict[str, Any],
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     group = open_group(SIZE)
     tokens, top_k, hidden = shape
@@ -60,7 +64,9 @@ def test_nothing(
         np.testing.assert_array_equal(gradient, np.zeros_like(operand))
 
 
-def test_float8_rows_of_no_tokens(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_float8_rows_of_no_tokens(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group = open_group(SIZE)
 
     def body(tokens: jax.Array, ids: jax.Array) -> Any:
@@ -77,7 +83,12 @@ def test_float8_rows_of_no_tokens(implementation: str, open_group: OpenGroup, rn
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_ids_and_counts_beyond_all(
-    count: int, dtype: Any, sharded: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    count: int,
+    dtype: Any,
+    sharded: bool,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """Ids of 64 bits must not wrap around to those of rows, and a count no array has counts what there is."""
     group, num_rows, entries = open_group(SIZE), 33, 8

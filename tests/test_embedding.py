@@ -15,7 +15,7 @@ from embedding_oracle import D, DenseOptimizer, V, dense_gradient, state_of
 from helpers import bits, fetch, largest_size, wide
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import SparseRows, embedding, sparse_all_reduce, sparse_value_and_grad
+from jax_ep import Implementation, SparseRows, embedding, sparse_all_reduce, sparse_value_and_grad
 
 
 def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -257,7 +257,7 @@ def test_64_bits(rng: np.random.Generator, name: str) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_parallel_training(
-    rng: np.random.Generator, open_group: OpenGroup, implementation: str, name: str, check_vma: bool
+    rng: np.random.Generator, open_group: OpenGroup, implementation: Implementation, name: str, check_vma: bool
 ) -> None:
     """Steps on every rank's part of a batch are steps on the whole batch, and leave all ranks the same table."""
     group, optimizer, steps = open_group(largest_size()), OPTIMIZERS[name](), 3

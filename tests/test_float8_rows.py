@@ -31,7 +31,12 @@ def dispatch_only(group: jax_ep.Group, **options: Any) -> Any:
 )
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_values_and_scales(
-    tokens: int, hidden: int, dtype: np.dtype, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    tokens: int,
+    hidden: int,
+    dtype: np.dtype,
+    implementation: jax_ep.Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, :128] = 0  # a block without a largest value
@@ -56,7 +61,9 @@ def test_values_and_scales(
             np.testing.assert_array_equal(found, rounded)
 
 
-def test_combine_takes_the_routing(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_combine_takes_the_routing(
+    implementation: jax_ep.Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """A float8 expert that gives its rows back: each token times the sum of its weights."""
     group = open_group(4)
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Group, combine, dispatch
+from jax_ep import Group, Implementation, combine, dispatch
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
 
@@ -51,7 +51,7 @@ def dense_layer(tokens: Any, weights: Any, up: Any, down: Any, ids: Any) -> Any:
     return tokens + jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, EXPERTS), weights, outputs)
 
 
-def sparse_layer(group: Group, implementation: str, with_weights: bool = True, **options: Any) -> Layer:
+def sparse_layer(group: Group, implementation: Implementation, with_weights: bool = True, **options: Any) -> Layer:
     def layer(tokens: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array, ids: jax.Array) -> jax.Array:
         out = dispatch(
             tokens,
@@ -128,7 +128,7 @@ def test_against_dense(
     wrap: Callable[[Layer], Layer],
     layers: int,
     check_vma: bool,
-    implementation: str,
+    implementation: Implementation,
     open_group: OpenGroup,
     rng: np.random.Generator,
 ) -> None:
@@ -146,7 +146,7 @@ def test_against_dense(
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_grad_inside_shard_map(
-    check_vma: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
     model, ids, target = draw_setting(rng)
@@ -164,7 +164,7 @@ def test_grad_inside_shard_map(
     assert_close(helpers.fetch(program(model, ids, target)), jax.grad(dense_loss)(model, ids, target, True))
 
 
-def test_without_weights(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_without_weights(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     model, ids, target = draw_setting(rng)
     network = one_after_another(sparse_layer(group, implementation, with_weights=False))
@@ -173,7 +173,7 @@ def test_without_weights(implementation: str, open_group: OpenGroup, rng: np.ran
     assert_close(gradient, wanted._replace(weights=jnp.zeros_like(model.weights)))
 
 
-def test_second_order(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_second_order(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
@@ -202,7 +202,9 @@ def test_second_order(implementation: str, open_group: OpenGroup, rng: np.random
     assert_close(second, jax.grad(steepness(dense), argnums=(0, 1, 2))(tokens, weights, scales))
 
 
-def test_dropped_rows_have_no_gradient(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_dropped_rows_have_no_gradient(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     case.ids[:] = np.where(rng.random(case.ids.shape) < 0.5, 2, case.ids)
@@ -233,7 +235,7 @@ def test_dropped_rows_have_no_gradient(implementation: str, open_group: OpenGrou
 
 
 def test_fp8_rounding_is_passed_straight_through(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, 128)

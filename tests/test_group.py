@@ -20,7 +20,15 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh
 
-from jax_ep import CapacityError, Group, GroupClosedError, PlatformError, group as group_module, profiling
+from jax_ep import (
+    CapacityError,
+    Group,
+    GroupClosedError,
+    Implementation,
+    PlatformError,
+    group as group_module,
+    profiling,
+)
 from jax_ep._core import checks, native as native_module
 
 SIZE, EXPERTS = 2, 8
@@ -206,7 +214,7 @@ def test_arguments_in_another_order() -> None:
 
 
 def test_what_was_chosen_is_logged(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     why = {"ffi": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]
@@ -217,7 +225,9 @@ def test_what_was_chosen_is_logged(
     assert [record.getMessage() for record in caplog.records] == wanted
 
 
-def test_a_capacity_error_says_what_to_do(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_capacity_error_says_what_to_do(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=1, implementation=implementation)
     with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -14,19 +14,19 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Group, InvalidRoutingError
+from jax_ep import Group, Implementation, InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
 
 SIZE, ROWS = 4, 40
 
 
 @pytest.fixture
-def group(implementation: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> Group:
+def group(implementation: Implementation, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> Group:
     choose(implementation, monkeypatch)
     return open_group(SIZE)
 
 
-def choose(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The op has no argument for it: where the library is built it would never take "xla"."""
     if implementation == "xla":
         monkeypatch.setattr(Group, "resolve", lambda *_: "xla")
@@ -141,7 +141,7 @@ def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], group: G
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_sizes(
     size: int,
-    implementation: str,
+    implementation: Implementation,
     open_group: OpenGroup,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -239,7 +239,7 @@ def less_sent_than_expected(slices: oracle.Slices) -> None:
     ids=lambda spoil: spoil.__name__,
 )
 def test_bad_slices_are_reported_and_the_group_goes_on(
-    spoil: Callable[[oracle.Slices], None], implementation: str, group: Group, rng: np.random.Generator
+    spoil: Callable[[oracle.Slices], None], implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     program = exchange(group)
     good = draw_slices(rng, each=1)
@@ -258,7 +258,7 @@ def test_bad_slices_are_reported_and_the_group_goes_on(
 
 
 def test_no_rank_delivers_what_another_did_not_send(
-    implementation: str, group: Group, rng: np.random.Generator
+    implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 3)).astype(np.int32)
     bad = draw_slices(rng, each=1)
@@ -274,7 +274,9 @@ def test_no_rank_delivers_what_another_did_not_send(
 
 @pytest.mark.parametrize("name", oracle.Slices._fields)
 @pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
-def test_beyond_32_bits(name: str, beyond: int, group: Group, implementation: str, rng: np.random.Generator) -> None:
+def test_beyond_32_bits(
+    name: str, beyond: int, group: Group, implementation: Implementation, rng: np.random.Generator
+) -> None:
     """Reported, and not wrapped around to numbers that would do."""
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
     bad = draw_slices(rng, each=1, dtype=np.int64)
@@ -288,7 +290,7 @@ def test_beyond_32_bits(name: str, beyond: int, group: Group, implementation: st
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
-def test_constant_indices_beyond_32_bits(dtype: Any, group: Group, implementation: str) -> None:
+def test_constant_indices_beyond_32_bits(dtype: Any, group: Group, implementation: Implementation) -> None:
     """The indices are numpy's, whose arrays jax would narrow without a word."""
     offsets = np.zeros(SIZE, dtype)
     offsets[0] = 2**32 if np.iinfo(dtype).bits == 64 else 2**32 - 1

@@ -12,13 +12,13 @@ from conftest import OpenGroup
 from jax.sharding import Mesh, PartitionSpec as P
 from test_lax import ROWS, draw_slices
 
-from jax_ep import Group
+from jax_ep import Group, Implementation
 from jax_ep.lax import ragged_all_to_all
 
 SIZE = 4
 
 
-def exchange(over: Group, implementation: str, **options: Any) -> Any:
+def exchange(over: Group, implementation: Implementation, **options: Any) -> Any:
     def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
         given: dict[str, Any] = {"axis_name": over.axis_name, "implementation": implementation} | options
         return ragged_all_to_all(operand, output, *slices, **given)
@@ -35,7 +35,11 @@ def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray
 )
 @pytest.mark.parametrize("each", [1, 2])
 def test_axis_index_groups(
-    parts: tuple[tuple[int, ...], ...], each: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    parts: tuple[tuple[int, ...], ...],
+    each: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """Each part exchanges as a group of its own would, its ranks in the order given."""
     group, of_part = open_group(SIZE), len(parts[0])
@@ -90,7 +94,9 @@ def test_what_jax_refuses_is_refused_in_its_words(name: str, wrong: jax.Array, w
 @pytest.mark.parametrize(
     "in_axes", [0, (0, 0, None, None, None, None), (None, None, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)], ids=str
 )
-def test_vmap_inside(in_axes: Any, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_vmap_inside(
+    in_axes: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group, batch = open_group(SIZE), 3
     operands = [*draw_rows(rng, 2, SIZE, batch)]
     drawn = [draw_slices(rng, 2) for _ in range(batch)]
@@ -107,7 +113,7 @@ def test_vmap_inside(in_axes: Any, implementation: str, open_group: OpenGroup, r
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shard_axis", [0, 1])
 def test_vmap_outside(
-    axis: int, shard_axis: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    axis: int, shard_axis: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """A jitted shard_map over one axis of two is batched along either axis of its operands."""
     batch = 2
@@ -129,7 +135,7 @@ def test_vmap_outside(
         np.testing.assert_array_equal(actual[i], oracle.ragged_all_to_all(operand[i], output[i], slices))
 
 
-def test_tangents(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_tangents(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """It is linear: a tangent goes as the rows do. Its transpose belongs to it: <w, J v> = <J^T w, v>."""
     group, slices = open_group(SIZE), draw_slices(rng, 2)
     operand, output, d_operand, d_output, cotangent = draw_rows(rng, 5, SIZE)
@@ -154,7 +160,7 @@ def test_tangents(implementation: str, open_group: OpenGroup, rng: np.random.Gen
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_the_gradient_of_a_row_that_is_sent_several_times(
-    each: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    each: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """It is the sum of all cotangents, as of any value that is used several times."""
     group, slices = open_group(SIZE), draw_slices(rng, each)
@@ -172,7 +178,7 @@ def test_the_gradient_of_a_row_that_is_sent_several_times(
         np.testing.assert_allclose(a, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_all_rows_to_all_ranks(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_all_rows_to_all_ranks(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """An all_gather in this form, and its gradient, psum_scatter: slices that are the same rows on all ranks."""
     group = open_group(SIZE)
     rows = rng.standard_normal((SIZE, 3, 2)).astype(np.float32)

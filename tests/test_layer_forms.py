@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Group, combine, dispatch, moe_mlp
+from jax_ep import Group, Implementation, combine, dispatch, moe_mlp
 from jax_ep.ops.moe.arguments import balanced_capacity
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
@@ -54,7 +54,7 @@ def dense(model: dict[str, Any], ids: Any, *, gated: Any, biased: tuple[str, ...
     return jnp.einsum("tke,etkh->th", picked * (1 if weigh_inputs else weights), answers)
 
 
-def sharded(group: Group, implementation: str, **form: Any) -> Any:
+def sharded(group: Group, implementation: Implementation, **form: Any) -> Any:
     biased, one_matrix = form.pop("biased"), form.pop("one_matrix")
 
     def layer(model: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
@@ -80,7 +80,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(form))
-def test_forms(form: dict[str, Any], implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_forms(
+    form: dict[str, Any], implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """Values and all gradients, by the fused ops where there is something to fuse, and by "xla" without them."""
     model, ids = draw(rng)
     form = {"one_matrix": False, "biased": (), "gated": None, "weigh_inputs": False} | form
@@ -103,7 +105,7 @@ def test_forms(form: dict[str, Any], implementation: str, open_group: OpenGroup,
     ("ids_dtype", "weights_dtype"), [(np.int8, jnp.bfloat16), (np.uint32, np.float16), (np.int64, np.float64)]
 )
 def test_ids_and_weights_are_cast(
-    ids_dtype: Any, weights_dtype: Any, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    ids_dtype: Any, weights_dtype: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """The gradient comes in the dtype of the weights; an id beyond int32 is invalid, and not wrapped around."""
     group = open_group(SIZE)
@@ -134,7 +136,12 @@ def test_ids_and_weights_are_cast(
     ("factor", "alignment", "wanted"), [(1, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (1e6, 1, 72)]
 )
 def test_capacity_factor(
-    factor: float, alignment: int, wanted: int, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    factor: float,
+    alignment: int,
+    wanted: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """18 assignments of each rank; 72 of all, which find room whatever the factor."""
     group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)

@@ -14,7 +14,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Group, moe_mlp
+from jax_ep import Group, Implementation, moe_mlp
 from jax_ep.nn.layers import uses_fused_ops
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
@@ -63,7 +63,7 @@ def draw_shared(rng: np.random.Generator, dtype: Any) -> tuple[np.ndarray, ...]:
     return tuple((rng.standard_normal(shape) / shape[0] ** 0.5).astype(dtype) for shape in shapes)
 
 
-def sharded(group: Group, implementation: str, **options: Any) -> Callable[..., Any]:
+def sharded(group: Group, implementation: Implementation, **options: Any) -> Callable[..., Any]:
     """(Model, ids, shared or nothing) -> what the layer returns."""
 
     def layer(model: Model, ids: jax.Array, shared: Any = None) -> Any:
@@ -79,7 +79,7 @@ def sharded(group: Group, implementation: str, **options: Any) -> Callable[..., 
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_values(dtype: Any, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_values(dtype: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     model, ids = draw(rng, dtype)
     actual = helpers.fetch(jax.jit(sharded(open_group(SIZE), implementation))(model, ids))
     wanted = exact(model, ids)
@@ -90,7 +90,7 @@ def test_values(dtype: Any, implementation: str, open_group: OpenGroup, rng: np.
     np.testing.assert_allclose(actual.astype(np.float64), wanted, rtol=0, atol=allowed)
 
 
-def test_gradients(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_gradients(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     model, ids = draw(rng)
     target = rng.standard_normal(model.tokens.shape).astype(np.float32)
     layer = sharded(open_group(SIZE), implementation)
@@ -117,7 +117,9 @@ def test_fused_or_not(open_group: OpenGroup, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_shared_expert(fused: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_shared_expert(
+    fused: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """Its matrices are the same on all ranks, so that their gradients add up."""
     model, ids = draw(rng)
     shared = draw_shared(rng, np.float32)
@@ -161,7 +163,7 @@ def test_a_shared_expert_waits_for_no_rows(fused: bool, open_group: OpenGroup, r
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_stats(fused: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_stats(fused: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     model, ids = draw(rng)
     ids[3, :2] = EXPERTS, -7
     capacity = 8

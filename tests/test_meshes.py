@@ -13,7 +13,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jax_ep import combine, dispatch, matmul_all_reduce
+from jax_ep import Implementation, combine, dispatch, matmul_all_reduce
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 5, 2, 16
@@ -22,7 +22,7 @@ MESHES: list[dict[str, int]] = [{"dp": 2, "ep": 4}, {"ep": 2, "dp": 2}, {"ep": 4
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_one_group_for_each_line(
-    axes: dict[str, int], implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    axes: dict[str, int], implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     mesh = helpers.mesh_of(**axes)
     group = open_group(mesh=mesh)
@@ -44,7 +44,7 @@ def test_one_group_for_each_line(
 
 
 def test_ranks_follow_the_mesh_not_the_device_ids(
-    implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     size = min(4, helpers.largest_size())
     mesh = Mesh(np.array(jax.devices()[: -size - 1 : -1]), ("ep",))
@@ -86,7 +86,11 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize("unvarying", ["tokens", "ids", "weights", "tokens ids weights"])
 def test_operands_equal_on_all_ranks(
-    unvarying: str, axes: dict[str, int], implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    unvarying: str,
+    axes: dict[str, int],
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """`check_vma=True` knows them as unvarying; values and gradients are those of operands that are repeated."""
     mesh = helpers.mesh_of(**axes)

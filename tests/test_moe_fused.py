@@ -16,7 +16,7 @@ from helpers import BIG, DTYPES, Case
 from jax.sharding import PartitionSpec as P
 from moe_oracle import Layer
 
-from jax_ep import CapacityError, Group, combine, dispatch, dispatch_ragged_dot, lax, ragged_dot_combine
+from jax_ep import CapacityError, Group, Implementation, combine, dispatch, dispatch_ragged_dot, lax, ragged_dot_combine
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
 ROWS = SIZE * TOKENS * TOP_K  # so many can arrive at one rank
@@ -24,7 +24,7 @@ ROWS = SIZE * TOKENS * TOP_K  # so many can arrive at one rank
 Body = Callable[..., jax.Array]
 
 
-def fused(group: Group, implementation: str, activation: Any = "silu", **options: Any) -> Body:
+def fused(group: Group, implementation: Implementation, activation: Any = "silu", **options: Any) -> Body:
     """On one rank, (tokens, ids, weights, gate, up, down) -> [T, H]."""
 
     def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
@@ -44,7 +44,7 @@ def fused(group: Group, implementation: str, activation: Any = "silu", **options
     return layer
 
 
-def chain(group: Group, implementation: str, activation: Any = jax.nn.silu, **options: Any) -> Body:
+def chain(group: Group, implementation: Implementation, activation: Any = jax.nn.silu, **options: Any) -> Body:
     """The layer of unfused ops, differentiated by JAX."""
     multiply = jax.lax.ragged_dot if implementation == "xla" else lax.ragged_dot
 
@@ -122,7 +122,7 @@ def test_bits_of_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.rando
         assert_same_bits(*(helpers.fetch(program(layer, case.ids, cotangent)) for program in programs))
 
 
-def test_values(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     program = with_gradient(group, fused(group, implementation, capacity=ROWS))
     for change in ROUTINGS:
@@ -132,7 +132,7 @@ def test_values(implementation: str, open_group: OpenGroup, rng: np.random.Gener
         assert_near(helpers.fetch(program(layer, case.ids, cotangent)), exact, 1e-5)
 
 
-def test_drops(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_drops(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, capacity = open_group(SIZE), 7
     program = with_gradient(group, fused(group, implementation, capacity=capacity, on_overflow="drop"))
     layer, case, cotangent = draw(rng, np.float32)
@@ -159,7 +159,7 @@ def test_float8_wire(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Gene
         assert_near(ours, exact, 1e-5)
 
 
-def test_one_right_operand(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_one_right_operand(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """What was dispatched is dispatch's; the product and the sums are numpy's."""
     group = open_group(SIZE)
     _, case, _ = draw(rng, np.float32)
@@ -191,7 +191,9 @@ def test_one_right_operand(implementation: str, open_group: OpenGroup, rng: np.r
 
 
 @pytest.mark.parametrize("capacity", [None, 6])
-def test_no_tokens(capacity: int | None, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_no_tokens(
+    capacity: int | None, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group = open_group(SIZE)
     layer = fused(group, implementation, capacity=capacity)
 
@@ -207,7 +209,7 @@ def test_no_tokens(capacity: int | None, implementation: str, open_group: OpenGr
     assert not any(x.any() for x in (gradient.tokens[:, 1:], *gradient[1:]))
 
 
-def test_too_many_rows(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_too_many_rows(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     program = helpers.per_rank(fused(group, implementation, capacity=5), group.mesh)
     layer, case, _ = draw(rng, np.float32)
@@ -321,7 +323,11 @@ def test_rows_are_kept_once(open_group: OpenGroup, rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize(("alignment", "capacity"), [(1, 7), (4, 8), (4, None)])
 def test_group_sizes_of_a_routing(
-    alignment: int, capacity: int | None, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    alignment: int,
+    capacity: int | None,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     group = open_group(SIZE)
     options: dict[str, Any] = {"alignment": alignment, "capacity": capacity, "on_overflow": "drop"}

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import CapacityError, Dispatched, Group, PlatformError, combine, dispatch, moe_mlp
+from jax_ep import CapacityError, Dispatched, Group, Implementation, PlatformError, combine, dispatch, moe_mlp
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
@@ -63,7 +63,7 @@ def run(group: Group, case: helpers.Case, **options: Any) -> tuple[Dispatched, n
 
 @pytest.mark.parametrize(("nodes", "ranks", "dtype"), [(*MESHES[i], helpers.DTYPES[i % 3]) for i in range(5)], ids=str)
 def test_all_tokens_to_all_nodes(
-    nodes: int, ranks: int, dtype: np.dtype, implementation: str, rng: np.random.Generator
+    nodes: int, ranks: int, dtype: np.dtype, implementation: Implementation, rng: np.random.Generator
 ) -> None:
     """The rows, counts and weights of one group of all ranks."""
     case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN, dtype)
@@ -77,7 +77,7 @@ def test_all_tokens_to_all_nodes(
 
 @pytest.mark.parametrize(("nodes", "ranks", "node_capacity"), [(2, 4, 2), (4, 2, 5), (2, 2, 100)])
 def test_room_on_the_way(
-    nodes: int, ranks: int, node_capacity: int, implementation: str, rng: np.random.Generator
+    nodes: int, ranks: int, node_capacity: int, implementation: Implementation, rng: np.random.Generator
 ) -> None:
     """Of each rank the first tokens for a node travel; an oracle that never knew the others gives what arrives."""
     case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN)
@@ -118,7 +118,7 @@ def uneven(rng: np.random.Generator, size: int, hidden: int = HIDDEN, dtype: Any
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
-def test_drops_and_skips(alignment: int, implementation: str, rng: np.random.Generator) -> None:
+def test_drops_and_skips(alignment: int, implementation: Implementation, rng: np.random.Generator) -> None:
     case = uneven(rng, 8)
     with over(2, 4) as group:
         options: dict[str, Any] = {"capacity": 24, "alignment": alignment, "on_overflow": "drop"}
@@ -131,7 +131,9 @@ def test_drops_and_skips(alignment: int, implementation: str, rng: np.random.Gen
 
 
 @pytest.mark.parametrize("node_capacity", [None, 3])
-def test_overflow_delivers_nothing(node_capacity: int | None, implementation: str, rng: np.random.Generator) -> None:
+def test_overflow_delivers_nothing(
+    node_capacity: int | None, implementation: Implementation, rng: np.random.Generator
+) -> None:
     case = uneven(rng, 8)
     with over(2, 4) as group:
         options: dict[str, Any] = {"capacity": None if node_capacity else 16, "node_capacity": node_capacity}
@@ -146,7 +148,7 @@ def test_overflow_delivers_nothing(node_capacity: int | None, implementation: st
 
 
 @pytest.mark.parametrize("hidden", [128, 256])
-def test_float8_on_both_wires(hidden: int, implementation: str, rng: np.random.Generator) -> None:
+def test_float8_on_both_wires(hidden: int, implementation: Implementation, rng: np.random.Generator) -> None:
     """Rows are rounded once, whatever ways they take."""
     case = uneven(rng, 4, hidden, helpers.DTYPES[0])
     case.tokens[0, 0], case.tokens[0, 1, :7], case.tokens[1, 2, 5] = 0, np.inf, np.nan
@@ -171,7 +173,12 @@ def test_float8_on_both_wires(hidden: int, implementation: str, rng: np.random.G
     ("nodes", "ranks", "node_capacity", "fused"), [(2, 4, None, True), (4, 2, 4, True), (2, 2, 4, False)]
 )
 def test_a_layer_and_its_gradients(
-    nodes: int, ranks: int, node_capacity: int | None, fused: bool, implementation: str, rng: np.random.Generator
+    nodes: int,
+    ranks: int,
+    node_capacity: int | None,
+    fused: bool,
+    implementation: Implementation,
+    rng: np.random.Generator,
 ) -> None:
     size = nodes * ranks
     case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
@@ -204,7 +211,7 @@ def test_a_layer_and_its_gradients(
         np.testing.assert_allclose(a, b.reshape(a.shape), rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_forward_mode_and_batches(implementation: str, rng: np.random.Generator) -> None:
+def test_forward_mode_and_batches(implementation: Implementation, rng: np.random.Generator) -> None:
     """A tangent goes the same way as tokens; a batch is one call after the other."""
     cases = [helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(2)]
     with over(2, 2) as group:

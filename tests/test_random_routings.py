@@ -12,7 +12,7 @@ from helpers import BIG, SEED, Case
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jax_ep import CapacityError
+from jax_ep import CapacityError, Implementation
 
 EXAMPLES = {"ffi": 110, "xla": 15}  # of each configuration
 
@@ -53,7 +53,7 @@ def routings(config: Config) -> st.SearchStrategy[np.ndarray]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.size}-{config.overflow}")
 def test_random_routings(
-    config: Config, implementation: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
+    config: Config, implementation: Implementation, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     group = open_group(config.size)

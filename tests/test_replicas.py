@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import combine, dispatch, moe_mlp, nn
+from jax_ep import Implementation, combine, dispatch, moe_mlp, nn
 
 EXPERTS = 16
 
@@ -47,7 +47,9 @@ def test_tokens_are_spread_over_replicas(rng: np.random.Generator) -> None:
     assert max(taken.values()) - min(taken.values()) <= 1
 
 
-def test_replicas_change_no_result(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_replicas_change_no_result(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """Every expert scales a row by a number of its own; whichever replica does it."""
     size, experts, slots = 2, 4, 6
     case = helpers.draw_case(rng, size, 8, 2, experts, 16)
@@ -105,7 +107,9 @@ def test_replicas_of_no_loads_are_spread() -> None:
     np.testing.assert_array_equal(nn.plan_replicas(np.zeros(6), num_ranks=4, num_slots=8).counts, [2, 2, 1, 1, 1, 1])
 
 
-def test_a_layer_of_replicas_trains(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_layer_of_replicas_trains(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing."""
     size, experts = 4, 4
     case = helpers.draw_case(rng, size, 16, 2, experts, 8)

@@ -11,6 +11,8 @@ import sparse_cases as cases
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
+from jax_ep import Implementation
+
 SIZE, ENTRIES, WIDTH, ROWS = 4, 24, 5, 60
 CAPACITY = {False: 64, True: 16}
 
@@ -30,7 +32,12 @@ def wanted_gradient(ids: np.ndarray, weights: np.ndarray, op: str) -> np.ndarray
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("op", ["sum", "mean", "mean_by_count"])
 def test_against_numpy(
-    op: str, sharded: bool, check_vma: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    op: str,
+    sharded: bool,
+    check_vma: bool,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """The loss adds up one copy of the result: that of all ranks, or each rank's own rows."""
     group = open_group(SIZE)
@@ -56,7 +63,7 @@ def test_against_numpy(
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_grad_inside_shard_map(
-    check_vma: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Where every rank has a loss of its own of the replicated result, the gradient is that of their sum."""
     group, ids = open_group(SIZE), cases.zipf(rng, SIZE, ENTRIES, ROWS)
@@ -78,7 +85,9 @@ def test_grad_inside_shard_map(
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "scan"])
-def test_transformed(wrap: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_transformed(
+    wrap: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     """The loss is not linear: the sum of squares of the summed table."""
     group, ids = open_group(SIZE), cases.zipf(rng, SIZE, ENTRIES, ROWS)
     values = cases.draw_values(rng, ids, WIDTH)
@@ -101,7 +110,7 @@ def test_transformed(wrap: str, implementation: str, open_group: OpenGroup, rng:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_dropped_rows_have_no_gradient(
-    sharded: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    sharded: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group, ids = open_group(SIZE), cases.identical(rng, SIZE, ENTRIES, ROWS)
     values = cases.draw_values(rng, ids, WIDTH)

@@ -14,7 +14,7 @@ from helpers import BIG, SEED
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jax_ep import CapacityError, PeerTimeoutError
+from jax_ep import CapacityError, Implementation, PeerTimeoutError
 
 EXAMPLES = {"ffi": 70, "xla": 12}  # of each configuration
 
@@ -58,7 +58,7 @@ def draws(config: Config) -> st.SearchStrategy[np.ndarray]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.size}-{config.method}-{config.op}")
 def test_random_rows(
-    config: Config, implementation: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
+    config: Config, implementation: Implementation, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     group = open_group(config.size)

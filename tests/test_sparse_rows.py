@@ -16,7 +16,7 @@ from helpers import DTYPES
 from jax.experimental.sparse import BCOO
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Group, SparseRows, coalesce, sparse_all_reduce
+from jax_ep import Group, Implementation, SparseRows, coalesce, sparse_all_reduce
 from jax_ep.ops.sparse.api import choose_method
 
 ROWS, ENTRIES, WIDTH = 12, 6, 3
@@ -82,7 +82,9 @@ def test_bcoo_of_single_values() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_int64_ids(sharded: bool, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_int64_ids(
+    sharded: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
     group = open_group(2)
     with jax.enable_x64(True):
         ids = cases.uniform(rng, 2, 8, 50).astype(np.int64)
@@ -153,7 +155,7 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
         trace(group, lambda: reduce(group, **options))
 
 
-def test_where_it_may_be_called(implementation: str, open_group: OpenGroup) -> None:
+def test_where_it_may_be_called(implementation: Implementation, open_group: OpenGroup) -> None:
     group = open_group(2)
     with pytest.raises(ValueError, match=r"^sparse_all_reduce: must be called inside jax\.shard_map"):
         reduce(group, implementation=implementation)

@@ -13,7 +13,7 @@ from conftest import OpenGroup
 from matmul_cases import OPS
 
 import jax_ep
-from jax_ep import CapacityError, Group, SparseRows
+from jax_ep import CapacityError, Group, Implementation, SparseRows
 
 SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN = 2, 8, 3, 4, 2, 16
 CAPACITY = SIZE * TOKENS * TOP_K
@@ -21,7 +21,7 @@ CAPACITY = SIZE * TOKENS * TOP_K
 Body = Callable[..., Any]
 
 
-def there_and_back(group: Group, implementation: str, **options: Any) -> Body:
+def there_and_back(group: Group, implementation: Implementation, **options: Any) -> Body:
     def body(tokens: jax.Array, weights: jax.Array, scale: jax.Array, ids: jax.Array) -> jax.Array:
         given: dict[str, Any] = {"group": group, "implementation": implementation}
         out = jax_ep.dispatch(tokens, ids, weights, num_experts=EXPERTS, capacity=CAPACITY, **options, **given)
@@ -57,7 +57,7 @@ def assert_as_a_loop(group: Group, body: Body, in_axes: tuple[int | None, ...], 
 
 @pytest.mark.parametrize("batched", ["all", "tokens", "weights", "scale", "ids"])
 def test_dispatch_and_combine(
-    batched: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    batched: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     names = ("tokens", "weights", "scale", "ids")
     in_axes = tuple(0 if batched in ("all", name) else None for name in names)
@@ -66,7 +66,7 @@ def test_dispatch_and_combine(
     assert_as_a_loop(group, there_and_back(group, implementation), in_axes, operands, rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_a_batch(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_gradients_of_a_batch(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     body = there_and_back(group, implementation)
     gradient = jax.grad(lambda *operands: jnp.sum(body(*operands) ** 2), argnums=(0, 1, 2))
@@ -75,7 +75,11 @@ def test_gradients_of_a_batch(implementation: str, open_group: OpenGroup, rng: n
 
 @pytest.mark.parametrize(("fused", "matrices_axis"), [(True, 0), (True, None), (False, None)])
 def test_layers(
-    fused: bool, matrices_axis: int | None, implementation: str, open_group: OpenGroup, rng: np.random.Generator
+    fused: bool,
+    matrices_axis: int | None,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     """A batch of models, or of one model's inputs; and their gradients."""
     group = open_group(SIZE)
@@ -88,7 +92,7 @@ def test_layers(
     assert_as_a_loop(group, both, axes, (tokens, ids, weights, *given), rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_without_room(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_batch_without_room(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """No error where all fits, and one where a single call of the batch does not."""
     group = open_group(SIZE)
     tokens, _, _, ids = draw(rng)
@@ -107,7 +111,7 @@ def test_a_batch_without_room(implementation: str, open_group: OpenGroup, rng: n
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_products(op: str, implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_products(op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     square = rng.integers(-4, 4, (SIZE, BATCH, 8, 8)).astype(jnp.bfloat16)  # GPUs multiply 16-bit operands only
     multiply = partial(OPS[op], group=group, implementation=implementation)
@@ -124,7 +128,7 @@ def varying_over_ep(x: jax.Array) -> jax.Array:
     return x if "ep" in axes else jax.lax.pcast(x, "ep", to="varying")
 
 
-def test_sparse_sums(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_sparse_sums(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     ids = rng.integers(0, 12, (SIZE, BATCH, 5)).astype(np.int32)
     values = rng.standard_normal((SIZE, BATCH, 5, 3)).astype(np.float32)
@@ -137,7 +141,7 @@ def test_sparse_sums(implementation: str, open_group: OpenGroup, rng: np.random.
     assert_as_a_loop(group, total, (0, 0), (ids, values), rtol=1e-6)
 
 
-def test_jacobians(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """The op runs once, its derivative is batched; backward and forward agree."""
     group = open_group(SIZE)
     body = there_and_back(group, implementation)
@@ -156,7 +160,7 @@ def test_jacobians(implementation: str, open_group: OpenGroup, rng: np.random.Ge
     np.testing.assert_allclose(total[:2], total[2:], rtol=1e-4)
 
 
-def test_tangents(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_tangents(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """`jax.jvp` and `jax.linearize` against differences, and against the transpose: <w, J v> = <J^T w, v>."""
     group = open_group(SIZE)
     body = there_and_back(group, implementation)

@@ -1,7 +1,7 @@
 """Argument checks shared by the ops: each names the argument, what it was and what it must be."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-IMPLEMENTATIONS = ("auto", "ffi", "xla")
+Chosen = Literal["ffi", "xla"]  # by kernels, or by jax.lax alone
+Implementation = Literal["auto"] | Chosen
+OnOverflow = Literal["raise", "drop"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", *get_args(Chosen))
+ON_OVERFLOW: tuple[OnOverflow, ...] = get_args(OnOverflow)
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))

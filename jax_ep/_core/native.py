@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from jax_ep._core import ffi
 from jax_ep.errors import (
@@ -15,6 +15,9 @@ from jax_ep.errors import (
     PeerTimeoutError,
     PlatformError,
 )
+
+Launched = Literal["dispatch", "combine", "ragged_all_to_all"]  # ops whose launch is told
+LAUNCHED: tuple[Launched, ...] = get_args(Launched)
 
 _ERRORS: dict[str, type[JaxEpError]] = {
     "JaxEpError": JaxEpError,
@@ -103,7 +106,9 @@ class LaunchConfig(NamedTuple):
     shared_bytes_per_warp: int
 
 
-def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
+def launch_config(
+    native: NativeGroup, platform: str, op: Launched, num_tokens: int, encoded: bool
+) -> LaunchConfig | None:
     """None on a CPU, whose ranks are threads."""
     found = native.launch_config(ffi.library(platform).op_kinds[op], num_tokens, encoded)
     return None if found is None else LaunchConfig(*found)

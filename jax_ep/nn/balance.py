@@ -5,7 +5,7 @@ the tokens of all devices along it, the same on each; without, that of the token
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax_ep._core import checks
 from jax_ep._core.checks import AxisName
 
 Array = jax.Array | np.ndarray
+Score = Literal["softmax", "sigmoid"]
 
 
 def expert_load(ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -24,7 +25,9 @@ def expert_load(ids: Array, num_experts: int, *, axis_name: AxisName | None = No
     return _sum(load, axis_name)
 
 
-def balance_loss(logits: Array, ids: Array, *, score: str = "softmax", axis_name: AxisName | None = None) -> jax.Array:
+def balance_loss(
+    logits: Array, ids: Array, *, score: Score = "softmax", axis_name: AxisName | None = None
+) -> jax.Array:
     """E times the sum over experts of (share of assignments) * (mean probability): 1 when both are even.
 
     The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable in the logits alone.
@@ -37,7 +40,7 @@ def balance_loss(logits: Array, ids: Array, *, score: str = "softmax", axis_name
       score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
     """
     op = "balance_loss"
-    checks.check_one_of(op, "score", score, ("softmax", "sigmoid"))
+    checks.check_one_of(op, "score", score, get_args(Score))
     if ids.ndim != 2 or logits.ndim != 2 or len(ids) != len(logits):
         raise ValueError(f"{op}: logits and ids must be [T, E] and [T, K], got {logits.shape} and {ids.shape}")
     experts, wide = logits.shape[1], logits.astype(jnp.float32)

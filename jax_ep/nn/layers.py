@@ -11,16 +11,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
+from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn.float8 import float8_ragged_dot
 from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.moe.types import Routing
 from jax_ep.ops.moe_fused.api import dispatch_ragged_dot, ragged_dot_combine
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, activated
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, activated
 
 Precision = Literal["float8"]
-Activation = str | Callable[[jax.Array], jax.Array]
+Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Gated = Callable[[jax.Array, jax.Array], jax.Array]  # of the products by gate and up
 Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
 Biases = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # of gate, up, down
@@ -60,10 +61,10 @@ def moe_mlp(
     node_capacity: int | Literal["auto"] | None = None,
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
-    on_overflow: str = "raise",
+    on_overflow: OnOverflow = "raise",
     with_stats: Literal[True],
     fused: bool | Literal["auto"] = "auto",
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, MoeStats]: ...
 
 
@@ -87,10 +88,10 @@ def moe_mlp(
     node_capacity: int | Literal["auto"] | None = None,
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
-    on_overflow: str = "raise",
+    on_overflow: OnOverflow = "raise",
     with_stats: Literal[False] = False,
     fused: bool | Literal["auto"] = "auto",
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array: ...
 
 
@@ -113,10 +114,10 @@ def moe_mlp(
     node_capacity: int | Literal["auto"] | None = None,
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
-    on_overflow: str = "raise",
+    on_overflow: OnOverflow = "raise",
     with_stats: bool = False,
-    fused: bool | str = "auto",
-    implementation: str = "auto",
+    fused: bool | Literal["auto"] = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array | tuple[jax.Array, MoeStats]:
     """A mixture of gated MLPs: each token's weighted sum of (activation(x gate_e) * (x up_e)) down_e over its experts.
 
@@ -172,7 +173,7 @@ def moe_mlp(
     _check_precision(op, precision, wire_dtype, down)
     by_xla = group.resolve(op, implementation) == "xla"
     by_fused_ops = uses_fused_ops(fused, by_xla=by_xla)
-    function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    function = activation if callable(activation) else ACTIVATIONS[activation]
     glu = partial(activated, function) if gated is None else gated
     bias_gate, bias_up, bias_down = biases or (None, None, None)
     multiply = plain_ragged_dot if by_xla else ragged_dot
@@ -216,7 +217,7 @@ def moe_mlp(
     return (out, _stats(routing)) if with_stats else out
 
 
-def uses_fused_ops(fused: bool | str, *, by_xla: bool) -> bool:
+def uses_fused_ops(fused: bool | Literal["auto"], *, by_xla: bool) -> bool:
     """What `moe_mlp` does for its argument `fused`: a function of what is known when it is traced, alike on all ranks.
 
     "auto" takes the fused ops wherever kernels run: they hold less for the backward pass than JAX's own derivative, and

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import Group
+from jax_ep import Group, Implementation
 from jax_ep._core import ffi
 
 from .mlp import MoeMlp
@@ -50,7 +50,7 @@ def open_group(rng: np.random.Generator) -> Group:
     return Group(Mesh(np.array(devices), ("ep",)), "ep")
 
 
-def implementation_of(rng: np.random.Generator, group: Group) -> str:
+def implementation_of(rng: np.random.Generator, group: Group) -> Implementation:
     return "xla" if not ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "ffi"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 
 import jax_ep
-from jax_ep import Group
+from jax_ep import Group, Implementation
 
 from .compare import assert_near, draw_floats, pick
 from .programs import compiled
@@ -18,7 +18,7 @@ from .routed import Routed
 class MoeMlp(Routed):
     """A mixture of gated MLPs, against every product in float64; NaN of a token stays in that token."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.shape["experts"] = group.size * int(pick(rng, 1, 2, 3))
         if not self.wire:

@@ -7,7 +7,7 @@ import jax
 import matmul_cases
 import numpy as np
 
-from jax_ep import Group
+from jax_ep import Group, Implementation
 
 from .compare import assert_near, draw_floats, pick
 from .programs import Program, compiled
@@ -21,7 +21,7 @@ def vary(x: jax.Array) -> jax.Array:
 class Product(Program):
     """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.op = pick(rng, *matmul_cases.OPS)
         self.dtype = pick(rng, *helpers.DTYPES)

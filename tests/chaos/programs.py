@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import Group, JaxEpError
+from jax_ep import Group, Implementation, JaxEpError
 
 
 class Program(abc.ABC):
@@ -21,9 +21,9 @@ class Program(abc.ABC):
       options: what was drawn, to be shown where it fails.
     """
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         self.group = group
-        self.implementation = implementation
+        self.implementation: Implementation = implementation
         self.options: dict[str, Any] = {}
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Program(abc.ABC):
 
 
 @contextlib.contextmanager
-def refused(group: Group, error: type[JaxEpError], match: str, implementation: str) -> Iterator[None]:
+def refused(group: Group, error: type[JaxEpError], match: str, implementation: Implementation) -> Iterator[None]:
     """Around an op that must fail: awaiting it raises on a CPU, and `group.check()` the typed error everywhere.
 
     Where a program runs on one CPU device, it runs inline, and XLA's error for a bad argument is a ValueError.

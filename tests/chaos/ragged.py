@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 from helpers import BIG
 
-from jax_ep import Group, InvalidRoutingError
+from jax_ep import Group, Implementation, InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
 
 from .compare import assert_same, pick
@@ -40,7 +40,7 @@ def fit(sizes: np.ndarray, rows: int, axes: tuple[int, ...]) -> np.ndarray:
 class Ragged(Program):
     """Forward, or with its gradient, with a part of the slices empty or crowded."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, "ffi")  # the op has no argument for it
         self.each, self.gradient = int(pick(rng, 1, 1, 2, 3, 7)), bool(rng.random() < 0.3)
         self.rows, self.result_rows = (int(pick(rng, 1, 2, 7, 40, 40, 200)) for _ in range(2))

@@ -12,7 +12,7 @@ import oracle
 from helpers import BIG, Case
 
 import jax_ep
-from jax_ep import CapacityError, Group
+from jax_ep import CapacityError, Group, Implementation
 
 from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program, compiled, refused
@@ -53,7 +53,7 @@ class Routed(Program):
 
     strange_tokens = True
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.shape = draw_shape(rng, group.size)
         self.wire = bool(rng.random() < 0.3)
@@ -132,7 +132,7 @@ class Routed(Program):
 class RoundTrip(Routed):
     """dispatch, and combine of the very rows that arrived."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.run = compiled(helpers.round_trip(group, implementation=implementation, **self.keywords), group)
 
@@ -157,7 +157,7 @@ class RoundTrip(Routed):
 class Float8(Routed):
     """dispatch that leaves its rows in float8."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.wire, self.hidden = True, int(pick(rng, 128, 256, 384))
         self.keywords |= {"wire_dtype": FLOAT8, "dequantize": False}
@@ -184,7 +184,7 @@ class Float8(Routed):
 class Gradients(Routed):
     """Gradients of tokens and weights, through dispatch, an elementwise expert and combine."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
 
         def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

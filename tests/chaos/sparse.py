@@ -9,7 +9,7 @@ import numpy as np
 import sparse_cases
 from helpers import BIG
 
-from jax_ep import CapacityError, Group, SparseRows, coalesce, sparse_all_reduce
+from jax_ep import CapacityError, Group, Implementation, SparseRows, coalesce, sparse_all_reduce
 
 from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program, compiled, refused
@@ -33,7 +33,7 @@ def draw_ids(rng: np.random.Generator, size: int, entries: int, num_rows: int) -
 class Entries(Program):
     """Rows of a table, of which only the first `count` count; some were ignored and dropped before."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.entries = int(pick(rng, 0, 1, 2, 9, 24, 33, 65, 150))
         self.width = int(pick(rng, 1, 3, 4, 20, 64, 130))
@@ -70,7 +70,7 @@ class Entries(Program):
 
 
 class AllReduce(Entries):
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.op, self.sharded = pick(rng, "sum", "mean", "mean_by_count"), bool(rng.random() < 0.5)
         self.overflow = pick(rng, "raise", "drop")
@@ -101,7 +101,7 @@ class AllReduce(Entries):
 class AllReduceGradient(Entries):
     """Every rank has a loss of its own; of what is dropped there is no gradient."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.op, self.sharded = pick(rng, "sum", "mean", "mean_by_count"), bool(rng.random() < 0.5)
         self.num_rows, self.dtype = min(self.num_rows, 1000), helpers.DTYPES[2]
@@ -144,7 +144,7 @@ class AllReduceGradient(Entries):
 class Coalesce(Entries):
     """Not a collective: every rank's own rows."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: str):
+    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.capacity = max(1, min(self.capacity, self.entries))
         self.options |= {"capacity": self.capacity}

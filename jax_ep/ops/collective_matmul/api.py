@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks, gemm
+from jax_ep._core.checks import Chosen, Implementation
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels, xla
 from jax_ep.ops.collective_matmul.kernels import Config
@@ -24,7 +25,7 @@ def matmul_all_reduce(
     group: Group,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """The sum over ranks of each one's `a @ b`, on every rank: `psum(a @ b)`.
 
@@ -59,7 +60,7 @@ def matmul_reduce_scatter(
     group: Group,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """The sum over ranks of each one's `a @ b`, a share of the rows on each: `psum_scatter(a @ b, tiled=True)`.
 
@@ -78,7 +79,7 @@ def all_gather_matmul(
     group: Group,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """The rows of all ranks times this rank's matrix: `all_gather(a, tiled=True) @ b`.
 
@@ -97,7 +98,7 @@ def _call(
     bias: jax.Array | None,
     group: Group,
     out_dtype: DTypeLike | None,
-    implementation: str,
+    implementation: Implementation,
 ) -> jax.Array:
     check_group(op, group)
     _check_factors(op, a, b)
@@ -138,7 +139,7 @@ def _check_result(op: str, a: jax.Array, b: jax.Array, bias: jax.Array | None, g
         raise ValueError(f"{op}: a must have a multiple of the group's size {group.size} rows, got {a.shape}")
 
 
-def _resolve(op: str, group: Group, implementation: str, a: jax.Array, b: jax.Array) -> str:
+def _resolve(op: str, group: Group, implementation: Implementation, a: jax.Array, b: jax.Array) -> Chosen:
     if group.resolve(op, implementation) == "xla":
         return "xla"
     served = group.platform == "cpu" or (

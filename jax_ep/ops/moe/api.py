@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
+from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes, xla
@@ -31,8 +32,8 @@ def dispatch(
     node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
     dequantize: bool = True,
-    on_overflow: str = "raise",
-    implementation: str = "auto",
+    on_overflow: OnOverflow = "raise",
+    implementation: Implementation = "auto",
 ) -> Dispatched:
     """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
 
@@ -95,7 +96,9 @@ def dispatch(
     return checked_dispatch(DispatchCall(group, config, to_nodes, by_kernels), tokens, expert_ids, weights)
 
 
-def combine(expert_outputs: jax.Array, routing: Routing, *, group: Group, implementation: str = "auto") -> jax.Array:
+def combine(
+    expert_outputs: jax.Array, routing: Routing, *, group: Group, implementation: Implementation = "auto"
+) -> jax.Array:
     """For each token of this rank, the weighted sum of its experts' output rows.
 
     Each peer sums its rows of a token in float32 and sends one row; the token's rank adds those and its own rows in

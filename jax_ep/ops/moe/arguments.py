@@ -1,6 +1,7 @@
 """What dispatch and combine ask of their arguments; errors name the op that was called, as do those of fused ops."""
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks, ffi, float8
+from jax_ep._core.checks import OnOverflow
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import DispatchConfig, NodeRouting, Routing, worst_case_capacity
 
@@ -23,7 +25,7 @@ def dispatch_config(
     capacity: int | None,
     capacity_factor: float | None,
     wire_dtype: DTypeLike | None,
-    on_overflow: str,
+    on_overflow: OnOverflow,
     alignment: int = 1,
     dequantize: bool = True,
 ) -> DispatchConfig:
@@ -39,7 +41,7 @@ def dispatch_config(
         checks.check_shape(op, "weights", weights, (num_tokens, top_k), "[T, K]")
     checks.check_positive(op, "num_experts", num_experts)
     checks.check_positive(op, "alignment", alignment)
-    checks.check_one_of(op, "on_overflow", on_overflow, ("raise", "drop"))
+    checks.check_one_of(op, "on_overflow", on_overflow, checks.ON_OVERFLOW)
     if num_experts % group.size:
         raise ValueError(f"{op}: num_experts must be a multiple of the group's size {group.size}, got {num_experts}")
     if num_experts > ffi.MAX_EXPERTS:
@@ -74,7 +76,7 @@ def dispatch_config(
 
 
 def node_tokens(
-    op: str, node_capacity: int | str | None, group: Group, num_experts: int, expert_ids: jax.Array
+    op: str, node_capacity: int | Literal["auto"] | None, group: Group, num_experts: int, expert_ids: jax.Array
 ) -> int | None:
     """The tokens that a rank can send to each node; None: every node is sent all. Raises as `dispatch_config` does."""
     if node_capacity == "auto":

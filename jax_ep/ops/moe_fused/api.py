@@ -1,6 +1,5 @@
 """dispatch with the products behind it, and combine with the product before it: the halves of a mixture of experts."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -8,11 +7,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
+from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_tokens, operands
 from jax_ep.ops.moe.types import DispatchCall, Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, Activation, FirstCall, Matrices, activated
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, Activation, ActivationName, FirstCall, Matrices, activated
 
 
 def dispatch_ragged_dot(
@@ -25,11 +25,11 @@ def dispatch_ragged_dot(
     num_experts: int,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    activation: str | Callable[[jax.Array], jax.Array] | None = None,
+    activation: ActivationName | Activation | None = None,
     node_capacity: int | Literal["auto"] | None = None,
     wire_dtype: DTypeLike | None = None,
-    on_overflow: str = "raise",
-    implementation: str = "auto",
+    on_overflow: OnOverflow = "raise",
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, Dispatched]:
     """`jax_ep.dispatch`, and the product of the rows that arrive with the matrices of their experts.
 
@@ -87,7 +87,7 @@ def dispatch_ragged_dot(
 
 
 def ragged_dot_combine(
-    lhs: jax.Array, rhs: jax.Array, routing: Routing, *, group: Group, implementation: str = "auto"
+    lhs: jax.Array, rhs: jax.Array, routing: Routing, *, group: Group, implementation: Implementation = "auto"
 ) -> jax.Array:
     """The product of rows with the matrices of their experts, and `jax_ep.combine` of it.
 
@@ -143,7 +143,9 @@ def _check_matrix(op: str, name: str, matrix: Any, leading: tuple[int, int], lay
     checks.check_dtype(op, name, matrix, (np.dtype(rows.dtype),))
 
 
-def _activation(op: str, activation: str | Activation | None, *, pair: bool) -> tuple[str | None, Activation | None]:
+def _activation(
+    op: str, activation: ActivationName | Activation | None, *, pair: bool
+) -> tuple[ActivationName | None, Activation | None]:
     """Its name in ACTIVATIONS, also where it was given as that very function, and the function."""
     if not pair:
         if activation is not None:
@@ -151,12 +153,12 @@ def _activation(op: str, activation: str | Activation | None, *, pair: bool) -> 
                 f"{op}: activation must be None where rhs is one array: apply it to the result; got {activation!r}"
             )
         return None, None
-    if isinstance(activation, str):
-        checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
-        return activation, ACTIVATIONS[activation]
-    if not callable(activation):
+    if callable(activation):
+        return next((name for name, known in ACTIVATIONS.items() if known is activation), None), activation
+    if not isinstance(activation, str):
         raise TypeError(
             f"{op}: activation must be a function, or one of {', '.join(map(repr, ACTIVATIONS))}, where rhs is a pair "
             f"(gate, up); got {activation!r}"
         )
-    return next((name for name, known in ACTIVATIONS.items() if known is activation), None), activation
+    checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
+    return activation, ACTIVATIONS[activation]

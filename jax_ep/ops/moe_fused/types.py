@@ -1,7 +1,7 @@
 """What the fused ops are told besides their arrays, and the activations that they know."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -11,7 +11,8 @@ Activation = Callable[[jax.Array], jax.Array]
 Matrices = tuple[jax.Array, ...]  # the right operand, or gate and up
 
 # Those of gated units (Shazeer, "GLU Variants Improve Transformer", 2020): SwiGLU, GEGLU by tanh, and ReGLU.
-ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+ActivationName = Literal["silu", "gelu", "relu"]
+ACTIVATIONS: dict[ActivationName, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 # The names by which a policy of `jax.checkpoint` keeps products.
 FIRST_PRODUCTS = "jax_ep_dispatch_ragged_dot"  # of dispatched rows, before the activation
@@ -22,7 +23,7 @@ class FirstCall(NamedTuple):
     """A call of `dispatch_ragged_dot`."""
 
     dispatch: DispatchCall
-    activation: str | None  # a name in ACTIVATIONS; None: the products themselves are wanted
+    activation: ActivationName | None  # None: the products themselves are wanted
 
 
 def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -30,6 +31,6 @@ def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Arr
     return (activation(gate) * up).astype(gate.dtype)
 
 
-def outcome(activation: str | None, products: Matrices) -> Any:
+def outcome(activation: ActivationName | None, products: Matrices) -> Any:
     """What `dispatch_ragged_dot` makes of its products."""
     return products if activation is None else activated(ACTIVATIONS[activation], *products)

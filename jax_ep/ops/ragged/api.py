@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._core import checks, ffi
-from jax_ep._core.checks import AxisName
+from jax_ep._core.checks import AxisName, Implementation
 from jax_ep._core.undelivered import undelivered_if
 from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, check_group, find_open_group
@@ -30,7 +30,7 @@ def ragged_all_to_all(
     axis_name: AxisName,
     axis_index_groups: Any = None,
     group: Group | None = None,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
 

@@ -5,20 +5,21 @@ the ranks that hold it, to which the others send theirs, and which writes the su
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._core import checks
+from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, xla
-from jax_ep.ops.sparse.types import SparseConfig, SparseRows, Union, check_sparse_rows
+from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
 from pallas_kernels import index_match
 
-OPS = ("sum", "mean", "mean_by_count")
-METHODS = ("auto", "bitmap", "match")
+OPS: tuple[SparseOp, ...] = get_args(SparseOp)
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 def sparse_all_reduce(
@@ -26,11 +27,11 @@ def sparse_all_reduce(
     *,
     group: Group,
     capacity: int,
-    op: str = "sum",
+    op: SparseOp = "sum",
     sharded: bool = False,
-    method: str = "auto",
-    on_overflow: str = "raise",
-    implementation: str = "auto",
+    method: Method = "auto",
+    on_overflow: OnOverflow = "raise",
+    implementation: Implementation = "auto",
 ) -> SparseRows:
     """Adds up the sparse rows of all ranks: sorted different ids, each with the sum of its entries.
 
@@ -105,12 +106,14 @@ def sparse_all_reduce(
     )
 
 
-def choose_method(num_rows: int, ranks: int, entries: int, row_bytes: int) -> str:
+def choose_method(num_rows: int, ranks: int, entries: int, row_bytes: int) -> Literal["bitmap", "match"]:
     """ "bitmap" while a bit per row of the table weighs at most 4 MiB or an eighth of all ranks' rows, else "match"."""
     return "bitmap" if num_rows / 8 <= max(2**22, ranks * entries * row_bytes / 8) else "match"
 
 
-def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: bool, on_overflow: str) -> SparseConfig:
+def _config(
+    rows: SparseRows, group: Group, capacity: int, op: SparseOp, sharded: bool, on_overflow: OnOverflow
+) -> SparseConfig:
     name = "sparse_all_reduce"
     check_sparse_rows(name, "rows", rows)
     if rows.values.shape[1] == 0:
@@ -118,7 +121,7 @@ def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: boo
     checks.check_positive(name, "capacity", capacity)
     checks.check_one_of(name, "op", op, OPS)
     checks.check_bool(name, "sharded", sharded)
-    checks.check_one_of(name, "on_overflow", on_overflow, ("raise", "drop"))
+    checks.check_one_of(name, "on_overflow", on_overflow, checks.ON_OVERFLOW)
     if capacity >= 2**31 or group.size * rows.indices.shape[0] >= 2**31:
         raise ValueError(
             f"{name}: capacity and the indices of all ranks must be below 2**31, "
@@ -127,7 +130,7 @@ def _config(rows: SparseRows, group: Group, capacity: int, op: str, sharded: boo
     return SparseConfig(group.size, rows.num_rows, capacity, op, sharded, on_overflow == "drop")
 
 
-def _union(group: Group, config: SparseConfig, rows: SparseRows, method: str, native: bool) -> Union:
+def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, native: bool) -> Union:
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
     operands = checks.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if native and method == "bitmap":

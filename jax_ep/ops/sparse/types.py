@@ -1,7 +1,7 @@
 """Rows of a large table of which few are present, and the union of those of all ranks."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax.experimental.sparse import BCOO
 
 from jax_ep._core import checks
 
+SparseOp = Literal["sum", "mean", "mean_by_count"]
+Method = Literal["auto", "bitmap", "match"]
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -130,7 +132,7 @@ class SparseConfig:
     size: int
     num_rows: int
     capacity: int
-    op: str
+    op: SparseOp
     sharded: bool
     drop: bool
 
