@@ -169,6 +169,25 @@ def test_float8_on_both_wires(hidden: int, implementation: Implementation, rng: 
     np.testing.assert_array_equal(wide.astype(case.tokens.dtype).astype(np.float32), helpers.wide(expected.tokens))
 
 
+def test_the_gradient_passes_straight_through_float8(implementation: Implementation, rng: np.random.Generator) -> None:
+    """A token's cotangent is that of its sum, times its weights: that of rows that were never rounded."""
+    case = uneven(rng, 4, 128)
+    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
+    with over(2, 2) as group:
+        options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "num_experts": EXPERTS}
+        both = helpers.round_trip(group, implementation=implementation, **options)
+
+        def backward(tokens: jax.Array, ids: jax.Array, weights: jax.Array, cotangent: jax.Array) -> jax.Array:
+            return jax.vjp(lambda tokens: both(tokens, ids, weights)[1], tokens)[1](cotangent)[0]
+
+        operands = [x.reshape(2, 2, *x.shape[1:]) for x in (*case, cotangent)]
+        found = by_rank(helpers.fetch(helpers.per_rank(backward, group.mesh)(*operands)), group)
+        group.check()
+    valid = (case.ids >= 0) & (case.ids < EXPERTS)
+    expected = (case.weights * valid).sum(axis=-1, keepdims=True) * cotangent
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("nodes", "ranks", "node_capacity", "fused"), [(2, 4, None, True), (4, 2, 4, True), (2, 2, 4, False)]
 )

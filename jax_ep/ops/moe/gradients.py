@@ -102,6 +102,11 @@ def _combine_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, 
 @scatter.defjvp
 def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     tokens, routing = primals
+    return scatter(group, tokens, routing), scatter_tangent(group, tangents[0], routing)
+
+
+def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing) -> jax.Array:
+    """`scatter` of a tangent: what JAX can transpose."""
 
     def backward(routing: Routing, cotangent: jax.Array) -> jax.Array:
         return return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)[0]
@@ -109,7 +114,7 @@ def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, 
     def forward(routing: Routing, tokens: jax.Array) -> jax.Array:
         return scatter(group, tokens, routing)
 
-    return scatter(group, tokens, routing), linear(forward, backward, routing, tangents[0])
+    return linear(forward, backward, routing, tangent)
 
 
 @return_rows.defjvp

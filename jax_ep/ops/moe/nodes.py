@@ -161,11 +161,13 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
     return _float8_rows(call, tokens, sent, local)
 
 
-def _moved(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
-    """Tokens [T, H] to their nodes and their rows there."""
+def _moved(
+    call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing, scatter: Any = gradients.scatter
+) -> jax.Array:
+    """Tokens [T, H], or their tangents by `gradients.scatter_tangent`, to their nodes and their rows there."""
     arrived = _to_nodes(call.group, tokens, sent)
     if call.by_kernels:
-        return gradients.scatter(call.intranode, arrived, local)
+        return scatter(call.intranode, arrived, local)
     return xla.scatter(arrived, local, axis_name=call.intranode.axis_name)
 
 
@@ -188,7 +190,8 @@ def _by_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, lo
 @_by_float8.defjvp
 def _by_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
     tokens, sent, local = primals
-    return _by_float8(call, tokens, sent, local), _moved(call, tangents[0], sent, local)
+    moved = _moved(call, tangents[0], sent, local, gradients.scatter_tangent)
+    return _by_float8(call, tokens, sent, local), moved
 
 
 def _packed(tokens: jax.Array) -> jax.Array:
