@@ -15,6 +15,7 @@ from jax_ep import Group, SparseRows, sparse_all_reduce
 
 Array = np.ndarray
 Program = Callable[[Array, Array], Any]
+OPS = ("sum", "mean", "mean_by_count")
 
 
 class Expected(NamedTuple):
@@ -79,6 +80,19 @@ def assert_reduced(actual: SparseRows, wanted: Expected, dtype: Any) -> None:
     unit = float(info.eps) / 2 + (wanted.entries[..., None] + 2) * 2.0**-24
     error = np.abs(np.asarray(actual.values).astype(np.float64) - wanted.exact)
     assert np.all(error <= unit * wanted.magnitude + float(info.smallest_subnormal)), error.max()
+
+
+def gradient(ids: Array, weights: Array, op: str) -> Array:
+    """[R, N, D]: by the values of all entries, of the sum over rows of weights[id] * row; weights [num_rows, D]."""
+    num_rows = len(weights)
+    valid = (ids >= 0) & (ids < num_rows)
+    row = np.clip(ids, 0, num_rows - 1)
+    taken = np.where(valid[..., None], weights[row], 0)
+    if op == "mean":
+        return taken / len(ids)
+    if op == "mean_by_count":
+        return taken / np.maximum(np.bincount(ids[valid], minlength=num_rows), 1)[row][..., None]
+    return taken
 
 
 def reduced(group: Group, num_rows: int, **options: Any) -> Callable[[jax.Array, jax.Array], SparseRows]:

@@ -14,7 +14,7 @@ from jax_ep._core import checks
 from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
-from jax_ep.ops.sparse import kernels, xla
+from jax_ep.ops.sparse import kernels, nodes, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
 from pallas_kernels import index_match
 
@@ -40,6 +40,9 @@ def sparse_all_reduce(
     takes. Sums are in float32, over the entries of a rank in their order, 32 by 32, then over ranks in theirs: the same
     bits on every rank and in every run. Differentiable in `rows.values`.
 
+    In a group across nodes ranks add up the rows of their node as above, then nodes add up those sums in their order,
+    in float32 too. Between nodes there travels a sum for each of the C rows, whether or not there is such a row.
+
     Args:
       rows: N entries of this rank, of the same N, D, dtype and `num_rows` on all ranks. Ids in any order, with
         duplicates. Those outside [0, num_rows) are ignored, and counted if they are among the first `rows.count`.
@@ -51,12 +54,13 @@ def sparse_all_reduce(
         Otherwise all ranks have the same result, which does not vary over the group's axis.
       method: how slots are found. "bitmap": a bit per row of the table, and a prefix of its popcounts. "match": sort
         the ids of all ranks and find each id among them, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap"
-        while it weighs at most 4 MiB or an eighth of the rows of all ranks. The results are the same. "xla" always
-        takes "match".
+        while it weighs at most 4 MiB or an eighth of the rows of all ranks. The results are the same. "xla" and
+        groups across nodes always take "match".
       on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
         last ids find no room, and are counted in `dropped`.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU meshes of many processes.
-        With "xla", an overflow fills `values` with NaN and is raised by `group.check()` or the next op.
+        With "xla", and across nodes, an overflow fills `values` with NaN and is raised by `group.check()` or the next
+        op.
 
     Returns:
       C entries in the dtypes of `rows`, `count` of them rows, padded with id `num_rows` and zero values. `ignored`
@@ -93,8 +97,8 @@ def sparse_all_reduce(
         values = _reduce(group, config, rows.values, union_here)
     else:
         values = xla.reduce(config, group.axis_name, rows.values, union)
-        if not config.drop:
-            values = nan_on_overflow(name, union.needed(config), config.capacity, values, group.keep_error)
+    if not config.drop and not (native and group.intranode is None):  # those kernels see to it
+        values = nan_on_overflow(name, union.needed(config), config.capacity, values, group.keep_error)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
     return SparseRows(
         indices=union.indices.astype(rows.indices.dtype),
@@ -133,13 +137,19 @@ def _config(
 def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, native: bool) -> Union:
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
     operands = checks.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
-    if native and method == "bitmap":
+    if native and method == "bitmap" and group.intranode is None:
         return kernels.sparse_union(group, config, *operands)
     on_gpu = native and group.platform != "cpu"
     return xla.match(config, group.axis_name, *operands, find=index_match if on_gpu else xla.search)
 
 
-_reduce = jax.custom_vjp(kernels.sparse_reduce, nondiff_argnums=(0, 1))
+def _reduce_by_kernels(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
+    if group.intranode is not None:
+        return nodes.reduce(group, config, values, union)
+    return kernels.sparse_reduce(group, config, values, union, config.slots_kept(values.shape[0]))
+
+
+_reduce = jax.custom_vjp(_reduce_by_kernels, nondiff_argnums=(0, 1))
 
 
 def _reduce_fwd(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> Any:

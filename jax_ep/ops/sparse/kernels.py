@@ -24,8 +24,11 @@ def sparse_union(group: Group, config: SparseConfig, ids: jax.Array, missing: ja
     return Union(called["indices"], called["slots"], called["bounds"], called["all_missing"])
 
 
-def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
-    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D]."""
+def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union, slots_kept: int) -> jax.Array:
+    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D].
+
+    Slots from `slots_kept` on are none. A slot that no rank has an entry for holds anything.
+    """
     entries, hidden = values.shape
     called = ffi.call(
         "sparse_reduce",
@@ -39,7 +42,7 @@ def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: 
         entries=entries,
         hidden=hidden,
         capacity=config.capacity,
-        slots_kept=config.slots_kept(entries),
+        slots_kept=slots_kept,
         scale=float(config.scale),
         sharded=config.sharded,
         drop=config.drop,

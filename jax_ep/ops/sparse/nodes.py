@@ -1,0 +1,95 @@
+"""sparse_all_reduce over several nodes: kernels add up what a node has, XLA's collectives carry the sums.
+
+The slots of the union are shared out among all ranks: sharded results say how, others are cut in equal parts. One call
+of the kernels adds up the rows of a node, for each slot at the rank with the index of the one that it belongs to there.
+Between nodes ranks of the same index exchange their sums, and add up the nodes in their order. A replicated result is
+then gathered from all.
+
+Sums are float32 until all nodes are added up, so that rows in 16 bits are rounded once, as in a group of one node. For
+these a sum takes twice the bytes of a row on its way between nodes, and half of that when it is gathered. A rank sends
+a sum for each row that the result has room for, (nodes - 1) / ranks of them: a capacity that fits saves time.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core import checks
+from jax_ep._core.nodes import sum_over_nodes
+from jax_ep.group import Group
+from jax_ep.ops.sparse import kernels
+from jax_ep.ops.sparse.types import SparseConfig, Union
+
+
+def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
+    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D], as of a group of one node.
+
+    Rows without room are left out, also where `config.drop` is False.
+    """
+    places = _places(config, union)
+    entries = _entries_of_part(group, places)
+    parts = _sums_of_node(group, config, values, union, places)
+
+    def held(part: jax.Array, node: int) -> jax.Array:
+        return jnp.where(entries[node][:, None] > 0, part, 0)
+
+    sums = sum_over_nodes(parts, group.node_axes, held)
+    count = jnp.maximum(entries.sum(axis=0), 1).astype(jnp.float32)[:, None]
+    sums = (sums / count if config.by_count else sums * config.scale).astype(values.dtype)
+    if not config.sharded:
+        sums = jax.lax.all_gather(sums, group.axis_name, tiled=True, to="invarying")[: config.capacity]
+    return jnp.pad(sums, ((0, config.capacity - sums.shape[0]), (0, 0)))
+
+
+class _Places(NamedTuple):
+    """Where the entries of all ranks are added up.
+
+    Attributes:
+      owner: [R, N] int32. The rank that the slot of an entry belongs to.
+      row: [R, N] int32. Its row there; S where it has none.
+      rows: S, the most slots that belong to a rank.
+    """
+
+    owner: jax.Array
+    row: jax.Array
+    rows: int
+
+
+def _places(config: SparseConfig, union: Union) -> _Places:
+    slots = union.slots
+    if config.sharded:
+        rows = min(config.capacity, config.rank_rows, slots.size)
+        owner = jnp.searchsorted(union.bounds, slots, side="right", method="compare_all").astype(jnp.int32) - 1
+        row = slots - union.bounds[owner]
+    else:
+        rows = -(-min(config.capacity, config.num_rows, slots.size) // config.size)
+        owner, row = slots // rows, slots % rows
+    present = (slots < union.bounds[-1]) & (owner < config.size) & (row < rows)
+    return _Places(owner, jnp.where(present, row, rows), rows)
+
+
+def _entries_of_part(group: Group, places: _Places) -> jax.Array:
+    """[nodes, S] int32: how many entries of each node each of this rank's slots has."""
+    mine = jnp.where(places.owner == jax.lax.axis_index(group.axis_name), places.row, places.rows)
+    node = jnp.arange(group.nodes)[:, None]
+    return jnp.zeros((group.nodes, places.rows), jnp.int32).at[node, mine.reshape(group.nodes, -1)].add(1, mode="drop")
+
+
+def _sums_of_node(group: Group, config: SparseConfig, values: jax.Array, union: Union, places: _Places) -> jax.Array:
+    """[nodes, S, D] float32: of each rank with this one's index, node by node, the sums of what this node has for it.
+
+    A row that the node has no entry for holds anything.
+    """
+    assert group.intranode is not None
+    size, nodes, rows = group.intranode.size, group.nodes, places.rows
+    of_rank = places.owner % size * nodes + places.owner // size  # by index, then by node
+    slots = jnp.where(places.row < rows, of_rank * rows + places.row, group.size * rows)
+    slots = slots.reshape(nodes, size, -1)[jax.lax.axis_index(group.node_axes)]
+    bounds = jnp.arange(size + 1, dtype=jnp.int32) * (nodes * rows)
+    values, slots, bounds = checks.vary_alike(group.axis_name, values.astype(jnp.float32), slots, bounds)
+    here = union._replace(slots=slots, bounds=bounds)
+    inside = dataclasses.replace(config, size=size, capacity=nodes * rows, op="sum", sharded=True, drop=True)
+    sums = kernels.sparse_reduce(group.intranode, inside, values, here, group.size * rows)
+    return sums.reshape(nodes, rows, -1)
