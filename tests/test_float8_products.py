@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup
 
 import jax_ep
-from jax_ep import Float8Rows, Float8Weights, dequantize, lax, moe_mlp, quantize_rows, quantize_weights
+from jax_ep import Float8Rows, Float8Weights, Implementation, dequantize, lax, moe_mlp, quantize_rows, quantize_weights
 
 BLOCK = 128
 BFLOAT16 = helpers.DTYPES[0]
@@ -137,7 +137,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found.astype(float).reshape(-1) - expected.reshape(-1)) / np.linalg.norm(expected))
 
 
-def test_a_layer(implementation: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_layer(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Rounding to 3 bits of mantissa moves a value by 2^-4 at most, and by some 2.6 % of it on average; two products
     of two such operands, and an activation between them, keep the result within 10 %. Gradients see it once or twice.
     """

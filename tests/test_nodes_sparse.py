@@ -11,7 +11,7 @@ import sparse_cases as cases
 from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import CapacityError, Group, SparseRows, sparse_all_reduce, sparse_value_and_grad
+from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce, sparse_value_and_grad
 from jax_ep.embedding import apply_updates, sgd
 
 ROWS, ENTRIES, WIDTH = 200, 24, 5
@@ -38,7 +38,7 @@ def program(group: Group, num_rows: int, **options: Any) -> cases.Program:
 
 @KINDS
 @pytest.mark.parametrize(("nodes", "ranks"), MESHES)
-def test_ids(nodes: int, ranks: int, sharded: bool, implementation: str, rng: np.random.Generator) -> None:
+def test_ids(nodes: int, ranks: int, sharded: bool, implementation: Implementation, rng: np.random.Generator) -> None:
     """Rows, their order, sums and counts are those of one group of all ranks."""
     size = nodes * ranks
     options: dict[str, Any] = {"capacity": size * ENTRIES, "sharded": sharded}
@@ -54,7 +54,9 @@ def test_ids(nodes: int, ranks: int, sharded: bool, implementation: str, rng: np
 
 @KINDS
 @pytest.mark.parametrize(("op", "dtype"), [*zip(cases.OPS, DTYPES, strict=True), ("mean_by_count", DTYPES[0])], ids=str)
-def test_ops_and_dtypes(op: str, dtype: Any, sharded: bool, implementation: str, rng: np.random.Generator) -> None:
+def test_ops_and_dtypes(
+    op: str, dtype: Any, sharded: bool, implementation: Implementation, rng: np.random.Generator
+) -> None:
     """Rounded once, as in one node: sums between nodes are float32. The capacity is no multiple of the ranks."""
     ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.out_of_range(rng, 4, 20, ROWS)], axis=1)
     values = cases.draw_values(rng, ids, WIDTH, dtype)
@@ -77,7 +79,7 @@ def test_heights_of_the_table(num_rows: int, sharded: bool, native: None, rng: n
 
 
 @KINDS
-def test_overflow(sharded: bool, implementation: str, rng: np.random.Generator) -> None:
+def test_overflow(sharded: bool, implementation: Implementation, rng: np.random.Generator) -> None:
     capacity = 7
     ids = np.where(np.arange(30) < 14, cases.uniform(rng, 4, 30, ROWS), cases.identical(rng, 4, 30, 50))
     values = cases.draw_values(rng, ids, WIDTH)
@@ -129,7 +131,9 @@ def test_no_entries(sharded: bool, native: None) -> None:
 
 @KINDS
 @pytest.mark.parametrize(("op", "check_vma"), [("sum", False), ("mean", True), ("mean_by_count", True)])
-def test_gradient(op: str, sharded: bool, check_vma: bool, implementation: str, rng: np.random.Generator) -> None:
+def test_gradient(
+    op: str, sharded: bool, check_vma: bool, implementation: Implementation, rng: np.random.Generator
+) -> None:
     """Every entry takes the cotangent of its row. `out_specs=P()` is accepted for a replicated result."""
     ids = np.concatenate([cases.zipf(rng, 4, 20, ROWS), cases.out_of_range(rng, 4, 4, ROWS)], axis=1)
     values = cases.draw_values(rng, ids, WIDTH)
@@ -153,7 +157,7 @@ def test_gradient(op: str, sharded: bool, check_vma: bool, implementation: str, 
     np.testing.assert_allclose(actual.reshape(values.shape), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_beside_another_axis(implementation: str, rng: np.random.Generator) -> None:
+def test_beside_another_axis(implementation: Implementation, rng: np.random.Generator) -> None:
     """Each line of the mesh adds up its own rows."""
     mesh = helpers.mesh_of(dp=2, node=2, ep=2)
     ids = np.stack([cases.zipf(rng, 4, 20, ROWS) for _ in range(2)])
@@ -167,7 +171,7 @@ def test_beside_another_axis(implementation: str, rng: np.random.Generator) -> N
         cases.assert_reduced(of_line, wanted, np.float32)
 
 
-def test_a_step_of_an_embedding(implementation: str, rng: np.random.Generator) -> None:
+def test_a_step_of_an_embedding(implementation: Implementation, rng: np.random.Generator) -> None:
     """The sparse gradient of a loss of looked up rows moves all ranks' copies of the table alike."""
     ids = cases.zipf(rng, 4, ENTRIES, ROWS)
     table = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
