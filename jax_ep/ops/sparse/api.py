@@ -40,8 +40,8 @@ def sparse_all_reduce(
     takes. Sums are in float32, over the entries of a rank in their order, 32 by 32, then over ranks in theirs: the same
     bits on every rank and in every run. Differentiable in `rows.values`.
 
-    In a group across nodes ranks add up the rows of their node as above, then nodes add up those sums in their order,
-    in float32 too. Between nodes there travels a sum for each of the C rows, whether or not there is such a row.
+    In a group across nodes each node adds up its rows so, then the sums of the nodes are added up in their order, in
+    float32 too. Between nodes there travel sums for all C rows, also where fewer are used.
 
     Args:
       rows: N entries of this rank, of the same N, D, dtype and `num_rows` on all ranks. Ids in any order, with

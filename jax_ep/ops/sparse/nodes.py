@@ -1,13 +1,13 @@
 """sparse_all_reduce over several nodes: kernels add up what a node has, XLA's collectives carry the sums.
 
-The slots of the union are shared out among all ranks: sharded results say how, others are cut in equal parts. One call
-of the kernels adds up the rows of a node, for each slot at the rank with the index of the one that it belongs to there.
-Between nodes ranks of the same index exchange their sums, and add up the nodes in their order. A replicated result is
-then gathered from all.
+Each slot of the union has an owner among all ranks: the rank that a sharded result gives it to, else all own as many
+side by side. One call of the kernels adds up the rows of a node, for each slot at the rank with the same index in the
+node as its owner. Between nodes, ranks of the same index exchange these sums, and the owner adds up the nodes in their
+order. A replicated result is then gathered from all.
 
-Sums are float32 until all nodes are added up, so that rows in 16 bits are rounded once, as in a group of one node. For
-these a sum takes twice the bytes of a row on its way between nodes, and half of that when it is gathered. A rank sends
-a sum for each row that the result has room for, (nodes - 1) / ranks of them: a capacity that fits saves time.
+Sums are float32 until all nodes are added up, so that a row in 16 bits is rounded once, as in a group of one node. It
+then takes twice its bytes on the way to its owner; what is gathered is rounded before. Shapes are fixed, so sums travel
+for all slots that a rank can own: a capacity that fits saves time.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
     Rows without room are left out, also where `config.drop` is False.
     """
     places = _places(config, union)
-    entries = _entries_of_part(group, places)
-    parts = _sums_of_node(group, config, values, union, places)
+    entries = _entries_owned(group, places)
+    parts = _sums_for_owners(group, config, values, union, places)
 
     def held(part: jax.Array, node: int) -> jax.Array:
         return jnp.where(entries[node][:, None] > 0, part, 0)
@@ -47,9 +47,9 @@ class _Places(NamedTuple):
     """Where the entries of all ranks are added up.
 
     Attributes:
-      owner: [R, N] int32. The rank that the slot of an entry belongs to.
-      row: [R, N] int32. Its row there; S where it has none.
-      rows: S, the most slots that belong to a rank.
+      owner: [R, N] int32. The rank that owns the slot of an entry.
+      row: [R, N] int32. Its number among the slots of that rank; S where it has no owner.
+      rows: S, the most slots that a rank owns.
     """
 
     owner: jax.Array
@@ -70,17 +70,17 @@ def _places(config: SparseConfig, union: Union) -> _Places:
     return _Places(owner, jnp.where(present, row, rows), rows)
 
 
-def _entries_of_part(group: Group, places: _Places) -> jax.Array:
-    """[nodes, S] int32: how many entries of each node each of this rank's slots has."""
+def _entries_owned(group: Group, places: _Places) -> jax.Array:
+    """[nodes, S] int32: how many entries of each node each slot has that this rank owns."""
     mine = jnp.where(places.owner == jax.lax.axis_index(group.axis_name), places.row, places.rows)
     node = jnp.arange(group.nodes)[:, None]
     return jnp.zeros((group.nodes, places.rows), jnp.int32).at[node, mine.reshape(group.nodes, -1)].add(1, mode="drop")
 
 
-def _sums_of_node(group: Group, config: SparseConfig, values: jax.Array, union: Union, places: _Places) -> jax.Array:
-    """[nodes, S, D] float32: of each rank with this one's index, node by node, the sums of what this node has for it.
+def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, union: Union, places: _Places) -> jax.Array:
+    """[nodes, S, D] float32: node by node, the sums of this node's entries that the rank of this index there owns.
 
-    A row that the node has no entry for holds anything.
+    A slot that this node has no entry for holds anything.
     """
     assert group.intranode is not None
     size, nodes, rows = group.intranode.size, group.nodes, places.rows
