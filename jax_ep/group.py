@@ -1,30 +1,26 @@
 """A group: the devices along one mesh axis, their symmetric heap, and its lifetime."""
 
-import hashlib
 import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import profiling
-from jax_ep._core import checks, ffi, native, rendezvous, timeouts, watchdog
+from jax_ep._core import checks, ffi, native, nodes, opening, timeouts, watchdog
 from jax_ep._core.checks import AxisName, Chosen, Implementation
-from jax_ep._core.nodes import NodePlan, crosses_nodes, plan
-from jax_ep.errors import GroupClosedError, JaxEpError, PlatformError
+from jax_ep._core.heartbeats import Heartbeats
+from jax_ep._core.nodes import NodePlan
+from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 
 LOGGER = logging.getLogger("jax_ep")
 ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
 LONGEST_OPENING = 300.0  # seconds
-MOST_SMS = 2**31 - 1  # what a C++ int holds
 _open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 _open_groups_lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it
 
@@ -97,16 +93,18 @@ class Group:
         self._lock = threading.Lock()
         self._native: native.NativeGroup | None = None
         self.intranode: Group | None = None  # of the ranks of each node, where there are several
-        if self._crosses_nodes(across_nodes, open_timeout):
-            inside = checks.axes_of(self.axis_name)[-1]
-            self.intranode = Group(mesh, inside, timeout=timeout, open_timeout=open_timeout, max_sms=max_sms)
-            with _open_groups_lock:
-                _open_groups.discard(self.intranode)
+        self._heartbeats: Heartbeats | None = None  # of the processes of other nodes, where there are some
+        shared = self.platform == "cpu" and _CPU_PROCESSES_SHARE
+        wanted = False if across_nodes is None and shared else across_nodes
+        if nodes.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
+            self._open_across_nodes(open_timeout, max_sms)
         elif ffi.is_built(self.platform) and not self._needs_xla:
             checks.check_ranks(self.size, ffi.MAX_RANKS)
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
-            self._native, self._free_number = self._create_native(open_timeout, max_sms)
+            self._native, self._free_number = opening.open_native(
+                self.platform, mesh, self.axis_name, timeout=timeout, open_timeout=open_timeout, max_sms=max_sms
+            )
             self._finalizer = weakref.finalize(self, self._native.release)
             self._finalizer.atexit = False  # then the watchdogs close all groups
             try:
@@ -117,6 +115,18 @@ class Group:
             self._watchdog = watchdog.Watchdog(self._native, repr(self))
         with _open_groups_lock:
             _open_groups.add(self)
+
+    def _open_across_nodes(self, open_timeout: float, max_sms: int | None) -> None:
+        axes = checks.axes_of(self.axis_name)
+        self.intranode = Group(self.mesh, axes[-1], timeout=self.timeout, open_timeout=open_timeout, max_sms=max_sms)
+        with _open_groups_lock:
+            _open_groups.discard(self.intranode)
+        if others := nodes.other_processes(self.mesh, axes):
+            try:
+                self._heartbeats = Heartbeats(repr(self), others, self.timeout, open_timeout)
+            except BaseException:
+                self.intranode.close()
+                raise
 
     @property
     def size(self) -> int:
@@ -148,12 +158,23 @@ class Group:
             overflow, self._overflow = self._overflow, None
         if overflow is not None:
             raise overflow
+        if self._heartbeats is not None and (lost := self._heartbeats.error()) is not None:
+            raise lost
         if self.intranode is not None:
-            self.intranode.check()
+            self._check_intranode(self.intranode)
         if self._native is not None:
             error = native.take_error(self._native)
             if error is not None:
                 raise error
+
+    def _check_intranode(self, intranode: "Group") -> None:
+        """Where ranks of a node have waited in vain, because of a process of another one, that process is to blame."""
+        try:
+            intranode.check()
+        except PeerTimeoutError as error:
+            if self._heartbeats is not None and (lost := self._heartbeats.error(in_vain=True)) is not None:
+                raise lost from error
+            raise
 
     def report(self) -> list[native.RankReport]:
         """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer and how many bytes
@@ -189,7 +210,7 @@ class Group:
 
     def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
         """What `node_capacity="auto"` stands for: how many tokens of a rank go to each node."""
-        return plan(self.nodes, num_tokens, top_k, num_experts)
+        return nodes.plan(self.nodes, num_tokens, top_k, num_experts)
 
     def close(self) -> None:
         """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""
@@ -198,6 +219,8 @@ class Group:
         self._closed = True
         with _open_groups_lock:
             _open_groups.discard(self)
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         if self.intranode is not None:
             self.intranode.close()
         if self._native is not None:
@@ -251,52 +274,8 @@ class Group:
     @property
     def _needs_xla(self) -> bool:
         """Whether the kernels cannot serve it: on the CPU they do not leave their process."""
-        spans = any(len(set(line)) > 1 for line in self._processes())
+        spans = any(len(set(line)) > 1 for line in nodes.processes(self.mesh, checks.axes_of(self.axis_name)))
         return self.platform == "cpu" and spans and not _CPU_PROCESSES_SHARE
-
-    def _crosses_nodes(self, wanted: bool | None, open_timeout: float) -> bool:
-        axes = checks.axes_of(self.axis_name)
-        if wanted is not None:
-            checks.check_bool("Group", "across_nodes", wanted)
-            if wanted and len(axes) == 1:
-                raise ValueError(
-                    f"Group: across_nodes needs axis_name to be a tuple, of axes across nodes and the one inside; got "
-                    f"{self.axis_name!r}"
-                )
-            return wanted
-        if len(axes) == 1 or (self.platform == "cpu" and _CPU_PROCESSES_SHARE):
-            return False
-        return crosses_nodes(self.mesh, axes, self.platform, open_timeout)
-
-    def _lines(self) -> list[list[Any]]:
-        """For every line along the axis, its devices in rank order."""
-        axes = [self.mesh.axis_names.index(axis) for axis in checks.axes_of(self.axis_name)]
-        return np.moveaxis(self.mesh.devices, axes, range(-len(axes), 0)).reshape(-1, self.size).tolist()
-
-    def _processes(self) -> list[list[int]]:
-        return [[device.process_index for device in line] for line in self._lines()]
-
-    def _create_native(self, open_timeout: float, max_sms: int | None) -> tuple[native.NativeGroup, Callable[[], None]]:
-        """The group, and what frees its number when it is closed."""
-        me, processes = jax.process_index(), self._processes()
-        ordinals = [
-            [ffi.ordinal(device) if device.process_index == me else -1 for device in line] for line in self._lines()
-        ]
-        ffi.library(self.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
-        everyone = {process for line in processes for process in line}
-        what = f"{self.platform} {[(d.id, d.process_index) for d in self.mesh.devices.flat]} {dict(self.mesh.shape)}"
-        what += f" {self.axis_name}"
-        content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
-        most = None if max_sms is None else min(int(max_sms), MOST_SMS)
-        create = partial(native.create_group, self.platform, ordinals, self.timeout, content=content, max_sms=most)
-        if everyone == {me}:
-            return create(), lambda: None
-        introduced = rendezvous.introduce(what, me, processes, open_timeout)
-        try:
-            return create(index=introduced.number, **introduced.neighbours), introduced.free
-        except BaseException:
-            introduced.free()
-            raise
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         """Itself: a copy of a module that holds the group exchanges through the same memory."""

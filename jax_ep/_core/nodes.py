@@ -5,15 +5,16 @@ nodes, so that every network interface carries the traffic of its own GPU (as in
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import bootstrap, jax_private
+from jax_ep._core import bootstrap, checks, jax_private
+from jax_ep._core.checks import AxisName
 from jax_ep.errors import PeerTimeoutError, PlatformError
 
 MOSTLY = 0.9  # of the tokens: to leave out fewer does not pay
@@ -45,33 +46,77 @@ def plan(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
     return NodePlan(room if 0 < room < MOSTLY * num_tokens else None, expected)
 
 
-def crosses_nodes(mesh: Mesh, axes: Sequence[str], platform: str, timeout: float) -> bool:
-    """Whether the devices along `axes` of the mesh are of several nodes, and those along the last of them of one.
+def lines(mesh: Mesh, axes: Sequence[str]) -> list[list[Any]]:
+    """For every line along `axes` of the mesh, its devices in rank order."""
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    return np.moveaxis(mesh.devices, places, range(-len(places), 0)).reshape(-1, size).tolist()
+
+
+def processes(mesh: Mesh, axes: Sequence[str]) -> list[list[int]]:
+    """Of the ranks along each line."""
+    return [[device.process_index for device in line] for line in lines(mesh, axes)]
+
+
+def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
+    """Those with whom this process shares a line along `axes`, and what an error calls them."""
+    me, ranks = jax.process_index(), dict[int, set[int]]()
+    for line in processes(mesh, axes):
+        for rank, process in enumerate(line):
+            if me in line and process != me:
+                ranks.setdefault(process, set()).add(rank)
+    inside = mesh.shape[axes[-1]]
+    return {process: f"process {process} ({_place(sorted(its), inside)})" for process, its in ranks.items()}
+
+
+def _place(ranks: Sequence[int], inside: int) -> str:
+    def names(numbers: Iterable[int]) -> str:
+        return ", ".join(map(str, sorted(set(numbers))))
+
+    return f"node {names(rank // inside for rank in ranks)}, rank {names(ranks)}"
+
+
+def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: float) -> bool:
+    """Whether a group along `axis_name` crosses nodes: as `wanted`, or else where the devices along all axes are of
+    several nodes, and those along the last one of one.
 
     On GPUs of several processes all of them call it.
 
     Raises:
+      TypeError, ValueError: `wanted` is no bool, or there is no axis left for the inside of nodes.
       PlatformError: there are several processes, and `jax.distributed.initialize` was not called.
       PeerTimeoutError: a process did not call it within `timeout` seconds.
     """
+    axes = checks.axes_of(axis_name)
+    if wanted is not None:
+        checks.check_bool("Group", "across_nodes", wanted)
+        if wanted and len(axes) == 1:
+            raise ValueError(
+                f"Group: across_nodes needs axis_name to be a tuple, of axes across nodes and the one inside; got "
+                f"{axis_name!r}"
+            )
+        return wanted
+    if len(axes) == 1:
+        return False
     nodes = _nodes_of(platform, {device.process_index for device in mesh.devices.flat}, timeout)
-    of_devices = np.array([nodes[device.process_index] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
-    places = [mesh.axis_names.index(axis) for axis in axes]
-    lines = np.moveaxis(of_devices, places, range(-len(places), 0)).reshape(-1, mesh.shape[axes[-1]])
-    several = any(len(set(line)) > 1 for line in lines.reshape(-1, math.prod(mesh.shape[axis] for axis in axes)))
-    return several and all(len(set(line)) == 1 for line in lines)
+
+    def spread(axes: Sequence[str]) -> list[bool]:
+        """For every line, whether it is of several nodes."""
+        return [len({nodes[process] for process in line}) > 1 for line in processes(mesh, axes)]
+
+    return any(spread(axes)) and not any(spread(axes[-1:]))
 
 
-def _nodes_of(platform: str, processes: Collection[int], timeout: float) -> dict[int, str]:
+def _nodes_of(platform: str, everyone: Collection[int], timeout: float) -> dict[int, str]:
     """The node of each process."""
-    if platform == "cpu" or len(processes) == 1:
-        return {process: str(process) for process in processes}
+    if platform == "cpu" or len(everyone) == 1:
+        return {process: str(process) for process in everyone}
     client = jax_private.coordination_client()
     if client is None:
         raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
     client.key_value_set(f"{_FOLDER}/{jax.process_index()}", bootstrap.host_identity(), allow_overwrite=True)
     found: dict[int, str] = {}
-    for process in sorted(processes):
+    for process in sorted(everyone):
         try:
             found[process] = client.blocking_key_value_get(f"{_FOLDER}/{process}", int(timeout * 1000))
         except jax.errors.JaxRuntimeError as error:

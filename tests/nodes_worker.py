@@ -1,0 +1,228 @@
+"""Run by `jax_ep.launch` in every process of `test_nodes_processes.py`, each of which is a node."""
+
+import argparse
+import os
+import signal
+import time
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import oracle
+import pytest
+import test_nodes
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
+
+from jax_ep import CapacityError, Group, PeerLostError, PlatformError, moe_mlp
+
+LOST_TIMEOUT = 3.0  # of the group that loses a process
+ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
+BUSY = 2.0  # seconds that a busy machine may take besides
+FLOAT8: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn}
+
+
+def spread(group: Group, x: np.ndarray) -> jax.Array:
+    """[R, ...] as [N, L, ...], a rank's part on every device, each process putting its own."""
+    parts = x.reshape(group.nodes, -1, *x.shape[1:])
+    return jax.make_array_from_callback(parts.shape, NamedSharding(group.mesh, P(*AXES)), lambda index: parts[index])
+
+
+def gathered(results: Any) -> Any:
+    """The parts of all processes, [R, ...] in each of them."""
+    everywhere = multihost_utils.process_allgather(jax.block_until_ready(results), tiled=True)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), everywhere)
+
+
+def run(group: Group, case: helpers.Case, **options: Any) -> Any:
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, **options)
+    return gathered(program(*(spread(group, x) for x in case)))
+
+
+def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **options: Any) -> None:
+    out, combined = run(group, case, implementation="ffi", **options)
+    alignment = options.get("alignment", 1)
+    capacity = out.tokens.shape[1]
+    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity, alignment=alignment, fp8=fp8)
+    test_nodes.assert_flat(test_nodes.flat(out, group), expected)
+    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+    group.check()
+
+
+def check_room_on_the_way(group: Group, case: helpers.Case, node_capacity: int) -> None:
+    travels = test_nodes.first_for_each_node(case.ids, group.nodes, node_capacity)
+    kept = case._replace(ids=np.where(travels, case.ids, -1))
+    out, combined = run(group, case, implementation="ffi", node_capacity=node_capacity, on_overflow="drop")
+    expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.tokens.shape[1])
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    np.testing.assert_array_equal(out.routing.dropped[:, 0], (~travels & (case.ids >= 0)).sum(axis=(1, 2)))
+    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+
+
+def check_overflow(group: Group, case: helpers.Case) -> None:
+    """Every process learns of it, and the group goes on."""
+    out, _ = run(group, case, implementation="ffi", capacity=8)
+    assert np.isnan(out.tokens).all()
+    with pytest.raises(CapacityError, match="capacity is 8"):
+        group.check()
+    group.check()
+
+
+def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
+    case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
+    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
+    expected, gradient = moe_oracle.gated_experts(layer, case.ids, cotangent)
+
+    def body(tokens: jax.Array, weights: jax.Array, *rest: jax.Array) -> Any:
+        *matrices, ids, cotangent = rest
+
+        def forward(
+            tokens: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+        ) -> jax.Array:
+            return moe_mlp(tokens, ids, weights, gate, up, down, group=group, **options)
+
+        out, back = jax.vjp(forward, tokens, weights, *matrices)
+        return out, back(cotangent)
+
+    operands = [spread(group, x) for x in (*layer, case.ids, cotangent)]
+    out, found = gathered(helpers.per_rank(body, group.mesh)(*operands))
+    group.check()
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    for name, actual, wanted in zip(layer._fields, found, gradient, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def check_inside(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+    """A group over the inner axis alone has kernels: each of its lines lies in one process."""
+    nodes, size = mesh.devices.shape
+    case = helpers.draw_case(rng, nodes * size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    lines = [helpers.Case(*(x[node * size : (node + 1) * size] for x in case)) for node in range(nodes)]
+    with Group(mesh, "ep", timeout=60) as inside:
+        assert (inside.size, inside.nodes, inside.resolve("ragged_all_to_all", "auto")) == (size, 1, "ffi")
+        program = helpers.dispatch_combine(inside, num_experts=EXPERTS, implementation="auto")
+        parts = [
+            jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*AXES)), lambda index, x=x: x[index])
+            for x in (x.reshape(nodes, size, *x.shape[1:]) for x in case)
+        ]
+        out, combined = gathered(program(*parts))
+        for node, line in enumerate(lines):
+            here = slice(node * size, (node + 1) * size)
+            mine = jax.tree.map(lambda x, here=here: x[here], (out, combined))
+            helpers.assert_round_trip(mine, line, num_experts=EXPERTS)
+        inside.check()
+
+
+def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
+    assert (group.nodes, group.size, group.node_axes) == (nodes, nodes * inside, ("node",))
+    assert group.resolve("dispatch", "auto") == "ffi"
+    assert group.resolve("ragged_all_to_all", "auto") == "xla"
+    if on_cpu():
+        with Group(group.mesh, "node", timeout=60) as between:
+            assert between.resolve("dispatch", "auto") == "xla"
+            with pytest.raises(PlatformError, match="implementation='xla'"):
+                between.resolve("dispatch", "ffi")
+
+
+def check_all(mesh: jax.sharding.Mesh) -> None:
+    print(f"JAX_EP_TEST_SEED={helpers.SEED}")
+    rng = np.random.default_rng(helpers.SEED)
+    nodes, inside = mesh.devices.shape
+    with open_group(mesh, 60) as group:
+        check_what_it_is(group, nodes, inside)
+        check_round_trip(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
+        uneven = test_nodes.uneven(rng, group.size)
+        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
+        float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
+        check_round_trip(group, float8, fp8=True, **FLOAT8)
+        check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
+        check_overflow(group, uneven)
+        check_layer(group, rng)
+        check_layer(group, rng, implementation="xla")
+    check_inside(mesh, rng)
+
+
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def open_group(mesh: jax.sharding.Mesh, timeout: float) -> Group:
+    """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
+    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True)
+
+
+def lose_last(mesh: jax.sharding.Mesh, how: str) -> None:
+    """The last process is killed or stopped while the others wait for it; each of these names it in time."""
+    last = jax.process_count() - 1
+    group = open_group(mesh, LOST_TIMEOUT)
+    case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [spread(group, x) for x in case]
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+    jax.block_until_ready(program(*operands))
+    group.check()
+    [pid] = multihost_utils.process_allgather(np.int32(os.getpid()))[-1:]
+    start = time.monotonic()
+    if jax.process_index() == last and how == "kill":
+        os._exit(0)  # no goodbye, and nothing that the launcher would end the others for
+    if jax.process_index() == last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        leave()  # when it is continued
+    pending = program(*operands)  # is not awaited: it fails or hangs, as XLA's collectives do
+    with pytest.raises(PeerLostError, match=rf"process {last} \(node {last}, rank .*\) gave no sign of life for "):
+        check_until(group, start + LOST_TIMEOUT + ALLOWED + BUSY)
+    print(f"process {last} was named after {time.monotonic() - start:.2f} s", flush=True)
+    with pytest.raises(PeerLostError, match=f"process {last}"):
+        jax.eval_shape(helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto"), *operands)
+    group.close()
+    assert time.monotonic() - start < LOST_TIMEOUT + ALLOWED + 2 * BUSY
+    if how == "stop" and jax.process_index() == 0:
+        os.kill(int(pid), signal.SIGCONT)
+    del pending
+    leave()  # jax.distributed would wait for the dead process
+
+
+def check_until(group: Group, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        group.check()
+        time.sleep(0.05)
+
+
+def leave_in_order(mesh: jax.sharding.Mesh) -> None:
+    """Who has closed its group may end: nobody misses it."""
+    with open_group(mesh, 2.0) as group:
+        if jax.process_index() == 0:
+            time.sleep(3.5)
+            group.check()
+    multihost_utils.sync_global_devices("all have closed it")
+    with open_group(mesh, 60) as again:  # processes meet again
+        again.check()
+
+
+def leave() -> None:
+    print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["all", "kill", "stop", "close"])
+    parser.add_argument("--cpu-devices", type=int, default=1)
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", options.cpu_devices)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    mesh = helpers.mesh_of(node=jax.process_count(), ep=jax.local_device_count())
+    if options.what == "all":
+        check_all(mesh)
+    elif options.what == "close":
+        leave_in_order(mesh)
+    else:
+        lose_last(mesh, options.what)
+    print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
