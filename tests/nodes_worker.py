@@ -155,32 +155,32 @@ def open_group(mesh: jax.sharding.Mesh, timeout: float) -> Group:
     return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True)
 
 
-def lose_last(mesh: jax.sharding.Mesh, how: str) -> None:
-    """The last process is killed or stopped while the others wait for it; each of these names it in time."""
-    last = jax.process_count() - 1
+def lose(mesh: jax.sharding.Mesh, how: str) -> None:
+    """A process is killed or stopped while the others wait for it; each of these names it in time."""
+    lost = 0 if how == "stop the coordinator" else jax.process_count() - 1
     group = open_group(mesh, LOST_TIMEOUT)
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [spread(group, x) for x in case]
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
     jax.block_until_ready(program(*operands))
     group.check()
-    [pid] = multihost_utils.process_allgather(np.int32(os.getpid()))[-1:]
+    pids = multihost_utils.process_allgather(np.int32(os.getpid()))
     start = time.monotonic()
-    if jax.process_index() == last and how == "kill":
-        os._exit(0)  # no goodbye, and nothing that the launcher would end the others for
-    if jax.process_index() == last:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        leave()  # when it is continued
+    if jax.process_index() == lost:
+        if how != "kill":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        leave()  # no goodbye, and nothing that the launcher would end the others for
     pending = program(*operands)  # is not awaited: it fails or hangs, as XLA's collectives do
-    with pytest.raises(PeerLostError, match=rf"process {last} \(node {last}, rank .*\) gave no sign of life for "):
+    who = "process 0, did not answer" if lost == 0 else rf"process {lost} \(node {lost}, rank .*\) gave no sign of life"
+    with pytest.raises(PeerLostError, match=who):
         check_until(group, start + LOST_TIMEOUT + ALLOWED + BUSY)
-    print(f"process {last} was named after {time.monotonic() - start:.2f} s", flush=True)
-    with pytest.raises(PeerLostError, match=f"process {last}"):
+    print(f"process {lost} was named after {time.monotonic() - start:.2f} s", flush=True)
+    with pytest.raises(PeerLostError, match=f"process {lost}"):
         jax.eval_shape(helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto"), *operands)
     group.close()
     assert time.monotonic() - start < LOST_TIMEOUT + ALLOWED + 2 * BUSY
-    if how == "stop" and jax.process_index() == 0:
-        os.kill(int(pid), signal.SIGCONT)
+    if how != "kill" and jax.process_index() == jax.process_count() - 1 - lost:
+        os.kill(int(pids[lost]), signal.SIGCONT)
     del pending
     leave()  # jax.distributed would wait for the dead process
 
@@ -209,7 +209,7 @@ def leave() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["all", "kill", "stop", "close"])
+    parser.add_argument("what", choices=["all", "close", "kill", "stop", "stop the coordinator"])
     parser.add_argument("--cpu-devices", type=int, default=1)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
@@ -220,7 +220,7 @@ def main() -> None:
     elif options.what == "close":
         leave_in_order(mesh)
     else:
-        lose_last(mesh, options.what)
+        lose(mesh, options.what)
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
 
 

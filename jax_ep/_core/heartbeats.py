@@ -28,7 +28,7 @@ _READS_A_SECOND = 256  # by all processes together, beyond which signs become ra
 _LOOK_SECONDS = 0.1  # between two looks at what was read
 _STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped itself
 _LEAST_SECONDS = 2.0  # of silence that count as a loss, lest a busy host seems dead
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
 _LIFE = secrets.token_hex(4)
 _CLOSED = -1
 

@@ -1,0 +1,98 @@
+"""When a process counts as lost, by the signs of life that another one reads; test_nodes_processes.py kills some."""
+
+import dataclasses
+
+import pytest
+
+from jax_ep._core.heartbeats import Sign, Signs, Silence
+
+TIMEOUT = 10.0
+PAUSE = 1.25  # the longest between two reads
+OTHERS = {1: "process 1 (node 1, rank 2, 3)", 2: "process 2 (node 2, rank 4, 5)"}
+
+
+@dataclasses.dataclass
+class Store:
+    """What the processes have written, and who goes on writing."""
+
+    silence: Silence
+    reads: int
+    signs: dict[int, Sign]
+
+    def wait(self, seconds: float, *, silent: tuple[int, ...] = (), answers: bool = True) -> str | None:
+        """Looks ten times a second, until something is lost; the store is read every time if it answers."""
+        for _ in range(round(seconds * 10)):
+            if answers:
+                self.reads += 1
+                for process in self.signs.keys() - set(silent):
+                    self.signs[process] = self.signs[process]._replace(beat=self.reads)
+            if (lost := self.look(0.1)) is not None:
+                return lost
+        return None
+
+    def look(self, passed: float) -> str | None:
+        return self.silence.look(Signs(self.reads, dict(self.signs)), passed)
+
+
+@pytest.fixture
+def store() -> Store:
+    signs = {process: Sign(f"life{process}", 1, 1) for process in OTHERS}
+    return Store(Silence(OTHERS, TIMEOUT, Signs(1, dict(signs)), PAUSE), 1, signs)
+
+
+def test_who_writes_lives(store: Store) -> None:
+    assert store.wait(5 * TIMEOUT) is None
+    assert store.silence.longest() is None
+
+
+def test_who_falls_silent_is_lost_after_the_timeout(store: Store) -> None:
+    assert store.wait(TIMEOUT - 0.2, silent=(2,)) is None
+    suspect = store.silence.longest()
+    assert suspect is not None
+    assert suspect.startswith(f"{OTHERS[2]} gave no sign of life for 9.")
+    lost = store.wait(0.5, silent=(2,))
+    assert lost is not None
+    assert lost.startswith(f"{OTHERS[2]} gave no sign of life for 10.")
+
+
+def test_a_sign_in_time_begins_anew(store: Store) -> None:
+    for _ in range(4):
+        assert store.wait(TIMEOUT - 0.2, silent=(1,)) is None
+        assert store.wait(0.1) is None
+
+
+def test_a_closed_group_may_fall_silent(store: Store) -> None:
+    store.signs[1] = store.signs[1]._replace(beat=-1)
+    assert store.wait(3 * TIMEOUT, silent=(1,)) is None
+
+
+def test_a_process_that_was_started_again_is_another_one(store: Store) -> None:
+    store.signs[1] = Sign("another", 1, 1)
+    assert store.wait(0.1) == f"{OTHERS[1]} was started again"
+
+
+def test_a_process_that_was_stopped_blames_nobody(store: Store) -> None:
+    """It finds old signs when it is continued; and time without a clock tick of its own counts for nothing."""
+    assert store.wait(TIMEOUT - 1, silent=(1, 2)) is None
+    assert store.look(1000.0) is None
+    assert store.wait(0.5) is None
+
+
+def test_a_store_that_was_away_excuses_everybody(store: Store) -> None:
+    """Nobody could write either; the first read afterwards may be older than what they write now."""
+    assert store.wait(TIMEOUT - 1, answers=False) is None
+    assert store.wait(1.0, silent=(1, 2)) is None
+    assert store.wait(TIMEOUT, answers=True) is None
+
+
+def test_a_store_that_stays_away_is_the_loss_of_process_0(store: Store) -> None:
+    lost = store.wait(TIMEOUT + 1, answers=False)
+    assert lost is not None
+    assert lost.startswith("the coordinator of jax.distributed, in process 0, did not answer for 10.")
+
+
+def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
+    silence = Silence(OTHERS, 0.1, Signs(1, dict(store.signs)), PAUSE)
+    hasty = Store(silence, 1, store.signs)
+    assert hasty.wait(1.9, silent=(1,)) is None
+    assert hasty.wait(0.4, silent=(1,)) is not None
