@@ -33,8 +33,8 @@ class Loop:
     unroll: int = 1
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """The spec of an array over the ranks of a mesh with one axis."""
-        spec = P(*mesh.axis_names)
+        """Arrays are spread over all ranks of the mesh."""
+        spec = P(mesh.axis_names)
         function = jax.shard_map(self._run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(function).lower(*self.arguments)
 

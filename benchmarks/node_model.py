@@ -1,0 +1,193 @@
+"""What dispatch and combine over nodes cost: bytes and memory as formulas of a few sizes (docs/scaling.md).
+
+All are of one rank and one layer. Each rank has a network interface of its own, over which it talks to the ranks of the
+same index in the other nodes. So what a rank sends to other nodes is what its interface sends, and it takes in as much.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from .moe_cases import Shape
+
+FP8_BLOCK = 128  # values that share a float32 scale
+INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
+SLACK = 1.25  # of a node capacity, as in `Group.node_plan`
+NODES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How tokens go: N `nodes` of L `ranks` each, T tokens of a rank."""
+
+    nodes: int
+    ranks: int
+    shape: Shape
+    node_capacity: int | None = None  # B tokens of a rank for each node; None: all T
+    float8: bool = False
+    top_nodes: int | None = None  # a token's experts are of so many nodes at most, drawn alike; None: of any
+    drop: bool = False
+
+    @property
+    def others(self) -> int:
+        return self.nodes - 1
+
+    @property
+    def dense(self) -> bool:
+        return self.node_capacity is None or self.node_capacity >= self.shape.tokens
+
+    @property
+    def room(self) -> int:
+        """B: the tokens that a rank sends to each node."""
+        return self.shape.tokens if self.dense or self.node_capacity is None else self.node_capacity
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token, or of a sum, in its own dtype."""
+        return self.shape.hidden * jnp.dtype(self.shape.dtype).itemsize
+
+    @property
+    def sent_row(self) -> int:
+        """Bytes of a token on the wire of a dispatch."""
+        hidden = self.shape.hidden
+        return hidden + hidden // FP8_BLOCK * WEIGHT if self.float8 else self.row
+
+    def share(self, parts: int) -> float:
+        """Of the tokens that need a node's part: one of `parts` equal parts of its experts."""
+        top = self.top_nodes or self.nodes
+        experts = top * self.shape.experts // self.nodes
+        part = self.shape.experts // self.nodes // parts
+        nowhere = math.comb(experts - part, self.shape.top_k) / math.comb(experts, self.shape.top_k)
+        return top / self.nodes * (1 - nowhere)
+
+    # Between nodes: exactly, whatever the ids are.
+
+    @property
+    def dispatch(self) -> int:
+        """With all that it returns."""
+        return self.dispatch_uncounted + self.others * (self.shape.experts // self.nodes + 1) * COUNT
+
+    @property
+    def dispatch_uncounted(self) -> int:
+        """Without `routing.counts` and `dropped`, which cost nothing where nobody asks for them."""
+        routing = self.shape.top_k * (INDEX + WEIGHT)
+        overflow = 0 if self.drop else self.ranks * COUNT * (1 if self.dense else 2)  # rows; on the way, too
+        return self.others * (self.room * (self.sent_row + routing) + overflow)
+
+    @property
+    def combine(self) -> int:
+        return self.others * self.room * self.row
+
+    @property
+    def backward(self) -> int:
+        """The gradients in tokens and weights: a cotangent goes where its token went, and its sums come back."""
+        return 2 * self.combine + self.others * self.room * self.shape.top_k * WEIGHT
+
+    @property
+    def step(self) -> int:
+        """A layer, forward and backward."""
+        return self.dispatch_uncounted + self.combine + self.backward
+
+    def least(self, rows: float) -> float:
+        """Of a dispatch whose rank has `rows` tokens for other nodes, one for each that needs it."""
+        return rows * self.sent_row
+
+    @property
+    def rows_needed(self) -> float:
+        """On average, where experts are drawn alike."""
+        return self.others * self.shape.tokens * self.share(1)
+
+    # Inside a node, by NVLink: on average, where experts are drawn alike.
+
+    @property
+    def rows_inside(self) -> float:
+        """A rank sends on what it took in from all nodes, its own too: once to each other rank that needs it."""
+        return self.nodes * self.shape.tokens * (self.ranks - 1) * self.share(self.ranks)
+
+    @property
+    def routing_inside(self) -> int:
+        """Ids and weights of the tokens taken in, to all ranks of the node."""
+        return (self.ranks - 1) * self.nodes * self.room * self.shape.top_k * (INDEX + WEIGHT)
+
+    @property
+    def dispatch_inside(self) -> float:
+        return self.rows_inside * self.sent_row + self.routing_inside
+
+    @property
+    def combine_inside(self) -> float:
+        return self.rows_inside * self.row
+
+    # Memory, beside what one group of all ranks would need.
+
+    @property
+    def taken_in(self) -> int:
+        """Bytes of the tokens that came from all nodes, which a dispatch holds while it runs, and a combine of sums."""
+        return self.nodes * self.room * self.row
+
+    @property
+    def routing(self) -> int:
+        """Bytes of a routing's rows, weights and targets, which are kept from dispatch to combine."""
+        assignments = self.nodes * self.room * self.shape.top_k
+        return self.ranks * assignments * (INDEX + WEIGHT) + assignments * INDEX
+
+
+def gradient_bytes(nodes: int, ranks: int, size: int) -> float:
+    """What a rank sends to other nodes when `size` bytes of replicated gradients are summed over all ranks.
+
+    Reduce-scatter inside, all-reduce of each part between nodes, all-gather inside, as NCCL's rings and trees do.
+    """
+    return 2 * (nodes - 1) / nodes * size / ranks
+
+
+def planned(exchange: Exchange) -> Exchange:
+    """By the node capacity that `Group.node_plan` would choose if it knew `top_nodes`."""
+    expected = exchange.shape.tokens * exchange.share(1)
+    room = -(-math.ceil(SLACK * expected) // 8) * 8
+    return dataclasses.replace(exchange, node_capacity=room if room < 0.9 * exchange.shape.tokens else None)
+
+
+COLUMNS = (
+    "hosts | E | tokens that need a host | B | dense, KB | by B, KB | least, KB | dense step, KB | by B step, KB "
+    "| inside, KB | dense taken in, MiB | by B, MiB | dense routing, MiB | by B, MiB"
+)
+
+
+def table(shape: Shape, ranks: int, *, float8: bool, top_nodes: int | None, nodes: Sequence[int] = NODES) -> str:
+    """A markdown line for each number of hosts: KB (1000 bytes) per token and layer that a rank sends, and memory."""
+    lines = [f"| {COLUMNS} |", f"|{'---|' * (COLUMNS.count('|') + 1)}"]
+    for count in nodes:
+        experts = max(shape.experts, count * ranks)
+        of_count = dataclasses.replace(shape, experts=experts)
+        dense = Exchange(count, ranks, of_count, float8=float8, top_nodes=min(top_nodes or count, count))
+        lines.append(f"| {' | '.join(_cells(dense, planned(dense)))} |")
+    return "\n".join(lines)
+
+
+def _cells(dense: Exchange, by_room: Exchange) -> list[str]:
+    tokens = dense.shape.tokens
+
+    def kilobytes(count: float) -> str:
+        return f"{count / tokens / 1e3:,.1f}"
+
+    def chosen(text: str) -> str:
+        return "-" if by_room.dense else text
+
+    inside = dense.dispatch_inside if by_room.dense else by_room.dispatch_inside
+    return [
+        str(dense.nodes),
+        str(dense.shape.experts),
+        f"{dense.share(1):.1%}",
+        chosen(str(by_room.room)),
+        kilobytes(dense.dispatch + dense.combine),
+        chosen(kilobytes(by_room.dispatch + by_room.combine)),
+        kilobytes(dense.least(dense.rows_needed) + dense.rows_needed * dense.row),
+        kilobytes(dense.step),
+        chosen(kilobytes(by_room.step)),
+        kilobytes(inside + dense.combine_inside),
+        f"{dense.taken_in / 2**20:,.0f}",
+        chosen(f"{by_room.taken_in / 2**20:,.0f}"),
+        f"{dense.routing / 2**20:,.0f}",
+        chosen(f"{by_room.routing / 2**20:,.0f}"),
+    ]

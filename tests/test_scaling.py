@@ -1,0 +1,161 @@
+"""What docs/scaling.md says that crosses nodes, against the compiled programs, the kernels' counters, and drawn ids."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from test_benchmarks import number, rows_of
+from test_nodes import AXES, over
+
+from jax_ep import Group
+from jax_ep.__main__ import load
+from jax_ep._core.nodes import NodePlan, plan
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
+
+
+@pytest.fixture
+def benchmark() -> Callable[[str], ModuleType]:
+    return partial(load, "benchmarks")
+
+
+def exchange_of(benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, **options: Any) -> Any:
+    """float32: XLA on a CPU sends narrower values as float32."""
+    shape = benchmark("moe_cases").Shape(options.pop("tokens", 24), 128, options.pop("top_k", 3), 16, "float32")
+    return benchmark("node_model").Exchange(nodes, ranks, shape, **options)
+
+
+def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group) -> tuple[jax.Array, ...]:
+    """ids, weights, gate, up, down, tokens of all ranks."""
+    ids = benchmark("nodes").draw_ids(exchange.shape, exchange.nodes, exchange.ranks, exchange.top_nodes)
+    model = benchmark("layer").Model("any", exchange.shape, 8)
+    return benchmark("nodes").make_operands(model, ids, group.mesh)
+
+
+@on_cpu
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "implementation", "options"),
+    [
+        (2, 4, "ffi", {}),
+        (4, 2, "xla", {"node_capacity": 20}),
+        (4, 1, "ffi", {"float8": True, "top_k": 1, "tokens": 16}),
+        (2, 2, "ffi", {"float8": True, "top_k": 2, "tokens": 40, "node_capacity": 22}),
+    ],
+)
+def test_bytes_between_nodes_are_those_of_the_formulas(
+    benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, implementation: str, options: dict[str, Any]
+) -> None:
+    exchange = exchange_of(benchmark, nodes, ranks, **options)
+    capacity = 2 * exchange.shape.tokens * exchange.shape.top_k
+    with over(nodes, ranks) as group:
+        way = benchmark("nodes").Way(exchange, capacity, group, implementation)
+        ids, weights, *_, tokens = given = operands(benchmark, exchange, group)
+        state = jax.eval_shape(benchmark("nodes").on_ranks(way.dispatch, group.mesh), ids, weights, tokens)
+        counted = benchmark("nodes").count_bytes(way, given, state)
+    assert counted == {"dispatch": exchange.dispatch, "combine": exchange.combine, "step": exchange.step}
+
+
+@on_cpu
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(("nodes", "ranks", "top_nodes"), [(2, 4, None), (4, 2, 2)])
+def test_rows_are_as_many_as_drawn_alike(
+    benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, top_nodes: int | None
+) -> None:
+    """Within a twentieth: tokens that need a node, and rows that ranks of a node receive, by the group's report."""
+    exchange = exchange_of(benchmark, nodes, ranks, tokens=512, top_nodes=top_nodes)
+    bench = benchmark("nodes")
+    with over(nodes, ranks) as group:
+        way = bench.Way(exchange, 4096, group, "ffi")
+        ids, weights, *_, tokens = operands(benchmark, exchange, group)
+        wanted = bench.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
+        assert bench.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
+        jax.block_until_ready(bench.on_ranks(way.dispatch, group.mesh)(ids, weights, tokens))
+        received = [sum(report.received_bytes) for report in group.report()]
+    assert np.mean(received) == pytest.approx(exchange.rows_inside * exchange.sent_row, rel=0.05)
+
+
+@on_cpu
+def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType]) -> None:
+    """In two steps, by jax.lax: a sum inside, of which each rank takes a part to the other nodes."""
+    mesh = benchmark("nodes").mesh_of_nodes(2)
+    size = mesh.devices.size
+
+    def summed(gradient: jax.Array) -> jax.Array:
+        part = jax.lax.psum_scatter(gradient, "ep", tiled=True)
+        return jax.lax.all_gather(jax.lax.psum(part, "node"), "ep", tiled=True)
+
+    gradient = jax.ShapeDtypeStruct((size * 64,), jnp.float32, sharding=NamedSharding(mesh, P(AXES)))
+    compiled = benchmark("nodes").on_ranks(summed, mesh).lower(gradient).compile()
+    ranks = size // 2
+    counted = benchmark("collective_bytes").to_other_nodes(compiled.as_text(), [i // ranks for i in range(size)])
+    assert counted == benchmark("node_model").gradient_bytes(2, ranks, 64 * 4)
+
+
+HLO = {
+    "%a = bf16[8,4]{1,0} all-gather(%x), replica_groups={{0,2},{1,3}}, dimensions={0}": 32,
+    "%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}": 32,
+    "%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,2]<=[4], dimensions={0}": 0,
+    "%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}": 32,
+    "%a = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,2},{1,3}}": 16,
+    "%a = ((f32[4]{0}, s8[2]{0}), (f32[8]{0}, s8[4]{0})) all-gather-start(%x, %y), replica_groups={{0,2},{1,3}}": 18,
+    "%a = ((f32[2,4]{1,0:T(4,128)}), f32[2,4]{1,0}) all-to-all-start(%x), replica_groups={{0,2},{1,3}}": 16,
+    "%a = (f8e4m3fn[1,4], f8e4m3fn[1,4]) all-to-all(%x, %y), replica_groups={{0,2},{1,3}}": 4,
+    "%a = f32[6]{0} all-reduce-start(%x), replica_groups={{0,2},{1,3}}, to_apply=%sum": 24,
+    "%a = f32[3]{0} reduce-scatter(%x), replica_groups={{0,2},{1,3}}, to_apply=%sum": 12,
+    "%a = f32[3]{0} all-gather-done(%x)": 0,
+}
+
+
+@pytest.mark.parametrize("line", HLO)
+def test_bytes_of_a_collective(benchmark: Callable[[str], ModuleType], line: str) -> None:
+    """The forms in which XLA prints collectives, on GPUs too."""
+    assert benchmark("collective_bytes").to_other_nodes(line, [0, 0, 1, 1]) == HLO[line]
+
+
+def test_bytes_that_cannot_be_counted(benchmark: Callable[[str], ModuleType]) -> None:
+    count = benchmark("collective_bytes").to_other_nodes
+    with pytest.raises(ValueError, match="different amounts"):
+        count("%a = f32[4]{0} all-gather(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 0])
+    with pytest.raises(ValueError, match="not in its shapes"):
+        count("%a = f32[4]{0} ragged-all-to-all(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 1])
+
+
+@on_cpu
+@pytest.mark.usefixtures("native")
+def test_the_benchmark(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    phases = ("rows to nodes", "combine")
+    assert benchmark("nodes").main(["--quick", "--repeats", "1", "--nodes", "2", "--phases", *phases]) == 0
+    of_bytes, of_times = (rows_of(part) for part in capsys.readouterr().out.split("\n\n")[1:])
+    assert [row["way"] for row in of_bytes] == [row["way"] for row in of_times] == ["dense", "by capacity"]
+    for row in of_bytes:
+        assert row["formulas say, B"] == "the same"
+        assert float(row["ratio"]) >= 1
+        assert number(row["dispatch, B"]) > number(row["combine, B"]) >= number(row["least, B"])
+    assert all(np.isfinite(number(row[f"{phase}, us"])) for row in of_times for phase in phases)
+
+
+def test_the_tables_of_the_formulas(benchmark: Callable[[str], ModuleType]) -> None:
+    """As many hosts as a table names; a plan never sends less than is needed on average, nor more than all."""
+    model, shape = benchmark("node_model"), benchmark("nodes").V3.shape
+    for row in rows_of(model.table(shape, 8, float8=False, top_nodes=None)):
+        dense, least = number(row["dense, KB"]), number(row["least, KB"])
+        assert least < dense
+        assert row["by B, KB"] == "-" or least < number(row["by B, KB"]) < dense
+    for nodes in model.NODES:
+        one = model.Exchange(nodes, 4, shape)
+        room = model.planned(one).node_capacity
+        assert one.share(1) * shape.tokens == pytest.approx(plan_of(nodes, shape).expected)
+        assert room == plan_of(nodes, shape).node_capacity
+    assert dataclasses.replace(model.Exchange(16, 4, shape), top_nodes=1).share(1) == pytest.approx(1 / 16)
+
+
+def plan_of(nodes: int, shape: Any) -> NodePlan:
+    return plan(nodes, shape.tokens, shape.top_k, shape.experts)
