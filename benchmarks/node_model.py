@@ -141,6 +141,15 @@ def gradient_bytes(nodes: int, ranks: int, size: int) -> float:
     return 2 * (nodes - 1) / nodes * size / ranks
 
 
+def sparse_bytes(nodes: int, ranks: int, capacity: int, width: int, itemsize: int) -> int:
+    """What a rank sends to other nodes for the rows of a replicated `sparse_all_reduce`, ids aside.
+
+    Sums in float32 to the rank of each slot; then its slots once to each other node, as NCCL's rings gather.
+    """
+    slots = -(-capacity // (nodes * ranks))
+    return (nodes - 1) * slots * width * (4 + itemsize)
+
+
 def planned(exchange: Exchange) -> Exchange:
     """By the node capacity that `Group.node_plan` would choose if it knew `top_nodes`."""
     expected = exchange.shape.tokens * exchange.share(1)
