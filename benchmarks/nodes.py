@@ -291,9 +291,9 @@ def mesh_of_nodes(nodes: int | None) -> Mesh:
 def print_model(shape: Shape) -> None:
     for top_nodes in (None, 4):
         for float8 in (False, True):
-            limit = "of any host" if top_nodes is None else f"of at most {top_nodes} hosts a token"
-            wire = "float8" if float8 else shape.dtype
-            print(f"\n{shape}; experts {limit}; {wire} on the wire of dispatch; {GPUS_OF_A_HOST} GPUs a host\n")
+            limit = "any host" if top_nodes is None else f"at most {top_nodes} hosts"
+            wire = "in float8" if float8 else f"in {shape.dtype}"
+            print(f"\n**A token's experts on {limit}, dispatched {wire}** ({shape}; {GPUS_OF_A_HOST} GPUs a host)\n")
             print(model_table(shape, GPUS_OF_A_HOST, float8=float8, top_nodes=top_nodes))
 
 
