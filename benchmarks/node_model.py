@@ -7,6 +7,7 @@ same index in the other nodes. So what a rank sends to other nodes is what its i
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -141,13 +142,22 @@ def gradient_bytes(nodes: int, ranks: int, size: int) -> float:
     return 2 * (nodes - 1) / nodes * size / ranks
 
 
-def sparse_bytes(nodes: int, ranks: int, capacity: int, width: int, itemsize: int) -> int:
-    """What a rank sends to other nodes for the rows of a replicated `sparse_all_reduce`, ids aside.
+class SparseBytes(NamedTuple):
+    """What a rank sends to other nodes in a `sparse_all_reduce`."""
 
-    Sums in float32 to the rank of each slot; then its slots once to each other node, as NCCL's rings gather.
-    """
-    slots = -(-capacity // (nodes * ranks))
-    return (nodes - 1) * slots * width * (4 + itemsize)
+    ids: int  # and which of them begin a row: to every rank of the other nodes
+    sums: int  # float32, of each slot to the rank that adds it up
+    gathered: int  # once to each other node, as NCCL's rings do; a collective that sends to each rank: `ranks` times
+
+
+def sparse_bytes(
+    nodes: int, ranks: int, entries: int, capacity: int, width: int, itemsize: int, *, sharded: bool
+) -> SparseBytes:
+    """Of `entries` rows of each rank, `width` values of `itemsize` bytes, and a result of `capacity` rows."""
+    others = nodes - 1
+    slots = capacity if sharded else -(-capacity // (nodes * ranks))
+    ids = 2 * others * ranks * entries * INDEX
+    return SparseBytes(ids, others * slots * width * 4, 0 if sharded else others * slots * width * itemsize)
 
 
 def planned(exchange: Exchange) -> Exchange:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from test_benchmarks import number, rows_of
 from test_nodes import AXES, over
 
-from jax_ep import Group
+from jax_ep import Group, SparseRows, sparse_all_reduce
 from jax_ep.__main__ import load
 from jax_ep._core.nodes import NodePlan, plan
 
@@ -97,6 +98,30 @@ def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType])
     ranks = size // 2
     counted = benchmark("collective_bytes").to_other_nodes(compiled.as_text(), [i // ranks for i in range(size)])
     assert counted == benchmark("node_model").gradient_bytes(2, ranks, 64 * 4)
+
+
+@on_cpu
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sparse_rows(benchmark: Callable[[str], ModuleType], sharded: bool) -> None:
+    entries, capacity, width = 10, 64, 16
+    bench = benchmark("nodes")
+    with over(2, 4) as group:
+
+        def summed(ids: jax.Array, values: jax.Array) -> jax.Array:
+            rows = SparseRows.from_entries(ids, values, num_rows=1000)
+            return sparse_all_reduce(rows, group=group, capacity=capacity, sharded=sharded).values
+
+        ids, values = jnp.zeros(8 * entries, jnp.int32), jnp.zeros((8 * entries, width))
+        compiled = bench.on_ranks(summed, group.mesh).lower(ids, values).compile()
+    counted = benchmark("collective_bytes").to_other_nodes(compiled.as_text(), [0] * 4 + [1] * 4)
+    of = benchmark("node_model").sparse_bytes(2, 4, entries, capacity, width, 4, sharded=sharded)
+    assert counted == of.ids + of.sums + 4 * of.gathered
+
+
+def test_the_page_has_the_tables(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark("nodes").main(["--model"]) == 0
+    assert capsys.readouterr().out in (Path(__file__).resolve().parents[1] / "docs" / "scaling.md").read_text()
 
 
 HLO = {
