@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
+from jax_ep._core.checks import Implementation
 from jax_ep._core.nodes import sum_over_nodes
 from jax_ep.ops.moe import gradients, xla
 from jax_ep.ops.moe.types import NodeRouting
@@ -48,7 +49,7 @@ class Way(NamedTuple):
     exchange: Exchange
     capacity: int
     group: jax_ep.Group
-    implementation: str
+    implementation: Implementation
 
     def __str__(self) -> str:
         return ("dense" if self.exchange.dense else "by capacity") + (", float8" if self.exchange.float8 else "")
@@ -108,7 +109,7 @@ class Setup(NamedTuple):
 
     group: jax_ep.Group
     model: Model
-    implementation: str
+    implementation: Implementation
     phases: Sequence[str]
     calls: int  # in a loop
     repeats: int

@@ -1,6 +1,6 @@
 """A small byte-level mixture-of-experts language model, to read and to copy.
 
-Experts are spread over the devices of one mesh axis, and the batch over the same axis: every device runs attention
+Experts are spread over the devices of a group, and the batch over the same devices: every device runs attention
 on its own sequences with replicated weights, and sends each token to the devices that own its experts and back.
 Everything below `loss` runs inside `jax.shard_map`, so arrays are what one device sees: B sequences of S bytes,
 T = B * S tokens, D = d_model, E experts of which E / size are local.
@@ -8,11 +8,12 @@ T = B * S tokens, D = d_model, E experts of which E / size are local.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ep
@@ -205,4 +206,9 @@ def generate(params: Params, prompt: bytes, length: int, seed: int, config: Conf
 
     specs = partition_specs(group.axis_name)
     sample = jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=(specs,), out_specs=P(group.axis_name)))
-    return bytes(jax.device_get(sample(params))[0].astype("uint8"))
+    return bytes(fetch(sample(params))[0].astype("uint8"))
+
+
+def fetch(results: Any) -> Any:
+    """Arrays that are spread over the devices of all processes, on each host."""
+    return multihost_utils.process_allgather(results, tiled=True)

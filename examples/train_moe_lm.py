@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -56,7 +57,7 @@ def train(
     rng = np.random.default_rng(SEED)
     history: list[moe_lm.Metrics] = []
     start = time.perf_counter()
-    with tqdm(range(steps), unit="step", mininterval=0.5) as bar:
+    with tqdm(range(steps), unit="step", mininterval=0.5, disable=jax.process_index() != 0) as bar:
         for step in bar:
             params, state, metrics = train_step(params, state, sample_batch(text, rng, SEQUENCES, LENGTH))
             history.append(jax.device_get(metrics))  # awaits the step
@@ -95,7 +96,7 @@ def agrees_with_reference(
     specs = moe_lm.partition_specs(axis), P(axis)
     both = jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P(axis)))(params, batch)
     same, difference = True, 0.0
-    for ours, reference in zip(*map(jax.tree.leaves, jax.device_get(both)), strict=True):
+    for ours, reference in zip(*map(jax.tree.leaves, moe_lm.fetch(both)), strict=True):
         if np.issubdtype(ours.dtype, np.integer):
             same = same and np.array_equal(ours, reference)
         else:
@@ -126,29 +127,45 @@ def plot(metrics: moe_lm.Metrics, size: int, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def open_group(nodes: int | None, config: moe_lm.Config) -> jax_ep.Group:
+    """Over as many devices as divide the experts and the batch; `nodes`: over as many of each node.
+
+    Raises:
+      SystemExit: the devices are not of so many nodes, or a node has none.
+    """
+    devices = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    count = math.gcd(devices.size, SEQUENCES, config.experts)
+    if nodes is None:
+        return jax_ep.Group(Mesh(devices[:count], ("ep",)), "ep")
+    if nodes < 1 or devices.size % nodes or count % nodes:
+        sys.exit(f"--nodes must divide the {devices.size} devices, and {count} of them, got {nodes}")
+    mesh = Mesh(devices.reshape(nodes, -1)[:, : count // nodes], ("node", "ep"))
+    return jax_ep.Group(mesh, mesh.axis_names, across_nodes=True)
+
+
 def main(arguments: list[str]) -> int:
     """Returns 0 if the loss fell and the ops agreed with implementation="xla"."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo", description="Train a small MoE language model.")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    parser.add_argument("--nodes", type=int, help="into which the devices are split, such as processes; default: none")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
 
     config = moe_lm.Config(implementation=options.implementation)
-    devices = np.array(jax.devices())
-    devices = devices[: math.gcd(devices.size, SEQUENCES, config.experts)]  # experts and batch must divide
-    with jax_ep.Group(Mesh(devices, ("ep",)), "ep") as group:
-        implementation = group.resolve("demo", config.implementation)
+    show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
+    with open_group(options.nodes, config) as group:
+        implementation = group.resolve("dispatch", config.implementation)
         text = load_bytes()
         params = moe_lm.init_params(jax.random.key(SEED), config, group)
         count = sum(x.size for x in jax.tree.leaves(params))
-        print(
+        show(
             f"{count:,} parameters, top-{config.top_k} of {config.experts} experts in {config.layers} layers, "
-            f"on {group.size} x {devices[0].device_kind}; implementation {implementation!r}\n"
-            f"{text.size:,} bytes of the Python standard library, {SEQUENCES * LENGTH} a step, seed {SEED}",
-            flush=True,
+            f"on {group.nodes} x {group.size // group.nodes} x {group.mesh.devices.flat[0].device_kind}; "
+            f"implementation {implementation!r}\n"
+            f"{text.size:,} bytes of the Python standard library, {SEQUENCES * LENGTH} a step, seed {SEED}"
         )
         params, metrics = train(params, text, options.steps, config, group)
 
@@ -156,19 +173,20 @@ def main(arguments: list[str]) -> int:
         same, difference = agrees_with_reference(params, batch, config, group)
         sample = moe_lm.generate(params, SAMPLE_PROMPT, SAMPLE_LENGTH, SEED, config, group)
         group.check()
-    plot(metrics, group.size, options.out)
+    if jax.process_index() == 0:
+        plot(metrics, group.size, options.out)
 
     last = min(SMOOTHING, options.steps // 2)
     start, end = float(metrics.loss[0]), float(np.mean(metrics.loss[-last:]))
     fell, agreed = end < 0.9 * start, same and difference <= 1e-4
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in sample.decode(errors="replace"))
-    print(f"\nsample:\n{printable}\n")
-    print(f"loss: {start:.3f} at the start, {end:.3f} at the end (mean of {last} steps), in nats per byte")
-    print(
+    show(f"\nsample:\n{printable}\n")
+    show(f"loss: {start:.3f} at the start, {end:.3f} at the end (mean of {last} steps), in nats per byte")
+    show(
         f"live batch, {implementation!r} against 'xla': routing {'equal' if same else 'DIFFERENT'}, "
         f"largest difference {difference:.1e}: {'agreed' if agreed else 'DISAGREED'}"
     )
-    print(f"wrote {options.out}")
+    show(f"wrote {options.out}")
     if not fell:
-        print("FAILED: the loss did not fall")
+        show("FAILED: the loss did not fall")
     return 0 if fell and agreed else 1

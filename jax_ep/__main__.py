@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | demo-mlp | demo-sparse | info | bench <what>`; `--help` after any of them."""
+"""`python -m jax_ep demo | demo-mlp | demo-sparse | demo-nodes | info | bench <what>`; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -16,7 +16,12 @@ import jax
 from jax_ep._core import ffi
 from jax_ep.version import __version__
 
-_DEMOS = {"demo": "train_moe_lm", "demo-mlp": "tensor_parallel_mlp", "demo-sparse": "sparse_embedding"}
+_DEMOS = {
+    "demo": "train_moe_lm",
+    "demo-mlp": "tensor_parallel_mlp",
+    "demo-sparse": "sparse_embedding",
+    "demo-nodes": "node_limited",
+}
 _DEMO_EXTRAS = ("matplotlib", "optax", "tqdm")
 _CPU_DEVICES = 8
 
@@ -27,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
     commands.add_parser("demo-mlp", add_help=False, help="train a tensor-parallel MLP")
     commands.add_parser("demo-sparse", add_help=False, help="train word vectors with sparse gradients")
+    commands.add_parser("demo-nodes", add_help=False, help="train experts on several nodes, few of them a token")
     commands.add_parser("info", help="built platforms, devices, links, versions")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
     kinds = bench.add_subparsers(dest="what", required=True)

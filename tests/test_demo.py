@@ -44,6 +44,39 @@ def test_losses_are_those_of_xla_on_the_cpu(example: Callable[[str], ModuleType]
 
 
 @pytest.mark.usefixtures("native")
+def test_losses_over_nodes_are_those_of_one_node(example: Callable[[str], ModuleType]) -> None:
+    demo = example("train_moe_lm")
+    config = demo.moe_lm.Config(layers=1)
+    helpers.mesh_of(ep=8)
+    history: list[np.ndarray] = []
+    for nodes in (None, 2):
+        with demo.open_group(nodes, config) as group:
+            assert (group.size, group.nodes) == (8, nodes or 1)
+            params = demo.moe_lm.init_params(jax.random.key(demo.SEED), config, group)
+            history.append(demo.train(params, demo.load_bytes(), 5, config, group)[1].loss)
+            group.check()
+    np.testing.assert_allclose(*history, rtol=1e-4)
+    for wrong in (0, 3, 16):
+        with pytest.raises(SystemExit, match=f"--nodes must divide the 8 devices, and 8 of them, got {wrong}"):
+            demo.open_group(wrong, config)
+
+
+@pytest.mark.usefixtures("native")
+def test_experts_of_few_nodes_train(example: Callable[[str], ModuleType]) -> None:
+    demo = example("node_limited")
+    config = demo.Config(tokens=32, top_nodes=2)
+    assert config.node_capacity(4) == 20
+    with Group(helpers.mesh_of(node=4, ep=2), demo.AXES, across_nodes=True, timeout=30) as group:
+        history = list(demo.train(config, group, 25))
+    losses = [loss for loss, _ in history]
+    assert losses[-1] < 0.7 * losses[0]
+    for _, counts in history:
+        assert 1 <= counts.nodes <= config.top_nodes
+        assert 0 <= counts.dropped < 0.2
+        assert counts.load.sum() == 8 * 32 * config.top_k
+
+
+@pytest.mark.usefixtures("native")
 def test_the_tensor_parallel_mlp_trains(
     example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
