@@ -33,6 +33,7 @@ class Config:
     balance_weight: float = 0.01
     z_weight: float = 0.001
     implementation: jax_ep.Implementation = "auto"
+    float8: bool = False  # tokens travel to the experts, and are multiplied there, in float8
 
 
 class Layer(NamedTuple):
@@ -121,20 +122,21 @@ def exchange(
     layer: Layer, tokens: jax.Array, ids: jax.Array, weights: jax.Array, config: Config, group: jax_ep.Group
 ) -> tuple[jax.Array, jax_ep.Dispatched]:
     """Tokens [T, D] to their experts and back: the weighted sum of their answers [T, D], and where they went."""
-    hidden, dispatched = jax_ep.dispatch_ragged_dot(
-        tokens,
-        ids,
-        weights,
-        layer.expert_in,
-        group=group,
-        num_experts=config.experts,
-        capacity=math.ceil(config.capacity_factor * ids.size),
-        on_overflow="drop",
-        implementation=config.implementation,
-    )
-    combined = jax_ep.ragged_dot_combine(
-        jax.nn.gelu(hidden), layer.expert_out, dispatched.routing, group=group, implementation=config.implementation
-    )
+    where: dict[str, Any] = {"group": group, "implementation": config.implementation}
+    sending: dict[str, Any] = {
+        "num_experts": config.experts,
+        "capacity": math.ceil(config.capacity_factor * ids.size),
+        "on_overflow": "drop",
+    }
+    if config.float8:
+        sending["wire_dtype"] = jnp.float8_e4m3fn
+        dispatched = jax_ep.dispatch(tokens, ids, weights, **sending, **where)
+        sizes, multiply = dispatched.group_sizes, jax_ep.nn.float8_ragged_dot
+        hidden = multiply(dispatched.tokens, layer.expert_in, sizes)
+        answers = multiply(jax.nn.gelu(hidden), layer.expert_out, sizes)
+        return jax_ep.combine(answers, dispatched.routing, **where), dispatched
+    hidden, dispatched = jax_ep.dispatch_ragged_dot(tokens, ids, weights, layer.expert_in, **sending, **where)
+    combined = jax_ep.ragged_dot_combine(jax.nn.gelu(hidden), layer.expert_out, dispatched.routing, **where)
     return combined, dispatched
 
 

@@ -75,6 +75,12 @@ def train(
     return params, jax.tree.map(lambda *values: np.stack(values), *history)
 
 
+def train_in_float8(text: np.ndarray, steps: int, config: moe_lm.Config, group: jax_ep.Group) -> moe_lm.Metrics:
+    """The metrics of every step, from the weights that the other training begins with."""
+    config = dataclasses.replace(config, float8=True)
+    return train(moe_lm.init_params(jax.random.key(SEED), config, group), text, steps, config, group)[1]
+
+
 def agrees_with_reference(
     params: moe_lm.Params, batch: np.ndarray, config: moe_lm.Config, group: jax_ep.Group
 ) -> tuple[bool, float]:
@@ -104,15 +110,18 @@ def agrees_with_reference(
     return same, difference
 
 
-def plot(metrics: moe_lm.Metrics, size: int, path: Path) -> None:
-    """Writes the loss curve and the expert load, at the start and at the end of training, as a PNG."""
+def plot(metrics: moe_lm.Metrics, in_float8: moe_lm.Metrics | None, size: int, path: Path) -> None:
+    """Writes the loss curves and the expert load, at the start and at the end of training, as a PNG."""
     steps, experts = metrics.load.shape
     last = min(SMOOTHING, steps)
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(metrics.loss, color="tab:blue", alpha=0.3, linewidth=0.8)
-    smooth = np.convolve(metrics.loss, np.ones(last) / last, mode="valid")
-    left.plot(np.arange(last - 1, steps) - last // 2, smooth, color="tab:blue")
+    for name, color, history in (("float32", "tab:blue", metrics), ("float8", "tab:orange", in_float8)):
+        if history is not None:
+            left.plot(history.loss, color=color, alpha=0.3, linewidth=0.8)
+            smooth = np.convolve(history.loss, np.ones(last) / last, mode="valid")
+            left.plot(np.arange(last - 1, steps) - last // 2, smooth, color=color, label=name)
+    left.legend()
     left.set(title="Training loss", xlabel="step", ylabel="nats per byte")
     for name, load, shift in (("first", metrics.load[:last], -0.2), ("last", metrics.load[-last:], 0.2)):
         right.bar(np.arange(experts) + shift, load.mean(axis=0), width=0.4, label=f"{name} {last} steps")
@@ -150,6 +159,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     parser.add_argument("--nodes", type=int, help="into which the devices are split, such as processes; default: none")
+    parser.add_argument("--float8", action="store_true", help="train once more, with experts in float8, and compare")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
@@ -160,6 +170,7 @@ def main(arguments: list[str]) -> int:
         implementation = group.resolve("dispatch", config.implementation)
         text = load_bytes()
         params = moe_lm.init_params(jax.random.key(SEED), config, group)
+        in_float8 = train_in_float8(text, options.steps, config, group) if options.float8 else None
         count = sum(x.size for x in jax.tree.leaves(params))
         show(
             f"{count:,} parameters, top-{config.top_k} of {config.experts} experts in {config.layers} layers, "
@@ -174,10 +185,14 @@ def main(arguments: list[str]) -> int:
         sample = moe_lm.generate(params, SAMPLE_PROMPT, SAMPLE_LENGTH, SEED, config, group)
         group.check()
     if jax.process_index() == 0:
-        plot(metrics, group.size, options.out)
+        plot(metrics, in_float8, group.size, options.out)
 
     last = min(SMOOTHING, options.steps // 2)
     start, end = float(metrics.loss[0]), float(np.mean(metrics.loss[-last:]))
+    if in_float8 is not None:
+        end8 = float(np.mean(in_float8.loss[-last:]))
+        gap = float(np.mean(np.abs(in_float8.loss - metrics.loss)))
+        show(f"experts in float8: {end8:.3f} at the end ({end8 / end - 1:+.2%}); {gap:.4f} apart in the mean step")
     fell, agreed = end < 0.9 * start, same and difference <= 1e-4
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in sample.decode(errors="replace"))
     show(f"\nsample:\n{printable}\n")

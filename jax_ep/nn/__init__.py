@@ -8,6 +8,7 @@ from jax_ep.nn.balance import (
     load_stats as load_stats,
     z_loss as z_loss,
 )
+from jax_ep.nn.float8 import float8_ragged_dot as float8_ragged_dot
 from jax_ep.nn.replicas import (
     ReplicaPlan as ReplicaPlan,
     physical_ids as physical_ids,
