@@ -189,14 +189,14 @@ def main(arguments: list[str]) -> int:
 
     last = min(SMOOTHING, options.steps // 2)
     start, end = float(metrics.loss[0]), float(np.mean(metrics.loss[-last:]))
-    if in_float8 is not None:
-        end8 = float(np.mean(in_float8.loss[-last:]))
-        gap = float(np.mean(np.abs(in_float8.loss - metrics.loss)))
-        show(f"experts in float8: {end8:.3f} at the end ({end8 / end - 1:+.2%}); {gap:.4f} apart in the mean step")
     fell, agreed = end < 0.9 * start, same and difference <= 1e-4
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in sample.decode(errors="replace"))
     show(f"\nsample:\n{printable}\n")
     show(f"loss: {start:.3f} at the start, {end:.3f} at the end (mean of {last} steps), in nats per byte")
+    if in_float8 is not None:
+        end8 = float(np.mean(in_float8.loss[-last:]))
+        gap = float(np.mean(np.abs(in_float8.loss - metrics.loss)))
+        show(f"experts in float8: {end8:.3f} at the end ({end8 / end - 1:+.2%}); {gap:.4f} apart in the mean step")
     show(
         f"live batch, {implementation!r} against 'xla': routing {'equal' if same else 'DIFFERENT'}, "
         f"largest difference {difference:.1e}: {'agreed' if agreed else 'DISAGREED'}"
