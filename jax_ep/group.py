@@ -144,6 +144,11 @@ class Group:
         return 1 if self.intranode is None else self.size // self.intranode.size
 
     @property
+    def asks_processes(self) -> bool:
+        """Whether ops compare their calls before XLA's collectives run: between CPU processes, where these abort."""
+        return self._heartbeats is not None and self.platform == "cpu"
+
+    @property
     def closed(self) -> bool:
         return self._closed
 

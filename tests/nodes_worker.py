@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
-from jax_ep import CapacityError, Group, PeerLostError, PlatformError, moe_mlp
+from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PlatformError, moe_mlp
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
@@ -70,6 +70,25 @@ def check_overflow(group: Group, case: helpers.Case) -> None:
     with pytest.raises(CapacityError, match="capacity is 8"):
         group.check()
     group.check()
+
+
+def check_mismatch(group: Group, case: helpers.Case) -> None:
+    """A process with fewer tokens, or of another dtype: all are told, none hangs, and the group goes on."""
+    odd = jax.process_index() == group.nodes - 1
+    fewer = helpers.Case(*(x[:, :4] if odd else x for x in case))
+    other = case._replace(tokens=case.tokens.astype(helpers.DTYPES[1] if odd else case.tokens.dtype))
+    last = group.size - group.size // group.nodes
+    for wrong, match in (
+        (fewer, rf"rank 0 calls it with T={TOKENS} .*, rank {last} with T=4 "),
+        (other, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
+    ):
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+        operands = [spread(group, x) for x in wrong]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+            jax.block_until_ready(program(*operands))
+        with pytest.raises(MismatchError, match=match):
+            group.check()
+    check_round_trip(group, case)
 
 
 def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
@@ -141,6 +160,8 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
         check_round_trip(group, float8, fp8=True, **FLOAT8)
         check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
         check_overflow(group, uneven)
+        if on_cpu():
+            check_mismatch(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
         check_layer(group, rng)
         check_layer(group, rng, implementation="xla")
     check_inside(mesh, rng)

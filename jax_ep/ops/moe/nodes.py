@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._core.agreement import once_agreed
 from jax_ep._core.float8 import BLOCK, Float8Rows, dequantize_rows, quantize_rows
 from jax_ep._core.linear import linear
 from jax_ep._core.nodes import sum_over_nodes
@@ -37,6 +38,7 @@ from jax_ep.ops.moe.types import (
 def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
     """As `jax_ep.dispatch`, of operands that are checked."""
     group = call.group
+    tokens, expert_ids, weights = _once_agreed(call, tokens, expert_ids, weights)
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
     if call.node_capacity is not None and call.node_capacity < expert_ids.shape[0]:
@@ -54,12 +56,36 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
 def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
     """As `jax_ep.combine`, of operands that are checked."""
     assert group.intranode is not None
+    if group.asks_processes:
+        names = {"C": expert_outputs.shape[0], "H": expert_outputs.shape[1], "T": routing.num_tokens}
+        described = names | {"dtype": expert_outputs.dtype}
+        [expert_outputs] = once_agreed("combine", group.axis_name, described, (expert_outputs,), group.keep_error)
     if by_kernels:
         sums = gradients.combine(group.intranode, expert_outputs, routing.weights, routing.local)
     else:
         sums = xla.combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)
     combined = _from_nodes(group, sums, routing.sent, routing.num_tokens)
     return checkpoint_name(combined, COMBINED)
+
+
+def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Tokens, ids and weights, when the processes between which no kernel compares calls have found theirs alike."""
+    (tokens, expert_ids, _), config = operands, call.config
+    if not call.group.asks_processes:
+        return operands
+    described = {
+        "T": tokens.shape[0],
+        "H": tokens.shape[1],
+        "K": expert_ids.shape[1],
+        "E": config.num_experts,
+        "C": config.capacity,
+        "alignment": config.alignment,
+        "node_capacity": -1 if call.node_capacity is None else call.node_capacity,
+        "float8": int(config.wire_dtype is not None) + int(not config.dequantize),
+        "drop": int(config.drop),
+        "dtype": tokens.dtype,
+    }
+    return once_agreed("dispatch", call.group.axis_name, described, operands, call.group.keep_error)
 
 
 def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
