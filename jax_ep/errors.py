@@ -10,12 +10,16 @@ class PeerTimeoutError(JaxEpError):
 
 
 class PeerLostError(JaxEpError):
-    """A peer gave up and told this rank so. The group has failed: close it and open a new one."""
+    """A peer gave up and told this rank so, or its process ended, or gives no sign of life. The group has failed: close
+    it and open a new one.
+    """
 
 
 class MismatchError(JaxEpError):
     """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options: say, in another order,
-    or with a last batch of another size. The group has failed: close it and open a new one."""
+    or with a last batch of another size. The group has failed: close it and open a new one. But where CPU processes of a
+    group across nodes differ, nothing was exchanged, and the group remains usable.
+    """
 
 
 class CapacityError(JaxEpError):

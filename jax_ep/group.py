@@ -49,7 +49,8 @@ class Group:
         of all axes are not.
       timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. Ranks drift apart while
         one of them compiles, loads data or saves a checkpoint, so it bounds these too. More than 24 days, and `inf`,
-        count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300.
+        count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a process
+        that gives no sign of life for so long, and at least 2 seconds, is lost (`PeerLostError`).
       open_timeout: seconds that this call waits for the other processes. Default: `timeout`, but at most 300.
 
     The devices may be of several processes (`jax.distributed`), of one host but for axes that cross nodes: then all of

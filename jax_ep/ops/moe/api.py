@@ -61,7 +61,7 @@ def dispatch(
         no gradient.
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": the last rows find no room, and are counted in `routing.dropped`.
-      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU meshes of many processes.
+      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU nodes of many processes.
         With "xla", an overflow fills `tokens` with NaN and is raised by `group.check()` or the next op.
 
     Returns:
