@@ -35,9 +35,10 @@ def exchange_of(benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, 
 
 def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group) -> tuple[jax.Array, ...]:
     """ids, weights, gate, up, down, tokens of all ranks."""
-    ids = benchmark("nodes").draw_ids(exchange.shape, exchange.nodes, exchange.ranks, exchange.top_nodes)
+    cases = benchmark("node_cases")
+    ids = cases.draw_ids(exchange.shape, exchange.nodes, exchange.ranks, exchange.top_nodes)
     model = benchmark("layer").Model("any", exchange.shape, 8)
-    return benchmark("nodes").make_operands(model, ids, group.mesh)
+    return cases.make_operands(model, ids, group.mesh)
 
 
 @on_cpu
@@ -72,12 +73,12 @@ def test_rows_are_as_many_as_drawn_alike(
 ) -> None:
     """Within a twentieth: tokens that need a node, and rows that ranks of a node receive, by the group's report."""
     exchange = exchange_of(benchmark, nodes, ranks, tokens=512, top_nodes=top_nodes)
-    bench = benchmark("nodes")
+    bench, cases = benchmark("nodes"), benchmark("node_cases")
     with over(nodes, ranks) as group:
         way = bench.Way(exchange, 4096, group, "ffi")
         ids, weights, *_, tokens = operands(benchmark, exchange, group)
-        wanted = bench.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
-        assert bench.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
+        wanted = cases.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
+        assert cases.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
         jax.block_until_ready(bench.on_ranks(way.dispatch, group.mesh)(ids, weights, tokens))
         received = [sum(report.received_bytes) for report in group.report()]
     assert np.mean(received) == pytest.approx(exchange.rows_inside * exchange.sent_row, rel=0.05)
@@ -169,7 +170,7 @@ def test_the_benchmark(benchmark: Callable[[str], ModuleType], capsys: pytest.Ca
 
 def test_the_tables_of_the_formulas(benchmark: Callable[[str], ModuleType]) -> None:
     """As many hosts as a table names; a plan never sends less than is needed on average, nor more than all."""
-    model, shape = benchmark("node_model"), benchmark("nodes").V3.shape
+    model, shape = benchmark("node_model"), benchmark("node_cases").V3.shape
     for row in rows_of(model.table(shape, 8, float8=False, top_nodes=None)):
         dense, least = number(row["dense, KB"]), number(row["least, KB"])
         assert least < dense
