@@ -11,6 +11,7 @@ COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "reduce-scatter", "coll
 _INSTRUCTION = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)}|ragged-all-to-all)(-start)?\(.*?\)(.*)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([\w',]*)\}")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
 
@@ -76,13 +77,21 @@ def _bytes(shape: str) -> int:
 
 
 def _groups(attributes: str) -> list[list[int]]:
-    """Both forms that XLA prints: {{0,2},{1,3}}, and [2,2]<=[2,2]T(1,0)."""
+    """The three forms that XLA prints: {{0,2},{1,3}}, [2,2]<=[2,2]T(1,0) and mesh['node'=2,'ep'=2] {'node'}."""
     if iota := _IOTA.search(attributes):
-        sides = [int(side) for side in iota[3].split(",")]
-        devices = np.arange(math.prod(sides)).reshape(sides)
+        devices = _devices([int(side) for side in iota[3].split(",")])
         if iota[4]:
             devices = devices.transpose([int(axis) for axis in iota[4].split(",")])
         return devices.reshape(int(iota[1]), int(iota[2])).tolist()
+    if mesh := _MESH.search(attributes):
+        sides = {name: int(side) for name, side in (axis.split("=") for axis in mesh[1].split(","))}
+        along = [list(sides).index(name) for name in mesh[2].split(",")]
+        devices = np.moveaxis(_devices(list(sides.values())), along, range(-len(along), 0))
+        return devices.reshape(-1, math.prod(devices.shape[-len(along) :])).tolist()
     if listed := _LISTED.search(attributes):
         return [[int(device) for device in group.split(",") if device] for group in listed[1][1:-1].split("},{")]
     raise ValueError(f"no replica groups in {attributes!r}")
+
+
+def _devices(sides: list[int]) -> np.ndarray:
+    return np.arange(math.prod(sides)).reshape(sides)

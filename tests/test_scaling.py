@@ -63,6 +63,8 @@ def test_bytes_between_nodes_are_those_of_the_formulas(
         state = jax.eval_shape(benchmark("nodes").on_ranks(way.dispatch, group.mesh), ids, weights, tokens)
         counted = benchmark("nodes").count_bytes(way, given, state)
     assert counted == {"dispatch": exchange.dispatch, "combine": exchange.combine, "step": exchange.step}
+    kept = (state.routing.rows, state.routing.weights, state.routing.targets)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) == group.size * exchange.routing
 
 
 @on_cpu
@@ -130,6 +132,9 @@ HLO = {
     "%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}": 32,
     "%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,2]<=[4], dimensions={0}": 0,
     "%a = bf16[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}": 32,
+    "%a = f32[8]{0} all-gather(%x), replica_groups=mesh['node'=2,'ep'=2] {'node'}, dimensions={0}": 16,
+    "%a = f32[8]{0} all-gather(%x), replica_groups=mesh['node'=2,'ep'=2] {'ep'}, dimensions={0}": 0,
+    "%a = f32[8]{0} all-gather(%x), replica_groups=mesh['node'=2,'ep'=2] {'node','ep'}, dimensions={0}": 16,
     "%a = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,2},{1,3}}": 16,
     "%a = ((f32[4]{0}, s8[2]{0}), (f32[8]{0}, s8[4]{0})) all-gather-start(%x, %y), replica_groups={{0,2},{1,3}}": 18,
     "%a = ((f32[2,4]{1,0:T(4,128)}), f32[2,4]{1,0}) all-to-all-start(%x), replica_groups={{0,2},{1,3}}": 16,
@@ -150,6 +155,8 @@ def test_bytes_that_cannot_be_counted(benchmark: Callable[[str], ModuleType]) ->
     count = benchmark("collective_bytes").to_other_nodes
     with pytest.raises(ValueError, match="different amounts"):
         count("%a = f32[4]{0} all-gather(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 0])
+    with pytest.raises(ValueError, match="no replica groups"):
+        count("%a = f32[4]{0} all-gather(%x), replica_groups=mesh['node'=4] device_ids=(3,1,2,0) {'node'}", [0] * 4)
     with pytest.raises(ValueError, match="not in its shapes"):
         count("%a = f32[4]{0} ragged-all-to-all(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 1])
 
