@@ -17,7 +17,7 @@ class PeerLostError(JaxEpError):
 
 class MismatchError(JaxEpError):
     """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options: say, in another order,
-    or with a last batch of another size. The group has failed: close it and open a new one. But where CPU processes of a
+    or with a last batch of another size. The group has failed: close it and open a new one. Where CPU processes of a
     group across nodes differ, nothing was exchanged, and the group remains usable.
     """
 
