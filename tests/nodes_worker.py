@@ -48,7 +48,7 @@ def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **o
     alignment = options.get("alignment", 1)
     capacity = out.tokens.shape[1]
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity, alignment=alignment, fp8=fp8)
-    test_nodes.assert_flat(test_nodes.flat(out, group), expected)
+    test_nodes.assert_flat(test_nodes.flat(out, group), expected, float8=fp8)
     helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
     group.check()
 
