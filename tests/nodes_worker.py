@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -13,6 +14,7 @@ import moe_oracle
 import numpy as np
 import oracle
 import pytest
+import sparse_cases
 import test_nodes
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -23,6 +25,7 @@ from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PlatformE
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
 BUSY = 2.0  # seconds that a busy machine may take besides
+SPARSE_ROWS = 200
 FLOAT8: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn}
 
 
@@ -136,6 +139,16 @@ def check_inside(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
         inside.check()
 
 
+def check_sparse(group: Group, rng: np.random.Generator) -> None:
+    ids = sparse_cases.zipf(rng, group.size, 24, SPARSE_ROWS)
+    values = sparse_cases.draw_values(rng, ids, 5)
+    options: dict[str, Any] = {"capacity": 150, "op": "mean_by_count"}
+    program: Callable[..., Any] = sparse_cases.program(group, SPARSE_ROWS, **options)
+    found = gathered(program(spread(group, ids), spread(group, values)))
+    wanted = sparse_cases.expected(ids, values, num_rows=SPARSE_ROWS, **options)
+    sparse_cases.assert_reduced(found, wanted, values.dtype)
+
+
 def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
     assert (group.nodes, group.size, group.node_axes) == (nodes, nodes * inside, ("node",))
     assert group.resolve("dispatch", "auto") == "ffi"
@@ -162,6 +175,7 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
         check_overflow(group, uneven)
         if on_cpu():
             check_mismatch(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
+        check_sparse(group, rng)
         check_layer(group, rng)
         check_layer(group, rng, implementation="xla")
     check_inside(mesh, rng)
