@@ -11,7 +11,8 @@ even, and with them nodes.
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -131,23 +132,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--nodes", type=int, default=4, help="into which the devices are split; default: %(default)s")
     options = parser.parse_args(arguments)
-    devices, config = np.array(jax.devices()), Config()
+    config = Config()
+    devices = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
     if options.nodes < 1 or devices.size % options.nodes or config.experts % devices.size:
         parser.error(f"--nodes must divide the {devices.size} devices, and these the {config.experts} experts")
     with jax_ep.Group(Mesh(devices.reshape(options.nodes, -1), AXES), AXES, across_nodes=True) as group:
         room = config.node_capacity(group.nodes)
-        print(
+        show(
             f"top-{config.top_k} of {config.experts} experts on at most {config.top_nodes} of {group.nodes} nodes; "
             f"each device has {config.tokens} tokens, and room for {room} of them on the way to each node",
-            flush=True,
         )
         losses = []
         for step, (loss, counts) in enumerate(train(config, group, options.steps)):
             losses.append(loss)
             if step % 20 == 0 or step == options.steps - 1:
-                print(
+                show(
                     f"step {step}: loss {loss:.3f}, {counts.nodes:.2f} nodes a token, {counts.dropped:.1%} dropped, "
                     f"busiest expert {counts.load.max() / counts.load.mean():.2f}x the mean",
-                    flush=True,
                 )
     return 0 if losses[-1] < 0.7 * losses[0] else 1
