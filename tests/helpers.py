@@ -175,8 +175,8 @@ def bits(results: Any) -> list[bytes]:
 def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: str = "xla") -> None:
     """Rows [..., H] that went through float8, and the oracle's.
 
-    Kernels and CPUs give the very values. XLA divides on GPUs to within 2 units in the last place, so that a value which
-    is nearly between two of float8 may become the other one.
+    Kernels and CPUs give the very values. XLA divides on GPUs to within 2 units in the last place, so a value that is
+    nearly between two of float8 may become the other one.
     """
     if implementation == "ffi" or jax.default_backend() == "cpu":
         np.testing.assert_array_equal(wide(found), wide(expected))

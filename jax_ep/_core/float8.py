@@ -1,9 +1,10 @@
 """float8_e4m3fn with a float32 scale per block: 128 values of a row, or 128 x 128 of a matrix of weights.
 
 The scale makes the largest magnitude of a block 448, the largest that the format holds (as in DeepSeek-V3's training
-and in DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole. XLA divides
-on GPUs to within 2 units in the last place: there scales may differ by so much from those of kernels, and a value that
-is nearly between two of float8 may become the other one.
+and in DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
+
+XLA divides on GPUs to within 2 units in the last place. There scales may differ by so much from those of kernels, and a
+value that is nearly between two of float8 may become the other one.
 """
 
 from typing import NamedTuple
