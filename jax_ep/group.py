@@ -147,7 +147,8 @@ class Group:
     @property
     def asks_processes(self) -> bool:
         """Whether ops compare their calls before XLA's collectives run: between CPU processes, where these abort."""
-        return self._heartbeats is not None and self.platform == "cpu"
+        several = any(len(set(line)) > 1 for line in nodes.processes(self.mesh, checks.axes_of(self.axis_name)))
+        return self.intranode is not None and self.platform == "cpu" and several
 
     @property
     def closed(self) -> bool:
@@ -220,15 +221,19 @@ class Group:
 
     def close(self) -> None:
         """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
+        self._close(in_order=True)
+
+    def _close(self, *, in_order: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         with _open_groups_lock:
             _open_groups.discard(self)
-        if self._heartbeats is not None:
-            self._heartbeats.close()
         if self.intranode is not None:
             self.intranode.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close(in_order=in_order)
         if self._native is not None:
             try:
                 profiling.group_closing(self)
@@ -299,7 +304,7 @@ class Group:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(in_order=exc_type is None)
 
     def __repr__(self) -> str:
         shape = dict(self.mesh.shape)

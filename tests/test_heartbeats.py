@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jax_ep._core import heartbeats
 from jax_ep._core.heartbeats import Sign, Signs, Silence
 
 TIMEOUT = 10.0
@@ -96,3 +97,10 @@ def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
     hasty = Store(silence, 1, store.signs)
     assert hasty.wait(1.9, silent=(1,)) is None
     assert hasty.wait(0.4, silent=(1,)) is not None
+
+
+def test_who_gave_up_opening_was_never_here() -> None:
+    """Another process that opens the group later must wait for it."""
+    closed = -1
+    assert heartbeats._is_here(7, Sign("a", 1, closed))
+    assert not heartbeats._is_here(7, Sign("a", 0, closed))

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import CapacityError, Dispatched, Group, Implementation, PlatformError, combine, dispatch, moe_mlp
+from jax_ep import CapacityError, Dispatched, Group, Implementation, PlatformError, dispatch, moe_mlp
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
@@ -266,39 +266,6 @@ def test_what_does_not_leave_a_node(rng: np.random.Generator) -> None:
 
         mapped = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False))
         np.testing.assert_array_equal(helpers.fetch(mapped(rows)), rows)
-
-
-def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
-    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
-    with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
-        for here, there, match in ((group, one, "across nodes, group is of one node"), (one, group, "of one node,")):
-
-            def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:
-                out = dispatch(*operands, group=here, num_experts=EXPERTS)
-                return combine(out.tokens, out.routing, group=there)
-
-            with pytest.raises(ValueError, match=f"^combine: routing is of a group {match}"):
-                jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
-
-
-def test_wrong_arguments() -> None:
-    mesh = helpers.mesh_of(node=2, ep=2)
-    with pytest.raises(ValueError, match="across_nodes needs axis_name to be a tuple"):
-        Group(mesh, "ep", across_nodes=True)
-    with pytest.raises(TypeError, match="across_nodes must be True or False"):
-        Group(mesh, AXES, across_nodes=1)  # pyright: ignore[reportArgumentType]
-    with Group(mesh, AXES, timeout=30) as group:
-        assert (group.nodes, group.intranode, group.node_axes) == (1, None, ())
-    for wrong, error in ((0, ValueError), ("all", ValueError), (2.5, TypeError)):
-        with over(2, 2) as group:
-
-            def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
-                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, node_capacity=wrong)
-
-            shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
-            with pytest.raises(error, match=r"^dispatch: node_capacity must be"):
-                jax.eval_shape(helpers.per_rank(body, mesh), *shapes)
 
 
 def test_the_plan() -> None:

@@ -25,8 +25,10 @@ def once_agreed(
     call: _Described,
     operands: tuple[jax.Array, ...],
     keep_error: Callable[[JaxEpError], None],
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """`operands`, which are there when all ranks along the axis have named the same numbers; or the program raises.
+
+    Also returns 0, as int32, by which results can wait for that where operands are empty.
 
     Args:
       call: what the ranks must agree on: numbers below 2^31, and dtypes of tokens. All ranks name the same things.
@@ -42,7 +44,7 @@ def once_agreed(
         return checks.vary_as_any(raised, none)[0]
 
     raised = jax.lax.cond((everyone != everyone[0]).any(), refuse, lambda: none)
-    return tuple(jnp.where(raised == 0, x, jnp.zeros_like(x)) for x in operands)
+    return tuple(jnp.where(raised == 0, x, jnp.zeros_like(x)) for x in operands), raised
 
 
 def _code(value: int | np.dtype) -> int:

@@ -31,6 +31,7 @@ _LEAST_SECONDS = 2.0  # of silence that count as a loss, lest a busy host seems 
 _JOIN_SECONDS = 1.0
 _LIFE = secrets.token_hex(4)
 _CLOSED = -1
+_GOODBYE, _SILENTLY, _NEVER_CAME = "goodbye", "silently", "never came"  # how the last group of a process ends
 
 
 class Sign(NamedTuple):
@@ -84,7 +85,7 @@ class Silence:
                 return None
             return f"the coordinator of jax.distributed, in process 0, did not answer for {self._unanswered:.1f} s"
         waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # a store that was gone excuses everybody
-        before, self._signs = self._signs, signs
+        before, self._signs = self._signs, Signs(signs.reads, {**self._signs.by_process, **signs.by_process})
         for process, who in self._others.items():
             old, new = before.by_process[process], signs.by_process.get(process)
             if new is not None and new.life != old.life:
@@ -119,25 +120,27 @@ class Heartbeats:
         self._ended = threading.Event()
         self._pulse = _join_pulse(len(others) + 1)
         try:
-            signs = self._await(others, open_timeout)
+            signs, period = self._await(others, open_timeout), self._pulse.period
+            self._silence = Silence(others, max(timeout, 4 * period), signs, period + _STOPPED_SECONDS)
+            self._thread = threading.Thread(target=self._watch, name="jax_ep heartbeats", daemon=True)
+            self._thread.start()
         except BaseException:
-            _leave_pulse()
+            _leave_pulse(_NEVER_CAME)
             raise
-        self._silence = Silence(others, timeout, signs, self._pulse.period + _STOPPED_SECONDS)
-        self._thread = threading.Thread(target=self._watch, name="jax_ep heartbeats", daemon=True)
-        self._thread.start()
 
     def error(self, *, in_vain: bool = False) -> PeerLostError | None:
         """Which process is lost; or, if a rank of this process has waited in vain, which one is silent meanwhile."""
         what = self._lost or (self._silence.longest() if in_vain else None)
         return None if what is None else PeerLostError(f"{self._name}: {self._failed(what)}")
 
-    def close(self) -> None:
-        """Says goodbye, unless other groups of this process go on."""
+    def close(self, *, in_order: bool = True) -> None:
+        """Says goodbye, unless other groups of this process go on, or it is left by an error: then others miss it."""
         self._ended.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=_JOIN_SECONDS)
-        _leave_pulse()
+        try:
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout=_JOIN_SECONDS)
+        finally:
+            _leave_pulse(_GOODBYE if in_order else _SILENTLY)
 
     def _await(self, others: Mapping[int, str], seconds: float) -> Signs:
         deadline = time.monotonic() + seconds
@@ -175,31 +178,34 @@ class _Pulse:
         self.over = False  # jax.distributed was shut down, or nobody here needs it any more
         self.period = max(_PERIOD_SECONDS, processes / _READS_A_SECOND)
         self._key, self._session = f"{_FOLDER}/{jax.process_index()}", session
-        self._ended, self._silently = threading.Event(), False
+        self._ended, self._how = threading.Event(), _GOODBYE
         self._thread = threading.Thread(target=self._beat, name="jax_ep pulse", daemon=True)
         self._thread.start()
 
-    def end(self, *, silently: bool = False) -> None:
-        self._silently = silently
+    def end(self, how: str) -> None:
+        self._how = how
         self._ended.set()
         self._thread.join(timeout=_JOIN_SECONDS)  # it may wait for a coordinator that does not answer
 
     def _beat(self) -> None:
         count = 0
-        while not self._ended.is_set() and (client := jax_private.coordination_client()) is not None:
-            count += 1
+        try:
+            while not self._ended.is_set() and (client := jax_private.coordination_client()) is not None:
+                count += 1
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._write(client, Sign(_LIFE, self._session, count))
+                    found = client.key_value_dir_get(f"{_FOLDER}/")
+                    self.signs = Signs(count, {int(key.rpartition("/")[2]): Sign.parse(text) for key, text in found})
+                self._ended.wait(self.period)
+        finally:
+            self.over = True
+        if self._how != _SILENTLY and (client := jax_private.coordination_client()) is not None:
+            session = 0 if self._how == _NEVER_CAME else self._session
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._write(client, count)
-                found = client.key_value_dir_get(f"{_FOLDER}/")
-                self.signs = Signs(count, {int(key.rpartition("/")[2]): Sign.parse(text) for key, text in found})
-            self._ended.wait(self.period)
-        self.over = True
-        if not self._silently and (client := jax_private.coordination_client()) is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._write(client, _CLOSED)
+                self._write(client, Sign(_LIFE, session, _CLOSED))
 
-    def _write(self, client: Any, beat: int) -> None:
-        client.key_value_set(self._key, str(Sign(_LIFE, self._session, beat)), allow_overwrite=True)
+    def _write(self, client: Any, sign: Sign) -> None:
+        client.key_value_set(self._key, str(sign), allow_overwrite=True)
 
 
 _lock = threading.Lock()
@@ -213,27 +219,28 @@ def _join_pulse(processes: int) -> _Pulse:
     if jax_private.coordination_client() is None:
         raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
     with _lock:
-        if _pulse is None:
+        if _pulse is None or _pulse.over:
             _sessions += 1
             _pulse = _Pulse(processes, _sessions)
         _users += 1
         return _pulse
 
 
-def _leave_pulse() -> None:
+def _leave_pulse(how: str) -> None:
     global _pulse, _users
     with _lock:
         _users -= 1
         if _users == 0 and _pulse is not None:
-            _pulse.end()
+            _pulse.end(how)
             _pulse = None
 
 
 @atexit.register
 def _end() -> None:
     """Before the interpreter ends, as no thread may come back from native code later. Only `close` is a goodbye."""
-    if _pulse is not None:
-        _pulse.end(silently=True)
+    pulse = _pulse
+    if pulse is not None:
+        pulse.end(_SILENTLY)
 
 
 _met: dict[int, int] = {}  # by process: its session when it was last waited for

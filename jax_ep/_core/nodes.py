@@ -1,6 +1,7 @@
-"""The nodes of a group: its hosts, and on a CPU its processes, between which XLA's collectives carry what is exchanged.
+"""The nodes of a group. A node is a set of ranks that exchange by kernels (`Group.intranode`): by default those of one
+host, and on a CPU of one process. XLA's collectives carry what goes between nodes.
 
-Kernels exchange inside a node (`Group.intranode`). Between nodes a rank talks to those with its own index in the other
+Between nodes a rank talks to those with its own index in the other
 nodes, so that every network interface carries the traffic of its own GPU (as in DeepEP's internode kernels).
 """
 
@@ -17,7 +18,7 @@ from jax_ep._core import bootstrap, checks, jax_private
 from jax_ep._core.checks import AxisName
 from jax_ep.errors import PeerTimeoutError, PlatformError
 
-MOSTLY = 0.9  # of the tokens: to leave out fewer does not pay
+MOSTLY = 0.9  # a node that needs this share of the tokens is sent all
 SLACK = 1.25  # room for a router that is not quite even
 _FOLDER = "jax_ep/node"  # in the key-value store of jax.distributed
 
@@ -27,7 +28,7 @@ class NodePlan(NamedTuple):
 
     Attributes:
       node_capacity: tokens that a rank can send to each node; None: each node is sent all, and none can be lost.
-      expected: tokens that a rank has for a node, on average, when experts are drawn alike.
+      expected: tokens that a rank has for a node, on average, if every expert is equally likely.
     """
 
     node_capacity: int | None
@@ -35,13 +36,13 @@ class NodePlan(NamedTuple):
 
 
 def plan(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-    """All tokens to all nodes, while a token that needs a node is no exception: else room for 5/4 of what is expected.
+    """Every node is sent all tokens, unless few tokens need it: then there is room for 5/4 of the expected number.
 
-    A token needs a node if one of its top_k experts, different and drawn alike, is there.
+    A token needs a node if one of its top_k different experts is there; every expert is equally likely.
     """
-    elsewhere = num_experts - num_experts // max(nodes, 1)
-    nowhere = math.comb(elsewhere, top_k) / max(1, math.comb(num_experts, top_k))
-    expected = num_tokens * (1 - nowhere)
+    other_experts = num_experts - num_experts // max(nodes, 1)
+    not_needed = math.comb(other_experts, top_k) / max(1, math.comb(num_experts, top_k))
+    expected = num_tokens * (1 - not_needed)
     room = -(-math.ceil(SLACK * expected) // 8) * 8
     return NodePlan(room if 0 < room < MOSTLY * num_tokens else None, expected)
 
@@ -54,12 +55,12 @@ def lines(mesh: Mesh, axes: Sequence[str]) -> list[list[Any]]:
 
 
 def processes(mesh: Mesh, axes: Sequence[str]) -> list[list[int]]:
-    """Of the ranks along each line."""
+    """The process of each rank, by line and rank."""
     return [[device.process_index for device in line] for line in lines(mesh, axes)]
 
 
 def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
-    """Those with whom this process shares a line along `axes`, and what an error calls them."""
+    """The processes that share a line along `axes` with this one, each with its name for errors."""
     me, ranks = jax.process_index(), dict[int, set[int]]()
     for line in processes(mesh, axes):
         for rank, process in enumerate(line):
@@ -77,10 +78,11 @@ def _place(ranks: Sequence[int], inside: int) -> str:
 
 
 def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: float) -> bool:
-    """Whether a group along `axis_name` crosses nodes: as `wanted`, or else where the devices along all axes are of
-    several nodes, and those along the last one of one.
+    """Whether a group along `axis_name` crosses nodes.
 
-    On GPUs of several processes all of them call it.
+    `wanted` decides if it is given. Otherwise a group does if some line along all axes has several nodes, and no line
+    along the last axis has. With `wanted=None`, several axes and GPUs of several processes, every process must call it:
+    it waits for all.
 
     Raises:
       TypeError, ValueError: `wanted` is no bool, or there is no axis left for the inside of nodes.
@@ -129,11 +131,11 @@ def sum_over_nodes(
 ) -> jax.Array:
     """Sends parts[n] to node n, and adds up what comes in float32, in the order of the nodes: the same bits always.
 
-    A reduce-scatter in as many bytes, whose order XLA would choose.
+    A reduce-scatter would carry as many bytes, but XLA would choose the order.
 
     Args:
       parts: [N, ...], one per node along `axes`.
-      taken: what the part of a node adds.
+      taken: taken(part, node) is what is added for that node; default: the part itself.
     """
     arrived = jax.lax.all_to_all(parts, axes, 0, 0)
     total = taken(arrived[0], 0).astype(jnp.float32)

@@ -16,6 +16,8 @@ def float8_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) ->
     The result has their dtype. The gradients are those of `ragged_dot`, as if nothing had been rounded (the
     straight-through estimator: Bengio et al., 2013).
     """
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(f"float8_ragged_dot: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
     dtype = jnp.bfloat16 if lhs.dtype == jnp.bfloat16 else jnp.float32
     product = ragged_dot(quantize_rows(lhs), quantize_weights(rhs), group_sizes, preferred_element_type=dtype)
     return product.astype(lhs.dtype)

@@ -1,12 +1,14 @@
 """dispatch and combine over several nodes: XLA's collectives between them, kernels inside.
 
-A token goes once to each node that has an expert for it, to the rank with its own rank's index there, and from there
-once to each rank of that node. combine takes the way back: each node sums what its experts made of a token, then the
-token's rank adds up the nodes in their order. (DeepEP's internode kernels go the same two ways.)
+Every token goes to every node; with `node_capacity`, once to each node that has one of its experts. It goes to the rank
+with the same index as its own, which passes it once to each rank of its node that needs it. combine takes the way back:
+each node sums what its experts made of a token, then the token's rank adds up the nodes in their order. (DeepEP's
+internode kernels go these two ways.)
 
-Rows come in the order that one group of all ranks would give them, by their source ranks. So the routing is worked out
-here, from the expert ids of all tokens in the node, and the kernels only move rows along it. Everything is a chain of
-differentiable functions, and the derivative of each takes the same two ways.
+Rows come in the order that one group of all ranks would give them, by their source ranks. Kernels know only the ranks
+of their node and would give another order. Therefore the routing is worked out here, from the expert ids of all tokens
+that came to the node, and the kernels only move rows along it. Everything is a chain of differentiable functions, and
+the derivative of each takes these two ways, too.
 """
 
 from functools import partial
@@ -38,7 +40,7 @@ from jax_ep.ops.moe.types import (
 def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
     """As `jax_ep.dispatch`, of operands that are checked."""
     group = call.group
-    tokens, expert_ids, weights = _once_agreed(call, tokens, expert_ids, weights)
+    (tokens, expert_ids, weights), agreed = _once_agreed(call, tokens, expert_ids, weights)
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
     if call.node_capacity is not None and call.node_capacity < expert_ids.shape[0]:
@@ -46,10 +48,11 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
         of_nodes = of_nodes.at[jnp.arange(group.nodes)[:, None], sent].get(mode="fill", fill_value=-1)
     ids = jax.lax.all_to_all(of_nodes, group.node_axes, 0, 0)
     local, needed = _routing_inside(call, ids, _to_nodes(group, weights, sent))
+    local, sent = checkpoint_name((local, sent), DISPATCHED)  # the rows' derivatives need them
     received = _received(call, tokens, sent, local)
     if not call.config.drop:
         received = _nan_on_overflow(call, received, needed, most)
-    routing = _routing(call, expert_ids, local, sent)
+    routing = _routing(call, expert_ids, local, sent, agreed)
     return checkpoint_name(Dispatched(received, routing.group_sizes, routing), DISPATCHED)
 
 
@@ -57,22 +60,29 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
     """As `jax_ep.combine`, of operands that are checked."""
     assert group.intranode is not None
     if group.asks_processes:
-        names = {"C": expert_outputs.shape[0], "H": expert_outputs.shape[1], "T": routing.num_tokens}
-        described = names | {"dtype": expert_outputs.dtype}
-        [expert_outputs] = once_agreed("combine", group.axis_name, described, (expert_outputs,), group.keep_error)
+        (capacity, hidden), came = expert_outputs.shape, routing.targets.shape[0]
+        described = {"C": capacity, "H": hidden, "T": routing.num_tokens, "B": came // group.nodes}
+        described |= {"dtype": expert_outputs.dtype}
+        (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group.keep_error)
     if by_kernels:
         sums = gradients.combine(group.intranode, expert_outputs, routing.weights, routing.local)
     else:
         sums = xla.combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)
     combined = _from_nodes(group, sums, routing.sent, routing.num_tokens)
+    if routing.sent is not None:
+        no_token = ((routing.sent < 0) | (routing.sent > routing.num_tokens)).any()
+        combined = jnp.where(no_token, jnp.asarray(jnp.nan, combined.dtype), combined)
     return checkpoint_name(combined, COMBINED)
 
 
-def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Tokens, ids and weights, when the processes between which no kernel compares calls have found theirs alike."""
-    (tokens, expert_ids, _), config = operands, call.config
+def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Tokens, ids and weights, once all processes have agreed on the call, and 0, as `once_agreed` returns them.
+
+    Kernels compare calls only inside a node.
+    """
+    (tokens, expert_ids, _), config, node_capacity = operands, call.config, call.node_capacity
     if not call.group.asks_processes:
-        return operands
+        return operands, jnp.int32(0)
     described = {
         "T": tokens.shape[0],
         "H": tokens.shape[1],
@@ -80,7 +90,7 @@ def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[jax.Array, .
         "E": config.num_experts,
         "C": config.capacity,
         "alignment": config.alignment,
-        "node_capacity": -1 if call.node_capacity is None else call.node_capacity,
+        "node_capacity": -1 if node_capacity is None or node_capacity >= tokens.shape[0] else node_capacity,
         "float8": int(config.wire_dtype is not None) + int(not config.dequantize),
         "drop": int(config.drop),
         "dtype": tokens.dtype,
@@ -95,7 +105,7 @@ def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
 
 
 def _chosen(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Array]:
-    """The first tokens [N, B] that have an expert on each node, T behind them, and the most that a node would get."""
+    """For each node the first B tokens with an expert there, padded with T: [N, B]; and the most that a node needs."""
     nodes, num_tokens, _ = of_nodes.shape
     wanted = (of_nodes >= 0).any(axis=2)
     place = jnp.cumsum(wanted, axis=1) - 1
@@ -106,10 +116,10 @@ def _chosen(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Arr
 
 
 def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> tuple[Routing, jax.Array]:
-    """The routing of the tokens that this node's ranks took in, and the rows that each of them needs.
+    """The routing of the tokens that came to this node, and [L], the rows that each rank of the node needs.
 
     Args:
-      ids: [N, B, K], among the node's experts, by the node that the tokens come from.
+      ids: [N, B, K] of the tokens that this rank took in, by the node they come from, among this node's experts.
       weights: [N B, K].
     """
     axis, inside = call.intranode.axis_name, call.inside
@@ -138,7 +148,9 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     return routing, layout.needed
 
 
-def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None) -> NodeRouting:
+def _routing(
+    call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None, agreed: jax.Array
+) -> NodeRouting:
     """The routing over all nodes, of that inside this node and of the tokens that travelled."""
     group, experts = call.group, call.config.num_experts
     valid = (expert_ids >= 0) & (expert_ids < experts)
@@ -151,7 +163,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
         weights=local.weights,
         counts=jax.lax.all_to_all(to_experts.reshape(group.size, -1).astype(jnp.int32), group.axis_name, 0, 0),
         dropped=(valid.sum(dtype=jnp.int32) - found)[None],
-        invalid=((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32)[None],
+        invalid=(((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32) + agreed)[None],
         config=local.config,
         arrived=local.counts,
         sent=sent,
@@ -160,7 +172,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
 
 
 def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most: jax.Array | None) -> Any:
-    """`received`, or NaN where a rank of any node needs more rows than it has, or more room on the way."""
+    """`received`; all NaN if any rank needs more rows than there are, or has more tokens for a node than go there."""
     group, op = call.group, "dispatch"
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
     received = nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
@@ -183,7 +195,7 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
     if whole.wire_dtype is None:
         return _moved(call, tokens, sent, local)
     if whole.dequantize:
-        return _by_float8(call, tokens, sent, local)
+        return _rounded_rows(call, tokens, sent, local)
     return _float8_rows(call, tokens, sent, local)
 
 
@@ -208,29 +220,31 @@ def _float8_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _by_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
+def _rounded_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
     """Tangents and gradients pass straight through the rounding."""
     return dequantize_rows(_float8_rows(call, tokens, sent, local), tokens.dtype)
 
 
-@_by_float8.defjvp
-def _by_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
+@_rounded_rows.defjvp
+def _rounded_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
     tokens, sent, local = primals
     moved = _moved(call, tangents[0], sent, local, gradients.scatter_tangent)
-    return _by_float8(call, tokens, sent, local), moved
+    return _rounded_rows(call, tokens, sent, local), moved
 
 
 def _packed(tokens: jax.Array) -> jax.Array:
     """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales: rows that both wires carry."""
     values, scales = quantize_rows(tokens)
-    values = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4), jnp.float32)
+    values = jax.lax.bitcast_convert_type(values.reshape(tokens.shape[0], tokens.shape[1] // 4, 4), jnp.float32)
     return jnp.concatenate([values, scales], axis=1)
 
 
 def _unpacked(rows: jax.Array, whole: DispatchConfig) -> Float8Rows:
     values, scales = jnp.split(rows, [rows.shape[1] * BLOCK // (BLOCK + 4)], axis=1)
     assert whole.wire_dtype is not None
-    return Float8Rows(jax.lax.bitcast_convert_type(values, whole.wire_dtype).reshape(rows.shape[0], -1), scales)
+    return Float8Rows(
+        jax.lax.bitcast_convert_type(values, whole.wire_dtype).reshape(rows.shape[0], values.shape[1] * 4), scales
+    )
 
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
@@ -241,7 +255,7 @@ def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
         return _spread(group, x, sent)
 
     def backward(sent: jax.Array | None, cotangent: jax.Array) -> jax.Array:
-        return _gathered(group, cotangent, sent, num_tokens)
+        return _summed(group, cotangent, sent, num_tokens)
 
     return linear(forward, backward, sent, x)
 
@@ -250,7 +264,7 @@ def _from_nodes(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: 
     """[N B, H] of what came from the nodes back to them, and the sums [T, H] of what they made of each token."""
 
     def forward(sent: jax.Array | None, x: jax.Array) -> jax.Array:
-        return _gathered(group, x, sent, num_tokens)
+        return _summed(group, x, sent, num_tokens)
 
     def backward(sent: jax.Array | None, cotangent: jax.Array) -> jax.Array:
         return _spread(group, cotangent, sent)
@@ -260,14 +274,14 @@ def _from_nodes(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: 
 
 def _spread(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
     if sent is None:
-        return jax.lax.all_gather(x, group.node_axes, tiled=True)
+        return jax.lax.all_gather(x, group.node_axes).reshape(group.nodes * x.shape[0], x.shape[1])
     parts = x.at[sent].get(mode="fill", fill_value=0)
-    return jax.lax.all_to_all(parts, group.node_axes, 0, 0).reshape(-1, x.shape[1])
+    return jax.lax.all_to_all(parts, group.node_axes, 0, 0).reshape(sent.size, x.shape[1])
 
 
-def _gathered(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: int) -> jax.Array:
+def _summed(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: int) -> jax.Array:
     nodes = group.nodes
-    parts = x.reshape(nodes, -1, x.shape[1])
+    parts = x.reshape(nodes, x.shape[0] // nodes, x.shape[1])
     if sent is None:
         return sum_over_nodes(parts, group.node_axes)
     place = jnp.full((nodes, num_tokens), sent.shape[1], jnp.int32)

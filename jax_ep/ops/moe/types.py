@@ -135,10 +135,14 @@ class Routing:
 
     def check_own(self, op: str, axis_name: AxisName) -> None:
         """Raises ValueError where types say that all ranks were given the routing of one."""
-        if self.config.size == 1 or not checks.tracks_varying(axis_name):
+        self._check_varying(op, axis_name, self.config.size, ("targets", "rows", "counts"))
+
+    def _check_varying(self, op: str, axis_name: AxisName, ranks: int, names: tuple[str, ...]) -> None:
+        if ranks == 1 or not checks.tracks_varying(axis_name):
             return
-        for name in ("targets", "rows", "counts"):
-            if not checks.varies(getattr(self, name), axis_name):
+        for name in names:
+            leaf = getattr(self, name)
+            if leaf is not None and not checks.varies(leaf, axis_name):
                 raise ValueError(
                     f"{op}: routing.{name} must be that of each rank, got the same on all: pass the routing through "
                     f"jax.shard_map by P({axis_name!r}), in and out"
@@ -175,6 +179,9 @@ class NodeRouting(Routing):
     @property
     def group_sizes(self) -> jax.Array:
         return self.local.group_sizes
+
+    def check_own(self, op: str, axis_name: AxisName) -> None:
+        self._check_varying(op, axis_name, self.counts.shape[0], ("targets", "rows", "counts", "arrived", "sent"))
 
     def check(self, op: str) -> None:
         self.local.check(op)

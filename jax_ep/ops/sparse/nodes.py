@@ -1,13 +1,13 @@
 """sparse_all_reduce over several nodes: kernels add up what a node has, XLA's collectives carry the sums.
 
-Each slot of the union has an owner among all ranks: the rank that a sharded result gives it to, else all own as many
-side by side. One call of the kernels adds up the rows of a node, for each slot at the rank with the same index in the
-node as its owner. Between nodes, ranks of the same index exchange these sums, and the owner adds up the nodes in their
+Each slot of the union has one owner. If the result is sharded, it is the rank that holds the slot. Otherwise rank r
+owns slots [r S, (r + 1) S). One kernel call adds up the rows of a node: the sum of a slot lands on the rank with the
+owner's index. Between nodes, ranks of the same index exchange these sums, and the owner adds up the nodes in their
 order. A replicated result is then gathered from all.
 
-Sums are float32 until all nodes are added up, so that a row in 16 bits is rounded once, as in a group of one node. It
-then takes twice its bytes on the way to its owner; what is gathered is rounded before. Shapes are fixed, so sums travel
-for all slots that a rank can own: a capacity that fits saves time.
+Sums are float32 until all nodes are added up, so that a row in 16 bits is rounded once, as in a group of one node. Such
+sums thus travel to their owner as float32; it rounds them before they are gathered. Shapes are fixed, so sums travel
+for all slots that a rank can own: a tight capacity saves time.
 """
 
 import dataclasses

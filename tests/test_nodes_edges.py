@@ -1,0 +1,98 @@
+"""Over several nodes: empty operands, and arguments that are refused."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over
+
+from jax_ep import Group, Implementation, combine, dispatch
+from jax_ep.ops.moe.types import NodeRouting
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 128), (3, 0, 128), (3, 2, 0)], ids=["no tokens", "no experts", "no values"])
+@pytest.mark.parametrize("node_capacity", [None, 2])
+def test_nothing_to_send(
+    shape: tuple[int, int, int], node_capacity: int | None, implementation: Implementation, rng: np.random.Generator
+) -> None:
+    """Emptied inside, as jaxlib may fail to compile a shard_map with empty operands; backward too, and in float8."""
+    tokens, top_k, hidden = shape
+    case = helpers.draw_case(rng, 4, 3, 2, EXPERTS, 128)
+    options: dict[str, Any] = {"node_capacity": node_capacity, "num_experts": EXPERTS, "on_overflow": "drop"}
+    options["implementation"] = implementation
+    with over(2, 2) as group:
+
+        def body(*operands: jax.Array) -> jax.Array:
+            rows, ids, weights = operands
+
+            def sums(rows: jax.Array, weights: jax.Array) -> jax.Array:
+                rows, some = rows[:tokens, :hidden], ids[:tokens, :top_k]
+                wire = jnp.float8_e4m3fn if hidden else None
+                out = dispatch(rows, some, weights[:tokens, :top_k], group=group, wire_dtype=wire, **options)
+                return combine(out.tokens, out.routing, group=group, implementation=implementation)
+
+            out, back = jax.vjp(sums, rows, weights)
+            assert out.shape == (tokens, hidden)
+            return back(out)[0]
+
+        operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+        gradient = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+        group.check()
+    assert not gradient.any()
+
+
+def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+    with over(2, 2) as group:
+        options: dict[str, Any] = {"node_capacity": 3, "on_overflow": "drop", "implementation": implementation}
+
+        def body(wrong: int, *operands: jax.Array) -> jax.Array:
+            tokens, ids, weights = operands
+            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+            assert isinstance(out.routing, NodeRouting)
+            assert out.routing.sent is not None
+            spoiled = dataclasses.replace(out.routing, sent=out.routing.sent.at[1, 0].set(wrong))
+            return combine(out.tokens, spoiled, group=group, implementation=implementation)
+
+        for wrong in (-1, TOKENS + 1, -(2**31), 2**31 - 1):
+            sums = helpers.fetch(helpers.per_rank(functools.partial(body, wrong), group.mesh)(*operands))
+            assert np.isnan(sums).all()
+
+
+def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+    with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
+        for here, there, match in ((group, one, "across nodes, group is of one node"), (one, group, "of one node,")):
+
+            def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:
+                out = dispatch(*operands, group=here, num_experts=EXPERTS)
+                return combine(out.tokens, out.routing, group=there)
+
+            with pytest.raises(ValueError, match=f"^combine: routing is of a group {match}"):
+                jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
+
+
+def test_wrong_arguments() -> None:
+    mesh = helpers.mesh_of(node=2, ep=2)
+    with pytest.raises(ValueError, match="across_nodes needs axis_name to be a tuple"):
+        Group(mesh, "ep", across_nodes=True)
+    with pytest.raises(TypeError, match="across_nodes must be True or False"):
+        Group(mesh, AXES, across_nodes=1)  # pyright: ignore[reportArgumentType]
+    with Group(mesh, AXES, timeout=30) as group:
+        assert (group.nodes, group.intranode, group.node_axes) == (1, None, ())
+    for wrong, error in ((0, ValueError), ("all", ValueError), (2.5, TypeError)):
+        with over(2, 2) as group:
+
+            def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
+                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, node_capacity=wrong)
+
+            shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
+            with pytest.raises(error, match=r"^dispatch: node_capacity must be"):
+                jax.eval_shape(helpers.per_rank(body, mesh), *shapes)
