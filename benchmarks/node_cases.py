@@ -18,7 +18,7 @@ TINY = Model("tiny", Shape(64, 256, 2, 16, "float32"), 32)  # XLA on a CPU sends
 
 
 class Operands(NamedTuple):
-    """Of all ranks, on their devices."""
+    """The operands of all ranks, on their devices."""
 
     ids: jax.Array
     weights: jax.Array

@@ -56,7 +56,7 @@ class Exchange:
         return hidden + hidden // FP8_BLOCK * WEIGHT if self.float8 else self.row
 
     def share(self, parts: int) -> float:
-        """Of the tokens that need a node's part: one of `parts` equal parts of its experts."""
+        """The share of the tokens that need a certain one of `parts` equal parts of a node's experts."""
         top = self.top_nodes or self.nodes
         experts = top * self.shape.experts // self.nodes
         part = self.shape.experts // self.nodes // parts
@@ -92,7 +92,7 @@ class Exchange:
         return self.dispatch_uncounted + self.combine + self.backward
 
     def least(self, rows: float) -> float:
-        """Of a dispatch whose rank has `rows` tokens for other nodes, one for each that needs it."""
+        """The fewest bytes of a dispatch whose rank has `rows` tokens for other nodes, one for each that needs it."""
         return rows * self.sent_row
 
     @property
@@ -153,7 +153,7 @@ class SparseBytes(NamedTuple):
 def sparse_bytes(
     nodes: int, ranks: int, entries: int, capacity: int, width: int, itemsize: int, *, sharded: bool
 ) -> SparseBytes:
-    """Of `entries` rows of each rank, `width` values of `itemsize` bytes, and a result of `capacity` rows."""
+    """For `entries` rows of each rank, `width` values of `itemsize` bytes, and a result of `capacity` rows."""
     others = nodes - 1
     slots = capacity if sharded else -(-capacity // (nodes * ranks))
     ids = 2 * others * ranks * entries * INDEX

@@ -50,7 +50,7 @@ class Params(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of one step, over all devices."""
+    """What a step measures, over all devices."""
 
     load: jax.Array  # [E] assignments
     dropped: jax.Array  # [] share of the assignments that found no room on the way

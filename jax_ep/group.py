@@ -147,8 +147,7 @@ class Group:
     @property
     def asks_processes(self) -> bool:
         """Whether ops compare their calls before XLA's collectives run: between CPU processes, where these abort."""
-        several = any(len(set(line)) > 1 for line in nodes.processes(self.mesh, checks.axes_of(self.axis_name)))
-        return self.intranode is not None and self.platform == "cpu" and several
+        return self.intranode is not None and self._spans_cpu_processes
 
     @property
     def closed(self) -> bool:
@@ -285,8 +284,11 @@ class Group:
     @property
     def _needs_xla(self) -> bool:
         """Whether the kernels cannot serve it: on the CPU they do not leave their process."""
-        spans = any(len(set(line)) > 1 for line in nodes.processes(self.mesh, checks.axes_of(self.axis_name)))
-        return self.platform == "cpu" and spans and not _CPU_PROCESSES_SHARE
+        return self._spans_cpu_processes and not _CPU_PROCESSES_SHARE
+
+    @property
+    def _spans_cpu_processes(self) -> bool:
+        return self.platform == "cpu" and nodes.spans_processes(self.mesh, checks.axes_of(self.axis_name))
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         """Itself: a copy of a module that holds the group exchanges through the same memory."""

@@ -83,7 +83,7 @@ def test_all_tokens_to_all_nodes(
 def test_room_on_the_way(
     nodes: int, ranks: int, node_capacity: int, implementation: Implementation, rng: np.random.Generator
 ) -> None:
-    """Of each rank the first tokens for a node travel; an oracle that never knew the others gives what arrives."""
+    """The first tokens of a rank for a node travel; an oracle that never knew the others gives what arrives."""
     case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN)
     travels = first_for_each_node(case.ids, nodes, node_capacity)
     kept = case._replace(ids=np.where(travels, case.ids, -1))

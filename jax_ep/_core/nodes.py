@@ -1,8 +1,8 @@
 """The nodes of a group. A node is a set of ranks that exchange by kernels (`Group.intranode`): by default those of one
 host, and on a CPU of one process. XLA's collectives carry what goes between nodes.
 
-Between nodes a rank talks to those with its own index in the other
-nodes, so that every network interface carries the traffic of its own GPU (as in DeepEP's internode kernels).
+Between nodes a rank talks to those with its own index in the other nodes, so that every network interface carries the
+traffic of its own GPU (as in DeepEP's internode kernels).
 """
 
 import math
@@ -57,6 +57,11 @@ def lines(mesh: Mesh, axes: Sequence[str]) -> list[list[Any]]:
 def processes(mesh: Mesh, axes: Sequence[str]) -> list[list[int]]:
     """The process of each rank, by line and rank."""
     return [[device.process_index for device in line] for line in lines(mesh, axes)]
+
+
+def spans_processes(mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether some line along `axes` has ranks of several processes."""
+    return any(len(set(line)) > 1 for line in processes(mesh, axes))
 
 
 def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:

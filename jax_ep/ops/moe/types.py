@@ -69,7 +69,7 @@ class DispatchCall(NamedTuple):
 
     @property
     def inside(self) -> DispatchConfig:
-        """Of the dispatch inside a node."""
+        """How the dispatch inside a node is called."""
         experts = self.config.num_experts // self.group.nodes
         return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
