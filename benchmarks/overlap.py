@@ -23,7 +23,7 @@ from .provenance import header
 HEAD = 128  # values of an attention head
 SEQUENCE = 1024  # tokens
 CALLS = 10
-COLUMNS = "beside | exchange alone, us | work alone, us | in order, us | asynchronous, us | hidden"
+COLUMNS = "beside | exchange alone, us | of few SMs, us | work alone, us | in order, us | asynchronous, us | hidden"
 
 Op = Callable[..., Any]  # of one rank: its operands -> arrays
 
@@ -81,7 +81,8 @@ def halves(block: Callable[[Layer, jax.Array], Any], layer: Layer, tokens: jax.A
     found = []
     for part in range(2):
         ids, weights, own = (jnp.split(x, 2)[part] for x in (layer.ids, layer.weights, tokens))
-        mine = layer._replace(ids=ids, weights=weights, sizes=layer.sizes // 2, rows=jnp.split(layer.rows, 2)[part])
+        rows = layer.rows[: len(layer.rows) // 2]  # where the groups are: behind the last one lies padding
+        mine = layer._replace(ids=ids, weights=weights, sizes=layer.sizes // 2, rows=rows)
         found.append(block(mine, own))
     return found
 
@@ -189,18 +190,24 @@ def sparse_overlap(group: jax_ep.Group, *, on_cpu: bool) -> Overlap:
 
 
 def line(one: Overlap, in_order: jax_ep.Group, apart: jax_ep.Group, calls: int, repeats: int) -> str:
-    """Checks that both groups give the same bits, then times the four programs in turns."""
+    """Checks that both programs agree, then times all in turns."""
     mesh = in_order.mesh
     found, other = (on_ranks(one.both(group), mesh)(*one.operands) for group in (in_order, apart))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b), one.name), found, other)
-    ops = (one.exchange(in_order), one.work, one.both(in_order), one.both(apart))
+    jax.tree.map(partial(check_close, one.name), found, other)
+    ops = (one.exchange(in_order), one.exchange(apart), one.work, one.both(in_order), one.both(apart))
     loops = [Loop(op, one.operands[:-1], one.operands[-1], calls) for op in ops]
     times = median_microseconds(loops, compile_loops(loops, mesh), repeats, hot=in_order.platform != "cpu")
     for group in (in_order, apart):
         group.check()
-    exchange, work, _, asynchronous = times
-    hidden = 1 - (asynchronous - work) / exchange
+    hidden = (times[3] - times[4]) / times[0]
     return f"| {one.name} | {' | '.join(f'{time:,.1f}' for time in times)} | {100 * hidden:.0f} % |"
+
+
+def check_close(name: str, found: jax.Array, other: jax.Array) -> None:
+    """Raises unless they differ by rounding: XLA may multiply by another kernel where it fuses otherwise."""
+    error = float(jnp.max(jnp.abs(found - other)) / jnp.max(jnp.abs(found)))
+    if not error <= 16 * float(jnp.finfo(jnp.bfloat16).eps):
+        raise AssertionError(f"{name}: in order and asynchronous differ by {error} of the largest value")
 
 
 def main(arguments: list[str]) -> int:
@@ -216,8 +223,8 @@ def main(arguments: list[str]) -> int:
     with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, async_ops=True, max_sms=options.max_sms) as apart:
         print(header(list(mesh.devices.flat), repr(group.resolve("bench", "auto")), ["overlap", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
-        print("- in order: a group as it is; asynchronous: Group(async_ops=True); the same bits")
-        print("- hidden: of the exchange alone, how much the asynchronous program does not take longer than its work\n")
+        print("- in order: a group as it is; asynchronous: Group(async_ops=True), whose ops take few SMs")
+        print("- hidden: how much shorter the asynchronous program is, of the exchange alone\n")
         print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
         for overlaps in (*(moe_overlaps(model, group) for model in models), [sparse_overlap(group, on_cpu=on_cpu)]):
             for one in overlaps:

@@ -20,7 +20,6 @@ from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, Platfo
 LOGGER = logging.getLogger("jax_ep")
 ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
 LONGEST_OPENING = 300.0  # seconds
-ASYNC_SMS = 24  # of 132: products that run beside an op keep the others
 
 # Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
 # order in each process, and wait for each other.
@@ -38,12 +37,12 @@ class Group:
         when an op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
-      async_ops: True: on GPUs the ops run on XLA's collective stream, beside whatever XLA computes that does not depend
-        on them, as its own collectives do. Values, bits and the order of the group's ops stay; products with a
-        collective remain on the compute stream. XLA overlaps them since jax 0.12, by its latency-hiding scheduler.
+      async_ops: True: on GPUs, since jax 0.12, the ops run on XLA's collective stream, beside whatever does not depend
+        on them, as XLA's own collectives do. What an op computes stays, to the bit, and so does the order of the
+        group's ops. Products with a collective and `ragged_all_to_all` remain on the compute stream.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
-        measures best and leaves room for XLA's own collectives, 96 of 132; 24 with `async_ops`. An op that takes nearly
-        all of them can deadlock with a collective that runs beside it, until the timeout.
+        measures best and leaves room for XLA's own collectives, 96 of 132; with `async_ops` 24 for all but products. An
+        op that takes nearly all of them can deadlock with a collective that runs beside it, until the timeout.
       across_nodes: True: the axes before the last one cross *nodes*. Kernels exchange along the last axis, XLA's
         collectives (NCCL, gloo) along the others; ranks are numbered node by node. False: kernels exchange along all
         axes. Default: True where the devices of the last axis are of one host, and on a CPU of one process, and those
@@ -81,8 +80,6 @@ class Group:
         checks.check_bool("Group", "async_ops", async_ops)
         if max_sms is not None:
             checks.check_positive("Group", "max_sms", max_sms)
-        elif async_ops:
-            max_sms = ASYNC_SMS
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
         if open_timeout is None:
             open_timeout = min(timeout, LONGEST_OPENING)
@@ -112,7 +109,13 @@ class Group:
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
             self._native, self._free_number = opening.open_native(
-                self.platform, mesh, self.axis_name, timeout=timeout, open_timeout=open_timeout, max_sms=max_sms
+                self.platform,
+                mesh,
+                self.axis_name,
+                timeout=timeout,
+                open_timeout=open_timeout,
+                max_sms=max_sms,
+                async_ops=async_ops,
             )
             self._finalizer = weakref.finalize(self, self._native.release)
             self._finalizer.atexit = False  # then the watchdogs close all groups

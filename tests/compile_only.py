@@ -5,6 +5,7 @@ Needs the packages jax-cuda13-pjrt and jax-cuda13-plugin, of the version of jax,
 
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -44,7 +45,8 @@ def _register_handlers() -> None:
 def mesh_of(ranks: int) -> Mesh:
     """H200s of one host, along the axis "ep"."""
     if jax.default_backend() != "cpu" or importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("needs jax-cuda13-pjrt and jax-cuda13-plugin, and no GPU")
+        assert "JAX_EP_TEST_COMPILE_ONLY" not in os.environ, "jax-cuda13-plugin is not installed"
+        pytest.skip("needs jax-cuda13-plugin, and no GPU")
     _register_handlers()
     found = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{ranks}", target_config=H200)
     return Mesh(np.array(found.devices), ("ep",))

@@ -54,6 +54,29 @@ def test_gradients_and_batches(native: None, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(grads, 2 * sent**2 * tokens, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_is_packed(rng: np.random.Generator, batched: bool) -> None:
+    """The mark means nothing to XLA:CPU, so what is packed and taken apart again can be looked at."""
+    rows = rng.normal(size=(3, 4, 5)).astype(np.float32)
+    counts = rng.integers(-(2**31), 2**31, size=(3, 7)).astype(np.int32)
+
+    def call(rows: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
+        nothing = jnp.full((2, 0), 1.0, jnp.float32)
+        return rows.astype(jnp.bfloat16), counts, rows.at[0, 0].set(jnp.nan), nothing, counts[0]
+
+    def packed(rows: jax.Array, counts: jax.Array) -> list[jax.Array]:
+        types = jax.eval_shape(call, rows, counts)
+        return collective_stream.on_collective_stream(call, types, rows, counts)
+
+    operands = (rows, counts) if batched else (rows[0], counts[0])
+    found = jax.jit(jax.vmap(packed) if batched else packed)(*operands)
+    wanted = [rows.astype(jnp.bfloat16), counts, rows.copy(), np.ones((3, 2, 0), np.float32), counts[:, 0]]
+    wanted[2][:, 0, 0] = np.nan
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other if batched else other[0])
+        assert one.dtype == other.dtype
+
+
 def test_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(collective_stream, "SCHEDULED_SINCE", (0, 0))
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=False")
@@ -72,7 +95,7 @@ def test_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
 
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Of GPUs that are not there, on which groups can be opened, and programs compiled."""
+    """GPUs that are not there, for which groups can be opened and programs compiled."""
     mesh = compile_only.mesh_of(RANKS)
     cpu = ffi.library("cpu")
     opened = SimpleNamespace(id=1, close=lambda: None, release=lambda: None, take_error=lambda: None)
@@ -123,6 +146,34 @@ def layer(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array, e
     return jax_ep.moe_mlp(
         tokens, ids, weights, experts, experts, experts, group=group, capacity=C, shared=(shared, -shared, shared)
     )
+
+
+def test_in_place(group: Group) -> None:
+    """Where an op updates an operand it stays in order: XLA sees no alias inside of what is marked."""
+
+    def step(rows: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        output, indices = jnp.zeros_like(rows), offsets[:RANKS, 0]
+        return (
+            jax_ep.lax.ragged_all_to_all(rows, output, *[indices] * 4, axis_name="ep", group=group),
+            jax_ep.lax.ragged_all_to_all(-rows, output, *[indices] * 4, axis_name="ep", group=group),
+        )
+
+    steps = steps_of(step, group.mesh, *SHAPES[:2])
+    assert [s.opcode for s in steps if "call" in s.opcode] == ["custom-call", "custom-call"]
+
+
+@overlapped
+def test_beside_a_collective_of_xla(group: Group) -> None:
+    """Neither overlaps the other: they share XLA's stream for collectives."""
+
+    def step(tokens: jax.Array, ids: jax.Array, work: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, capacity=C)
+        return combine(out.tokens, out.routing, group=group), jax.lax.all_gather(work, "ep")
+
+    steps = [s for s in steps_of(step, group.mesh, *SHAPES[:2], SHAPES[4]) if s.opcode.endswith(("-start", "-done"))]
+    assert len(steps) == 6
+    for start, done in zip(steps[::2], steps[1::2], strict=True):
+        assert done.operands == f"%{start.name}"
 
 
 def test_of_synchronous_groups(mesh: Mesh) -> None:
@@ -187,6 +238,7 @@ def test_sparse_all_reduce(group: Group, sharded: bool) -> None:
     assert sum(beside) >= 2
 
 
+@overlapped
 @pytest.mark.parametrize("transform", ["vmap", "scan", "remat"])
 def test_transforms(group: Group, transform: str) -> None:
     """They compile; a batch is one call after the other, in a loop."""

@@ -97,4 +97,4 @@ def test_the_tensor_parallel_mlp_trains(
 
 @pytest.mark.usefixtures("native")
 def test_word_vectors_train(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    assert example("sparse_embedding").main(["--steps", "100"]) == 0, capsys.readouterr().out
+    assert example("sparse_embedding").main(["--steps", "100", "--async-ops"]) == 0, capsys.readouterr().out

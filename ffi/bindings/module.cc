@@ -141,11 +141,14 @@ PyError to_python(const std::optional<GroupError>& error) {
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
-         std::vector<int> sockets, int64_t content, int index, std::optional<int> max_sms)
+         std::vector<int> sockets, int64_t content, int index, std::optional<int> max_sms, bool async_ops)
       : registration_(register_group(content, index)), id_(registration_->id) {
     const auto group = std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
                                                        Neighbours{std::move(processes), std::move(sockets)}, id_);
-    if (max_sms) group->limit_sms(*max_sms);
+    if (max_sms)
+      group->limit_sms(*max_sms);
+    else if (async_ops)
+      group->leave_sms();
     registration_->open(group);  // from here on programs may call it
   }
   ~Handle() {
@@ -239,7 +242,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
-                    int64_t, int, std::optional<int>>(),
+                    int64_t, int, std::optional<int>, bool>(),
            unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)

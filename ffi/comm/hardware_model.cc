@@ -41,4 +41,9 @@ HardwareModel limit_sms(HardwareModel model, int most) {
   return model;
 }
 
+HardwareModel leave_sms(HardwareModel model) {
+  model.row_sms = std::max(1, std::min(model.row_sms, (model.sms * model.rows.async_percent + 50) / 100));
+  return model;
+}
+
 }  // namespace jax_ep

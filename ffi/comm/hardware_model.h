@@ -20,6 +20,7 @@ constexpr int kSenderRules = 4;
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
+  int async_percent = 18;  // 24 of 132, for ops that run beside products: a choice, not timed
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
   SenderRule dispatch[kSenderRules] = {{31, 3, 3}, {1 << 30, 2, 2}};
   SenderRule dispatch_float8[kSenderRules] = {{32, 5, 5}, {64, 4, 2}, {1 << 30, 3, 2}};
@@ -98,5 +99,8 @@ HardwareModel hardware_model(std::string_view architecture, int sms, int shared_
 
 // The model with at most so many SMs, all of them for ops on rows too.
 HardwareModel limit_sms(HardwareModel model, int most);
+
+// The model for asynchronous ops, which leave most SMs to the products beside them.
+HardwareModel leave_sms(HardwareModel model);
 
 }  // namespace jax_ep

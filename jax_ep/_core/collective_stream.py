@@ -25,30 +25,38 @@ SCHEDULED_SINCE = (0, 12)  # before, XLA:GPU puts the end of such a call right b
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
 
 
+def is_scheduled() -> bool:
+    """Whether this jax has an XLA that moves start and end of a call apart."""
+    return jax.__version_info__[:2] >= SCHEDULED_SINCE
+
+
 @functools.cache
 def warn_unless_scheduled() -> None:
-    """Logs, once, why XLA will not move start and end of a call apart."""
-    if jax.__version_info__[:2] < SCHEDULED_SINCE:
-        LOGGER.warning("async_ops: jax %s does not overlap them with other work; jax 0.12 does", jax.__version__)
-    elif f"{SCHEDULER}=false" in os.environ.get("XLA_FLAGS", "").lower():
+    """Logs, once, why nothing will be overlapped."""
+    given = [flag for flag in os.environ.get("XLA_FLAGS", "").lower().split() if flag.startswith(f"{SCHEDULER}=")]
+    if not is_scheduled():
+        LOGGER.warning("async_ops: the XLA of jax %s does not overlap them; that of jax 0.12 does", jax.__version__)
+    elif given and given[-1].endswith(("=false", "=0")):
         LOGGER.warning("async_ops: nothing overlaps them, as XLA_FLAGS turns %s off", SCHEDULER)
 
 
 def on_collective_stream(
     call: Callable[..., Sequence[jax.Array]], types: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
 ) -> list[jax.Array]:
-    """The results of `call(*operands)`, which are of `types`.
+    """`call(*operands)`, whose results are of `types`: those after the first have 4 bytes a value, and vary alike.
 
-    Those after the first have 4 bytes a value, and vary over the same axes. XLA would make a call of its own of every
-    result that it takes out of such a call, and overlap that one instead, unless the next instruction takes all results
-    that are used. So the call returns its first result and one array that holds all others, and a barrier takes both.
-    A batch is one call after the other.
+    `call` updates no operand in place: XLA would not see that two calls update one buffer. A batch is one call after
+    the other, outside of what is marked, as XLA:GPU crashes on a loop inside.
     """
+    assert all(x.dtype.itemsize == 4 for x in types[1:])
 
     @sequential_vmap
     def packed(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return compute_on(_packed(call), compute_type=STREAM, out_memory_spaces=jax.memory.Space.Device)(*operands)
 
+    # XLA makes each get-tuple-element of a marked call a call of its own, and overlaps that one instead. It makes none
+    # where one barrier takes all results. An unused result leaves the barrier, so there are two: where one value of the
+    # others is used, all of them are.
     first, *rest = jax.lax.optimization_barrier(packed(*operands))
     return [first, *(_unpacked(rest[0], types[1:]) if rest else [])]
 

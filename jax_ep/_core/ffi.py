@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep._core import checks
-from jax_ep._core.collective_stream import on_collective_stream
+from jax_ep._core.collective_stream import is_scheduled, on_collective_stream
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
@@ -144,7 +144,7 @@ def call(
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         attributes = {key: _attribute(value) for key, value in plain.items()}
         called = jax.ffi.ffi_call(
-            f"jax_ep_{name}" + (_UNCAPTURED if group.async_ops else ""),
+            f"jax_ep_{name}" + (_UNCAPTURED if group.async_ops and group.platform != "cpu" else ""),
             results,
             input_output_aliases=aliases,
             vmap_method="sequential",
@@ -154,7 +154,7 @@ def call(
     site = _call_site()
     if group.platform == "cpu":
         returned = target(*operands)
-    elif group.async_ops and not computes:
+    elif group.async_ops and is_scheduled() and not (computes or aliases):
         returned = on_collective_stream(target, results[: len(names)], *operands)
     else:
         # XLA:GPU would fuse a call with the update of the stacked array that one of its results goes into, as in a

@@ -68,6 +68,7 @@ def create_group(
     processes: Sequence[Sequence[int]] = (),
     sockets: Sequence[int] = (),
     max_sms: int | None = None,
+    async_ops: bool = False,
 ) -> NativeGroup:
     """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
 
@@ -79,13 +80,16 @@ def create_group(
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
       max_sms: the most SMs that an op takes on a GPU.
+      async_ops: unless `max_sms` says how many, ops on rows leave most SMs to what runs beside them.
 
     Raises:
       PlatformError: the compiled library is of another version.
     """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     try:
-        return ffi.library(platform).Group(lines, timeout, poison, processes, sockets, content, index, max_sms)
+        return ffi.library(platform).Group(
+            lines, timeout, poison, processes, sockets, content, index, max_sms, async_ops
+        )
     except RuntimeError as error:
         kind, _, message = str(error).partition(": ")
         raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error

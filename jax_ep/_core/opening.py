@@ -14,7 +14,14 @@ MOST_SMS = 2**31 - 1  # what a C++ int holds
 
 
 def open_native(
-    platform: str, mesh: Mesh, axis_name: AxisName, *, timeout: float, open_timeout: float, max_sms: int | None
+    platform: str,
+    mesh: Mesh,
+    axis_name: AxisName,
+    *,
+    timeout: float,
+    open_timeout: float,
+    max_sms: int | None,
+    async_ops: bool,
 ) -> tuple[native.NativeGroup, Callable[[], None]]:
     """The group, and what frees its number when it is closed.
 
@@ -29,10 +36,15 @@ def open_native(
     ffi.library(platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
     processes = nodes.processes(mesh, axes)
     everyone = {process for line in processes for process in line}
-    what = f"{platform} {[(d.id, d.process_index) for d in mesh.devices.flat]} {dict(mesh.shape)} {axis_name}"
+    what = (
+        f"{platform} {[(d.id, d.process_index) for d in mesh.devices.flat]} {dict(mesh.shape)} {axis_name}"
+        + " async" * async_ops
+    )
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
-    create = partial(native.create_group, platform, ordinals, timeout, content=content, max_sms=most)
+    create = partial(
+        native.create_group, platform, ordinals, timeout, content=content, max_sms=most, async_ops=async_ops
+    )
     if everyone == {me}:
         return create(), lambda: None
     introduced = rendezvous.introduce(what, me, processes, open_timeout)

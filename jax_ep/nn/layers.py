@@ -173,6 +173,7 @@ def moe_mlp(
     layer_checks.check_precision(op, precision, wire_dtype, down)
     by_xla = group.resolve(op, implementation) == "xla"
     by_fused_ops = uses_fused_ops(fused, by_xla=by_xla)
+    apart = group.async_ops and not by_xla
     function = activation if callable(activation) else ACTIVATIONS[activation]
     glu = partial(activated, function) if gated is None else gated
     bias_gate, bias_up, bias_down = biases or (None, None, None)
@@ -210,17 +211,16 @@ def moe_mlp(
     always = None
     if shared is not None:
         hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)
-        if group.async_ops:  # the first two products beside the dispatch, the last beside the combine
-            both: tuple[jax.Array, jax.Array] = jax.lax.optimization_barrier((inner, hidden))
-            inner, hidden = both
+        if apart:  # the first two products beside the dispatch, the last beside the combine
+            inner, hidden = _both(inner, hidden)
         always = jnp.dot(hidden, shared[2])
     if by_fused_ops and bias_down is None:
         out = ragged_dot_combine(inner, down, routing, **where)
     else:
         out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
     if always is not None:
-        if group.async_ops:  # else XLA adds in the product's epilogue, which then waits for the combine
-            out, always = jax.lax.optimization_barrier((out, always))
+        if apart:  # else XLA adds in the product's epilogue, which then waits for the combine
+            out, always = _both(out, always)
         out = out + always
     return (out, _stats(routing)) if with_stats else out
 
@@ -234,6 +234,11 @@ def uses_fused_ops(fused: bool | Literal["auto"], *, by_xla: bool) -> bool:
     if not isinstance(fused, bool) and fused != "auto":
         raise ValueError(f"moe_mlp: fused must be True, False or 'auto', got {fused!r}")
     return not by_xla if fused == "auto" else bool(fused)
+
+
+def _both(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both, once both are there."""
+    return jax.lax.optimization_barrier((x, y))
 
 
 def _biased(product: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:

@@ -41,6 +41,8 @@ class PlatformGroup final : public Group {
 
   // Ops take at most so many. Called before the group is registered.
   void limit_sms(int most) { model_ = jax_ep::limit_sms(model_, most); }
+  // Asynchronous ops leave most of them. Called before the group is registered.
+  void leave_sms() { model_ = jax_ep::leave_sms(model_); }
   LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
     return plan(RowShape{op, size(), num_tokens, encoded}, model_);
   }

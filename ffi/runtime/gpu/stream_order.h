@@ -11,6 +11,9 @@ namespace jax_ep::gpu {
 class StreamOrder {
  public:
   StreamOrder() = default;
+  ~StreamOrder() {
+    if (event_) ignore(destroy_event(event_));
+  }
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 

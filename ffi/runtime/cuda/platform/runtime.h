@@ -41,6 +41,7 @@ inline bool is_capturing(Stream stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 inline Error create_event(Event* event) { return cudaEventCreateWithFlags(event, cudaEventDisableTiming); }
+inline Error destroy_event(Event event) { return cudaEventDestroy(event); }
 inline Error record_event(Event event, Stream stream) { return cudaEventRecord(event, stream); }
 inline Error wait_event(Stream stream, Event event) { return cudaStreamWaitEvent(stream, event, 0); }
 inline Error synchronize() { return cudaDeviceSynchronize(); }

@@ -51,6 +51,7 @@ inline bool is_capturing(Stream stream) {
   return hipStreamIsCapturing(stream, &status) == hipSuccess && status != hipStreamCaptureStatusNone;
 }
 inline Error create_event(Event* event) { return hipEventCreateWithFlags(event, hipEventDisableTiming); }
+inline Error destroy_event(Event event) { return hipEventDestroy(event); }
 inline Error record_event(Event event, Stream stream) { return hipEventRecord(event, stream); }
 inline Error wait_event(Stream stream, Event event) { return hipStreamWaitEvent(stream, event, 0); }
 inline Error synchronize() { return hipDeviceSynchronize(); }
