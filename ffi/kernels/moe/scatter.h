@@ -6,23 +6,35 @@
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
+#include "kernels/moe/shares.h"
 #include "kernels/op_buffers.h"
 
 namespace jax_ep {
 
-// RowCounts from a routing, each value checked.
+// RowCounts from a routing, each value checked, less what its dispatch dropped.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
-  int sources, local_experts;
+  int sources, local_experts, alignment;
   Bound* bound;
+  Shares blocks;  // at most, of an expert
   int end = -1;
 
   JAX_EP_FN int operator()(int expert) const {
     int rows = 0;
     for (int source = 0; source < sources; ++source) rows += bound->count(counts[source * local_experts + expert]);
-    return rows;
+    return smaller(rows, blocks.of(expert) * alignment);
   }
 };
+
+JAX_EP_FN BoundedCounts bounded_counts(const Coop& coop, const ScatterArgs& args, int ranks, Bound* bound) {
+  const int capacity = args.capacity / args.alignment;
+  BoundedCounts bounded{args.counts, ranks, args.local_experts, args.alignment, bound, {capacity + 1, 0}};
+  if (!coop.receiver.takes_part()) return bounded;
+  bounded.end = for_each_segment(coop, args.local_experts, args.alignment, bounded, [](int, const Segment&) {});
+  if (bounded.end > args.capacity)
+    bounded.blocks = share_blocks(coop, args.counts, ranks, args.local_experts, args.alignment, args.capacity);
+  return bounded;
+}
 
 // Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known
 // whether the first was taken.
@@ -59,7 +71,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
           [&] { targets.report_to_all(op); });
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
-  const BoundedCounts bounded{args.counts, comm.size, args.local_experts, &counts};
+  const BoundedCounts bounded = bounded_counts(coop, args, comm.size, &counts);
   zero_padding(op, args.received, bytes, bounded, args.capacity, args.alignment);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
