@@ -81,7 +81,7 @@ def dispatch(
 
 
 def deal(asked: Sequence[int], room: int, first: int = 0) -> list[int]:
-    """What each gets of `room` things that are dealt one by one in turn, from `first` on, to those that ask for more."""
+    """What each gets of `room` things, dealt one by one in turn, from `first` on, to those that ask for more."""
     given = [0] * len(asked)
     turns = [*range(first, len(asked)), *range(first)]
     while wanting := [i for i in turns if given[i] < asked[i]][:room]:

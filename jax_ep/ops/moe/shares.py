@@ -19,7 +19,7 @@ def fair_shares(asked: jax.Array, room: jax.Array | int) -> jax.Array:
 
 
 def rows_of_experts(asked: jax.Array, alignment: int, capacity: int) -> jax.Array:
-    """The rows [..., L] that the experts of a rank keep of those asked for: shares are of blocks of `alignment` rows."""
+    """The rows [..., L] that a rank's experts keep of those that they are asked for: shares are of `alignment` rows."""
     blocks = fair_shares(-(-asked // alignment), capacity // alignment)
     return jnp.minimum(asked, blocks * alignment)
 
