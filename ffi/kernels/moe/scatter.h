@@ -26,14 +26,15 @@ struct BoundedCounts {
   }
 };
 
-JAX_EP_FN BoundedCounts bounded_counts(const Coop& coop, const ScatterArgs& args, int ranks, Bound* bound) {
-  const int capacity = args.capacity / args.alignment;
-  BoundedCounts bounded{args.counts, ranks, args.local_experts, args.alignment, bound, {capacity + 1, 0}};
-  if (!coop.receiver.takes_part()) return bounded;
-  bounded.end = for_each_segment(coop, args.local_experts, args.alignment, bounded, [](int, const Segment&) {});
-  if (bounded.end > args.capacity)
-    bounded.blocks = share_blocks(coop, args.counts, ranks, args.local_experts, args.alignment, args.capacity);
-  return bounded;
+// Zeroes what holds no row. All lanes call.
+JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
+  if (!op.coop.receiver.takes_part()) return;
+  const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
+  // One block beyond the capacity, so that more rows than it are seen.
+  BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
+  counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
+  if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
+  zero_padding(op, args.received, int64_t{args.hidden} * size_of(args.dtype), counts, capacity, alignment);
 }
 
 // Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known
@@ -71,8 +72,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
           [&] { targets.report_to_all(op); });
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
-  const BoundedCounts bounded = bounded_counts(coop, args, comm.size, &counts);
-  zero_padding(op, args.received, bytes, bounded, args.capacity, args.alignment);
+  pad(op, args, &counts);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
     const int here = copy_to_rows(

@@ -16,7 +16,8 @@ class Segments {
         scratch_{args.scratch, args.num_experts, op.comm.size} {}
 
   // For the owners of this coop's share: rows_of(expert) over all sources, of which before(expert) have their rows
-  // before those that are placed here. `own(e)` is called for the local experts of this rank.
+  // before those that are placed here. `own(e)` is called for the local experts of this rank. Where rows do not fit and
+  // may be dropped, they are shared out.
   template <class RowsOf, class Before, class Own>
   JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
     for (int owner = part.index; op_.ok() && owner < op_.comm.size; owner += part.count) {

@@ -37,7 +37,7 @@ JAX_EP_FN Shares fair_shares(int members, int room, Sum sum_of) {
   return {level, last_to_fit(members, [&](int until) { return sum_of(Shares{level, until}) <= room; })};
 }
 
-// For the local experts of a rank, in blocks of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
+// The shares of a rank's experts, in blocks of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
 JAX_EP_COLD_FN Shares share_blocks(Coop coop, const int32_t* counts, int sources, int local_experts, int alignment,
                                    int capacity) {
   const RowCounts rows_of{counts, sources, local_experts, -1};
@@ -79,8 +79,8 @@ JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, 
   coop.sync();
 }
 
-// Shares out the rows of an expert. Odd rows go to the sources from number `expert`, modulo the ranks, on: so that it
-// is not always the same ones that lose rows. One lane calls.
+// Shares out the rows of an expert. Odd rows go to the sources from number `expert` modulo the ranks on, so that it is
+// not always the same ones that lose rows. One lane calls.
 JAX_EP_FN void share_segment(const Overfull& over, int expert, const Segment& segment) {
   const int ranks = over.scratch.ranks, begin = expert % ranks;
   const auto kept = [&](int source, Shares shares) {
