@@ -3,6 +3,7 @@
 Every array has a leading axis of ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -15,7 +16,7 @@ FP8_BLOCK = 128
 
 
 class Expected(NamedTuple):
-    """What `dispatch` returns on all ranks; `needed` counts the rows each rank would receive."""
+    """What `dispatch` returns on all ranks where it may drop; `needed` counts the rows that each rank is asked for."""
 
     tokens: Array  # [R, C, H]
     group_sizes: Array  # [R, E / R]
@@ -55,25 +56,39 @@ def dispatch(
                 elif expert != -1:
                     out.invalid[source] += 1
     for rank in range(size):
-        start = 0
-        for expert in range(local):
-            row = start
-            for source, token, k in assigned[rank * local + expert]:
-                if row < capacity:
-                    sent = tokens[source, token]
-                    out.tokens[rank, row] = through_fp8(sent)[0] if fp8 else sent
-                    out.targets[source, token, k] = rank * capacity + row
-                    out.rows[rank, source, token, k] = row
-                    out.weights[rank, source, token, k] = weights[source, token, k]
-                else:
+        owned = assigned[rank * local : (rank + 1) * local]
+        blocks = [-(-len(each) // alignment) for each in owned]
+        out.needed[rank] = sum(blocks) * alignment
+        row = 0
+        for expert, given in enumerate(deal(blocks, capacity // alignment)):
+            start, room = row, min(len(owned[expert]), given * alignment)
+            asked = [sum(source == each for source, _, _ in owned[expert]) for each in range(size)]
+            left = deal(asked, room, first=(rank * local + expert) % size)
+            for source, token, k in owned[expert]:
+                if left[source] == 0:
                     out.dropped[source] += 1
+                    continue
+                left[source] -= 1
+                sent = tokens[source, token]
+                out.tokens[rank, row] = through_fp8(sent)[0] if fp8 else sent
+                out.targets[source, token, k] = rank * capacity + row
+                out.rows[rank, source, token, k] = row
+                out.weights[rank, source, token, k] = weights[source, token, k]
                 row += 1
-            while row % alignment:
-                row += 1
-            out.group_sizes[rank, expert] = min(row, capacity) - min(start, capacity)
-            start = row
-        out.needed[rank] = start
+            row = start + given * alignment
+            out.group_sizes[rank, expert] = row - start
     return out
+
+
+def deal(asked: Sequence[int], room: int, first: int = 0) -> list[int]:
+    """What each gets of `room` things, dealt one by one in turn, from `first` on, to those that ask for more."""
+    given = [0] * len(asked)
+    turns = [*range(first, len(asked)), *range(first)]
+    while wanting := [i for i in turns if given[i] < asked[i]][:room]:
+        room -= len(wanting)
+        for i in wanting:
+            given[i] += 1
+    return given
 
 
 def through_fp8(row: Array) -> tuple[Array, Array]:

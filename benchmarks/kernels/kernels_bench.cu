@@ -90,7 +90,7 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.targets = device_array<int32_t>(r.ids.size()), d.rows = device_array<int32_t>(table);
   d.arrived = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
-  d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks));
+  d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
   d.landing = device_array<char>(ranks * s.tokens * row);
   d.few = are_few(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, false, false);
   r.dispatch_float8 = d;

@@ -122,7 +122,7 @@ void add_routed(std::vector<Case>& cases, int ranks, int tokens) {
     d.received = received.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
     d.rows = rows.as<int32_t>(), d.arrived = arrived.as<float>(), d.counts = counts.as<int32_t>();
     d.dropped = Array(4).as<int32_t>(), d.invalid = Array(4).as<int32_t>();
-    d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks) * 4).as<int32_t>(),
+    d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks, /*drop=*/false) * 4).as<int32_t>(),
     d.landing = Array(ranks * tokens * row).as<char>();
     CombineArgs c{};
     c.dtype = DType::float32;

@@ -68,8 +68,8 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
 constexpr int kMaxCoops = 1024, kMaxCtaCoops = 8;
 
 // Scratch of routing, in int32: a histogram per coop of the router CTAs and per router CTA, then per expert the first
-// row of this rank's share and the rows of all ranks, then per rank the rows it needs. A histogram has a bin per
-// expert, and one for invalid ids.
+// row of this rank's share and the rows of all ranks, then per rank the rows it needs; where rows may be dropped, two
+// tables more (shares.h). A histogram has a bin per expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
 JAX_EP_CONSTANT_FN int64_t cta_bins_offset(int num_experts) {
@@ -80,9 +80,24 @@ JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) {
 }
 JAX_EP_CONSTANT_FN int64_t totals_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
 JAX_EP_CONSTANT_FN int64_t needed_offset(int num_experts) { return totals_offset(num_experts) + num_experts; }
-JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int max_ranks) {
-  return needed_offset(num_experts) + max_ranks;
+JAX_EP_CONSTANT_FN int64_t shifts_offset(int num_experts, int ranks) { return needed_offset(num_experts) + ranks; }
+JAX_EP_CONSTANT_FN int64_t ends_offset(int num_experts, int ranks) {
+  return shifts_offset(num_experts, ranks) + int64_t{ranks} * num_experts;
 }
+JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
+  return drop ? ends_offset(num_experts, ranks) + int64_t{ranks} * num_experts : shifts_offset(num_experts, ranks);
+}
+
+struct RouteScratch {
+  int32_t* ints;
+  int num_experts, ranks;
+
+  JAX_EP_FN int32_t* first_rows() const { return ints + first_rows_offset(num_experts); }
+  JAX_EP_FN int32_t* totals() const { return ints + totals_offset(num_experts); }
+  JAX_EP_FN int32_t* needed() const { return ints + needed_offset(num_experts); }
+  JAX_EP_FN int32_t* shifts() const { return ints + shifts_offset(num_experts, ranks); }
+  JAX_EP_FN int32_t* ends() const { return ints + ends_offset(num_experts, ranks); }
+};
 
 // CTAs that take part in routing.
 JAX_EP_FN int router_ctas(int assignments, int per_cta, int ctas) {

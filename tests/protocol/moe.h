@@ -33,7 +33,7 @@ struct Rank {
   std::vector<float> arrived = std::vector<float>(kRanks * kMostTokens * kTopK);
   std::vector<int32_t> counts = std::vector<int32_t>(kRanks * kLocal);
   int32_t dropped = 0, invalid = 0;
-  std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kMaxRanks));
+  std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kRanks, /*drop=*/true));
   std::vector<char> wire = std::vector<char>(kRanks * kMostTokens * kHidden * sizeof(float));
   std::vector<float> combined = std::vector<float>(kMostTokens * kHidden);
   std::vector<float> landing = std::vector<float>(kRanks * kMostTokens * kHidden);

@@ -1,5 +1,6 @@
 // The kernels on bare threads, without XLA: several ranks, several coops a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
+#include "drops.h"
 #include "late.h"
 #include "matmul.h"
 #include "moe.h"
@@ -42,6 +43,9 @@ int main() {
   jax_ep::host_clock();
   jax_ep::round_trips(jax_ep::kMostTokens, 12);
   jax_ep::round_trips(40, 60);  // routed by one coop of each rank
+  using jax_ep::Way;
+  jax_ep::drops(40, {Way::straight, Way::float8, Way::few, Way::few_float8});
+  jax_ep::drops(jax_ep::kMostTokens, {Way::straight, Way::float8});
   jax_ep::posts_what_specs_mark();
   jax_ep::rows_out_of_bounds(12);
   for (const int tokens : {0, 1, 2, 40, jax_ep::kMostTokens})

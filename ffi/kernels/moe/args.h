@@ -160,7 +160,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(result("dropped", Values::int32, 1).undelivered_as(Undelivered::size), &Args::dropped);
     visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);
     visit(scratch("landing", Values::uint8, ranks, a.eager, slot).for_peers(), &Args::landing);
-    visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, kMaxRanks)), &Args::scratch);
+    visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, ranks, a.drop)), &Args::scratch);
   }
 };
 

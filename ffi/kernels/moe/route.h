@@ -79,11 +79,11 @@ class Router {
         [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
   }
 
-  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them: none, if some rank
-  // has no room.
+  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them: those that find
+  // room, or, where none may be dropped, none if some rank has no room.
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
-    const int capacity = segments_.rank_without_room() < 0 ? args_.capacity : 0;
+    const bool fits = segments_.rank_without_room() < 0;
     const Divider by_local(local_);
     const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
     int dropped = 0;
@@ -94,8 +94,10 @@ class Router {
                   [&](int index, int bin, int row, float weight) {
                     Target target{-1, -1};
                     if (bin >= 0 && bin < args_.num_experts) {
-                      if (row < capacity)
-                        target = {by_local.quotient(bin), row};
+                      const int owner = by_local.quotient(bin);
+                      const int kept = fits ? row : segments_.row_kept(op_.comm.rank, owner, bin, row);
+                      if (kept >= 0)
+                        target = {owner, kept};
                       else
                         ++dropped;
                     }

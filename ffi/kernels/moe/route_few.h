@@ -32,7 +32,7 @@ class FewRouter {
     count();
     posted.post_if_late(op_, args_);
     op_.enter(Phase::layout);
-    segments_.lay_out(tally_.part(), [&](int e) { return totals()[e]; }, [](int) { return 0; }, [](int) {});
+    segments_.lay_out(tally_.part(), [&](int e) { return segments_.totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());
     if (op_.ok()) place();
@@ -41,8 +41,6 @@ class FewRouter {
   }
 
  private:
-  JAX_EP_FN int32_t* totals() const { return args_.scratch + totals_offset(args_.num_experts); }
-
   JAX_EP_FN void send_choices() {
     const Coop& coop = op_.coop;
     if (!tally_.is_first_cta()) return;
@@ -86,7 +84,7 @@ class FewRouter {
     if (tally_.is_first() && coop.lane == 0) *args_.dropped = *args_.invalid = 0;
     tally_.count([&](int item) { return choice(item); },
                  [&](int e, int total) {
-                   if (e < args_.num_experts) totals()[e] = total;
+                   if (e < args_.num_experts) segments_.totals()[e] = total;
                  });
   }
 
@@ -94,13 +92,16 @@ class FewRouter {
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const Divider by_local(local_);
+    const bool fits = !args_.drop || segments_.rank_without_room() < 0;
     int dropped = 0, invalid = 0;
     const auto first_row = [&](int e) { return segments_.first_row(e); };
     tally_.number([&](int item) { return choice(item); }, first_row,
-                  [&](int item, int bin, int row, float weight) {
+                  [&](int item, int bin, int number, float weight) {
                     if (item < 0) return;
-                    const bool valid = bin >= 0 && bin < args_.num_experts, placed = valid && row < args_.capacity;
+                    const bool valid = bin >= 0 && bin < args_.num_experts;
                     const int owner = valid ? by_local.quotient(bin) : -1, source = by_rank_.quotient(item);
+                    const int row = fits || !valid ? number : segments_.row_kept(source, owner, bin, number);
+                    const bool placed = valid && row >= 0 && row < args_.capacity;
                     const bool here = placed && owner == op_.comm.rank;
                     args_.rows[item] = here ? row : -1;
                     args_.arrived[item] = here ? weight : 0.0f;

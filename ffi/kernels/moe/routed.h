@@ -18,9 +18,7 @@ class Routed {
   // Waits until the rows of the local experts are counted, and returns the counts.
   JAX_EP_FN RowCounts counts() const {
     op_.wait_noted(&op_.heap->laid_out);
-    const int local = args_.num_experts / op_.comm.size;
-    if (!args_.few) return {args_.counts, op_.comm.size, local, segments_.end()};
-    return {args_.scratch + totals_offset(args_.num_experts) + op_.comm.rank * local, 1, local, segments_.end()};
+    return segments_.counts();
   }
 
   // Waits until this rank's assignments have their rows.

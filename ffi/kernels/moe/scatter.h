@@ -6,23 +6,36 @@
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
+#include "kernels/moe/shares.h"
 #include "kernels/op_buffers.h"
 
 namespace jax_ep {
 
-// RowCounts from a routing, each value checked.
+// RowCounts from a routing, each value checked, less what its dispatch dropped.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
-  int sources, local_experts;
+  int sources, local_experts, alignment;
   Bound* bound;
+  Shares blocks;  // at most, of an expert
   int end = -1;
 
   JAX_EP_FN int operator()(int expert) const {
     int rows = 0;
     for (int source = 0; source < sources; ++source) rows += bound->count(counts[source * local_experts + expert]);
-    return rows;
+    return smaller(rows, blocks.of(expert) * alignment);
   }
 };
+
+// Zeroes what holds no row. All lanes call.
+JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
+  if (!op.coop.receiver.takes_part()) return;
+  const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
+  // One block beyond the capacity, so that more rows than it are seen.
+  BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
+  counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
+  if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
+  zero_padding(op, args.received, int64_t{args.hidden} * size_of(args.dtype), counts, capacity, alignment);
+}
 
 // Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known
 // whether the first was taken.
@@ -59,8 +72,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
           [&] { targets.report_to_all(op); });
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
-  const BoundedCounts bounded{args.counts, comm.size, args.local_experts, &counts};
-  zero_padding(op, args.received, bytes, bounded, args.capacity, args.alignment);
+  pad(op, args, &counts);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
     const int here = copy_to_rows(

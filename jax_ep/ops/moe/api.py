@@ -60,7 +60,8 @@ def dispatch(
       dequantize: False leaves the rows as `Float8Rows(values, scales)`, for a float8 product. Needs `wire_dtype`, has
         no gradient.
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
-        "drop": the last rows find no room, and are counted in `routing.dropped`.
+        "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
+        each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU nodes of many processes.
         With "xla", an overflow fills `tokens` with NaN and is raised by `group.check()` or the next op.
 

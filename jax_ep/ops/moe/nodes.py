@@ -126,7 +126,8 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     (nodes, tokens, top_k), size = ids.shape, inside.size
     me = jax.lax.axis_index(axis)
     by_source = jax.lax.all_gather(ids, axis, axis=1)  # [N, L, B, K], as ranks are numbered
-    layout = xla.layout(by_source.reshape(-1), inside)
+    first_expert = jax.lax.axis_index(call.group.node_axes) * inside.num_experts
+    layout = xla.layout(by_source.reshape(-1), inside, nodes * size, first_expert)
 
     def by_rank(x: jax.Array) -> jax.Array:
         return x.reshape(nodes, size, tokens, top_k).swapaxes(0, 1).reshape(size, nodes * tokens, top_k)

@@ -10,6 +10,7 @@ import numpy as np
 from jax_ep._core import checks
 from jax_ep._core.checks import AxisName
 from jax_ep.group import Group
+from jax_ep.ops.moe.shares import rows_of_experts
 
 # The names by which a policy of `jax.checkpoint` keeps what an exchange brought.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
@@ -104,7 +105,10 @@ class Routing:
     def group_sizes(self) -> jax.Array:
         """[E / R] int32, those of the dispatch: rows of each local expert, padding included, within the capacity."""
         alignment, capacity = self.config.alignment, self.config.capacity
-        padded = -(-self.counts.sum(axis=0, dtype=jnp.int32) // alignment) * alignment
+        rows = self.counts.sum(axis=0, dtype=jnp.int32)
+        if self.config.drop:
+            rows = rows_of_experts(rows, alignment, capacity)
+        padded = -(-rows // alignment) * alignment
         ends = jnp.cumsum(padded, dtype=jnp.int32)
         return jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
 

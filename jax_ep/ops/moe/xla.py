@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep._core.checks import AxisName
 from jax_ep._core.float8 import Float8Rows, dequantize_rows, quantize_rows
+from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
 
@@ -20,25 +21,36 @@ class Layout(NamedTuple):
     row: jax.Array  # [N] row at the owner, -1 if there is none
     dropped: jax.Array  # [N] bool
     group_sizes: jax.Array  # [R, E / R] padded and clipped to capacity
-    counts: jax.Array  # [E] before padding and clipping
-    needed: jax.Array  # [R] rows each rank would need
+    counts: jax.Array  # [S, E] of each source rank, before drops
+    needed: jax.Array  # [R] rows each rank would need, if none may be dropped
 
 
-def layout(ids: jax.Array, config: DispatchConfig) -> Layout:
-    """Where a dispatch puts the assignments `ids` [N] of all ranks, which are in the order of their ranks."""
+def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: jax.Array | int = 0) -> Layout:
+    """Where a dispatch puts the assignments `ids` [N] of all source ranks, which are in the order of these ranks.
+
+    The first expert is number `first_expert` among those of all nodes.
+    """
     experts, local = config.num_experts, config.local_experts
     valid = (ids >= 0) & (ids < experts)
     expert = jnp.where(valid, ids, experts)
-    counts = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
-    padded = (-(-counts // config.alignment) * config.alignment).reshape(config.size, local)
+    source = jnp.arange(ids.size, dtype=jnp.int32) // max(ids.size // sources, 1)
+    counts = jnp.bincount(source * (experts + 1) + expert, length=sources * (experts + 1))
+    counts = counts.reshape(sources, experts + 1)[:, :experts].astype(jnp.int32)
+    asked, kept = counts.sum(axis=0, dtype=jnp.int32), counts
+    if config.drop:
+        rows = rows_of_experts(asked.reshape(config.size, local), config.alignment, config.capacity).reshape(-1)
+        kept = rows_of_sources(counts, rows, first_expert)
+    rows = kept.sum(axis=0, dtype=jnp.int32)
+    padded = (-(-rows // config.alignment) * config.alignment).reshape(config.size, local)
     ends = jnp.cumsum(padded, axis=1)
-    starts = (ends - padded).reshape(-1)
+    row_ends = (ends - padded).reshape(-1) + jnp.cumsum(kept, axis=0)  # of each source, [S, E]
 
     order = jnp.argsort(expert, stable=True)
-    first = jnp.append(jnp.cumsum(counts) - counts, 0)
+    first = jnp.append(jnp.cumsum(asked) - asked, 0)
     position = jnp.zeros_like(expert).at[order].set(jnp.arange(ids.size, dtype=expert.dtype)) - first[expert]
-    row = starts[jnp.minimum(expert, experts - 1)] + position
-    fits = valid & (row < config.capacity)
+    at = source, jnp.minimum(expert, experts - 1)
+    row = position + (row_ends - kept - jnp.cumsum(counts, axis=0) + counts)[at]
+    fits = valid & (row < row_ends[at]) & (row < config.capacity)
     return Layout(
         owner=expert // local,
         row=jnp.where(fits, row, -1).astype(jnp.int32),
@@ -64,7 +76,7 @@ def dispatch(
         rounded = dequantize_rows(quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
-    placed = layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config)
+    placed = layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config, size)
     shape = (size, num_tokens, top_k)
     here = (placed.row >= 0) & (placed.owner == me)
     rows = jnp.where(here, placed.row, -1)
@@ -76,15 +88,11 @@ def dispatch(
 
     targets = jnp.where(placed.row >= 0, placed.owner * config.capacity + placed.row, -1).reshape(shape)
     arrived = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
-    ids = jax.lax.all_gather(expert_ids, axis_name).reshape(size, num_tokens * top_k)
-    by_source = jax.vmap(lambda i: jnp.bincount(jnp.where((i >= 0) & (i < config.num_experts), i, config.num_experts),
-                                               length=config.num_experts + 1))(ids)  # fmt: skip
-    by_source = by_source[:, : config.num_experts].reshape(size, size, config.local_experts)
     routing = Routing(
         targets=targets[me].astype(jnp.int32),
         rows=rows.reshape(shape),
         weights=arrived,
-        counts=by_source[:, me].astype(jnp.int32),
+        counts=placed.counts.reshape(size, size, config.local_experts)[:, me],
         dropped=placed.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
         config=config,

@@ -1,0 +1,214 @@
+"""Who loses rows where a rank has too few: experts get max-min fair shares, and so do the source ranks of each."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import OpenGroup
+from helpers import Case
+from test_nodes import assert_flat, by_rank, flat, over
+
+from jax_ep import Implementation, combine, dispatch
+
+DROP: dict[str, Any] = {"on_overflow": "drop"}
+FEW, LATE = 40, helpers.LATE_TOKENS
+
+
+def skewed(rng: np.random.Generator, size: int, tokens: int, top_k: int, experts: int, hidden: int = 16) -> Case:
+    """Experts by Zipf's law, ranks that ask for much and for little; some ids are skipped, some invalid."""
+    case = helpers.draw_case(rng, size, tokens, top_k, experts, hidden)
+    zipf = 1 / np.arange(1, experts + 1)
+    ids = rng.permutation(experts)[rng.choice(experts, size=case.ids.shape, p=zipf / zipf.sum())]
+    skipped = rng.random(ids.shape) < rng.uniform(0, 0.7, (size, 1, 1))
+    ids = np.where(skipped, -1, np.where(rng.random(ids.shape) < 0.02, experts + 3, ids))
+    return case._replace(ids=ids.astype(np.int32))
+
+
+def too_little_room(case: Case, *, num_experts: int, alignment: int = 1) -> int:
+    """A capacity that suffices for the rank that is asked for least, if there are several, and not for all."""
+    needed = oracle.dispatch(*case, num_experts=num_experts, capacity=0, alignment=alignment).needed
+    least = int(needed.min()) if len(needed) > 1 else 0
+    room = (least + int(needed.max())) // 2 // alignment * alignment
+    assert least <= room < needed.max()
+    return room
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "first", "given"),
+    [
+        ([85, 3], 48, 0, [45, 3]),
+        ([3, 85], 48, 0, [3, 45]),
+        ([30, 30], 48, 0, [24, 24]),
+        ([9, 9, 9], 8, 0, [3, 3, 2]),
+        ([9, 9, 9], 8, 2, [3, 2, 3]),
+        ([9, 0, 9, 1], 6, 3, [3, 0, 2, 1]),
+        ([4, 5], 9, 1, [4, 5]),
+        ([4, 5], 0, 0, [0, 0]),
+    ],
+)
+def test_shares(asked: list[int], room: int, first: int, given: list[int]) -> None:
+    """What the oracle deals."""
+    assert oracle.deal(asked, room, first) == given
+
+
+def test_a_hot_expert_leaves_its_neighbour_its_rows(implementation: Implementation, open_group: OpenGroup) -> None:
+    """Two ranks ask 43 and 42 rows of expert 2, and expert 3 for 3; rank 1 has 48 rows."""
+    ids = np.full((2, 50, 1), -1, np.int32)
+    ids[0, :43], ids[1, :42], ids[1, 42:45] = 2, 2, 3
+    case = Case(np.ones((2, 50, 8), np.float32), ids, np.ones((2, 50, 1), np.float32))
+    options = DROP | {"num_experts": 4, "capacity": 48, "implementation": implementation}
+    out, combined = helpers.fetch(helpers.dispatch_combine(open_group(2), **options)(*case))
+    np.testing.assert_array_equal(out.group_sizes, [[0, 0], [45, 3]])
+    np.testing.assert_array_equal(out.routing.dropped, [[20], [20]])
+    arrived = np.zeros((2, 50), np.float32)
+    arrived[0, :23], arrived[1, :22], arrived[1, 42:45] = 1, 1, 1  # the odd row to rank 2 % 2
+    np.testing.assert_array_equal(combined, np.broadcast_to(arrived[:, :, None], combined.shape))
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "top_k", "experts", "alignment"),
+    [
+        (1, FEW, 3, 12, 4),
+        (2, FEW, 3, 6, 1),
+        (4, FEW, 3, 36, 8),
+        (4, 500, 4, 20, 1),
+        (8, FEW, 2, 72, 2),
+        (2, LATE, 2, 10, 4),
+        (4, LATE, 2, 12, 16),
+        (8, 600, 2, 8, 1),
+    ],
+)
+def test_skewed_routings(
+    size: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    alignment: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
+    group, options = open_group(size), {"num_experts": experts, "alignment": alignment}
+    case, other = (skewed(rng, size, tokens, top_k, experts) for _ in range(2))
+    capacity = too_little_room(case, **options)
+    program = helpers.dispatch_combine(group, capacity=capacity, implementation=implementation, **options, **DROP)
+    assert helpers.assert_round_trip(helpers.fetch(program(*case)), case, **options).dropped.sum() > 0
+    helpers.assert_round_trip(helpers.fetch(program(*other)), other, **options)
+    group.check()
+
+
+@pytest.mark.parametrize("tokens", [FEW, 600])
+def test_all_sources_lose_as_many_rows(
+    tokens: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """All ask for the same rows: odd rows go to other sources for each of the R experts of a rank."""
+    size, experts = 4, 16
+    case = helpers.draw_case(rng, size, tokens, 3, experts, 8)
+    case.ids[:] = case.ids[0]
+    program = helpers.dispatch_combine(
+        open_group(size), num_experts=experts, capacity=2 * tokens + 1, implementation=implementation, **DROP
+    )
+    out, _ = helpers.fetch(program(*case))
+    lost = out.routing.dropped[:, 0]
+    assert lost.min() > 0
+    assert lost.max() - lost.min() <= size  # an odd row of each rank's last expert, at most
+
+
+@pytest.mark.parametrize("tokens", [FEW, LATE])
+def test_nothing_changes_where_all_fits(
+    tokens: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group, case = open_group(4), skewed(rng, 4, tokens, 2, 12)
+    needed = int(oracle.dispatch(*case, num_experts=12, capacity=0, alignment=8).needed.max())
+    options: dict[str, Any] = {"num_experts": 12, "capacity": needed, "alignment": 8, "implementation": implementation}
+    plain, dropping = (helpers.dispatch_combine(group, **options, **each) for each in ({}, DROP))
+    (one, summed), (other, also_summed) = helpers.fetch(plain(*case)), helpers.fetch(dropping(*case))
+    assert helpers.bits([helpers.fields(one), summed]) == helpers.bits([helpers.fields(other), also_summed])
+
+
+@pytest.mark.parametrize("tokens", [FEW, 530])
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_float8(
+    tokens: int, dequantize: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group, case = open_group(4), skewed(rng, 4, tokens, 2, 8, hidden=128)
+    options: dict[str, Any] = {"num_experts": 8, "alignment": tokens // 10}
+    options["capacity"] = too_little_room(case, **options)
+
+    def arrived(*operands: jax.Array) -> Any:
+        float8 = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": dequantize}
+        return dispatch(*operands, group=group, implementation=implementation, **options, **DROP, **float8)
+
+    out = helpers.fetch(helpers.per_rank(arrived, group.mesh)(*case))
+    expected = oracle.dispatch(*case, **options, fp8=True)
+    assert expected.dropped.any()
+    helpers.assert_routing(out, expected)
+    np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
+    rows = out.tokens if dequantize else out.tokens.values.astype(np.float32) * out.tokens.scales
+    helpers.assert_rounded_to_float8(rows, expected.tokens, implementation)
+
+
+@pytest.mark.parametrize(("tokens", "alignment"), [(FEW, 8), (FEW, 1), (530, 10)])
+def test_gradients(
+    tokens: int,
+    alignment: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of rows that experts made: zero in the padding, which lies elsewhere than where all fits."""
+    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
+    group, case = open_group(4), skewed(rng, 4, tokens, 2, 12)
+    options: dict[str, Any] = {"num_experts": 12, "alignment": alignment}
+    capacity = options["capacity"] = too_little_room(case, **options)
+    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
+
+    def pulled(tokens: jax.Array, ids: jax.Array, weights: jax.Array, more: jax.Array, cotangent: jax.Array) -> Any:
+        def sums(tokens: jax.Array, weights: jax.Array, more: jax.Array) -> jax.Array:
+            out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options, **DROP)
+            return combine(out.tokens + more, out.routing, group=group, implementation=implementation)
+
+        return jax.vjp(sums, tokens, weights, more)[1](cotangent)
+
+    nothing = np.zeros((4, capacity, case.tokens.shape[2]), np.float32)
+    program = helpers.per_rank(pulled, group.mesh)
+    d_tokens, d_weights, d_rows = helpers.fetch(program(*case, nothing, cotangent))
+    expected = oracle.dispatch(*case, **options)
+    kept = expected.targets >= 0
+    assert expected.dropped.any()
+    answered = (kept * case.weights).sum(axis=2, keepdims=True) * cotangent
+    np.testing.assert_allclose(d_tokens, answered, rtol=1e-5, atol=1e-6)
+    dots = (case.tokens * cotangent).sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(d_weights, kept * dots, rtol=1e-4, atol=1e-5)
+    wanted = np.zeros_like(d_rows)
+    for source, token, k in zip(*np.nonzero(kept), strict=True):
+        rank, row = divmod(int(expected.targets[source, token, k]), capacity)
+        wanted[rank, row] = case.weights[source, token, k] * cotangent[source, token]
+    np.testing.assert_allclose(d_rows, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "experts"), [(2, 2, 12), (2, 4, 24)])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_across_nodes(
+    nodes: int, ranks: int, experts: int, alignment: int, implementation: Implementation, rng: np.random.Generator
+) -> None:
+    """As in one group of all ranks; the experts of a node are no multiple of the ranks, so odd rows go elsewhere."""
+    case = skewed(rng, nodes * ranks, FEW, 3, experts)
+    options: dict[str, Any] = {"num_experts": experts, "alignment": alignment}
+    options["capacity"] = too_little_room(case, **options)
+    expected = oracle.dispatch(*case, **options)
+    assert (experts // nodes) % (nodes * ranks) != 0
+    assert expected.dropped.any()
+    with over(nodes, ranks) as group:
+        program = helpers.dispatch_combine(group, implementation=implementation, **options, **DROP)
+        operands = [x.reshape(nodes, ranks, *x.shape[1:]) for x in case]
+        out, combined = by_rank(helpers.fetch(program(*operands)), group)
+        assert_flat(flat(out, group), expected)
+        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
