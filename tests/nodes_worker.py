@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
-from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PlatformError, moe_mlp
+from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PeerTimeoutError, PlatformError, moe_mlp
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
@@ -185,9 +185,9 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def open_group(mesh: jax.sharding.Mesh, timeout: float) -> Group:
+def open_group(mesh: jax.sharding.Mesh, timeout: float, open_timeout: float | None = None) -> Group:
     """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
-    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True)
+    return Group(mesh, AXES, timeout=timeout, open_timeout=open_timeout, across_nodes=None if on_cpu() else True)
 
 
 def lose(mesh: jax.sharding.Mesh, how: str) -> None:
@@ -238,6 +238,18 @@ def leave_in_order(mesh: jax.sharding.Mesh) -> None:
         again.check()
 
 
+def open_a_second(mesh: jax.sharding.Mesh) -> None:
+    """A process that has a group open is not thereby there for the next one."""
+    with open_group(mesh, 60) as first:
+        if jax.process_index() == 0 and on_cpu():
+            with pytest.raises(PeerTimeoutError, match=r"process 1.* did not create its part of the group within 1 s"):
+                open_group(mesh, 60, open_timeout=1)
+        multihost_utils.sync_global_devices("one has tried")
+        with open_group(mesh, 60) as second:
+            second.check()
+        first.check()
+
+
 def leave() -> None:
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
     os._exit(0)
@@ -255,6 +267,7 @@ def main() -> None:
         check_all(mesh)
     elif options.what == "close":
         leave_in_order(mesh)
+        open_a_second(mesh)
     else:
         lose(mesh, options.what)
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
