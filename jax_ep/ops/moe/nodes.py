@@ -172,14 +172,14 @@ def _routing(
 
 
 def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most: jax.Array | None) -> Any:
-    """`received`; all NaN if any rank needs more rows than there are, or has more tokens for a node than go there."""
+    """`received`; all NaN if a rank has more tokens for a node than go there, or else needs more rows than there are."""
     group, op = call.group, "dispatch"
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
-    received = nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
-    if most is None or call.node_capacity is None:
-        return received
-    all_sent = jax.lax.all_gather(most, group.axis_name)
-    return nan_on_overflow(op, all_sent, call.node_capacity, received, group.keep_error, _node_capacity_error)
+    if most is not None and call.node_capacity is not None:
+        all_sent = jax.lax.all_gather(most, group.axis_name)
+        received = nan_on_overflow(op, all_sent, call.node_capacity, received, group.keep_error, _node_capacity_error)
+        all_needed = jnp.where((all_sent > call.node_capacity).any(), 0, all_needed)
+    return nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
 
 
 def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) -> CapacityError:
