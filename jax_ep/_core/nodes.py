@@ -144,8 +144,12 @@ def sum_over_nodes(
       parts: [N, ...], one per node along `axes`.
       taken: taken(part, node) is what is added for that node; default: the part itself.
     """
-    arrived = jax.lax.all_to_all(parts, axes, 0, 0)
+    return added_up(jax.lax.all_to_all(parts, axes, 0, 0), taken)
+
+
+def added_up(arrived: jax.Array, taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part) -> jax.Array:
+    """What came from the nodes, [N, ...], added up in float32, in their order."""
     total = taken(arrived[0], 0).astype(jnp.float32)
     for node in range(1, arrived.shape[0]):
         total += taken(arrived[node], node).astype(jnp.float32)
-    return total.astype(parts.dtype)
+    return total.astype(arrived.dtype)
