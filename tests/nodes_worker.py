@@ -76,16 +76,17 @@ def check_overflow(group: Group, case: helpers.Case) -> None:
 
 
 def check_mismatch(group: Group, case: helpers.Case) -> None:
-    """A process with fewer tokens, or of another dtype: all are told, none hangs, and the group goes on."""
+    """A process with fewer tokens, of another dtype, in chunks: all are told, none hangs, and the group goes on."""
     odd = jax.process_index() == group.nodes - 1
     fewer = helpers.Case(*(x[:, :4] if odd else x for x in case))
     other = case._replace(tokens=case.tokens.astype(helpers.DTYPES[1] if odd else case.tokens.dtype))
     last = group.size - group.size // group.nodes
-    for wrong, match in (
-        (fewer, rf"rank 0 calls it with T={TOKENS} .*, rank {last} with T=4 "),
-        (other, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
+    for wrong, chunks, match in (
+        (fewer, 1, rf"rank 0 calls it with T={TOKENS} .*, rank {last} with T=4 "),
+        (other, 1, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
+        (case, 1 + odd, rf"rank 0 calls it with T=.* chunks=1 .*, rank {last} with T=.* chunks=2 "),
     ):
-        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", chunks=chunks)
         operands = [spread(group, x) for x in wrong]
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(program(*operands))
@@ -171,12 +172,14 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
         check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
         float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
         check_round_trip(group, float8, fp8=True, **FLOAT8)
+        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop", chunks=3)
         check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
         check_overflow(group, uneven)
         if on_cpu():
             check_mismatch(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
         check_sparse(group, rng)
         check_layer(group, rng)
+        check_layer(group, rng, chunks=4)
         check_layer(group, rng, implementation="xla")
     check_inside(mesh, rng)
 
