@@ -38,7 +38,7 @@ def scatter_all(
     Rows of several chunks are zeroed first, as each call leaves those of the others.
     """
     if len(pieces) == 1:
-        return by(group, tokens[0], pieces[0], None)
+        return by(group, tokens[0], pieces[0])
     received = jnp.zeros_like(tokens[0], shape=(pieces[0].config.capacity, tokens[0].shape[1]))
     for chunk, piece in zip(tokens, pieces, strict=True):
         received = by(group, chunk, piece, received)
@@ -108,7 +108,7 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
     routing = primals[2].routing
 
     def forward(routing: Routing, sent: Any) -> Any:
-        return scatter(group, sent[0], routing, None), _sent(group, sent[1], routing)
+        return scatter(group, sent[0], routing), _sent(group, sent[1], routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_rows, d_arrived = cotangents
@@ -142,7 +142,7 @@ def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, 
     return scatter(group, tokens, routing, onto), scatter_tangent(group, tangents[0], routing, tangents[2])
 
 
-def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: jax.Array | None) -> jax.Array:
+def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """`scatter` of a tangent: what JAX can transpose.
 
     The rows of `onto` that this call overwrites are none that others wrote, so its cotangent passes as it is.
@@ -169,6 +169,6 @@ def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_tokens, d_weights = cotangents
-        return scatter(group, d_tokens, routing, None), _sent(group, d_weights, routing)
+        return scatter(group, d_tokens, routing), _sent(group, d_weights, routing)
 
     return return_rows(group, rows, weights, routing), linear(forward, backward, routing, tuple(tangents[:2]))
