@@ -134,6 +134,14 @@ class Exchange:
         return self.ranks * assignments * (INDEX + WEIGHT) + assignments * INDEX
 
 
+def overlapped(between: float, inside: float, chunks: int, each: float) -> float:
+    """How long tokens in `chunks` take over both wires, one behind the other, that take so long by themselves.
+
+    `each`: what a chunk costs beside its bytes.
+    """
+    return max(between, inside) + min(between, inside) / chunks + each * chunks
+
+
 def gradient_bytes(nodes: int, ranks: int, size: int) -> float:
     """What a rank sends to other nodes when `size` bytes of replicated gradients are summed over all ranks.
 

@@ -57,9 +57,13 @@ class Way(NamedTuple):
     capacity: int
     group: jax_ep.Group
     implementation: Implementation
+    chunks: int
 
     def __str__(self) -> str:
-        return ("dense" if self.exchange.dense else "by capacity") + (", float8" if self.exchange.float8 else "")
+        chunks = f", {self.chunks} chunks" if self.chunks > 1 else ""
+        return (
+            ("dense" if self.exchange.dense else "by capacity") + (", float8" if self.exchange.float8 else "") + chunks
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,6 +71,7 @@ class Way(NamedTuple):
             "group": self.group,
             "capacity": self.capacity,
             "node_capacity": self.exchange.node_capacity,
+            "chunks": self.chunks,
             "wire_dtype": FP8 if self.exchange.float8 else None,
             "implementation": self.implementation,
         }
@@ -121,6 +126,7 @@ class Setup(NamedTuple):
     calls: int  # in a loop
     repeats: int
     float8: bool  # too
+    chunks: Sequence[int]
 
     @property
     def ranks(self) -> int:
@@ -143,7 +149,7 @@ def ways(setup: Setup, ids: np.ndarray, top_nodes: int | None) -> list[Way]:
         exchanges.append(dataclasses.replace(dense, node_capacity=most if plan.dense else max(most, plan.room)))
     if setup.float8:
         exchanges += [dataclasses.replace(one, float8=True) for one in exchanges]
-    return [Way(one, room, group, setup.implementation) for one in exchanges]
+    return [Way(one, room, group, setup.implementation, chunks) for one in exchanges for chunks in setup.chunks]
 
 
 def count_bytes(way: Way, operands: Operands, state: jax_ep.Dispatched) -> dict[str, int]:
@@ -273,6 +279,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench nodes", description=__doc__)
     parser.add_argument("--nodes", type=int, help="default: the processes, or 2")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, metavar="NAME", help="what is timed")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[1], metavar="N", help="into how many tokens are cut")
     parser.add_argument("--repeats", type=int, help="timed loops of each (CPU, default 2; GPU, 5)")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     parser.add_argument("--quick", action="store_true", help="no float8, experts of any node; GPU: a smaller model")
@@ -291,6 +298,7 @@ def main(arguments: list[str]) -> int:
             2 if on_cpu else 10,
             options.repeats or (2 if on_cpu else 5),
             not options.quick,
+            options.chunks,
         )
         kinds = [None] if options.quick or group.nodes < 2 else [None, math.ceil(group.nodes / 2)]
         print_tables(setup, kinds, arguments)

@@ -19,7 +19,6 @@ from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, Platfo
 
 LOGGER = logging.getLogger("jax_ep")
 ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
-LONGEST_OPENING = 300.0  # seconds
 
 # Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
 # order in each process, and wait for each other.
@@ -51,7 +50,7 @@ class Group:
         one of them compiles, loads data or saves a checkpoint, so it bounds these too. More than 24 days, and `inf`,
         count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a process
         that gives no sign of life for so long, and at least 2 seconds, is lost (`PeerLostError`).
-      open_timeout: seconds that this call waits for the other processes. Default: `timeout`, but at most 300.
+      open_timeout: seconds that this call waits for the other processes, in all. Default: `timeout`, but at most 300.
 
     The devices may be of several processes (`jax.distributed`), of one host but for axes that cross nodes: then all of
     them create the group, in the same order as any other groups over these devices. Where one comes too late, the call
@@ -81,9 +80,7 @@ class Group:
         if max_sms is not None:
             checks.check_positive("Group", "max_sms", max_sms)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
-        if open_timeout is None:
-            open_timeout = min(timeout, LONGEST_OPENING)
-        open_timeout = timeouts.seconds("open_timeout", open_timeout)
+        open_timeout = timeouts.opening(open_timeout, timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
             raise ValueError(f"Group: the devices of a mesh must be of one platform, got {sorted(platforms)}")
@@ -127,17 +124,18 @@ class Group:
             self._watchdog = watchdog.Watchdog(self._native, repr(self))
         open_groups.add(self)
 
-    def _open_across_nodes(self, open_timeout: float, max_sms: int | None) -> None:
+    def _open_across_nodes(self, open_timeout: timeouts.Deadline, max_sms: int | None) -> None:
         axes = checks.axes_of(self.axis_name)
         options: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout, "max_sms": max_sms}
         self.intranode = Group(self.mesh, axes[-1], async_ops=self.async_ops, **options)
         open_groups.discard(self.intranode)
-        if others := nodes.other_processes(self.mesh, axes):
-            try:
-                self._heartbeats = Heartbeats(repr(self), others, self.timeout, open_timeout)
-            except BaseException:
-                self.intranode.close()
-                raise
+        try:
+            self._heartbeats = opening.open_heartbeats(
+                repr(self), self.platform, self.mesh, self.axis_name, timeout=self.timeout, open_timeout=open_timeout
+            )
+        except BaseException:
+            self.intranode.close()
+            raise
 
     @property
     def size(self) -> int:

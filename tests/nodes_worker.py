@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
-from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PlatformError, moe_mlp
+from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PeerTimeoutError, PlatformError, moe_mlp
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
@@ -76,16 +76,17 @@ def check_overflow(group: Group, case: helpers.Case) -> None:
 
 
 def check_mismatch(group: Group, case: helpers.Case) -> None:
-    """A process with fewer tokens, or of another dtype: all are told, none hangs, and the group goes on."""
+    """A process with fewer tokens, of another dtype, in chunks: all are told, none hangs, and the group goes on."""
     odd = jax.process_index() == group.nodes - 1
     fewer = helpers.Case(*(x[:, :4] if odd else x for x in case))
     other = case._replace(tokens=case.tokens.astype(helpers.DTYPES[1] if odd else case.tokens.dtype))
     last = group.size - group.size // group.nodes
-    for wrong, match in (
-        (fewer, rf"rank 0 calls it with T={TOKENS} .*, rank {last} with T=4 "),
-        (other, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
+    for wrong, chunks, match in (
+        (fewer, 1, rf"rank 0 calls it with T={TOKENS} .*, rank {last} with T=4 "),
+        (other, 1, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
+        (case, 1 + odd, rf"rank 0 calls it with T=.* chunks=1 .*, rank {last} with T=.* chunks=2 "),
     ):
-        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", chunks=chunks)
         operands = [spread(group, x) for x in wrong]
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(program(*operands))
@@ -171,12 +172,14 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
         check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
         float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
         check_round_trip(group, float8, fp8=True, **FLOAT8)
+        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop", chunks=3)
         check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
         check_overflow(group, uneven)
         if on_cpu():
             check_mismatch(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
         check_sparse(group, rng)
         check_layer(group, rng)
+        check_layer(group, rng, chunks=4)
         check_layer(group, rng, implementation="xla")
     check_inside(mesh, rng)
 
@@ -185,9 +188,9 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def open_group(mesh: jax.sharding.Mesh, timeout: float) -> Group:
+def open_group(mesh: jax.sharding.Mesh, timeout: float, open_timeout: float | None = None) -> Group:
     """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
-    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True)
+    return Group(mesh, AXES, timeout=timeout, open_timeout=open_timeout, across_nodes=None if on_cpu() else True)
 
 
 def lose(mesh: jax.sharding.Mesh, how: str) -> None:
@@ -238,6 +241,18 @@ def leave_in_order(mesh: jax.sharding.Mesh) -> None:
         again.check()
 
 
+def open_a_second(mesh: jax.sharding.Mesh) -> None:
+    """A process that has a group open is not thereby there for the next one."""
+    with open_group(mesh, 60) as first:
+        if jax.process_index() == 0 and on_cpu():
+            with pytest.raises(PeerTimeoutError, match=r"process 1.* did not create its part of the group within 1 s"):
+                open_group(mesh, 60, open_timeout=1)
+        multihost_utils.sync_global_devices("one has tried")
+        with open_group(mesh, 60) as second:
+            second.check()
+        first.check()
+
+
 def leave() -> None:
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
     os._exit(0)
@@ -255,6 +270,7 @@ def main() -> None:
         check_all(mesh)
     elif options.what == "close":
         leave_in_order(mesh)
+        open_a_second(mesh)
     else:
         lose(mesh, options.what)
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
-from jax_ep._core import heartbeats
-from jax_ep._core.heartbeats import Sign, Signs, Silence
+from jax_ep._core.heartbeats import Silence
+from jax_ep._core.signs import CLOSED, LEFT, OPEN, Part, Sign, Signs
 
 TIMEOUT = 10.0
 PAUSE = 1.25  # the longest between two reads
+PARTS = {1: "a part", 2: "another"}
 OTHERS = {1: "process 1 (node 1, rank 2, 3)", 2: "process 2 (node 2, rank 4, 5)"}
 
 
@@ -31,14 +32,18 @@ class Store:
                 return lost
         return None
 
+    def end(self, process: int, how: str) -> None:
+        part = Part("group", how, "")
+        self.signs[process] = self.signs[process]._replace(parts={PARTS[process]: part})
+
     def look(self, passed: float) -> str | None:
         return self.silence.look(Signs(self.reads, dict(self.signs)), passed)
 
 
 @pytest.fixture
 def store() -> Store:
-    signs = {process: Sign(f"life{process}", 1, 1) for process in OTHERS}
-    return Store(Silence(OTHERS, TIMEOUT, Signs(1, dict(signs)), PAUSE), 1, signs)
+    signs = {process: Sign(f"life{process}", 1, {PARTS[process]: Part("group", OPEN, "")}) for process in OTHERS}
+    return Store(Silence(OTHERS, TIMEOUT, Signs(1, dict(signs)), PARTS, PAUSE), 1, signs)
 
 
 def test_who_writes_lives(store: Store) -> None:
@@ -63,12 +68,23 @@ def test_a_sign_in_time_begins_anew(store: Store) -> None:
 
 
 def test_a_closed_group_may_fall_silent(store: Store) -> None:
-    store.signs[1] = store.signs[1]._replace(beat=-1)
+    store.end(1, CLOSED)
+    assert store.wait(3 * TIMEOUT, silent=(1,)) is None
+    store.signs[1] = store.signs[1]._replace(parts={})  # it has closed others since
     assert store.wait(3 * TIMEOUT, silent=(1,)) is None
 
 
+def test_who_left_by_an_error_is_missed(store: Store) -> None:
+    """Not before others are that may have been the reason; also if other groups of the process go on."""
+    store.end(2, LEFT)
+    assert store.wait(TIMEOUT - 0.2) is None
+    lost = store.wait(0.5)
+    assert lost is not None
+    assert lost.startswith(f"{OTHERS[2]} left the group by an error 10.")
+
+
 def test_a_process_that_was_started_again_is_another_one(store: Store) -> None:
-    store.signs[1] = Sign("another", 1, 1)
+    store.signs[1] = Sign("another", 1, {})
     assert store.wait(0.1) == f"{OTHERS[1]} was started again"
 
 
@@ -93,14 +109,7 @@ def test_a_store_that_stays_away_is_the_loss_of_process_0(store: Store) -> None:
 
 
 def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
-    silence = Silence(OTHERS, 0.1, Signs(1, dict(store.signs)), PAUSE)
+    silence = Silence(OTHERS, 0.1, Signs(1, dict(store.signs)), PARTS, PAUSE)
     hasty = Store(silence, 1, store.signs)
     assert hasty.wait(1.9, silent=(1,)) is None
     assert hasty.wait(0.4, silent=(1,)) is not None
-
-
-def test_who_gave_up_opening_was_never_here() -> None:
-    """Another process that opens the group later must wait for it."""
-    closed = -1
-    assert heartbeats._is_here(7, Sign("a", 1, closed))
-    assert not heartbeats._is_here(7, Sign("a", 0, closed))

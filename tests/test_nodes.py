@@ -151,6 +151,20 @@ def test_overflow_delivers_nothing(
         assert np.isfinite(out.tokens).all()
 
 
+def test_what_overflows_first_is_named(implementation: Implementation, rng: np.random.Generator) -> None:
+    """Tokens for a node find no room on the way, and those that do are too many rows for a rank: told of the way."""
+    case = uneven(rng, 8)
+    with over(2, 4) as group:
+        for _ in range(3):
+            run(group, case, implementation=implementation, capacity=2, node_capacity=3)
+            with pytest.raises(CapacityError, match="tokens for a node but node_capacity is 3"):
+                group.check()
+            group.check()
+        run(group, case, implementation=implementation, capacity=2, node_capacity=TOKENS)
+        with pytest.raises(CapacityError, match=r"needs \d+ rows but capacity is 2"):
+            group.check()
+
+
 @pytest.mark.parametrize("hidden", [128, 256])
 def test_float8_on_both_wires(hidden: int, implementation: Implementation, rng: np.random.Generator) -> None:
     """Rows are rounded once, whatever ways they take."""

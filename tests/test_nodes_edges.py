@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -10,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over
+from test_signs import Store
 
-from jax_ep import Group, Implementation, combine, dispatch
+from jax_ep import Group, Implementation, PeerTimeoutError, combine, dispatch
+from jax_ep._core import heartbeats, nodes, opening, signs
 from jax_ep.ops.moe.types import NodeRouting
 
 
@@ -77,6 +81,34 @@ def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
 
             with pytest.raises(ValueError, match=f"^combine: routing is of a group {match}"):
                 jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
+
+
+def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the hosts of all processes, then for those of its own host, then for those of other hosts."""
+    left = []
+
+    def slow(stage: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            deadline = options.get("open_timeout") or arguments[-1]
+            left.append(deadline.left())
+            time.sleep(0.4)
+            return stage(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(nodes, "crosses_nodes", slow(nodes.crosses_nodes))
+    monkeypatch.setattr(opening, "open_native", slow(opening.open_native))
+    monkeypatch.setattr(nodes, "other_processes", lambda *_: {1: "process 1"})
+    store = Store()
+    pulse = signs.Pulse(lambda: store, 0)
+    monkeypatch.setattr(heartbeats, "pulse", lambda: pulse)
+    start = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
+        over(2, 2, open_timeout=1.2)
+    assert 1.2 <= time.monotonic() - start < 1.6
+    assert left == sorted(left, reverse=True)
+    assert left[-1] <= 0.8
+    pulse.stop()
 
 
 def test_wrong_arguments() -> None:

@@ -44,21 +44,26 @@ def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
-    ("nodes", "ranks", "implementation", "options"),
+    ("nodes", "ranks", "implementation", "chunks", "options"),
     [
-        (2, 4, "ffi", {}),
-        (4, 2, "xla", {"node_capacity": 20}),
-        (4, 1, "ffi", {"float8": True, "top_k": 1, "tokens": 16}),
-        (2, 2, "ffi", {"float8": True, "top_k": 2, "tokens": 40, "node_capacity": 22}),
+        (2, 4, "ffi", 1, {}),
+        (4, 2, "xla", 1, {"node_capacity": 20}),
+        (4, 1, "ffi", 3, {"float8": True, "top_k": 1, "tokens": 16}),
+        (2, 2, "ffi", 2, {"float8": True, "top_k": 2, "tokens": 40, "node_capacity": 22}),
     ],
 )
 def test_bytes_between_nodes_are_those_of_the_formulas(
-    benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, implementation: str, options: dict[str, Any]
+    benchmark: Callable[[str], ModuleType],
+    nodes: int,
+    ranks: int,
+    implementation: str,
+    chunks: int,
+    options: dict[str, Any],
 ) -> None:
     exchange = exchange_of(benchmark, nodes, ranks, **options)
     capacity = 2 * exchange.shape.tokens * exchange.shape.top_k
     with over(nodes, ranks) as group:
-        way = benchmark("nodes").Way(exchange, capacity, group, implementation)
+        way = benchmark("nodes").Way(exchange, capacity, group, implementation, chunks)
         ids, weights, *_, tokens = given = operands(benchmark, exchange, group)
         state = jax.eval_shape(benchmark("nodes").on_ranks(way.dispatch, group.mesh), ids, weights, tokens)
         counted = benchmark("nodes").count_bytes(way, given, state)
@@ -77,7 +82,7 @@ def test_rows_are_as_many_as_drawn_alike(
     exchange = exchange_of(benchmark, nodes, ranks, tokens=512, top_nodes=top_nodes)
     bench, cases = benchmark("nodes"), benchmark("node_cases")
     with over(nodes, ranks) as group:
-        way = bench.Way(exchange, 4096, group, "ffi")
+        way = bench.Way(exchange, 4096, group, "ffi", 1)
         ids, weights, *_, tokens = operands(benchmark, exchange, group)
         wanted = cases.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
         assert cases.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
@@ -120,6 +125,17 @@ def test_sparse_rows(benchmark: Callable[[str], ModuleType], sharded: bool) -> N
     counted = benchmark("collective_bytes").to_other_nodes(compiled.as_text(), [0] * 4 + [1] * 4)
     of = benchmark("node_model").sparse_bytes(2, 4, entries, capacity, width, 4, sharded=sharded)
     assert counted == of.ids + of.sums + 4 * of.gathered
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize(("first", "second"), [(7.0, 2.0), (2.0, 7.0), (3.0, 3.0), (4.0, 0.0)])
+def test_chunks_overlap(benchmark: Callable[[str], ModuleType], first: float, second: float, chunks: int) -> None:
+    """Each chunk waits for the one before it on its wire, and for itself on the wire before."""
+    ends = [0.0, 0.0]
+    for _ in range(chunks):
+        ends[0] += first / chunks
+        ends[1] = max(ends) + second / chunks
+    assert benchmark("node_model").overlapped(first, second, chunks, 0.25) == pytest.approx(ends[1] + 0.25 * chunks)
 
 
 def test_the_page_has_the_tables(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import bootstrap, checks, jax_private
+from jax_ep._core import bootstrap, checks, jax_private, rendezvous
 from jax_ep._core.checks import AxisName
+from jax_ep._core.timeouts import Deadline
 from jax_ep.errors import PeerTimeoutError, PlatformError
 
 MOSTLY = 0.9  # a node that needs this share of the tokens is sent all
@@ -65,11 +66,12 @@ def spans_processes(mesh: Mesh, axes: Sequence[str]) -> bool:
 
 
 def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
-    """The processes that share a line along `axes` with this one, each with its name for errors."""
-    me, ranks = jax.process_index(), dict[int, set[int]]()
-    for line in processes(mesh, axes):
+    """The processes that lines along `axes` join with this one, directly or not, and what errors call them."""
+    everywhere, ranks = processes(mesh, axes), dict[int, set[int]]()
+    others = rendezvous.neighbours(everywhere, jax.process_index()).keys() - {jax.process_index()}
+    for line in everywhere:
         for rank, process in enumerate(line):
-            if me in line and process != me:
+            if process in others:
                 ranks.setdefault(process, set()).add(rank)
     inside = mesh.shape[axes[-1]]
     return {process: f"process {process} ({_place(sorted(its), inside)})" for process, its in ranks.items()}
@@ -82,7 +84,7 @@ def _place(ranks: Sequence[int], inside: int) -> str:
     return f"node {names(rank // inside for rank in ranks)}, rank {names(ranks)}"
 
 
-def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: float) -> bool:
+def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: Deadline) -> bool:
     """Whether a group along `axis_name` crosses nodes.
 
     `wanted` decides if it is given. Otherwise a group does if some line along all axes has several nodes, and no line
@@ -92,7 +94,7 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
     Raises:
       TypeError, ValueError: `wanted` is no bool, or there is no axis left for the inside of nodes.
       PlatformError: there are several processes, and `jax.distributed.initialize` was not called.
-      PeerTimeoutError: a process did not call it within `timeout` seconds.
+      PeerTimeoutError: a process did not call it within the timeout.
     """
     axes = checks.axes_of(axis_name)
     if wanted is not None:
@@ -114,7 +116,7 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
     return any(spread(axes)) and not any(spread(axes[-1:]))
 
 
-def _nodes_of(platform: str, everyone: Collection[int], timeout: float) -> dict[int, str]:
+def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> dict[int, str]:
     """The node of each process."""
     if platform == "cpu" or len(everyone) == 1:
         return {process: str(process) for process in everyone}
@@ -125,7 +127,7 @@ def _nodes_of(platform: str, everyone: Collection[int], timeout: float) -> dict[
     found: dict[int, str] = {}
     for process in sorted(everyone):
         try:
-            found[process] = client.blocking_key_value_get(f"{_FOLDER}/{process}", int(timeout * 1000))
+            found[process] = client.blocking_key_value_get(f"{_FOLDER}/{process}", max(1, int(timeout.left() * 1000)))
         except jax.errors.JaxRuntimeError as error:
             raise PeerTimeoutError(f"Group: process {process} did not say which host it is on: {error}") from error
     return found
@@ -142,8 +144,12 @@ def sum_over_nodes(
       parts: [N, ...], one per node along `axes`.
       taken: taken(part, node) is what is added for that node; default: the part itself.
     """
-    arrived = jax.lax.all_to_all(parts, axes, 0, 0)
+    return added_up(jax.lax.all_to_all(parts, axes, 0, 0), taken)
+
+
+def added_up(arrived: jax.Array, taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part) -> jax.Array:
+    """What came from the nodes, [N, ...], added up in float32, in their order."""
     total = taken(arrived[0], 0).astype(jnp.float32)
     for node in range(1, arrived.shape[0]):
         total += taken(arrived[node], node).astype(jnp.float32)
-    return total.astype(parts.dtype)
+    return total.astype(arrived.dtype)

@@ -1,4 +1,4 @@
-"""How the compiled library's part of a group comes to be: devices by line, the other processes met, an id."""
+"""How a process' part of a group comes to be: the compiled library's, and its signs of life to other nodes."""
 
 import hashlib
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
-from jax_ep._core import checks, ffi, native, nodes, rendezvous
+from jax_ep._core import checks, ffi, heartbeats, native, nodes, rendezvous
 from jax_ep._core.checks import AxisName
+from jax_ep._core.heartbeats import Heartbeats
+from jax_ep._core.timeouts import Deadline
 
 MOST_SMS = 2**31 - 1  # what a C++ int holds
 
@@ -19,7 +21,7 @@ def open_native(
     axis_name: AxisName,
     *,
     timeout: float,
-    open_timeout: float,
+    open_timeout: Deadline,
     max_sms: int | None,
     async_ops: bool,
 ) -> tuple[native.NativeGroup, Callable[[], None]]:
@@ -36,10 +38,7 @@ def open_native(
     ffi.library(platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
     processes = nodes.processes(mesh, axes)
     everyone = {process for line in processes for process in line}
-    what = (
-        f"{platform} {[(d.id, d.process_index) for d in mesh.devices.flat]} {dict(mesh.shape)} {axis_name}"
-        + " async" * async_ops
-    )
+    what = _described(platform, mesh, axis_name) + (", async_ops" if async_ops else "")
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
     create = partial(
@@ -53,3 +52,23 @@ def open_native(
     except BaseException:
         introduced.free()
         raise
+
+
+def open_heartbeats(
+    name: str, platform: str, mesh: Mesh, axis_name: AxisName, *, timeout: float, open_timeout: Deadline
+) -> Heartbeats | None:
+    """Waits for the processes of the group's other nodes, and watches them; None if there are none.
+
+    Raises:
+      PlatformError, PeerTimeoutError: as for `heartbeats.pulse` and `Heartbeats`.
+    """
+    others = nodes.other_processes(mesh, checks.axes_of(axis_name))
+    if not others:
+        return None
+    over = _described(platform, mesh, axis_name)
+    return Heartbeats(name, over, others, timeout, open_timeout, heartbeats.pulse())
+
+
+def _described(platform: str, mesh: Mesh, axis_name: AxisName) -> str:
+    """What a group is over: the same in all its processes, and in no others."""
+    return f"{platform} {[(d.id, d.process_index) for d in mesh.devices.flat]} {dict(mesh.shape)} {axis_name}"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jax_ep._core import bootstrap, jax_private
+from jax_ep._core.timeouts import Deadline
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
 
 # Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
@@ -92,7 +93,7 @@ def meet(
       PlatformError: they are not of one host.
     """
     try:
-        guests = _Guests(store, key, me, _neighbours(lines, me), timeout)
+        guests = _Guests(store, key, me, neighbours(lines, me), timeout)
         meeting = guests.lead(taken) if me == guests.leader else guests.join(taken)
     except jax.errors.JaxRuntimeError as error:
         raise PeerLostError(f"Group: the coordinator of jax.distributed did not answer: {error}") from error
@@ -101,7 +102,7 @@ def meet(
     return meeting
 
 
-def _neighbours(lines: Sequence[Sequence[int]], me: int) -> dict[int, set[int]]:
+def neighbours(lines: Sequence[Sequence[int]], me: int) -> dict[int, set[int]]:
     """For every process that is to be met, those with whom it shares a line."""
     shared: dict[int, set[int]] = defaultdict(set)
     for line in lines:
@@ -118,7 +119,7 @@ class _Guests:
         self.leader = min(neighbours)
         self._store, self._folder, self._me = store, f"{key}/{self.leader}", me
         self._neighbours, self._others = neighbours, set(neighbours) - {me}
-        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+        self._timeout = Deadline(timeout)
         self._host = bootstrap.host_identity()
         self._missing = sorted(self._others) if me == self.leader else [self.leader]  # to blame when time is over
         self._leave("host", me, self._host)
@@ -243,8 +244,8 @@ class _Guests:
 
     def _left(self) -> float:
         """Seconds until the deadline."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        left = self._timeout.left()
+        if left == 0:
             names = ", ".join(map(str, self._missing))
             raise PeerTimeoutError(
                 f"Group: process {names} did not create its part of the group within {self._timeout:g} s"

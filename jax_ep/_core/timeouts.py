@@ -1,16 +1,42 @@
 """How long a group waits: as given, or by the environment."""
 
 import os
+import time
+from typing import Self
 
 from jax_ep._core import checks
 
 LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
+LONGEST_OPENING = 300.0  # seconds, unless it is given
 DEFAULT_TIMEOUT = 300.0  # seconds, as of jax.distributed.initialize; the first op may wait for a peer that compiles
 
 
 def seconds(name: str, value: float) -> float:
     checks.check_seconds("Group", name, value)
     return min(float(value), LONGEST_TIMEOUT)
+
+
+class Deadline(float):
+    """Seconds that a call may take, counted from now; what is already a `Deadline` goes on."""
+
+    until: float  # as of time.monotonic
+
+    def __new__(cls, seconds: float) -> Self:
+        if isinstance(seconds, cls):
+            return seconds
+        new = super().__new__(cls, seconds)
+        new.until = time.monotonic() + seconds
+        return new
+
+    def left(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+
+def opening(open_timeout: float | None, timeout: float) -> Deadline:
+    """How long a group with these arguments may take to open, from now on."""
+    if isinstance(open_timeout, Deadline):  # of the group that this one belongs to
+        return open_timeout
+    return Deadline(min(timeout, LONGEST_OPENING) if open_timeout is None else seconds("open_timeout", open_timeout))
 
 
 def default() -> float:

@@ -59,6 +59,7 @@ def moe_mlp(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     node_capacity: int | Literal["auto"] | None = None,
+    chunks: int = 1,
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
@@ -86,6 +87,7 @@ def moe_mlp(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     node_capacity: int | Literal["auto"] | None = None,
+    chunks: int = 1,
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
@@ -112,6 +114,7 @@ def moe_mlp(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     node_capacity: int | Literal["auto"] | None = None,
+    chunks: int = 1,
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
@@ -142,7 +145,7 @@ def moe_mlp(
       shared: (gate [H, S], up [H, S], down [S, H]) of an expert that every token visits, in the dtype of `tokens`, the
         same on all ranks. What it adds needs nothing of the routed rows, so it can be computed while they travel.
         Several shared experts are one whose S is the sum of theirs.
-      capacity, capacity_factor, node_capacity, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
+      capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
       precision: None, or "float8": rows travel to the experts in float8 (`wire_dtype`), and the products of routed rows
         are of operands that are quantized first (`jax_ep.quantize_rows`, `jax_ep.quantize_weights`): H and F must be
         multiples of 128. Rows come back, shared experts are computed, and gradients pass straight through the rounding,
@@ -186,6 +189,7 @@ def moe_mlp(
         "capacity": capacity,
         "capacity_factor": capacity_factor,
         "node_capacity": node_capacity,
+        "chunks": chunks,
         "wire_dtype": wire_dtype,
         "on_overflow": on_overflow,
     }

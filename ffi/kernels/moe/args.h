@@ -59,10 +59,11 @@ enum class RoutingLeaf : int32_t { targets, rows, counts };
 struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
+  bool onto;               // rows that are there already: those that no token goes to stay, and there are no counts
   const char* tokens;      // [T, H]
   const int32_t* targets;  // [T, K]
   const int32_t* rows;     // [R, T, K]
-  const int32_t* counts;   // [R, L]
+  const int32_t* counts;   // [R, L], or null
   char* received;          // [C, H]
 };
 
@@ -179,17 +180,23 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("local_experts", "E / R", &Args::local_experts);
     visit("capacity", "capacity", &Args::capacity);
     visit("alignment", "alignment", &Args::alignment);
+    visit("onto", "onto rows", &Args::onto);
   }
   static const char* fault(const Args& args, int ranks) { return fault_of_layout(args, ranks); }
-  static Load load(const Args& args) { return {std::max(args.num_tokens, args.capacity), false}; }
+  static Load load(const Args& args) {
+    return {args.onto ? args.num_tokens : std::max(args.num_tokens, args.capacity), false};
+  }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     visit(operand("tokens", values_of(a.dtype), a.num_tokens, a.hidden), &Args::tokens);
     visit(operand("targets", Values::int32, a.num_tokens, a.top_k), &Args::targets);
     visit(operand("rows", Values::int32, ranks, a.num_tokens, a.top_k), &Args::rows);
-    visit(operand("counts", Values::int32, ranks, a.local_experts), &Args::counts);
-    visit(result("received", values_of(a.dtype), a.capacity, a.hidden).for_peers(), &Args::received);
+    visit(operand("counts", Values::int32, ranks, a.local_experts).when(!a.onto), &Args::counts);
+    const BufferSpec received =
+        a.onto ? any_rows("received", Use::updated, a.capacity, int64_t{a.hidden} * size_of(a.dtype))
+               : result("received", values_of(a.dtype), a.capacity, a.hidden);
+    visit(received.for_peers(), &Args::received);
   }
 };
 

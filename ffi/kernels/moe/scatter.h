@@ -57,7 +57,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   Op op(comm, coop, OpKind::scatter);
   const int64_t bytes = int64_t{args.hidden} * size_of(args.dtype);
   const Results<ScatterArgs> results(args, comm.size);
-  op.poison(results);
+  if (!args.onto) op.poison(results);
   op.post(posted(args, comm.size));
   RowMover mover(coop);
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::rows, args.capacity);
@@ -72,7 +72,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
           [&] { targets.report_to_all(op); });
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
-  pad(op, args, &counts);
+  if (!args.onto) pad(op, args, &counts);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
     const int here = copy_to_rows(

@@ -15,7 +15,7 @@ from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes, xla
-from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_tokens, operands
+from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing
 
 
@@ -30,6 +30,7 @@ def dispatch(
     capacity_factor: float | None = None,
     alignment: int = 1,
     node_capacity: int | Literal["auto"] | None = None,
+    chunks: int = 1,
     wire_dtype: DTypeLike | None = None,
     dequantize: bool = True,
     on_overflow: OnOverflow = "raise",
@@ -55,6 +56,9 @@ def dispatch(
       node_capacity: where the group is of several nodes: the tokens of a rank that have room on the way to each; beyond
         it `on_overflow` decides. None: all tokens go to all nodes, which is best while there are few. "auto": None, or
         room for 5/4 of the tokens that an even router has for a node (`Group.node_plan`).
+      chunks: where the group is of several nodes: into how many chunks tokens are cut on their way, so that one is
+        passed on inside the nodes while the next goes between them; here, in the `combine` of this routing, and in the
+        gradients of both. The results have the same bits. "xla" does not look at it.
       wire_dtype: None, or float8_e4m3fn: rows travel as fp8 with one float32 scale per 128 values and arrive in the
         dtype of `tokens`. H must be a multiple of 128. Gradients pass straight through the rounding.
       dequantize: False leaves the rows as `Float8Rows(values, scales)`, for a float8 product. Needs `wire_dtype`, has
@@ -94,7 +98,8 @@ def dispatch(
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     tokens, expert_ids, weights = operands(group, tokens, expert_ids, weights)
     by_kernels = group.resolve(op, implementation) == "ffi"
-    return checked_dispatch(DispatchCall(group, config, to_nodes, by_kernels), tokens, expert_ids, weights)
+    cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
+    return checked_dispatch(DispatchCall(group, config, to_nodes, cut, by_kernels), tokens, expert_ids, weights)
 
 
 def combine(

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jax_ep._core import checks, ffi, float8
 from jax_ep._core.checks import OnOverflow
 from jax_ep.group import Group
-from jax_ep.ops.moe.types import DispatchConfig, NodeRouting, Routing, worst_case_capacity
+from jax_ep.ops.moe.types import Chunks, DispatchConfig, NodeRouting, Routing, worst_case_capacity
 
 
 def dispatch_config(
@@ -86,6 +86,12 @@ def node_tokens(
             raise ValueError(f"{op}: node_capacity must be an int, 'auto' or None, got {node_capacity!r}")
         checks.check_positive(op, "node_capacity", node_capacity)
     return node_capacity
+
+
+def node_chunks(op: str, chunks: int, group: Group, *, by_kernels: bool) -> Chunks:
+    """How tokens are cut on their way. Raises as `dispatch_config` does."""
+    checks.check_positive(op, "chunks", chunks)
+    return Chunks(group.nodes, int(chunks) if by_kernels else 1)
 
 
 def balanced_capacity(op: str, factor: float, assignments: int, alignment: int) -> int:

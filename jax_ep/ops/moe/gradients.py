@@ -4,11 +4,14 @@ They are linear in their float operands: the backward pass of `dispatch` is `ret
 cotangent along the same routing by `scatter`, and so back. Forward, a tangent goes by `scatter` and `combine`
 themselves. The rules call the op, not the kernel, so that they can be differentiated too.
 
+Tokens may come in chunks: each is a call along its part of the routing.
+
 What a dispatch or a combine brought has a name (`jax.ad_checkpoint.checkpoint_name`), by which a policy of
 `jax.checkpoint` can keep it: then the exchange does not run a second time.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,22 +22,54 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._core.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
 
 NO_GRADIENT = "dispatch: dequantize=False has no gradient; differentiate with dequantize=True"
 
-combine = jax.custom_jvp(kernels.combine, nondiff_argnums=(0,))
 scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
 return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
 
 
+def scatter_all(
+    group: Group, tokens: Sequence[jax.Array], pieces: Sequence[Routing], by: Callable[..., jax.Array] = scatter
+) -> jax.Array:
+    """`scatter` of tokens in chunks, along the pieces of one routing, into the same rows; or its tangent.
+
+    Rows of several chunks are zeroed first, as each call leaves those of the others.
+    """
+    if len(pieces) == 1:
+        return by(group, tokens[0], pieces[0])
+    received = jnp.zeros_like(tokens[0], shape=(pieces[0].config.capacity, tokens[0].shape[1]))
+    for chunk, piece in zip(tokens, pieces, strict=True):
+        received = by(group, chunk, piece, received)
+    return received
+
+
+def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+    return combine_chunks(group, WHOLE, expert_outputs, weights, routing)[0]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def combine_chunks(
+    group: Group, chunks: Chunks, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
+) -> list[jax.Array]:
+    """The sums of each chunk's tokens."""
+    pieces = chunks.cut(dataclasses.replace(routing, weights=weights))
+    return [kernels.combine(group, expert_outputs, piece.weights, piece) for piece in pieces]
+
+
 def combine_gradient(
-    group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing, cotangent: jax.Array
+    group: Group,
+    expert_outputs: jax.Array,
+    weights: jax.Array,
+    routing: Routing,
+    *cotangents: jax.Array,
+    chunks: Chunks = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangent [T, H'] of a combine to that of its rows [C, H'] and of `weights` [R, T, K]."""
+    """The cotangents [T, H'] of a combine, of its chunks, to that of its rows [C, H'] and of `weights` [R, T, K]."""
     present = routing.rows >= 0
     place = jnp.where(present, routing.rows, routing.config.capacity)
-    arrived = scatter(group, cotangent, routing).astype(jnp.float32)
+    arrived = scatter_all(group, cotangents, chunks.cut(routing)).astype(jnp.float32)
     row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[place].set(weights, mode="drop")
     d_outputs = (arrived * row_weights[:, None]).astype(expert_outputs.dtype)
     products = jnp.sum(arrived * expert_outputs.astype(jnp.float32), axis=1)
@@ -83,38 +118,45 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
     return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))
 
 
-@combine.defjvp
-def _combine_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@combine_chunks.defjvp
+def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> Any:
     expert_outputs, weights, routing = primals
-    out = checkpoint_name(combine(group, expert_outputs, weights, routing), COMBINED)
+    out = checkpoint_name(combine_chunks(group, chunks, expert_outputs, weights, routing), COMBINED)
 
-    def forward(known: Any, changes: Any) -> jax.Array:
+    def forward(known: Any, changes: Any) -> list[jax.Array]:
         (outputs, weights, routing), (d_outputs, d_weights) = known, changes
-        return combine(group, d_outputs, weights, routing) + combine(group, outputs, d_weights, routing)
+        by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
+        by_weights = combine_chunks(group, chunks, outputs, d_weights, routing)
+        return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
 
-    def backward(known: Any, cotangent: jax.Array) -> Any:
+    def backward(known: Any, cotangents: list[jax.Array]) -> Any:
         outputs, weights, routing = known
-        return combine_gradient(group, outputs, weights, routing, cotangent)
+        return combine_gradient(group, outputs, weights, routing, *cotangents, chunks=chunks)
 
     return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
 
 
 @scatter.defjvp
 def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    tokens, routing = primals
-    return scatter(group, tokens, routing), scatter_tangent(group, tangents[0], routing)
+    tokens, routing, onto = primals
+    return scatter(group, tokens, routing, onto), scatter_tangent(group, tangents[0], routing, tangents[2])
 
 
-def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing) -> jax.Array:
-    """`scatter` of a tangent: what JAX can transpose."""
+def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
+    """`scatter` of a tangent: what JAX can transpose.
 
-    def backward(routing: Routing, cotangent: jax.Array) -> jax.Array:
-        return return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)[0]
+    The rows of `onto` that this call overwrites are none that others wrote, so its cotangent passes as it is.
+    """
 
-    def forward(routing: Routing, tokens: jax.Array) -> jax.Array:
-        return scatter(group, tokens, routing)
+    def backward(routing: Routing, cotangent: jax.Array) -> Any:
+        tokens = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)[0]
+        return tokens, None if onto is None else cotangent
 
-    return linear(forward, backward, routing, tangent)
+    def forward(routing: Routing, operands: Any) -> jax.Array:
+        tokens, onto = operands
+        return scatter(group, tokens, routing, onto)
+
+    return linear(forward, backward, routing, (tangent, onto))
 
 
 @return_rows.defjvp

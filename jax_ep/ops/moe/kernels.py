@@ -42,17 +42,19 @@ def dispatch(
     return Dispatched(rows, called["group_sizes"], routing)
 
 
-def scatter(group: Group, tokens: jax.Array, routing: Routing) -> jax.Array:
-    """Rows [T, H] along a routing that is already known: [capacity, H]."""
+def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
+    """Rows [T, H] along a routing that is already known: [capacity, H]; the others are zero, or those of `onto`."""
     config = routing.config
     called = ffi.call(
         "scatter",
         tokens,
         routing.targets,
         routing.rows,
-        routing.counts,
+        *([routing.counts] if onto is None else []),
         op="the gradient of combine",
         group=group,
+        updated=onto,
+        onto=onto is not None,
         dtype=tokens.dtype,
         num_tokens=tokens.shape[0],
         top_k=routing.targets.shape[1],

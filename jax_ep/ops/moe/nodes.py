@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._core.agreement import once_agreed
 from jax_ep._core.float8 import BLOCK, Float8Rows, dequantize_rows, quantize_rows
 from jax_ep._core.linear import linear
-from jax_ep._core.nodes import sum_over_nodes
+from jax_ep._core.nodes import added_up, sum_over_nodes
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
@@ -29,6 +29,8 @@ from jax_ep.ops.moe import gradients, xla
 from jax_ep.ops.moe.types import (
     COMBINED,
     DISPATCHED,
+    WHOLE,
+    Chunks,
     DispatchCall,
     DispatchConfig,
     Dispatched,
@@ -47,7 +49,8 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
         sent, most = _chosen(of_nodes, call.node_capacity)
         of_nodes = of_nodes.at[jnp.arange(group.nodes)[:, None], sent].get(mode="fill", fill_value=-1)
     ids = jax.lax.all_to_all(of_nodes, group.node_axes, 0, 0)
-    local, needed = _routing_inside(call, ids, _to_nodes(group, weights, sent))
+    [weights] = _to_nodes(group, weights, sent)
+    local, needed = _routing_inside(call, ids, weights)
     local, sent = checkpoint_name((local, sent), DISPATCHED)  # the rows' derivatives need them
     received = _received(call, tokens, sent, local)
     if not call.config.drop:
@@ -62,13 +65,14 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
     if group.asks_processes:
         (capacity, hidden), came = expert_outputs.shape, routing.targets.shape[0]
         described = {"C": capacity, "H": hidden, "T": routing.num_tokens, "B": came // group.nodes}
-        described |= {"dtype": expert_outputs.dtype}
+        described |= {"chunks": routing.chunks, "dtype": expert_outputs.dtype}
         (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group.keep_error)
+    chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
-        sums = gradients.combine(group.intranode, expert_outputs, routing.weights, routing.local)
+        sums = gradients.combine_chunks(group.intranode, chunks, expert_outputs, routing.weights, routing.local)
     else:
-        sums = xla.combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)
-    combined = _from_nodes(group, sums, routing.sent, routing.num_tokens)
+        sums = [xla.combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)]
+    combined = _from_nodes(group, sums, routing.sent, routing.num_tokens, chunks)
     if routing.sent is not None:
         no_token = ((routing.sent < 0) | (routing.sent > routing.num_tokens)).any()
         combined = jnp.where(no_token, jnp.asarray(jnp.nan, combined.dtype), combined)
@@ -93,6 +97,7 @@ def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Ar
         "node_capacity": -1 if node_capacity is None or node_capacity >= tokens.shape[0] else node_capacity,
         "float8": int(config.wire_dtype is not None) + int(not config.dequantize),
         "drop": int(config.drop),
+        "chunks": call.chunks.number,
         "dtype": tokens.dtype,
     }
     return once_agreed("dispatch", call.group.axis_name, described, operands, call.group.keep_error)
@@ -169,18 +174,19 @@ def _routing(
         arrived=local.counts,
         sent=sent,
         num_tokens=expert_ids.shape[0],
+        chunks=call.chunks.number,
     )
 
 
 def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most: jax.Array | None) -> Any:
-    """`received`; all NaN if any rank needs more rows than there are, or has more tokens for a node than go there."""
+    """`received`; NaN where a rank has more tokens for a node than go there, or else needs more rows than there are."""
     group, op = call.group, "dispatch"
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
-    received = nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
-    if most is None or call.node_capacity is None:
-        return received
-    all_sent = jax.lax.all_gather(most, group.axis_name)
-    return nan_on_overflow(op, all_sent, call.node_capacity, received, group.keep_error, _node_capacity_error)
+    if most is not None and call.node_capacity is not None:
+        all_sent = jax.lax.all_gather(most, group.axis_name)
+        received = nan_on_overflow(op, all_sent, call.node_capacity, received, group.keep_error, _node_capacity_error)
+        all_needed = jnp.where((all_sent > call.node_capacity).any(), 0, all_needed)
+    return nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
 
 
 def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) -> CapacityError:
@@ -204,10 +210,10 @@ def _moved(
     call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing, scatter: Any = gradients.scatter
 ) -> jax.Array:
     """Tokens [T, H], or their tangents by `gradients.scatter_tangent`, to their nodes and their rows there."""
-    arrived = _to_nodes(call.group, tokens, sent)
+    arrived = _to_nodes(call.group, tokens, sent, call.chunks)
     if call.by_kernels:
-        return scatter(call.intranode, arrived, local)
-    return xla.scatter(arrived, local, axis_name=call.intranode.axis_name)
+        return gradients.scatter_all(call.intranode, arrived, call.chunks.cut(local), scatter)
+    return xla.scatter(arrived[0], local, axis_name=call.intranode.axis_name)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -248,47 +254,56 @@ def _unpacked(rows: jax.Array, whole: DispatchConfig) -> Float8Rows:
     )
 
 
-def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
-    """[T, H] of every rank to the nodes: [N B, H] of those that came here. `_from_nodes` is the transpose."""
+def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:
+    """[T, H] of every rank to the nodes: of each chunk [N B, H] that came here. `_from_nodes` is the transpose."""
     num_tokens = x.shape[0]
 
-    def forward(sent: jax.Array | None, x: jax.Array) -> jax.Array:
-        return _spread(group, x, sent)
+    def forward(sent: jax.Array | None, x: jax.Array) -> list[jax.Array]:
+        return _spread(group, x, sent, chunks)
 
-    def backward(sent: jax.Array | None, cotangent: jax.Array) -> jax.Array:
-        return _summed(group, cotangent, sent, num_tokens)
+    def backward(sent: jax.Array | None, cotangents: list[jax.Array]) -> jax.Array:
+        return _summed(group, cotangents, sent, num_tokens)
 
     return linear(forward, backward, sent, x)
 
 
-def _from_nodes(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: int) -> jax.Array:
-    """[N B, H] of what came from the nodes back to them, and the sums [T, H] of what they made of each token."""
+def _from_nodes(group: Group, x: list[jax.Array], sent: jax.Array | None, num_tokens: int, chunks: Chunks) -> jax.Array:
+    """Of each chunk [N B, H] of what came from the nodes back to them: [T, H], sums of what they made of each token."""
 
-    def forward(sent: jax.Array | None, x: jax.Array) -> jax.Array:
+    def forward(sent: jax.Array | None, x: list[jax.Array]) -> jax.Array:
         return _summed(group, x, sent, num_tokens)
 
-    def backward(sent: jax.Array | None, cotangent: jax.Array) -> jax.Array:
-        return _spread(group, cotangent, sent)
+    def backward(sent: jax.Array | None, cotangent: jax.Array) -> list[jax.Array]:
+        return _spread(group, cotangent, sent, chunks)
 
     return linear(forward, backward, sent, x)
 
 
-def _spread(group: Group, x: jax.Array, sent: jax.Array | None) -> jax.Array:
-    if sent is None:
-        return jax.lax.all_gather(x, group.node_axes).reshape(group.nodes * x.shape[0], x.shape[1])
-    parts = x.at[sent].get(mode="fill", fill_value=0)
-    return jax.lax.all_to_all(parts, group.node_axes, 0, 0).reshape(sent.size, x.shape[1])
+def _spread(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks) -> list[jax.Array]:
+    arrived: list[jax.Array] = []
+    for chunk in chunks.slices(x.shape[0] if sent is None else sent.shape[1]):
+        part = x[chunk] if sent is None else x.at[sent[:, chunk]].get(mode="fill", fill_value=0)
+        if arrived:  # one after the other: XLA would put small ones together again
+            part, arrived[-1] = jax.lax.optimization_barrier((part, arrived[-1]))
+        if sent is None:
+            came = jax.lax.all_gather(part, group.node_axes)
+        else:
+            came = jax.lax.all_to_all(part, group.node_axes, 0, 0)
+        arrived.append(came.reshape(group.nodes * came.shape[1], x.shape[1]))
+    return arrived
 
 
-def _summed(group: Group, x: jax.Array, sent: jax.Array | None, num_tokens: int) -> jax.Array:
+def _summed(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_tokens: int) -> jax.Array:
     nodes = group.nodes
-    parts = x.reshape(nodes, x.shape[0] // nodes, x.shape[1])
+    parts = [x.reshape(nodes, x.shape[0] // nodes, x.shape[1]) for x in chunks]
     if sent is None:
-        return sum_over_nodes(parts, group.node_axes)
+        return jnp.concatenate([sum_over_nodes(part, group.node_axes) for part in parts])
     place = jnp.full((nodes, num_tokens), sent.shape[1], jnp.int32)
     place = place.at[jnp.arange(nodes)[:, None], sent].set(jnp.arange(sent.shape[1], dtype=jnp.int32), mode="drop")
 
     def taken(part: jax.Array, node: int) -> jax.Array:
         return part.at[place[node]].get(mode="fill", fill_value=0)
 
-    return sum_over_nodes(parts, group.node_axes, taken)
+    # A token may be in another chunk for each node: so all come before any is added.
+    arrived = jnp.concatenate([jax.lax.all_to_all(part, group.node_axes, 0, 0) for part in parts], axis=1)
+    return added_up(arrived, taken)

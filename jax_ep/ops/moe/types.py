@@ -55,12 +55,41 @@ class DispatchConfig:
             )
 
 
+class Chunks(NamedTuple):
+    """How the tokens that a rank took in are cut: those of each node into `number` chunks, if they are as many."""
+
+    nodes: int = 1
+    number: int = 1
+
+    def slices(self, tokens: int) -> list[slice]:
+        """The tokens of a node that are of each chunk; where `number` does not divide them, some have one more."""
+        count = max(1, min(self.number, tokens))
+        return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
+
+    def cut(self, routing: "Routing") -> "list[Routing]":
+        """The routing of each chunk's tokens; `counts` remain those of all."""
+        tokens, top_k = routing.targets.shape[0] // self.nodes, routing.targets.shape[1]
+        if len(slices := self.slices(tokens)) == 1:
+            return [routing]
+
+        def of(chunk: slice, leaf: jax.Array) -> jax.Array:
+            by_node = leaf.reshape(*leaf.shape[:-2], self.nodes, tokens, top_k)[..., chunk, :]
+            return by_node.reshape(*leaf.shape[:-2], self.nodes * (chunk.stop - chunk.start), top_k)
+
+        leaves = ("targets", "rows", "weights")
+        return [dataclasses.replace(routing, **{x: of(chunk, getattr(routing, x)) for x in leaves}) for chunk in slices]
+
+
+WHOLE = Chunks()
+
+
 class DispatchCall(NamedTuple):
     """How a dispatch is called, and what runs it."""
 
     group: Group
     config: DispatchConfig  # as of one group of all ranks
     node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
+    chunks: Chunks
     by_kernels: bool  # or by jax.lax, inside a node too
 
     @property
@@ -168,11 +197,13 @@ class NodeRouting(Routing):
       sent: [N, B] int32. The tokens of this rank that each node was sent, in order, and T where there are no more; None
         where every node was sent all.
       num_tokens: static; T.
+      chunks: static; as the dispatch was told, for its combine, too.
     """
 
     arrived: jax.Array
     sent: jax.Array | None
     num_tokens: int = dataclasses.field(metadata={"static": True})
+    chunks: int = dataclasses.field(metadata={"static": True})
 
     @property
     def local(self) -> Routing:
@@ -190,6 +221,7 @@ class NodeRouting(Routing):
     def check(self, op: str) -> None:
         self.local.check(op)
         checks.check_positive(op, "routing.num_tokens + 1", self.num_tokens + 1)
+        checks.check_positive(op, "routing.chunks", self.chunks)
         checks.check_rank(op, "routing.counts", self.counts, 2, "[R, E / R]")
         ranks, pairs = self.counts.shape[0], self.targets.shape[0]
         nodes = max(1, ranks // self.config.size)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jax_ep._core import checks
 from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_tokens, operands
+from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import DispatchCall, Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, Activation, ActivationName, FirstCall, Matrices, activated
@@ -27,6 +27,7 @@ def dispatch_ragged_dot(
     capacity_factor: float | None = None,
     activation: ActivationName | Activation | None = None,
     node_capacity: int | Literal["auto"] | None = None,
+    chunks: int = 1,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
@@ -46,8 +47,8 @@ def dispatch_ragged_dot(
       rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts; or a pair (gate, up), each [E / R, H, F].
       activation: of a pair, and only there: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by
         tanh) and `jax.nn.relu`, or an elementwise function with activation(0) finite.
-      group, num_experts, capacity, capacity_factor, node_capacity, wire_dtype, on_overflow, implementation: as for
-        `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
+      group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow, implementation: as
+        for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
       [C, N], or [C, F] of a pair, zero behind the last expert's rows, and the `Dispatched` of the dispatch.
@@ -76,7 +77,8 @@ def dispatch_ragged_dot(
     name, function = _activation(op, activation, pair=len(matrices) == 2)
     tokens, expert_ids, weights, *varying = operands(group, tokens, expert_ids, weights, *matrices)
     matrices, by_kernels = tuple(varying), group.resolve(op, implementation) == "ffi"
-    call = FirstCall(DispatchCall(group, config, to_nodes, by_kernels), name)
+    cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
+    call = FirstCall(DispatchCall(group, config, to_nodes, cut, by_kernels), name)
     if by_kernels and group.intranode is None:
         out, dispatched = gradients.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     else:

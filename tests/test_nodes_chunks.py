@@ -1,0 +1,183 @@
+"""Tokens that are cut into chunks on their way over nodes: the results of whole ones, by as many calls as chunks."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_flat, first_for_each_node, flat, over, run, uneven
+
+from jax_ep import Group, combine, dispatch, moe_mlp
+
+pytestmark = pytest.mark.usefixtures("native")
+
+CAPACITY = 24
+
+# Nodes, ranks, node capacity, chunks: those that divide the tokens of a node or not, and more than there are.
+CUTS = [(2, 4, None, 2), (4, 2, None, 4), (2, 2, 5, 2), (2, 4, 3, 3), (2, 2, None, 100)]
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "node_capacity", "chunks"), CUTS)
+def test_there_and_back(
+    nodes: int,
+    ranks: int,
+    node_capacity: int | None,
+    chunks: int,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of the oracle, padding and dropped ones too; what nobody writes is NaN before."""
+    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
+    case = uneven(rng, nodes * ranks)
+    options: dict[str, Any] = {
+        "capacity": CAPACITY,
+        "alignment": 4,
+        "on_overflow": "drop",
+        "node_capacity": node_capacity,
+    }
+    with over(nodes, ranks) as group:
+        out, combined = run(group, case, implementation="ffi", chunks=chunks, **options)
+        group.check()
+    kept = case
+    if node_capacity is not None:
+        kept = case._replace(ids=np.where(first_for_each_node(case.ids, nodes, node_capacity), case.ids, -1))
+    expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
+    if node_capacity is None:
+        assert_flat(flat(out, group), expected)
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+
+
+def test_in_float8(rng: np.random.Generator) -> None:
+    case = uneven(rng, 4, 128, helpers.DTYPES[0])
+    with over(2, 2) as group:
+        out, _ = run(group, case, implementation="ffi", chunks=4, wire_dtype=jnp.float8_e4m3fn)
+        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1], fp8=True)
+        assert_flat(flat(out, group), expected, float8=True)
+
+
+def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
+    """On a rank: the sums, their derivatives along the cotangent, and those of tokens and weights."""
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
+        def sums(tokens: jax.Array, weights: jax.Array) -> jax.Array:
+            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+            return combine(jnp.tanh(out.tokens), out.routing, group=group)
+
+        out, back = jax.vjp(sums, tokens, weights)
+        return out, jax.jvp(sums, (tokens, weights), (cotangent, weights))[1], back(cotangent)
+
+    return body
+
+
+@pytest.mark.parametrize(("node_capacity", "check_vma"), [(None, True), (4, False)])
+def test_the_bits_are_those_of_whole_tokens(
+    node_capacity: int | None, check_vma: bool, rng: np.random.Generator
+) -> None:
+    """Forward and backward, in 16 bits; of routings whose rows do not fit, too."""
+    case = uneven(rng, 4, dtype=helpers.DTYPES[0])
+    operands = [jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (*case, case.tokens[:, ::-1])]
+    found = []
+    with over(2, 2) as group:
+        for chunks in (1, 4):
+            options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop", "node_capacity": node_capacity}
+            body, spec = vjp_of(group, chunks=chunks, **options), P(AXES)
+            mapped = jax.shard_map(body, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+            found.append(helpers.fetch(jax.jit(mapped)(*operands)))
+            group.check()
+    for whole, cut in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(whole.view(np.uint8), cut.view(np.uint8))
+
+
+@pytest.mark.parametrize(("fused", "node_capacity"), [(True, None), (False, 4)])
+def test_a_layer_and_its_gradients(fused: bool, node_capacity: int | None, rng: np.random.Generator) -> None:
+    case = helpers.draw_case(rng, 8, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    ids = case.ids if node_capacity is None else np.where(first_for_each_node(case.ids, 2, node_capacity), case.ids, -1)
+    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
+    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
+    expected, gradient = moe_oracle.gated_experts(layer, ids, cotangent)
+    with over(2, 4) as group:
+        options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop", "fused": fused, "chunks": 3}
+
+        def body(*operands: jax.Array) -> Any:
+            *layer, ids, cotangent = operands
+
+            def forward(
+                tokens: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+            ) -> jax.Array:
+                return moe_mlp(tokens, ids, weights, gate, up, down, group=group, **options)
+
+            out, back = jax.vjp(forward, *layer)
+            return out, back(cotangent)
+
+        operands = [x.reshape(2, 4, *x.shape[1:]) for x in (*layer, case.ids, cotangent)]
+        out, found = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+        group.check()
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
+    for name, actual, wanted in zip(layer._fields, found, gradient, strict=True):
+        np.testing.assert_allclose(actual.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def counted(program: Any, *operands: Any) -> dict[str, int]:
+    """Of a compiled program: calls of kernels, exchanges between nodes of rows, and buffers of rows that are copied."""
+    hlo = program.lower(*operands).compile().as_text()
+    patterns = {
+        "scatter": r'custom_call_target="jax_ep_scatter"',
+        "combine": r'custom_call_target="jax_ep_combine"',
+        "exchanges": rf"= \(?f32\[[^=]*\b{HIDDEN}\][^=]* (?:all-gather|all-to-all)\(",
+        "copies": rf"= f32\[{CAPACITY},{HIDDEN}\]\S* copy\(%(?!broadcast)",
+    }
+    return {name: len(re.findall(pattern, hlo)) for name, pattern in patterns.items()}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU")
+@pytest.mark.parametrize("node_capacity", [None, 4])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chunks: int) -> None:
+    """All write into one buffer of rows, which is nowhere copied."""
+    with over(2, 2) as group:
+        options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop", "node_capacity": node_capacity}
+
+        def sent(tokens: jax.Array, ids: jax.Array) -> Any:
+            return dispatch(tokens, ids, group=group, num_experts=EXPERTS, chunks=chunks, **options)
+
+        def summed(rows: jax.Array, routing: Any) -> jax.Array:
+            return combine(rows, routing, group=group)
+
+        def of_sums(rows: jax.Array, routing: Any, cotangent: jax.Array) -> Any:
+            return jax.vjp(lambda rows: combine(rows, routing, group=group), rows)[1](cotangent)
+
+        def of_rows(tokens: jax.Array, ids: jax.Array, cotangent: jax.Array) -> Any:
+            return jax.vjp(lambda tokens: sent(tokens, ids).tokens, tokens)[1](cotangent)
+
+        tokens, ids = np.zeros((2, 2, TOKENS, HIDDEN), np.float32), np.zeros((2, 2, TOKENS, TOP_K), np.int32)
+        out = jax.eval_shape(helpers.per_rank(sent, group.mesh), tokens, ids)
+        rows = out.tokens, out.routing
+        moved = {"scatter": chunks, "combine": 0, "exchanges": chunks, "copies": 0}
+        added = {"scatter": 0, "combine": chunks, "exchanges": chunks, "copies": 0}
+        for body, operands, expected in (
+            (sent, (tokens, ids), moved),
+            (summed, rows, added),
+            (of_sums, (*rows, tokens), moved),
+            (of_rows, (tokens, ids, out.tokens), added),
+        ):
+            assert counted(helpers.per_rank(body, group.mesh), *operands) == expected, body.__name__
+
+
+def test_wrong_numbers_of_chunks() -> None:
+    for wrong, error in ((0, ValueError), (-2, ValueError), (2.5, TypeError), ("auto", TypeError), (True, TypeError)):
+        with over(2, 2) as group:
+
+            def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
+                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, chunks=wrong)
+
+            shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
+            with pytest.raises(error, match=r"^dispatch: chunks must be"):
+                jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes)

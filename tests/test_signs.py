@@ -1,0 +1,199 @@
+"""Processes that open groups across nodes, here played by threads: who is there, and for which group."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from jax_ep import PeerTimeoutError
+from jax_ep._core import signs
+from jax_ep._core.heartbeats import Heartbeats
+from jax_ep._core.signs import Pulse, Sign
+from jax_ep._core.timeouts import Deadline
+
+TIMEOUT = 20.0  # of what must come about
+SHORT = 0.6  # of what must not
+Opening = Future[Heartbeats]
+
+
+class Store:
+    """The key-value store of jax.distributed."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        assert allow_overwrite or key not in self.left
+        self.left[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
+
+    def sign(self, process: int) -> Sign:
+        return Sign.parse(self.left[f"jax_ep/alive/{process}"])
+
+
+class Processes:
+    """`count` processes, each of which has a pulse and can open groups with all others."""
+
+    def __init__(self, pool: ThreadPoolExecutor, count: int):
+        self.store, self._pool, self._everyone = Store(), pool, range(count)
+        self.pulses = {me: self.start(me) for me in self._everyone}
+
+    def start(self, me: int) -> Pulse:
+        """A process that is started again under its old number has another pulse."""
+        return Pulse(lambda: self.store, me)
+
+    def open(self, me: int, group: str, timeout: float = TIMEOUT) -> Opening:
+        others = {process: f"process {process}" for process in self._everyone if process != me}
+        pulse = self.pulses[me]
+        return self._pool.submit(lambda: Heartbeats(group, group, others, TIMEOUT, Deadline(timeout), pulse))
+
+    def open_all(self, group: str) -> list[Heartbeats]:
+        return [opening.result(TIMEOUT) for opening in [self.open(me, group) for me in self._everyone]]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with ThreadPoolExecutor(8) as pool:
+        three = Processes(pool, 3)
+        yield three
+        for pulse in three.pulses.values():
+            pulse.stop()
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def assert_missing(missing: str, *openings: Opening) -> None:
+    for opening in openings:
+        with pytest.raises(
+            PeerTimeoutError, match=f"^Group: process {missing} did not create its part .* within 0.6 s"
+        ):
+            opening.result(TIMEOUT)
+
+
+def test_all_are_there(processes: Processes) -> None:
+    start = time.monotonic()
+    for _ in range(3):
+        groups = processes.open_all("a group")
+        assert all(group.error() is None for group in groups)
+        for group in groups:
+            group.close()
+    assert time.monotonic() - start < TIMEOUT / 2
+
+
+def test_another_group_of_a_process_does_not_count(processes: Processes) -> None:
+    """Process 2 has one group open with the others, and has not come to the second."""
+    first = processes.open_all("first")
+    assert_missing("2", *[processes.open(me, "second", SHORT) for me in (0, 1)])
+    late = [processes.open(me, "second") for me in (0, 1)]
+    time.sleep(SHORT)
+    assert not any(opening.done() for opening in late)
+    second = [processes.open(2, "second").result(TIMEOUT), *[opening.result(TIMEOUT) for opening in late]]
+    for group in first + second:
+        assert group.error() is None
+        group.close()
+
+
+def test_an_open_group_over_the_same_devices_does_not_count(processes: Processes) -> None:
+    groups = processes.open_all("a group")
+    assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
+    groups += processes.open_all("a group")
+    for group in groups:
+        assert group.error() is None
+        group.close()
+
+
+@pytest.mark.parametrize("how", ["while it was open", "while it was opened"])
+def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes) -> None:
+    if how == "while it was open":
+        groups = processes.open_all("a group")
+        processes.pulses[2].stop()
+        for group in groups[:2]:
+            group.close()
+    else:
+        dies = processes.open(2, "a group", 5 * SHORT)
+        await_that(lambda: "jax_ep/alive/2" in processes.store.left)
+        processes.pulses[2].stop()
+        with pytest.raises(PeerTimeoutError):
+            dies.result(TIMEOUT)
+    left = processes.store.sign(2)
+    assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
+    assert processes.store.sign(2) == left
+    openings = [processes.open(me, "a group") for me in (0, 1)]
+    processes.pulses[2] = processes.start(2)
+    openings.append(processes.open(2, "a group"))
+    for opening in openings:
+        opening.result(TIMEOUT).close()
+
+
+def test_late_again_and_again(processes: Processes) -> None:
+    """Attempts that failed do not count, in whatever order processes come late."""
+    for late in (0, 2):
+        for _ in range(2):
+            assert_missing(str(late), *[processes.open(me, "a group", SHORT) for me in {0, 1, 2} - {late}])
+        others = sorted({0, 1, 2} - {late})
+        assert_missing(f"{others[0]}, {others[1]}", processes.open(late, "a group", SHORT))
+    for group in processes.open_all("a group"):
+        assert group.error() is None
+        group.close()
+
+
+def test_who_closes_at_once_was_there(processes: Processes) -> None:
+    """Also for a process that looks only afterwards, as it is held up."""
+    all_agree, may_look = threading.Event(), threading.Event()
+
+    class Slow(Store):
+        def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+            found = super().key_value_dir_get(key)
+            seen = {part.seen for _, text in found for part in Sign.parse(text).parts.values()}
+            if len(found) == 3 and len(seen) == 1:
+                all_agree.set()
+                assert may_look.wait(TIMEOUT)
+            return super().key_value_dir_get(key)
+
+    slow = Slow()
+    slow.left = processes.store.left
+    processes.pulses[0] = Pulse(lambda: slow, 0)
+    opening, *others = [processes.open(me, "a group") for me in range(3)]
+    assert all_agree.wait(TIMEOUT)
+    for each in others:
+        each.result(TIMEOUT).close()
+    assert not opening.done()
+    may_look.set()
+    group = opening.result(TIMEOUT)
+    assert group.error() is None
+    group.close()
+
+
+def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
+    groups = processes.open_all("a group")
+    for _ in range(12):
+        for group in processes.open_all("another group"):
+            group.close()
+
+    def states() -> list[str]:
+        return [part.state for part in processes.store.sign(0).parts.values()]
+
+    await_that(lambda: states().count(signs.OPEN) == 1)
+    assert 1 < len(states()) < 12
+    for group in groups:
+        group.close()
+
+
+def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: Processes) -> None:
+    """A process that leaves one group lives on in another one."""
+    kept, left = processes.open_all("kept"), processes.open_all("left")
+    left[2].close(in_order=False)
+    await_that(lambda: left[0].error(in_vain=True) is not None)
+    assert "process 2 left the group by an error" in str(left[0].error(in_vain=True))
+    assert all(group.error(in_vain=True) is None for group in kept)
+    for group in kept + left[:2]:
+        group.close()
