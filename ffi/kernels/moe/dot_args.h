@@ -47,7 +47,8 @@ struct OpSpec<DispatchDotArgs> : OpDefaults {
     args.alignment = 1;
     args.eager = std::min(args.num_tokens, kEagerTokens);
   }
-  static const char* fault(const Args& args, int ranks) {
+  static const char* fault(Args args, int ranks) {
+    args.alignment = 1;
     if (args.hidden < 1 || args.columns < 1) return "rows and columns of the right operand must not be empty";
     return OpSpec<DispatchArgs>::fault(args, ranks);
   }
