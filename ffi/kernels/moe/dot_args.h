@@ -60,7 +60,8 @@ struct OpSpec<DispatchDotArgs> : OpDefaults {
     OpSpec<DispatchArgs>::buffers(a, ranks, OfDispatch<Visit>{visit});
     visit(operand("rhs", values_of(a.dtype), local, a.hidden, a.columns), &Args::rhs);
     visit(result("product", values_of(a.dtype), a.capacity, a.columns), &Args::product);
-    visit(scratch("ready", Values::uint8, ceil_div(a.capacity, gemm::kBlockM), sizeof(uint64_t)), &Args::ready);
+    const int blocks = (a.capacity + gemm::kBlockM - 1) / gemm::kBlockM;
+    visit(scratch("ready", Values::uint8, blocks, sizeof(uint64_t)), &Args::ready);
   }
 
  private:
