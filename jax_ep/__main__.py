@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds.add_parser("row_sums", add_help=False, help="the sums inside combine, as kernels and in XLA")
     kinds.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
     kinds.add_parser("phases", add_help=False, help="where the time of dispatch, combine and sparse_all_reduce goes")
+    kinds.add_parser("overlap", add_help=False, help="ops beside other work, in order and asynchronous")
     kinds.add_parser("nodes", add_help=False, help="dispatch and combine over several nodes")
     options, rest = parser.parse_known_args(arguments)
 

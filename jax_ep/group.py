@@ -7,12 +7,11 @@ import weakref
 from types import TracebackType
 from typing import Any, Self
 
-import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import profiling
-from jax_ep._core import checks, ffi, native, nodes, opening, timeouts, watchdog
+from jax_ep._core import checks, collective_stream, ffi, native, nodes, open_groups, opening, timeouts, watchdog
 from jax_ep._core.checks import AxisName, Chosen, FusedImplementation
 from jax_ep._core.heartbeats import Heartbeats
 from jax_ep._core.nodes import NodePlan
@@ -21,8 +20,7 @@ from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, Platfo
 LOGGER = logging.getLogger("jax_ep")
 ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
 LONGEST_OPENING = 300.0  # seconds
-_open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
-_open_groups_lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it
+ASYNC_SMS = 24  # of 132: products that run beside an op keep the others
 
 # Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
 # order in each process, and wait for each other.
@@ -40,9 +38,12 @@ class Group:
         when an op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
+      async_ops: True: on GPUs the ops run on XLA's collective stream, beside whatever XLA computes that does not depend
+        on them, as its own collectives do. Values, bits and the order of the group's ops stay; products with a
+        collective remain on the compute stream. XLA overlaps them since jax 0.12, by its latency-hiding scheduler.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
-        measures best and leaves room for XLA's own collectives, 96 of 132. An op that takes nearly all of them can
-        deadlock with a collective that runs beside it, until the timeout.
+        measures best and leaves room for XLA's own collectives, 96 of 132; 24 with `async_ops`. An op that takes nearly
+        all of them can deadlock with a collective that runs beside it, until the timeout.
       across_nodes: True: the axes before the last one cross *nodes*. Kernels exchange along the last axis, XLA's
         collectives (NCCL, gloo) along the others; ranks are numbered node by node. False: kernels exchange along all
         axes. Default: True where the devices of the last axis are of one host, and on a CPU of one process, and those
@@ -71,13 +72,17 @@ class Group:
         axis_name: AxisName,
         *,
         across_nodes: bool | None = None,
+        async_ops: bool = False,
         timeout: float | None = None,
         open_timeout: float | None = None,
         max_sms: int | None = None,
     ):
         checks.check_mesh(mesh, axis_name)
+        checks.check_bool("Group", "async_ops", async_ops)
         if max_sms is not None:
             checks.check_positive("Group", "max_sms", max_sms)
+        elif async_ops:
+            max_sms = ASYNC_SMS
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
         if open_timeout is None:
             open_timeout = min(timeout, LONGEST_OPENING)
@@ -88,7 +93,10 @@ class Group:
         self.mesh = mesh
         self.axis_name: AxisName = checks.canonical_axis(axis_name)
         self.timeout = timeout
+        self.async_ops = async_ops
         self.platform = ffi.library_name(mesh.devices.flat[0])
+        if async_ops and self.platform != "cpu":
+            collective_stream.warn_unless_scheduled()
         self._closed = False
         self._overflow: JaxEpError | None = None
         self._lock = threading.Lock()
@@ -114,14 +122,13 @@ class Group:
                 self._end_native()
                 raise
             self._watchdog = watchdog.Watchdog(self._native, repr(self))
-        with _open_groups_lock:
-            _open_groups.add(self)
+        open_groups.add(self)
 
     def _open_across_nodes(self, open_timeout: float, max_sms: int | None) -> None:
         axes = checks.axes_of(self.axis_name)
-        self.intranode = Group(self.mesh, axes[-1], timeout=self.timeout, open_timeout=open_timeout, max_sms=max_sms)
-        with _open_groups_lock:
-            _open_groups.discard(self.intranode)
+        options: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout, "max_sms": max_sms}
+        self.intranode = Group(self.mesh, axes[-1], async_ops=self.async_ops, **options)
+        open_groups.discard(self.intranode)
         if others := nodes.other_processes(self.mesh, axes):
             try:
                 self._heartbeats = Heartbeats(repr(self), others, self.timeout, open_timeout)
@@ -227,8 +234,7 @@ class Group:
             if self._closed:
                 return
             self._closed = True
-        with _open_groups_lock:
-            _open_groups.discard(self)
+        open_groups.discard(self)
         if self.intranode is not None:
             self.intranode.close()
         if self._heartbeats is not None:
@@ -329,21 +335,3 @@ def check_group(op: str, group: Any) -> None:
         raise TypeError(f"{op}: group must be an open jax_ep.Group(mesh, axis_name), got {checks.describe(group)}")
     group.check()
     checks.check_inside_shard_map(op, group.mesh, group.axis_name)
-
-
-def find_open_group(op: str, axis_name: AxisName) -> Group:
-    """The open group over `axis_name` of the mesh that is manual here.
-
-    Raises:
-      ValueError: no such axis is manual here, there is no such group, or more than one.
-    """
-    axis_name = checks.canonical_axis(axis_name)
-    checks.check_manual_axis(op, axis_name)
-    with _open_groups_lock:
-        open_groups = list(_open_groups)
-    found = [group for group in open_groups if group.axis_name == axis_name and checks.is_mesh_here(group.mesh)]
-    if len(found) == 1:
-        return found[0]
-    what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
-    shape = dict(jax.sharding.get_abstract_mesh().shape)
-    raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one, or pass group=")

@@ -123,6 +123,16 @@ def test_matmul(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: 
     assert image.read_bytes().startswith(PNG)
 
 
+def test_overlap(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark("overlap").main(["--repeats", "1", "--quick"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert len(rows) == 4
+    for row in rows:
+        names = ("exchange alone, us", "work alone, us", "asynchronous, us")
+        exchange, work, apart = (number(row[name]) for name in names)
+        assert number(row["hidden"][:-2]) == pytest.approx(100 * (1 - (apart - work) / exchange), abs=1, rel=0.01)
+
+
 def test_phases(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark("phases").main(["--ops", "moe"]) == 0
     tables = capsys.readouterr().out.split("\n\n")[1:]

@@ -26,10 +26,9 @@ from jax_ep import (
     GroupClosedError,
     Implementation,
     PlatformError,
-    group as group_module,
     profiling,
 )
-from jax_ep._core import checks, native as native_module
+from jax_ep._core import checks, native as native_module, open_groups
 
 SIZE, EXPERTS = 2, 8
 
@@ -49,6 +48,7 @@ def test_axis() -> None:
         ({"timeout": True}, TypeError, "timeout must be a number of seconds, got bool"),
         ({"open_timeout": 0}, ValueError, "open_timeout must be a positive number of seconds, got 0"),
         ({"open_timeout": "3"}, TypeError, "open_timeout must be a number of seconds, got str"),
+        ({"async_ops": 1}, TypeError, "async_ops must be True or False, got 1"),
         ({"max_sms": 0}, ValueError, "max_sms must be at least 1, got 0"),
         ({"max_sms": 1.5}, TypeError, "max_sms must be a Python int, .*got float"),
         ({"max_sms": True}, TypeError, "max_sms must be a Python int, .*got bool"),
@@ -132,7 +132,7 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             opened.enter_context(Group(mesh, "ep"))
         with pytest.raises(ValueError, match=r"no open jax_ep.Group over axis 'ep'"):
-            group_module.find_open_group("test", "ep")
+            open_groups.find("test", "ep")
 
 
 @pytest.mark.parametrize("timeout", [np.float32(30), 10**10, float("inf")])

@@ -20,6 +20,8 @@ struct ResultType {
 struct BoundOp {
   const char* target;  // of the FFI
   XLA_FFI_Handler* handler;
+  // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream.
+  XLA_FFI_Handler* uncaptured;
   // The results of a call with these settings, in its order; throws std::invalid_argument.
   std::vector<ResultType> (*result_types)(const Settings& settings, int ranks);
 };

@@ -74,7 +74,9 @@ template <class Args>
 BoundOp bind() {
   XLA_FFI_DEFINE_HANDLER(handler, execute<Args>, ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(),
                          {kTraits});
-  return {OpSpec<Args>::kTarget, handler, result_types<Args>};
+  XLA_FFI_DEFINE_HANDLER(uncaptured, execute<Args>,
+                         ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs());
+  return {OpSpec<Args>::kTarget, handler, uncaptured, result_types<Args>};
 }
 
 }  // namespace jax_ep

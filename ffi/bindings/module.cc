@@ -36,17 +36,21 @@ std::vector<BoundOp> bound_ops() {
   return ops;
 }
 
+py::dict stages(XLA_FFI_Handler* handler) {
+  py::dict stages;
+  stages["instantiate"] = capsule(call_site_handler);
+  stages["initialize"] = capsule(group_check_handler);
+  stages["execute"] = capsule(handler);
+  return stages;
+}
+
 // The stages of each target's handler.
 py::dict handlers() {
-  std::vector<NamedHandler> named = extra_handlers();
-  for (const BoundOp& op : bound_ops()) named.push_back({op.target, op.handler});
   py::dict all;
-  for (const auto& [name, handler] : named) {
-    py::dict stages;
-    stages["instantiate"] = capsule(call_site_handler);
-    stages["initialize"] = capsule(group_check_handler);
-    stages["execute"] = capsule(handler);
-    all[name] = stages;
+  for (const NamedHandler& extra : extra_handlers()) all[extra.name] = stages(extra.handler);
+  for (const BoundOp& op : bound_ops()) {
+    all[op.target] = stages(op.handler);
+    all[py::str(std::string(op.target) + "_uncaptured")] = stages(op.uncaptured);
   }
   return all;
 }

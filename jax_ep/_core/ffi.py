@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep._core import checks
+from jax_ep._core.collective_stream import on_collective_stream
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
@@ -22,6 +23,8 @@ PLATFORMS = ("cpu", "cuda", "hip")
 MAX_RANKS = 64  # ffi/comm/heap.h: the size of a signal pad
 MAX_EXPERTS = 4096  # ffi/comm/heap.h: the size of a mailbox
 
+WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
+_UNCAPTURED = "_uncaptured"  # ends the names of targets that XLA keeps out of command buffers (ffi/bindings/bound_op.h)
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
 _INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # parts of it where it is installed, but its users
@@ -95,6 +98,8 @@ class Ranks(Protocol):
     def size(self) -> int: ...
     @property
     def native_id(self) -> int: ...
+    @property
+    def async_ops(self) -> bool: ...
 
 
 def call(
@@ -104,6 +109,7 @@ def call(
     op: str = "",
     updated: jax.Array | None = None,
     alike: Sequence[str] = (),
+    computes: bool = False,
     **settings: bool | int | float | np.dtype,
 ) -> dict[str, jax.Array]:
     """Calls an op of a group, for the kernels.py of its family.
@@ -116,9 +122,10 @@ def call(
       op: what the user knows it as, if not by this name.
       updated: the operand behind the others as which a result begins.
       alike: results that all ranks have alike, by name.
+      computes: it is a product with a collective, which stays on XLA's compute stream.
 
     Returns:
-      Its results by name, and its workspace.
+      Its results by name.
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _plain(value) for key, value in settings.items()}
@@ -132,14 +139,28 @@ def call(
             aliases[len(operands) - 1], dtype, shape = len(results), like.dtype, like.shape
         results.append(checks.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
     operands = tuple(checks.on_these_devices(op or name, x, group.mesh) for x in operands)
-    target = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases, vmap_method="sequential")
-    attributes = {key: _attribute(value) for key, value in plain.items()}
-    returned = target(*operands, group=np.int64(group.native_id), site=_call_site(), **attributes)
-    if group.platform != "cpu":
+    names = [result for result, _, _ in types if result != WORKSPACE]
+
+    def target(*operands: jax.Array) -> Sequence[jax.Array]:
+        attributes = {key: _attribute(value) for key, value in plain.items()}
+        called = jax.ffi.ffi_call(
+            f"jax_ep_{name}" + (_UNCAPTURED if group.async_ops else ""),
+            results,
+            input_output_aliases=aliases,
+            vmap_method="sequential",
+        )(*operands, group=np.int64(group.native_id), site=site, **attributes)
+        return called[: len(names)]
+
+    site = _call_site()
+    if group.platform == "cpu":
+        returned = target(*operands)
+    elif group.async_ops and not computes:
+        returned = on_collective_stream(target, results[: len(names)], *operands)
+    else:
         # XLA:GPU would fuse a call with the update of the stacked array that one of its results goes into, as in a
         # `jax.lax.scan` with a gradient, and run it once more for its other results.
-        returned = jax.lax.optimization_barrier(returned)
-    return {result: array for (result, _, _), array in zip(types, returned, strict=True)}
+        returned = jax.lax.optimization_barrier(target(*operands))
+    return dict(zip(names, returned, strict=True))
 
 
 def _plain(value: bool | int | float | np.dtype) -> bool | int | float | str:

@@ -207,12 +207,20 @@ def moe_mlp(
         of_gate, of_up = jnp.split(products[0], 2, axis=1) if len(products) == 1 else products
         inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
     assert inner is not None
-    always = None if shared is None else _shared_expert(glu, tokens, *shared)
+    always = None
+    if shared is not None:
+        hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)
+        if group.async_ops:  # the first two products beside the dispatch, the last beside the combine
+            both: tuple[jax.Array, jax.Array] = jax.lax.optimization_barrier((inner, hidden))
+            inner, hidden = both
+        always = jnp.dot(hidden, shared[2])
     if by_fused_ops and bias_down is None:
         out = ragged_dot_combine(inner, down, routing, **where)
     else:
         out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
     if always is not None:
+        if group.async_ops:  # else XLA adds in the product's epilogue, which then waits for the combine
+            out, always = jax.lax.optimization_barrier((out, always))
         out = out + always
     return (out, _stats(routing)) if with_stats else out
 
@@ -226,10 +234,6 @@ def uses_fused_ops(fused: bool | Literal["auto"], *, by_xla: bool) -> bool:
     if not isinstance(fused, bool) and fused != "auto":
         raise ValueError(f"moe_mlp: fused must be True, False or 'auto', got {fused!r}")
     return not by_xla if fused == "auto" else bool(fused)
-
-
-def _shared_expert(glu: Gated, tokens: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    return jnp.dot(glu(jnp.dot(tokens, gate), jnp.dot(tokens, up)).astype(tokens.dtype), down)
 
 
 def _biased(product: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:

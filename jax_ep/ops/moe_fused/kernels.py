@@ -27,6 +27,7 @@ def dispatch_dot(
         weights,
         rhs,
         group=group,
+        computes=True,
         dtype=tokens.dtype,
         num_tokens=tokens.shape[0],
         top_k=expert_ids.shape[1],

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import checks, ffi
+from jax_ep._core import checks, ffi, open_groups
 from jax_ep._core.checks import AxisName, Implementation
 from jax_ep._core.undelivered import undelivered_if
 from jax_ep.errors import InvalidRoutingError
-from jax_ep.group import Group, check_group, find_open_group
+from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged import gradients, xla
 
 OUTSIDE = (
@@ -85,12 +85,11 @@ def ragged_all_to_all(
 
 
 def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
-    if group is None:
-        group = find_open_group(op, axis_name)
-    check_group(op, group)
-    if checks.canonical_axis(axis_name) != group.axis_name:
-        raise ValueError(f"{op}: group is over axis {group.axis_name!r}, axis_name is {axis_name!r}")
-    return group
+    found: Group = open_groups.find(op, axis_name) if group is None else group
+    check_group(op, found)
+    if checks.canonical_axis(axis_name) != found.axis_name:
+        raise ValueError(f"{op}: group is over axis {found.axis_name!r}, axis_name is {axis_name!r}")
+    return found
 
 
 def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:

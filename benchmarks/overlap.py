@@ -1,0 +1,225 @@
+"""Ops beside other work, in order and asynchronous: `python -m jax_ep bench overlap`."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jax_ep
+from jax_ep.lax import ragged_dot
+
+from . import moe_sweep, sparse
+from .in_jit_loop import Loop, compile_loops, median_microseconds
+from .layer import CPU_MODELS, MODELS, Model, draw_matrices, gated, on_ranks, training_step
+from .moe_cases import SEED, Case, capacity, load, make_ids
+from .moe_formulations import AXIS
+from .provenance import header
+
+HEAD = 128  # values of an attention head
+SEQUENCE = 1024  # tokens
+CALLS = 10
+COLUMNS = "beside | exchange alone, us | work alone, us | in order, us | asynchronous, us | hidden"
+
+Op = Callable[..., Any]  # of one rank: its operands -> arrays
+
+
+class Overlap(NamedTuple):
+    """An exchange, work that does not need it, and the program that has both. All take the same operands."""
+
+    name: str
+    operands: tuple[Any, ...]
+    exchange: Callable[[jax_ep.Group], Op]
+    work: Op
+    both: Callable[[jax_ep.Group], Op]
+
+
+class Layer(NamedTuple):
+    """Operands of an MoE block, and what a dispatch of them brings: rows and the sizes of their groups."""
+
+    ids: jax.Array
+    weights: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    shared: tuple[jax.Array, jax.Array, jax.Array]
+    attention: jax.Array
+    rows: jax.Array
+    sizes: jax.Array
+
+
+def products(layer: Layer, tokens: jax.Array) -> jax.Array:
+    inner = gated(layer.sizes, layer.gate, layer.up, layer.rows)
+    return ragged_dot(inner, layer.down, layer.sizes)
+
+
+def routed(group: jax_ep.Group, room: int, layer: Layer, tokens: jax.Array, **options: Any) -> jax.Array:
+    matrices = (layer.gate, layer.up, layer.down)
+    return jax_ep.moe_mlp(tokens, layer.ids, layer.weights, *matrices, group=group, capacity=room, **options)
+
+
+def shared_expert(layer: Layer, tokens: jax.Array) -> jax.Array:
+    gate, up, down = layer.shared
+    return (jax.nn.silu(tokens @ gate) * (tokens @ up)) @ down
+
+
+def attend(layer: Layer, tokens: jax.Array) -> jax.Array:
+    """Causal attention in sequences of SEQUENCE tokens; queries, keys and values are the same, to have one matrix."""
+    length = min(SEQUENCE, len(tokens))
+    size = min(HEAD, tokens.shape[1])
+    heads = (tokens @ layer.attention).reshape(-1, length, tokens.shape[1] // size, size)
+    out = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True)
+    return tokens + out.reshape(tokens.shape)
+
+
+def halves(block: Callable[[Layer, jax.Array], Any], layer: Layer, tokens: jax.Array) -> list[Any]:
+    """Two micro-batches, each with attention and its half of the rows."""
+    found = []
+    for part in range(2):
+        ids, weights, own = (jnp.split(x, 2)[part] for x in (layer.ids, layer.weights, tokens))
+        mine = layer._replace(ids=ids, weights=weights, sizes=layer.sizes // 2, rows=jnp.split(layer.rows, 2)[part])
+        found.append(block(mine, own))
+    return found
+
+
+def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
+    shape, mesh = model.shape, group.mesh
+    case = Case(shape)
+    ids = make_ids(case, group.size)
+    room = 2 * capacity(case, load(ids, shape.experts, group.size))  # halves are less even
+    tokens, ids, weights = moe_sweep.make_inputs(shape, ids, group)
+
+    def exchange(group: jax_ep.Group, ids: jax.Array, weights: jax.Array, tokens: jax.Array) -> jax.Array:
+        out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=shape.experts, capacity=room)
+        return jax_ep.combine(out.tokens, out.routing, group=group)
+
+    def exchanges(group: jax_ep.Group, layer: Layer, tokens: jax.Array) -> jax.Array:
+        return exchange(group, layer.ids, layer.weights, tokens)
+
+    def deliver(tokens: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = jax_ep.dispatch(tokens, ids, group=group, num_experts=shape.experts, capacity=room)
+        return out.tokens, out.group_sizes
+
+    def draw(key: int, rows: int, columns: int) -> jax.Array:
+        drawn = jax.random.normal(jax.random.key(key), (group.size * rows, columns), shape.dtype) * rows**-0.5
+        return jax.device_put(drawn, NamedSharding(mesh, P(AXIS)))
+
+    sides = ((shape.hidden, model.width), (shape.hidden, model.width), (model.width, shape.hidden))
+    gate, up, down = (draw(SEED + i, *side) for i, side in enumerate(sides))
+    rows, sizes = on_ranks(deliver, mesh)(tokens, ids)
+    attention = draw(SEED + 3, shape.hidden, shape.hidden)
+    layer = Layer(ids, weights, *draw_matrices(model, mesh), (gate, up, down), attention, rows, sizes)
+
+    yield Overlap(
+        f"{model.name}: shared expert",
+        (layer, tokens),
+        lambda group: partial(exchanges, group),
+        lambda layer, tokens: (products(layer, tokens), shared_expert(layer, tokens)),
+        lambda group: lambda layer, tokens: routed(group, room, layer, tokens, shared=layer.shared),
+    )
+
+    def block(group: jax_ep.Group) -> Op:
+        return partial(halves, lambda layer, tokens: routed(group, room, layer, attend(layer, tokens)))
+
+    yield Overlap(
+        f"{model.name}: two micro-batches with attention",
+        (layer, tokens),
+        lambda group: partial(halves, partial(exchanges, group)),
+        partial(halves, lambda layer, tokens: (products(layer, tokens), attend(layer, tokens))),
+        block,
+    )
+
+    # `training_step` differentiates in all operands but the first: ids, and the sizes of known groups.
+    def of_exchange(group: jax_ep.Group) -> Op:
+        step = training_step(partial(exchange, group))
+        return lambda layer, tokens: step(layer.ids, layer.weights, tokens)
+
+    def of_products(layer: Layer, _: jax.Array) -> Any:
+        step = training_step(lambda sizes, gate, up, down, rows: ragged_dot(gated(sizes, gate, up, rows), down, sizes))
+        return step(layer.sizes, layer.gate, layer.up, layer.down, layer.rows)
+
+    def of_layer(group: jax_ep.Group) -> Op:
+        step = training_step(
+            lambda ids, *others: jax_ep.moe_mlp(others[-1], ids, *others[:-1], group=group, capacity=room)
+        )
+        return lambda layer, tokens: step(layer.ids, layer.weights, layer.gate, layer.up, layer.down, tokens)
+
+    name = f"{model.name}: training step, weight gradients"
+    yield Overlap(name, (layer, tokens), of_exchange, of_products, of_layer)
+
+
+def sparse_overlap(group: jax_ep.Group, *, on_cpu: bool) -> Overlap:
+    """The gradient of an embedding, and the backward pass of the dense layers above it."""
+    shape = sparse.CPU_SHAPE if on_cpu else sparse.GPU_SHAPE
+    rows, width = (64, 128) if on_cpu else (8192, 8192)
+    ids = sparse.draw_ids("uniform", shape, group.size)
+    room = sparse.round_up(sparse.load(ids, shape.num_rows).largest_share)
+    place = NamedSharding(group.mesh, P(AXIS))
+    drawn = jax.random.normal(jax.random.key(SEED), (group.size * max(rows, width), width), jnp.bfloat16)
+    x, matrix = (jax.device_put(drawn[: group.size * height], place) for height in (rows, width))
+
+    def reduce(group: jax_ep.Group) -> Op:
+        def op(ids: jax.Array, values: jax.Array, matrix: jax.Array, x: jax.Array) -> Any:
+            entries = jax_ep.SparseRows.from_entries(ids, values, num_rows=shape.num_rows)
+            summed = jax_ep.sparse_all_reduce(entries, group=group, capacity=room, sharded=True)
+            return summed.indices, summed.values
+
+        return op
+
+    def dense(ids: jax.Array, values: jax.Array, matrix: jax.Array, x: jax.Array) -> Any:
+        def stack(matrix: jax.Array, x: jax.Array) -> jax.Array:
+            for _ in range(4):
+                x = jax.nn.silu(x @ matrix) * width**-0.5
+            return x
+
+        out, backward = jax.vjp(stack, matrix, x)
+        return backward(out)
+
+    return Overlap(
+        f"sparse_all_reduce, {shape}: backward pass of four layers",
+        (*sparse.place_entries(ids, shape.width, group.mesh), matrix, x),
+        reduce,
+        dense,
+        lambda group: lambda *operands: (reduce(group)(*operands), dense(*operands)),
+    )
+
+
+def line(one: Overlap, in_order: jax_ep.Group, apart: jax_ep.Group, calls: int, repeats: int) -> str:
+    """Checks that both groups give the same bits, then times the four programs in turns."""
+    mesh = in_order.mesh
+    found, other = (on_ranks(one.both(group), mesh)(*one.operands) for group in (in_order, apart))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b), one.name), found, other)
+    ops = (one.exchange(in_order), one.work, one.both(in_order), one.both(apart))
+    loops = [Loop(op, one.operands[:-1], one.operands[-1], calls) for op in ops]
+    times = median_microseconds(loops, compile_loops(loops, mesh), repeats, hot=in_order.platform != "cpu")
+    for group in (in_order, apart):
+        group.check()
+    exchange, work, _, asynchronous = times
+    hidden = 1 - (asynchronous - work) / exchange
+    return f"| {one.name} | {' | '.join(f'{time:,.1f}' for time in times)} | {100 * hidden:.0f} % |"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench overlap", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
+    parser.add_argument("--quick", action="store_true", help="the first model only")
+    parser.add_argument("--max-sms", type=int, help="of the asynchronous ops [24]")
+    options = parser.parse_args(arguments)
+    on_cpu = jax.default_backend() == "cpu"
+    models = (CPU_MODELS if on_cpu else MODELS[:2])[: 1 if options.quick else None]
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+
+    with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, async_ops=True, max_sms=options.max_sms) as apart:
+        print(header(list(mesh.devices.flat), repr(group.resolve("bench", "auto")), ["overlap", *arguments]))
+        print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
+        print("- in order: a group as it is; asynchronous: Group(async_ops=True); the same bits")
+        print("- hidden: of the exchange alone, how much the asynchronous program does not take longer than its work\n")
+        print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
+        for overlaps in (*(moe_overlaps(model, group) for model in models), [sparse_overlap(group, on_cpu=on_cpu)]):
+            for one in overlaps:
+                print(line(one, group, apart, 2 if on_cpu else CALLS, options.repeats), flush=True)
+    return 0

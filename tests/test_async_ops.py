@@ -1,0 +1,211 @@
+"""Group(async_ops=True): the same values everywhere, and on GPUs calls that XLA overlaps with other work."""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import compile_only
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile_only import Step
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jax_ep
+from jax_ep import Group, combine, dispatch
+from jax_ep._core import checks, collective_stream, ffi, opening
+
+RANKS, EXPERTS, T, H, K = 2, 8, 2048, 1024, 4
+C = 2 * T * K  # rows of a rank
+
+
+# Values: on the CPU, and on GPUs, the ops of both groups are compared with numpy.
+
+
+def test_values_and_bits(native: None, rng: np.random.Generator) -> None:
+    mesh = helpers.mesh_of(ep=RANKS)
+    case = helpers.draw_case(rng, RANKS, 32, 2, EXPERTS, 16)
+    found = []
+    for async_ops in (False, True):
+        with Group(mesh, "ep", async_ops=async_ops) as group:
+            both = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+            actual = helpers.fetch(both(*case))
+            helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+            found.append(helpers.bits(actual))
+    assert found[0] == found[1]
+
+
+def test_gradients_and_batches(native: None, rng: np.random.Generator) -> None:
+    mesh = helpers.mesh_of(ep=RANKS)
+    tokens = rng.normal(size=(RANKS, 3, 16, 8)).astype(np.float32)
+    ids = rng.integers(-1, EXPERTS, size=(RANKS, 3, 16, 2)).astype(np.int32)
+    with Group(mesh, "ep", async_ops=True) as group:
+
+        def loss(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+            out = dispatch(tokens, ids, group=group, num_experts=EXPERTS)
+            return jnp.sum(combine(out.tokens, out.routing, group=group) ** 2)
+
+        grads = helpers.fetch(helpers.per_rank(jax.vmap(jax.grad(loss)), mesh)(tokens, ids))
+    sent = (ids >= 0).sum(-1, keepdims=True)  # each copy comes back with weight 1
+    np.testing.assert_allclose(grads, 2 * sent**2 * tokens, rtol=1e-5, atol=1e-6)
+
+
+def test_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(collective_stream, "SCHEDULED_SINCE", (0, 0))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=False")
+    collective_stream.warn_unless_scheduled.cache_clear()
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        for _ in range(2):
+            collective_stream.warn_unless_scheduled()
+    collective_stream.warn_unless_scheduled.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "async_ops: nothing overlaps them, as XLA_FLAGS turns --xla_gpu_enable_latency_hiding_scheduler off"
+    ]
+
+
+# Schedules: of programs compiled for GPUs.
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    """Of GPUs that are not there, on which groups can be opened, and programs compiled."""
+    mesh = compile_only.mesh_of(RANKS)
+    cpu = ffi.library("cpu")
+    opened = SimpleNamespace(id=1, close=lambda: None, release=lambda: None, take_error=lambda: None)
+    opened.await_failure = lambda seconds: ("GroupClosedError", "")
+    monkeypatch.setattr(ffi, "is_built", lambda platform: True)
+    monkeypatch.setattr(ffi, "library", lambda platform: cpu)
+    monkeypatch.setattr(ffi, "library_name", lambda device: "cuda")
+    monkeypatch.setattr(opening, "open_native", lambda *args, **options: (opened, lambda: None))
+    return mesh
+
+
+def overlapped(test: Any) -> Any:
+    """Before jax 0.12 XLA:GPU puts the end of a call right behind its start."""
+    return pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="needs jax 0.12")(test)
+
+
+@pytest.fixture
+def group(mesh: Mesh) -> Iterator[Group]:
+    with Group(mesh, "ep", async_ops=True) as group:
+        yield group
+
+
+SHAPES = (
+    jax.ShapeDtypeStruct((RANKS * T, H), jnp.bfloat16),
+    jax.ShapeDtypeStruct((RANKS * T, K), jnp.int32),
+    jax.ShapeDtypeStruct((RANKS * T, K), jnp.float32),
+    jax.ShapeDtypeStruct((EXPERTS, H, H), jnp.bfloat16),
+    jax.ShapeDtypeStruct((RANKS * H, H), jnp.bfloat16),
+)
+
+
+def steps_of(function: Any, mesh: Mesh, *shapes: Any) -> list[Step]:
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return compile_only.schedule(mapped, mesh, *shapes, specs=[P("ep")] * len(shapes))
+
+
+def products_beside(steps: list[Step]) -> list[int]:
+    """How many products run while each asynchronous call is under way, in the order of the calls."""
+    found = []
+    for begin, step in enumerate(steps):
+        if step.opcode == "call-start":
+            (end,) = [i for i, s in enumerate(steps) if (s.opcode, s.operands) == ("call-done", f"%{step.name}")]
+            found.append(sum("dot" in s.name for s in steps[begin:end]))
+    return found
+
+
+def layer(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, shared: Any) -> jax.Array:
+    return jax_ep.moe_mlp(
+        tokens, ids, weights, experts, experts, experts, group=group, capacity=C, shared=(shared, -shared, shared)
+    )
+
+
+def test_of_synchronous_groups(mesh: Mesh) -> None:
+    with Group(mesh, "ep") as group:
+        steps = steps_of(partial(layer, group), mesh, *SHAPES)
+    assert [s.opcode for s in steps if "call" in s.opcode] == ["custom-call", "custom-call"]
+
+
+@overlapped
+def test_shared_expert(group: Group) -> None:
+    """Two of its products beside the dispatch, the third beside the combine."""
+    beside = products_beside(steps_of(partial(layer, group), group.mesh, *SHAPES))
+    assert len(beside) == 2
+    assert beside[0] >= 1
+    assert beside[1] >= 1
+
+
+@overlapped
+def test_micro_batches(group: Group) -> None:
+    """The exchanges of one half run beside the products of the other, but for the first and the last."""
+
+    def halves(tokens: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return layer(group, tokens, *others), layer(group, tokens + 1, *others)
+
+    beside = products_beside(steps_of(halves, group.mesh, *SHAPES))
+    assert len(beside) == 4
+    assert sum(count > 0 for count in beside) >= 2
+
+
+@overlapped
+def test_training_step(group: Group) -> None:
+    """Forward and backward: weight gradients beside the exchanges of the backward pass."""
+
+    def loss(tokens: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
+        return jnp.sum(layer(group, tokens, ids, *others).astype(jnp.float32) ** 2)[None]
+
+    def step(tokens: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
+        value, back = jax.vjp(lambda tokens, *others: loss(tokens, ids, *others), tokens, *others)
+        return value, back(jnp.ones_like(value))
+
+    beside = products_beside(steps_of(step, group.mesh, *SHAPES))
+    assert len(beside) == 4
+    assert sum(count > 0 for count in beside) >= 3
+
+
+@overlapped
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sparse_all_reduce(group: Group, sharded: bool) -> None:
+    """The gradient of an embedding is summed beside products that do not need it."""
+
+    def step(ids: jax.Array, values: jax.Array, x: jax.Array, w: jax.Array) -> Any:
+        rows = jax_ep.SparseRows.from_entries(ids[:, 0], values, num_rows=10**6)
+        summed = jax_ep.sparse_all_reduce(rows, group=group, capacity=4096, sharded=sharded)
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        found = checks.vary_alike("ep", summed.indices, summed.values)
+        return *found, x
+
+    shapes = (SHAPES[1], SHAPES[0], SHAPES[0], SHAPES[4])
+    beside = products_beside(steps_of(step, group.mesh, *shapes))
+    assert len(beside) == 2
+    assert sum(beside) >= 2
+
+
+@pytest.mark.parametrize("transform", ["vmap", "scan", "remat"])
+def test_transforms(group: Group, transform: str) -> None:
+    """They compile; a batch is one call after the other, in a loop."""
+
+    def each(tokens: jax.Array, *others: jax.Array) -> jax.Array:
+        return layer(group, tokens, *others)
+
+    def transformed(tokens: jax.Array, *others: jax.Array) -> jax.Array:
+        both = jnp.stack([tokens, -tokens])
+        if transform == "vmap":
+            return jax.vmap(lambda x: each(x, *others))(both).sum(0)
+        if transform == "scan":
+            return jax.lax.scan(lambda c, x: (c + each(x, *others), None), jnp.zeros_like(tokens), both)[0]
+        return jax.grad(lambda x: jnp.sum(jax.checkpoint(each)(x, *others).astype(jnp.float32)))(tokens)
+
+    text = compile_only.text_of(
+        jax.shard_map(transformed, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep")),
+        group.mesh,
+        *SHAPES,
+        specs=[P("ep")] * len(SHAPES),
+    )
+    assert text.count(" call-start(") >= 2
