@@ -29,13 +29,14 @@ from .in_jit_loop import (
     teraflops,
 )
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
-from .moe_formulations import AXIS, Formulation, jax_ep_ops
+from .moe_formulations import AXIS, Formulation, in_one_kernel, jax_ep_ops
 from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 
 OURS, UNFUSED, PADDED = "jax_ep", "jax_ep, fused=False", "padded all_to_all"
+KERNEL = "jax_ep, implementation='fused'"  # of its first half
 DISPATCH, COMBINE, PRODUCTS = "dispatch", "combine", "products"
-LAYERS = (OURS, UNFUSED, PADDED)
+LAYERS = (OURS, UNFUSED, KERNEL, PADDED)
 PARTS = (DISPATCH, COMBINE, PRODUCTS, *LAYERS)
 LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
@@ -160,7 +161,8 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
 
 
 def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh: Mesh, dtype: str) -> None:
-    """Raises unless ours, fused or not, has the same bits, and the others differ by rounding."""
+    """Raises unless ours has the same bits in every form, and the others differ by rounding: KERNEL too, on a CPU."""
+    rounded = (PADDED, KERNEL) if mesh.devices.flat[0].platform == "cpu" else (PADDED,)
     programs = compile_all([on_ranks(layer, mesh).lower(*operands) for layer in layers.values()])
     results = [jax.block_until_ready(program(*operands)) for program in programs]  # one waits for no other
 
@@ -169,7 +171,7 @@ def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh:
 
     for name, result in zip(layers, results, strict=True):
         worst = float(np.max(on_ranks(error, mesh)(results[0], result)))
-        if not worst <= (16 * float(jnp.finfo(dtype).eps) if name == PADDED else 0):
+        if not worst <= (16 * float(jnp.finfo(dtype).eps) if name in rounded else 0):
             raise AssertionError(f"{name} differs from {next(iter(layers))} by {worst} of the largest value")
 
 
@@ -214,7 +216,13 @@ def loops_of_parts(
 
 
 def measure(
-    model: Model, routing: str, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int, quick: bool
+    model: Model,
+    routing: str,
+    group: jax_ep.Group,
+    implementation: jax_ep.Implementation,
+    repeats: int,
+    quick: bool,
+    kernel: bool = False,
 ) -> Result:
     """Checks the layers against each other, then times all in turns."""
     shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
@@ -228,6 +236,8 @@ def measure(
     layers = {OURS: ours(group, room, implementation, "auto")}
     if uses_fused_ops("auto", by_xla=implementation == "xla"):
         layers[UNFUSED] = ours(group, room, implementation, False)
+    if kernel:
+        layers[KERNEL] = in_one_kernel(group, room)
     layers[PADDED] = by_exchange(moe_sweep.choose(case, needed, group, implementation)[1])
     check_alike(layers, operands, mesh, shape.dtype)
 
@@ -309,6 +319,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help=f"uniform routing only, no training step of {PADDED}")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
     parser.add_argument("--tokens", type=int, help="of each rank, in place of the shapes' own")
+    parser.add_argument("--kernel", action="store_true", help=f"{KERNEL}, too")
     add_plot(parser, "layer")
     options = parser.parse_args(arguments)
     models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens)
@@ -327,7 +338,7 @@ def main(arguments: list[str]) -> int:
         results: list[Result] = []
         for model in models:
             for routing in ROUTINGS[: 1 if options.quick else None]:
-                results.append(measure(model, routing, group, implementation, repeats, options.quick))
+                results.append(measure(model, routing, group, implementation, repeats, options.quick, options.kernel))
                 print("\n".join(table(results[-1])), flush=True)
     write_plot(options.plot, partial(plot, results))
     return 0

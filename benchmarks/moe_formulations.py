@@ -67,3 +67,20 @@ def ragged_all_to_all(experts: int, capacity: int, exchange: ragged.Exchange) ->
         return ragged.combine(rows, sent, weights, axis_name=AXIS, exchange=exchange)
 
     return Formulation("ragged_all_to_all", dispatch, combine)
+
+
+def in_one_kernel(group: jax_ep.Group, room: int) -> Callable[..., jax.Array]:
+    """The layer on a rank, (ids, weights, gate, up, down, tokens) -> [T, H]: the dispatch and the first product are one
+    kernel."""
+
+    def layer(
+        ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
+    ) -> jax.Array:
+        options: dict[str, Any] = {"capacity": room, "activation": "silu", "implementation": "fused"}
+        experts = group.size * gate.shape[0]
+        inner, (_, _, routing) = jax_ep.dispatch_ragged_dot(
+            tokens, ids, weights, (gate, up), group=group, num_experts=experts, **options
+        )
+        return jax_ep.ragged_dot_combine(inner, down, routing, group=group)
+
+    return layer

@@ -91,6 +91,22 @@ def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None
         types_of("gather_matmul", **given)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"columns": 0}, "rows and columns of the right operand must not be empty"),
+        ({"hidden": 0}, "rows and columns of the right operand must not be empty"),
+        ({"num_experts": 3}, "the experts must be a multiple of the ranks"),
+    ],
+)
+def test_dispatched_products_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    sizes = {"num_tokens": 3, "top_k": 2, "hidden": 8, "num_experts": 4, "capacity": 8, "drop": False, "columns": 16}
+    found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch_ragged_dot", dtype="bfloat16", **sizes)}
+    assert found["product"] == ("bfloat16", [8, 16])
+    with pytest.raises(ValueError, match=f"^dispatch_ragged_dot: {message}$"):
+        types_of("dispatch_ragged_dot", **{"dtype": "bfloat16", **sizes, **settings})
+
+
 @pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])
 def test_slices_that_cannot_be(operand_rows: int, row_bytes: int) -> None:
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: (there must be fewer than 2..31 rows|a row must be)"):

@@ -54,7 +54,11 @@ def trace(group: Group, call: Callable[[], Any]) -> None:
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ({"wire_dtype": jnp.float8_e4m3fn}, ValueError, "wire_dtype float8_e4m3fn needs H to be a multiple of 128"),
         ({"on_overflow": "ignore"}, ValueError, "on_overflow must be one of 'raise', 'drop'; got 'ignore'"),
-        ({"implementation": "nccl"}, ValueError, "implementation must be one of 'auto', 'ffi', 'xla'; got 'nccl'"),
+        (
+            {"implementation": "nccl"},
+            ValueError,
+            "implementation must be one of 'auto', 'ffi', 'xla', 'fused'; got 'nccl'",
+        ),
         ({"rhs": None}, TypeError, "rhs must be an array, got NoneType"),
         ({"rhs": FIRST[0]}, ValueError, r"rhs must have shape \[E / R, H, N\], got \(16, 8\)"),
         ({"rhs": FIRST[:1]}, ValueError, r"rhs must have shape \[E / R, H, N\] = \(2, 16, 8\), got \(1, 16, 8\)"),

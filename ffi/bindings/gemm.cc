@@ -86,7 +86,7 @@ std::vector<NamedHandler> extra_handlers() {
 
 std::optional<std::string> load_extra_kernels() {
 #define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
-  for (const auto load : {&gemm::load, JAX_EP_MATMUL_OPS(JAX_EP_LOAD)})
+  for (const auto load : {&gemm::load, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
 }

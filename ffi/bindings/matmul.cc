@@ -1,12 +1,12 @@
-// The FFI handlers of the matrix products with a collective.
+// The FFI handlers of the matrix products with a collective or a dispatch.
 #include "bindings/handler.h"
-#include "kernels/matmul/args.h"
+#include "kernels/args.h"
 
 namespace jax_ep {
 
 std::vector<BoundOp> bind_products() {
 #define JAX_EP_BOUND(Args) bind<Args>(),
-  return {JAX_EP_MATMUL_OPS(JAX_EP_BOUND)};
+  return {JAX_EP_PRODUCT_OPS(JAX_EP_BOUND)};
 #undef JAX_EP_BOUND
 }
 

@@ -77,6 +77,13 @@ struct ExchangeRates {
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
+// Rates of dispatch_ragged_dot: kernels/moe/plan.cc. Guesses: it has not been timed.
+struct DotRates {
+  int dispatching = 32;        // blocks that dispatch before they multiply
+  double bytes_per_us = 60e3;  // of rows that such a block sends and takes in
+  double early = 0.5;          // the part of that time in which tiles have all their rows: tokens come in their order
+};
+
 struct HardwareModel {
   std::string_view architecture;
   bool timed;        // on this architecture; otherwise its rates are guesses
@@ -84,11 +91,13 @@ struct HardwareModel {
   int row_sms;       // that an op on rows may take
   int shared_bytes;  // that a CTA may have
   int warp_lanes;    // threads of a warp
+  int device_sms;    // that there are
   RowRates rows{};
   GemmRates gemm{};
   GatherRates gather{};
   ReduceRates reduce{};
   ExchangeRates exchange{};
+  DotRates dot{};
 };
 
 // The model of "sm_90" (H100, H200), "sm_80" (A100), "gfx942" (MI300), or that of all others, which is named "unknown".

@@ -182,10 +182,10 @@ JAX_EP_FN void store(const CUtensorMap& map, Out* out, const Problem& problem, c
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
-                        const Hooks& hooks, int cta, int ctas) {
+                        const Hooks& hooks, Share share) {
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<SharedFor<kBlockN, Hooks>::kStages> at;
-  Schedule schedule(problem, kBlockN, cta, ctas);
+  Schedule schedule(problem, kBlockN, share);
   Tile tile{};
   int tiles = 0;
   uint32_t swaps = 0;
@@ -257,11 +257,14 @@ struct Registers<Aux, 192> {
   static constexpr int kConsumer = 240, kOther = 24;
 };
 
-// The part of one of `ctas` CTAs. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`, `b`
+// This CTA among all.
+JAX_EP_FN Share this_share() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
+
+// The part of a CTA. kMnA, kMnB: the contiguous dimension of a is m, of b is n, rather than k. `a`, `b`
 // map slices, `out_map` a warp's box.
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
 JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& out_map,
-                              void* out, const Problem& problem, const Hooks& hooks, int cta, int ctas) {
+                              void* out, const Problem& problem, const Hooks& hooks, Share share) {
   using Aux = typename Hooks::Aux;
   using Wanted = Registers<Aux, kParts<kBlockN> * kBlockN / 2>;
   auto& shared = *reinterpret_cast<SharedFor<kBlockN, Hooks>*>(memory);
@@ -269,13 +272,13 @@ JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensor
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
-    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks, cta, ctas);
+    consume<In, Out, kBlockN, kMnA, kMnB>(shared, out_map, static_cast<Out*>(out), problem, hooks, share);
   } else {
     give_registers<Wanted::kOther>();
     if (warp == kConsumerWarps) {
-      produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, cta, ctas);
+      produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, share);
     } else if constexpr (!std::is_empty_v<Aux>) {
-      hooks.run_aux(warp - kConsumerWarps - 1, cta, ctas);
+      hooks.run_aux(warp - kConsumerWarps - 1, share);
     }
   }
 }
@@ -286,7 +289,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 const __grid_constant__ CUtensorMap out_map, void* out, const __grid_constant__ Problem problem,
                 const __grid_constant__ Hooks hooks) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_tiles<In, Out, kBlockN, kMnA, kMnB>(memory, a, b, out_map, out, problem, hooks, blockIdx.x, gridDim.x);
+  multiply_tiles<In, Out, kBlockN, kMnA, kMnB>(memory, a, b, out_map, out, problem, hooks, this_share());
 }
 
 }  // namespace jax_ep::gemm

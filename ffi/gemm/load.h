@@ -68,12 +68,12 @@ JAX_EP_FN int slices_of_columns(int columns) {
 
 template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
 __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a, const CUtensorMap& b,
-                        const Problem& problem, const Hooks& hooks, int cta, int ctas) {
+                        const Problem& problem, const Hooks& hooks, Share share) {
   using Memory = SharedFor<kBlockN, Hooks>;
   constexpr int kSlicesB = kBlockN / kSlice;
   const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
-  Schedule schedule(problem, kBlockN, cta, ctas);
+  Schedule schedule(problem, kBlockN, share);
   for (Tile tile; schedule.next(&tile);) {
     const Rows rows = hooks.before_tile(tile, a);
     const int matrix = problem.grouping == Grouping::m_grouped ? tile.group : 0;

@@ -30,6 +30,13 @@ struct Problem {
   bool split_k = false;  // both CTAs of a cluster take the same tile, half of the contraction each
 };
 
+// Which part of the tiles a CTA takes: that of one of `ctas`, of which the first `late` begin later, as they do
+// something else before. The others take the first tiles alone, `head` times a tile pair each.
+struct Share {
+  int cta, ctas;
+  int late = 0, head = 0;
+};
+
 // What the tiles of a cluster's two CTAs have in common.
 enum class Common { a, b, tile };
 

@@ -11,11 +11,13 @@ namespace jax_ep::gemm {
 // Clusters take the tiles of a group, then of the next, round-robin; the groups' sizes are read on the way.
 class Schedule {
  public:
-  JAX_EP_FN Schedule(const Problem& problem, int block_n, int cta, int ctas) : problem_(problem), block_n_(block_n) {
-    const int cluster = cta / kCluster;
-    rank_ = cta % kCluster;
-    step_ = ctas / kCluster;
-    next_ = cluster;
+  JAX_EP_FN Schedule(const Problem& problem, int block_n, const Share& share) : problem_(problem), block_n_(block_n) {
+    const int cluster = share.cta / kCluster;
+    rank_ = share.cta % kCluster;
+    step_ = share.ctas / kCluster;
+    late_ = share.late / kCluster;
+    head_ = share.head * (step_ - late_);
+    next_ = cluster < late_ || head_ == 0 ? head_ + cluster : cluster - late_;
     open_group(0);
   }
 
@@ -28,12 +30,19 @@ class Schedule {
       open_group(tile_.group + 1);
     }
     locate(next_ - first_, tile);
-    next_ += step_;
+    advance();
     tile->last = next_ >= tile_pairs_;
     return true;
   }
 
  private:
+  // Within the head the late clusters are passed over; behind it all have their turns.
+  JAX_EP_FN void advance() {
+    const bool in_head = next_ < head_;
+    next_ += in_head ? step_ - late_ : step_;
+    if (in_head && next_ >= head_) next_ += late_;
+  }
+
   // If m-grouped, the rows behind the last group are one more, without contraction.
   JAX_EP_FN int last_group() const {
     if (problem_.grouping == Grouping::none) return 0;
@@ -106,6 +115,7 @@ class Schedule {
   const Problem& problem_;
   int block_n_;
   int next_, step_;                 // in tile pairs
+  int late_, head_;                 // clusters that begin late, tile pairs that the others take before
   int rank_;                        // within the cluster
   int first_ = 0, tile_pairs_ = 0;  // of the open group
   int rows_ = 0, columns_ = 0;      // of its tiles

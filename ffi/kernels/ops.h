@@ -15,7 +15,8 @@ enum class OpKind : int32_t {
   sparse_reduce,
   matmul_all_reduce,
   matmul_reduce_scatter,
-  all_gather_matmul
+  all_gather_matmul,
+  dispatch_ragged_dot
 };
 
 }  // namespace jax_ep
@@ -25,9 +26,11 @@ enum class OpKind : int32_t {
 #define JAX_EP_RAGGED_OPS(X) X(RaggedArgs)
 #define JAX_EP_SPARSE_OPS(X) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
+#define JAX_EP_MOE_PRODUCT_OPS(X) X(DispatchDotArgs)
 
 #define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X)
-#define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_MATMUL_OPS(X)
+#define JAX_EP_PRODUCT_OPS(X) JAX_EP_MATMUL_OPS(X) JAX_EP_MOE_PRODUCT_OPS(X)
+#define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_PRODUCT_OPS(X)
 
 // The kernels of the ops on rows, most of which have one; choose_kernel in kernels/kernels.h knows the others. Those
 // that look at values are compiled for each dtype, and those that are blind once: they move bytes.

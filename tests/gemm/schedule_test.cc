@@ -40,10 +40,12 @@ std::vector<Range> ranges_of(const std::vector<int>& sizes, int total) {
 }
 
 // CTAs of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
-void check_clusters(const Problem& problem, const Config& config) {
+void check_clusters(const Problem& problem, const Config& config, Share share) {
   for (int first = 0; first < config.blocks; first += kCluster) {
-    Schedule one(problem, config.block_n, first, config.blocks);
-    Schedule other(problem, config.block_n, first + 1, config.blocks);
+    share.cta = first;
+    Schedule one(problem, config.block_n, share);
+    share.cta = first + 1;
+    Schedule other(problem, config.block_n, share);
     for (bool more = true; more;) {
       Tile a{}, b{};
       more = one.next(&a);
@@ -59,12 +61,13 @@ void check_clusters(const Problem& problem, const Config& config) {
   }
 }
 
-void check_cover(const Problem& problem, const Config& config, const std::vector<int>& sizes) {
+void check_cover(const Problem& problem, const Config& config, const std::vector<int>& sizes, Share share) {
   const bool rows = problem.grouping == Grouping::m_grouped, contraction = problem.grouping == Grouping::k_grouped;
   const auto ranges = ranges_of(sizes, contraction ? problem.k : problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n * (contraction ? problem.groups : 1));
   for (int block = 0; block < config.blocks; ++block) {
-    Schedule schedule(problem, config.block_n, block, config.blocks);
+    share.cta = block;
+    Schedule schedule(problem, config.block_n, share);
     for (Tile tile; schedule.next(&tile);) {
       const Range range = ranges[problem.grouping == Grouping::none ? 0 : tile.group];
       const Range wanted = contraction ? range : Range{0, rows && tile.group == problem.groups ? 0 : problem.k};
@@ -80,6 +83,18 @@ void check_cover(const Problem& problem, const Config& config, const std::vector
     }
   }
   for (const int times : seen) require(times == 1, "every element is in one tile");
+}
+
+// CTAs that begin late have as much less to do: none of their tiles is among the first.
+void check_head(const Problem& problem, const Config& config, Share share) {
+  if (share.late == share.ctas) return;  // then none of them is late
+  std::vector<int> tiles(share.ctas);
+  for (share.cta = 0; share.cta < share.ctas; ++share.cta) {
+    Schedule schedule(problem, config.block_n, share);
+    for (Tile tile; schedule.next(&tile);) ++tiles[share.cta];
+  }
+  const int latest = tiles.front(), first = tiles[share.ctas - 1];  // the last cluster takes the last turn
+  if (share.late > 0 && latest > 0) require(first >= share.head + latest - 1, "the others take the head alone");
 }
 
 }  // namespace
@@ -107,13 +122,20 @@ int main() {
     problem.pair_lead = order.lead;
     problem.pair_parts = order.parts;
     if (grouping == Grouping::none) sizes = {m};
-    check_clusters(problem, config);
-    check_cover(problem, config, sizes);
+    const Share all_at_once{0, config.blocks};
+    const Share some_late{0, config.blocks, draw(0, config.blocks / kCluster) * kCluster, draw(0, 3)};
+    const auto check = [&] {
+      for (const Share& share : {all_at_once, some_late}) {
+        check_clusters(problem, config, share);
+        check_cover(problem, config, sizes, share);
+      }
+      check_head(problem, config, some_late);
+    };
+    check();
     problem.split_k = false;
     for (const int block_n : {128, 192, 256}) {
       config.block_n = block_n;
-      check_clusters(problem, config);
-      check_cover(problem, config, sizes);
+      check();
     }
   }
   std::printf("300 schedules cover their results\n");

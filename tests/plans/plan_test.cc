@@ -2,6 +2,7 @@
 // themselves in words.
 #include "gemm/plan.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "comm/platform.h"
 #include "kernels/matmul/plan.h"
+#include "kernels/moe/plan.h"
 #include "kernels/plan.h"
 
 namespace jax_ep {
@@ -71,6 +73,35 @@ void check_products(const HardwareModel& model) {
       }
 }
 
+// Also where an op may take fewer SMs than the device has: then the sums are those of the product alone all the same.
+void check_dot_plan(const DotShape& shape, const HardwareModel& whole) {
+  const gemm::Config product = gemm::plan(shape.product, whole);
+  for (const int most : {1, 2, 24, 1000}) {
+    const HardwareModel model = limit_sms(whole, most);
+    const DotConfig config = plan(shape, model);
+    const std::string words = config.describe();
+    expect(config.product.blocks <= std::max(model.sms, gemm::kCluster), "blocks are within the SMs", model, words);
+    expect(config.product.blocks % gemm::kCluster == 0, "whole clusters", model, words);
+    const bool some = config.dispatching > 0 && config.dispatching % gemm::kCluster == 0;
+    expect(some && config.dispatching <= config.product.blocks, "whole clusters dispatch", model, words);
+    expect(config.head == 0 || config.dispatching < config.product.blocks, "somebody takes the head", model, words);
+    expect(config.product.block_n == product.block_n && config.product.split_k == product.split_k,
+           "tiles are those of the product alone", model, words);
+    const std::string dispatching = std::to_string(config.dispatching) + " dispatch first";
+    expect(words.find(dispatching) != std::string::npos, "words say who dispatches", model, words);
+  }
+}
+
+void check_dot_plans(const HardwareModel& model) {
+  for (const int tokens : {0, 1, 512, 8192})
+    for (const int n : {8, 768, 14336})
+      for (const int k : {64, 7168})
+        for (const int ranks : {1, 2, 8}) {
+          const gemm::Shape product{gemm::Grouping::m_grouped, std::max(1, ranks * tokens * 8), n, k, 32};
+          check_dot_plan({product, ranks, tokens, 8, k * 2}, model);
+        }
+}
+
 void check_models() {
   for (const char* architecture : {"sm_90", "sm_80", "gfx942"}) {
     const HardwareModel& model = hardware_model(architecture);
@@ -98,10 +129,12 @@ int main() {
   for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"}) {
     check_row_plans(hardware_model(architecture));
     check_products(hardware_model(architecture));
+    check_dot_plans(hardware_model(architecture));
     for (const int sms : {4, 8, 31, 32, 64, 96, 222}) {
       const HardwareModel device = hardware_model(architecture, sms, 1 << 16, architecture[0] == 'g' ? 64 : 32);
       check_row_plans(device);
       check_products(device);
+      check_dot_plans(device);
       check_row_plans(limit_sms(device, 1));
     }
   }

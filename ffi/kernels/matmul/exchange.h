@@ -5,8 +5,9 @@
 
 #include "comm/op.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/product.h"
+#include "kernels/matmul/row_blocks.h"
 #include "kernels/op_buffers.h"
+#include "kernels/plain_product.h"
 #include "rows/pack.h"
 
 namespace jax_ep {

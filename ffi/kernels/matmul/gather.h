@@ -6,8 +6,9 @@
 #include "comm/op.h"
 #include "comm/push.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/product.h"
+#include "kernels/matmul/row_blocks.h"
 #include "kernels/op_buffers.h"
+#include "kernels/plain_product.h"
 #include "rows/movers.h"
 
 namespace jax_ep {

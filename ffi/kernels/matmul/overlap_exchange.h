@@ -69,7 +69,7 @@ struct ExchangeHooks {
     }
     count(&aux.added[warp]);
   }
-  JAX_EP_FN void run_aux(int warp, int, int) const {
+  JAX_EP_FN void run_aux(int warp, gemm::Share) const {
     const Role announcers = one_warp_a_cta(), adders{kAdders, 0, ctas, /*barrier=*/4};
     const Coop coop = warp == 0 ? announcers.coop(0) : adders.coop(warp - 1);
     Op op(work.comm, coop, kind_of(work.args));
@@ -95,7 +95,7 @@ struct ExchangeHooks {
     op.wait_posted();
     if (op.coop.lane == 0) aux.landing = op.ok() ? reinterpret_cast<char*>(exchange.landing(op)) : nullptr;
     count(&aux.posted);
-    gemm::Schedule schedule(problem, kBlockN, cta, ctas);
+    gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
       wait_written(aux.written, kBlockN, tiles);
@@ -109,7 +109,7 @@ struct ExchangeHooks {
   // Adds its part of the rows of every tile but the last, as the peer's tiles come.
   JAX_EP_FN void add_tiles(Op& op, int adder) const {
     const Range part = share(gemm::kBlockM, adder, kAdders);
-    gemm::Schedule schedule(problem, kBlockN, cta, ctas);
+    gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
       if (tile.last) break;
@@ -135,7 +135,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
   const int cta = blockIdx.x, ctas = gridDim.x;
   const ExchangeHooks<Out, kBlockN> hooks{work, operands.problem, aux, cta, ctas};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, cta, ctas);
+                                                      operands.problem, hooks, {cta, ctas});
 }
 
 }  // namespace jax_ep

@@ -36,10 +36,10 @@ struct GatherHooks {
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  JAX_EP_FN void run_aux(int warp, int cta, int ctas) const {
+  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
     if (warp == 0)
-      look_out(cta, ctas);
-    else if (communicators(work).has(cta))
+      look_out(share);
+    else if (communicators(work).has(share.cta))
       spread(warp - 1);
   }
   // Called by the lookouts, by a warp for all of its CTA that multiply, and by the spreaders.
@@ -59,10 +59,10 @@ struct GatherHooks {
   // Debug: nothing may be written before the result is poisoned, which every flag stands for.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
-  JAX_EP_FN void look_out(int cta, int ctas) const {
+  JAX_EP_FN void look_out(gemm::Share share) const {
     const Coop coop = one_warp_a_cta().coop(0);
     Op op(work.comm, coop, kind_of(work.args));
-    gemm::Schedule schedule(problem, work.block_n, cta, ctas);
+    gemm::Schedule schedule(problem, work.block_n, share);
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (!must_wait(tile)) continue;
       wait_rows(op, work.args, rows_of(tile));
@@ -88,7 +88,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
   if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
   const GatherHooks hooks{work, operands.problem, aux};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, blockIdx.x, gridDim.x);
+                                                      operands.problem, hooks, gemm::this_share());
   if (threadIdx.x >= gemm::kConsumers) return;
   ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
   if (threadIdx.x >= Coop::lanes) return;

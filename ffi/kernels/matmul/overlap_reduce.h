@@ -43,10 +43,10 @@ struct ReduceHooks {
     ptx::count_one(&aux.written[warp]);
   }
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  JAX_EP_FN void run_aux(int warp, int cta, int ctas) const {
+  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
     if (warp == 0)
-      announce(cta, ctas);
-    else if (communicators(work).has(cta))
+      announce(share);
+    else if (communicators(work).has(share.cta))
       reduce(warp - 1);
   }
 
@@ -57,12 +57,12 @@ struct ReduceHooks {
   }
 
   // A row block is announced when all of its tiles are written.
-  JAX_EP_FN void announce(int cta, int ctas) const {
+  JAX_EP_FN void announce(gemm::Share share) const {
     const MatmulReduceArgs& args = work.args;
     const Coop coop = one_warp_a_cta().coop(0);
     Op op(work.comm, coop, kind_of(args));
     const RowBlocks row_blocks(args.m);
-    gemm::Schedule schedule(problem, work.block_n, cta, ctas);
+    gemm::Schedule schedule(problem, work.block_n, share);
     int tiles_seen = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles_seen) {
       wait_written(aux.written, work.block_n, tiles_seen);
@@ -100,7 +100,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
   if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before all warps meet
   const Hooks hooks{work, operands.problem, aux};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, blockIdx.x, gridDim.x);
+                                                      operands.problem, hooks, gemm::this_share());
 }
 
 }  // namespace jax_ep

@@ -7,8 +7,9 @@
 #include "comm/push.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/exchange.h"
-#include "kernels/matmul/product.h"
+#include "kernels/matmul/row_blocks.h"
 #include "kernels/op_buffers.h"
+#include "kernels/plain_product.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/moe/landing.h"
+#include "kernels/moe/ready.h"
 #include "kernels/moe/route.h"
 #include "kernels/moe/route_few.h"
 #include "kernels/moe/routed.h"
@@ -59,6 +60,20 @@ class PlainDispatch {
            [&](int token, int row) { return landing_.here(source, token, row); });
     });
     mover_.complete_to(mover_.mark());
+  }
+
+  // As expand(), for a product that waits for rows: they are counted, and this rank's own are handed out, too, as a CTA
+  // may begin late. Those that are not eager were pushed into all of their rows.
+  JAX_EP_FN void expand_counted(const DispatchDotArgs& args) {
+    RowCounter counter(op_, args, mover_);
+    const auto visit = [&](int source, Range tokens) {
+      const bool own = source == op_.comm.rank;
+      copy(source, {tokens.begin, own ? smaller(tokens.end, args_.eager) : tokens.end, 1},
+           [&](int token, int row) { return own ? args_.tokens + token * bytes_ : landing_.here(source, token, row); });
+      counter.after(source, tokens);
+    };
+    for_each_arrival(op_, args_.num_tokens, /*own=*/true, visit, [&] { counter.finish(); });
+    counter.finish();
   }
 
  private:
@@ -196,14 +211,15 @@ class Float8Dispatch {
   RowWriter writer_;
 };
 
-template <class Dispatch>
-JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args) {
+// Once the rows of all tokens are known, and there is room for them, expand(dispatch) takes in what arrives.
+template <class Dispatch, class Expand>
+JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args, Expand expand) {
   const Routed routed(op, args);
   Dispatch dispatch(op, args);
   if (op.ok() && op.coop.sender.takes_part()) dispatch.push({op, args, routed});
   if (op.coop.receiver.takes_part()) dispatch.pad(routed.counts());
   if (routed.settled())
-    dispatch.expand();
+    expand(dispatch);
   else  // peers that learn of the lack of room later still push
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
 }
@@ -219,7 +235,7 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   else
     Router(op, args).route();
   op.wait_posted();
-  send_tokens<Dispatch>(op, args);
+  send_tokens<Dispatch>(op, args, [](Dispatch& dispatch) { dispatch.expand(); });
   op.finish(results);
 }
 

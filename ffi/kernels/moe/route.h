@@ -24,6 +24,11 @@ class Router {
 
   // Other coops do not wait for it before they need what it finds: see Routed.
   JAX_EP_FN void route() {
+    route([](Part) {});
+  }
+  // What prepare(part) of every router did is seen by whoever sees that the rows are laid out.
+  template <class Prepare>
+  JAX_EP_FN void route(Prepare prepare) {
     if (!tally_.takes_part()) return;
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
@@ -31,6 +36,7 @@ class Router {
     const LatePost posted(op_, tally_.is_responsible());
     op_.enter(Phase::layout);
     lay_out();
+    prepare(tally_.part());
     posted.post_if_late(op_, args_);
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());

@@ -138,9 +138,9 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
 }
 
 // Takes batches of tokens in the order in which they arrive, until none are left: visit(source, tokens) once they are
-// here. Somebody waits for every chunk of every peer, and of this rank too if `own`.
-template <class Visit>
-JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
+// here. Somebody waits for every chunk of every peer, and of this rank too if `own`. Before a wait it calls idle().
+template <class Visit, class Idle>
+JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit, Idle idle) {
   const int sources = op.comm.size - (own ? 0 : 1);
   const Schedule schedule(num_tokens, sources, op.coop.count);
   const int per_chunk = sources * schedule.batches();
@@ -155,6 +155,7 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
     if (chunk != latest) here = 0;
     latest = chunk;
     if (!(here >> source & 1)) {  // waited for once
+      idle();
       op.wait_delivered(source, chunk);
       if (!op.ok()) return;
       op.enter(Phase::expand);
@@ -162,6 +163,11 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
     }
     visit(source, schedule.batch(chunk, batch));
   }
+}
+
+template <class Visit>
+JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
+  for_each_arrival(op, num_tokens, own, visit, [] {});
 }
 
 // The rows of a token here: the first, and how many there are.

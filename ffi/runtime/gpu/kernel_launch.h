@@ -3,10 +3,12 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "comm/timeline.h"
 #include "kernels/args.h"
 #include "kernels/matmul/plan.h"
+#include "kernels/moe/plan.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"
 
@@ -20,16 +22,26 @@ gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Co
 // would wait for a spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
-// The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h, for the
-// file of each.
+// How a product is planned.
+template <class Args>
+using PlanOf = decltype(plan(shape_of(std::declval<const Args&>(), 1), std::declval<const HardwareModel&>()));
+
+// The kernel of a product with a collective or a dispatch, which only the library for CUDA has. Defined in
+// overlap_launch.h, for the file of each, or in that file.
 template <class Args>
 struct ProductKernel {
   // Says why it cannot start. May be captured in a graph.
-  static std::optional<std::string> start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
+  static std::optional<std::string> start(const PlanOf<Args>& config, gpu::Stream stream, const Comm& comm,
                                           const Args& args);
   // On the current device, if it is a Hopper.
   static gpu::Error load();
 };
+
+template <>
+std::optional<std::string> ProductKernel<DispatchDotArgs>::start(const DotConfig& config, gpu::Stream stream,
+                                                                 const Comm& comm, const DispatchDotArgs& args);
+template <>
+gpu::Error ProductKernel<DispatchDotArgs>::load();
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);

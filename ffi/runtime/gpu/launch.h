@@ -100,7 +100,7 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   const Reached<Args> reached = reach(*group, seat, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
-      const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
+      const PlanOf<Args> config = plan(shape_of(args, group->size()), group->model());
       return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
       const Load load = OpSpec<Args>::load(args);

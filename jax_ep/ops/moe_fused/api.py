@@ -7,11 +7,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
-from jax_ep._core.checks import Implementation, OnOverflow
+from jax_ep._core.checks import FusedImplementation, Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import DispatchCall, Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
+from jax_ep.ops.moe_fused.kernels import check_fused
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, Activation, ActivationName, FirstCall, Matrices, activated
 
 
@@ -30,7 +31,7 @@ def dispatch_ragged_dot(
     chunks: int = 1,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
-    implementation: Implementation = "auto",
+    implementation: FusedImplementation = "auto",
 ) -> tuple[jax.Array, Dispatched]:
     """`jax_ep.dispatch`, and the product of the rows that arrive with the matrices of their experts.
 
@@ -47,8 +48,12 @@ def dispatch_ragged_dot(
       rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts; or a pair (gate, up), each [E / R, H, F].
       activation: of a pair, and only there: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by
         tanh) and `jax.nn.relu`, or an elementwise function with activation(0) finite.
-      group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow, implementation: as
-        for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
+      group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for
+        `jax_ep.dispatch`.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the dispatch and the
+        product, or that with gate, are one kernel. It has not been timed, and "auto" does not choose it. It needs a
+        Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU, where it is slow, for
+        tests. The group must be of one node, and `wire_dtype` None.
 
     Returns:
       [C, N], or [C, F] of a pair, zero behind the last expert's rows, and the `Dispatched` of the dispatch.
@@ -72,13 +77,16 @@ def dispatch_ragged_dot(
         on_overflow=on_overflow,
     )
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
-    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+    checks.check_one_of(op, "implementation", implementation, checks.FUSED_IMPLEMENTATIONS)
     matrices = _first_matrices(op, rhs, config.local_experts, tokens)
     name, function = _activation(op, activation, pair=len(matrices) == 2)
+    by_kernels = group.resolve(op, implementation) == "ffi"
+    if implementation == "fused":
+        check_fused(op, group, config, tokens, matrices)
     tokens, expert_ids, weights, *varying = operands(group, tokens, expert_ids, weights, *matrices)
-    matrices, by_kernels = tuple(varying), group.resolve(op, implementation) == "ffi"
+    matrices = tuple(varying)
     cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
-    call = FirstCall(DispatchCall(group, config, to_nodes, cut, by_kernels), name)
+    call = FirstCall(DispatchCall(group, config, to_nodes, cut, by_kernels), name, implementation == "fused")
     if by_kernels and group.intranode is None:
         out, dispatched = gradients.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     else:

@@ -13,21 +13,28 @@ from jax_ep.group import Group
 from jax_ep.ops.matmul.api import lhs_gradient, ragged_dot
 from jax_ep.ops.moe.gradients import combine, combine_gradient, dispatch, return_rows
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
+from jax_ep.ops.moe_fused import kernels
 from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS, LAST_PRODUCT, FirstCall, Matrices, outcome
 
 
 def dispatch_multiply(
     call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
 ) -> tuple[Any, Matrices, Dispatched]:
-    """Tokens to their experts, and the rows that arrived times each right operand.
+    """Tokens to their experts, and the rows that arrived times each right operand: the first in the kernel of the
+    dispatch, if that is asked for.
 
     Returns:
       The result (`outcome` of the products), the products for the backward pass, and what was dispatched.
     """
-    dispatched = checkpoint_name(
-        dispatch(call.dispatch.group, call.dispatch.config, tokens, expert_ids, weights), DISPATCHED
-    )
-    products = tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
+    group, config = call.dispatch.group, call.dispatch.config
+    first: Matrices = ()
+    if call.fused:
+        product, dispatched = kernels.dispatch_dot(group, config, tokens, expert_ids, weights, rhs[0])
+        first, rhs = (product,), rhs[1:]
+    else:
+        dispatched = dispatch(group, config, tokens, expert_ids, weights)
+    dispatched = checkpoint_name(dispatched, DISPATCHED)
+    products = first + tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched
 

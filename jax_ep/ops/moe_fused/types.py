@@ -24,6 +24,7 @@ class FirstCall(NamedTuple):
 
     dispatch: DispatchCall
     activation: ActivationName | None  # None: the products themselves are wanted
+    fused: bool = False  # by one kernel
 
 
 def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -1,0 +1,168 @@
+"""dispatch_ragged_dot(implementation="fused"), one kernel: against numpy, and to the bit against the chain of ops.
+
+Operands are small integers, so every product is exact in float32 whatever the order of its sum, on GPUs and on CPUs.
+"""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from conftest import OpenGroup
+from helpers import DTYPES, Case
+
+from jax_ep import CapacityError, Group, dispatch_ragged_dot
+from jax_ep._core import ffi, gemm
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 16, 24
+ON_GPU = ffi.library_name(jax.devices()[0]) != "cpu"
+
+pytestmark = [
+    pytest.mark.usefixtures("native"),
+    pytest.mark.skipif(ON_GPU and not gemm.has_gemm(), reason="needs GPUs with the GEMM core, or CPUs"),
+]
+
+# Few tokens; more than set off before their rows are known; and in between.
+SHAPES = [(2, 6), (2, helpers.LATE_TOKENS), (4, 6), (4, 600)]
+
+
+def draw(rng: np.random.Generator, size: int, tokens: int, dtype: np.dtype) -> tuple[Case, np.ndarray]:
+    """Tokens, of which some skip experts, name some that do not exist, or one of them twice; and a matrix an expert."""
+    case = helpers.draw_case(rng, size, tokens, TOP_K, EXPERTS, HIDDEN)
+    case.ids[0, 0] = (-1, EXPERTS, helpers.BIG)
+    case.ids[1, :, 1] = case.ids[1, :, 0]
+    rhs = rng.integers(-2, 3, (size, EXPERTS // size, HIDDEN, WIDTH)).astype(dtype)
+    return case._replace(tokens=rng.integers(-2, 3, case.tokens.shape).astype(dtype)), rhs
+
+
+def program(group: Group, **options: Any) -> Any:
+    """For all ranks, (tokens, ids, weights, rhs) -> (product, Dispatched)."""
+
+    def body(tokens: Any, ids: Any, weights: Any, rhs: Any) -> Any:
+        options_of_all: dict[str, Any] = {"group": group, "num_experts": EXPERTS, "implementation": "fused"}
+        return dispatch_ragged_dot(tokens, ids, weights, rhs, **options_of_all | options)
+
+    return helpers.per_rank(body, group.mesh)
+
+
+def product_of(expected: oracle.Expected, rhs: np.ndarray) -> np.ndarray:
+    """[R, C, N] in the dtype of `rhs`."""
+    out = np.zeros((*expected.tokens.shape[:2], rhs.shape[3]), rhs.dtype)
+    ends = np.cumsum(expected.group_sizes, axis=1)
+    for rank, expert in np.ndindex(*ends.shape):
+        rows = slice(ends[rank, expert] - expected.group_sizes[rank, expert], ends[rank, expert])
+        exact = expected.tokens[rank, rows].astype(np.float32) @ rhs[rank, expert].astype(np.float32)
+        out[rank, rows] = exact.astype(rhs.dtype)
+    return out
+
+
+@pytest.mark.parametrize(("size", "tokens"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES[:2] if ON_GPU else DTYPES, ids=str)
+def test_values(dtype: np.dtype, size: int, tokens: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Many calls of one program: nothing of a call remains for the next."""
+    group, capacity = open_group(size), size * tokens * TOP_K
+    call = program(group, capacity=capacity)
+    for _ in range(3):
+        case, rhs = draw(rng, size, tokens, dtype)
+        out, dispatched = helpers.fetch(call(*case, rhs))
+        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
+        helpers.assert_dispatched(dispatched, expected)
+        np.testing.assert_array_equal(helpers.wide(out), helpers.wide(product_of(expected, rhs)))
+        assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("routing", ["one expert gets all", "everything is skipped", "one expert gets nothing"])
+def test_skewed(routing: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    size, tokens = 2, 300
+    group, capacity = open_group(size), size * tokens * TOP_K
+    case, rhs = draw(rng, size, tokens, np.dtype(ml_dtypes.bfloat16))
+    if routing == "one expert gets nothing":
+        case.ids[case.ids == 1] = 2
+    else:
+        case.ids[:] = 5 if routing == "one expert gets all" else -1
+    out, dispatched = helpers.fetch(program(group, capacity=capacity)(*case, rhs))
+    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
+    helpers.assert_dispatched(dispatched, expected)
+    np.testing.assert_array_equal(helpers.wide(out), helpers.wide(product_of(expected, rhs)))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_bits_and_gradients_of_the_chain(pair: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    size, tokens = 2, 40
+    group = open_group(size)
+    case, gate = draw(rng, size, tokens, np.dtype(ml_dtypes.bfloat16))
+    up = rng.integers(-2, 3, gate.shape).astype(gate.dtype)
+
+    def loss(implementation: Any, tokens: Any, weights: Any, gate: Any, up: Any, ids: Any) -> Any:
+        out, dispatched = dispatch_ragged_dot(
+            tokens,
+            ids,
+            weights,
+            (gate, up) if pair else gate,
+            activation="silu" if pair else None,
+            group=group,
+            num_experts=EXPERTS,
+            implementation=implementation,
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(dispatched.routing.weights**2), out
+
+    def both(*operands: Any) -> Any:
+        way = jax.value_and_grad(loss, argnums=(1, 2, 3, 4), has_aux=True)
+        return [way(implementation, *operands) for implementation in ("fused", "ffi")]
+
+    ours, wanted = helpers.fetch(helpers.per_rank(both, group.mesh)(case.tokens, case.weights, gate, up, case.ids))
+    assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1][:3])
+    for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(helpers.wide(mine), helpers.wide(theirs))
+
+
+def test_drops(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Whatever is dropped: the rows that arrive are multiplied, and there are as many as find room."""
+    size, capacity = 2, 100
+    group = open_group(size)
+    case, rhs = draw(rng, size, 60, np.dtype(ml_dtypes.bfloat16))
+    out, dispatched = helpers.fetch(program(group, capacity=capacity, on_overflow="drop")(*case, rhs))
+    assert dispatched.routing.dropped.any()
+    for rank in range(size):
+        assert dispatched.group_sizes[rank].sum() == min(capacity, dispatched.routing.counts[rank].sum())
+    arrived = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
+    arrived = arrived._replace(tokens=dispatched.tokens, group_sizes=dispatched.group_sizes)
+    np.testing.assert_array_equal(helpers.wide(out), helpers.wide(product_of(arrived, rhs)))
+
+
+def test_too_many_rows(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group, capacity = open_group(2), 50
+    call = program(group, capacity=capacity)
+    case, rhs = draw(rng, 2, 40, np.dtype(ml_dtypes.bfloat16))
+    with helpers.expect_failure(group, CapacityError, "capacity"):
+        out, dispatched = helpers.fetch(call(*case, rhs))
+        helpers.assert_nothing_delivered(dispatched)
+        assert np.isnan(helpers.wide(out)).all()
+    case.ids[:, 10:] = -1  # the group remains usable
+    out, _ = helpers.fetch(call(*case, rhs))
+    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
+    np.testing.assert_array_equal(helpers.wide(out), helpers.wide(product_of(expected, rhs)))
+
+
+def test_no_wire_in_float8(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(2)
+    tokens = np.zeros((2, 4, 128), ml_dtypes.bfloat16)
+    rhs = np.zeros((2, EXPERTS // 2, 128, WIDTH), ml_dtypes.bfloat16)
+    case = helpers.draw_case(rng, 2, 4, TOP_K, EXPERTS, 128)._replace(tokens=tokens)
+    message = "^dispatch_ragged_dot: wire_dtype must be None where implementation='fused', got float8_e4m3fn"
+    with pytest.raises(ValueError, match=message):
+        program(group, wire_dtype=jnp.float8_e4m3fn)(*case, rhs)
+
+
+def test_no_columns(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(2)
+    case, rhs = draw(rng, 2, 4, np.dtype(ml_dtypes.bfloat16))
+    message = (
+        "^dispatch_ragged_dot: the columns of rhs must be a positive multiple of . where implementation='fused', got"
+    )
+    with pytest.raises(ValueError, match=message):
+        program(group)(*case, rhs[..., :0])
