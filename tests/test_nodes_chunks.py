@@ -125,23 +125,43 @@ def test_a_layer_and_its_gradients(fused: bool, node_capacity: int | None, rng: 
         np.testing.assert_allclose(actual.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+SCATTER, COMBINE = (rf'custom-call\(.*custom_call_target="jax_ep_{kernel}"' for kernel in ("scatter", "combine"))
+EXCHANGE = rf"\(?f32\[[^=]*\b{HIDDEN}\][^=]* (?:all-gather|all-to-all)\("  # of rows
+COPY = rf"f32\[{CAPACITY},{HIDDEN}\]\S* copy\(%(?!broadcast)"  # of a buffer of rows, unless it is of zeros
+
+
+def read(hlo: str) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """Each instruction of a compiled program by its name, and the names of those that it waits for."""
+    found = dict(re.findall(r"^\s*(?:ROOT )?(%\S+) = (.*)$", hlo, re.MULTILINE))
+    waits: dict[str, set[str]] = {}
+    for name, text in found.items():  # operands come before what uses them
+        operands = {operand for operand in re.findall(r"%[\w.-]+", text) if operand in waits}
+        waits[name] = operands.union(*(waits[operand] for operand in operands))
+    return found, waits
+
+
 def counted(program: Any, *operands: Any) -> dict[str, int]:
-    """Of a compiled program: calls of kernels, exchanges between nodes of rows, and buffers of rows that are copied."""
-    hlo = program.lower(*operands).compile().as_text()
-    patterns = {
-        "scatter": r'custom_call_target="jax_ep_scatter"',
-        "combine": r'custom_call_target="jax_ep_combine"',
-        "exchanges": rf"= \(?f32\[[^=]*\b{HIDDEN}\][^=]* (?:all-gather|all-to-all)\(",
-        "copies": rf"= f32\[{CAPACITY},{HIDDEN}\]\S* copy\(%(?!broadcast)",
-    }
-    return {name: len(re.findall(pattern, hlo)) for name, pattern in patterns.items()}
+    """Calls of kernels, exchanges between nodes of rows, copies, and what would keep chunks from overlapping."""
+    found, waits = read(program.lower(*operands).compile().as_text())
+
+    def of_kind(pattern: str) -> set[str]:
+        return {name for name, text in found.items() if re.search(pattern, text)}
+
+    scatter, combine, exchange = (of_kind(each) for each in (SCATTER, COMBINE, EXCHANGE))
+    waiting = [name for name in exchange if waits[name] & scatter] + [
+        name for name in combine if waits[name] & exchange
+    ]
+    of_each = {"scatter": scatter, "combine": combine, "exchange": exchange, "copy": of_kind(COPY), "waiting": waiting}
+    return {kind: len(names) for kind, names in of_each.items()}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU")
 @pytest.mark.parametrize("node_capacity", [None, 4])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chunks: int) -> None:
-    """All write into one buffer of rows, which is nowhere copied."""
+    """All write into one buffer of rows, which is nowhere copied. No exchange waits for kernels that pass on what
+    another one brought, nor do kernels that sum rows up wait for an exchange.
+    """
     with over(2, 2) as group:
         options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop", "node_capacity": node_capacity}
 
@@ -160,8 +180,8 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
         tokens, ids = np.zeros((2, 2, TOKENS, HIDDEN), np.float32), np.zeros((2, 2, TOKENS, TOP_K), np.int32)
         out = jax.eval_shape(helpers.per_rank(sent, group.mesh), tokens, ids)
         rows = out.tokens, out.routing
-        moved = {"scatter": chunks, "combine": 0, "exchanges": chunks, "copies": 0}
-        added = {"scatter": 0, "combine": chunks, "exchanges": chunks, "copies": 0}
+        moved = {"scatter": chunks, "combine": 0, "exchange": chunks, "copy": 0, "waiting": 0}
+        added = {"scatter": 0, "combine": chunks, "exchange": chunks, "copy": 0, "waiting": 0}
         for body, operands, expected in (
             (sent, (tokens, ids), moved),
             (summed, rows, added),
