@@ -24,7 +24,7 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
 
 
 def test_results_follow_from_the_settings() -> None:
-    assert types_of("scatter", dtype="bfloat16", **SCATTER) == [("received", "bfloat16", [8, 4])]
+    assert types_of("scatter", dtype="bfloat16", onto=False, **SCATTER) == [("received", "bfloat16", [8, 4])]
     rows = {"received": ("float32", [8, 256]), "rows": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
     found = {
         name: (dtype, shape)
@@ -119,7 +119,7 @@ def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], *
 
     def body(*operands: jax.Array) -> jax.Array:
         target = jax.ffi.ffi_call("jax_ep_scatter", checks.result_type(received, np.float32, operands[0]))
-        return target(*operands, dtype="float32", group=np.int64(group.native_id), **sizes)
+        return target(*operands, dtype="float32", onto=False, group=np.int64(group.native_id), **sizes)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
 
