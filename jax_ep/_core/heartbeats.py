@@ -145,15 +145,20 @@ class Heartbeats:
     def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Signs, dict[int, str]]:
         """What was read when all saw the same parts; and these parts."""
         never_here = {*others}
+        parts: dict[int, str] = {}
+        seen = ""
         while True:
             signs = self._pulse.signs
-            last = {process: sign.last_part(group) for process, sign in signs.by_process.items() if process in others}
-            parts = {process: part for process, part in last.items() if part is not None}
-            everyone = " ".join(sorted([self._part, *parts.values()]))
-            seen = hashlib.sha256(everyone.encode()).hexdigest()[:16]
-            self._pulse.tell(self._part, seen=seen)
-            they = {process: signs.by_process[process].parts[part] for process, part in parts.items()}
-            missing = others.keys() - {p for p, part in they.items() if part.seen == seen and part.state != LEFT}
+            # Who has met by what was said here before may have begun another part since.
+            if missing := _missing(signs, others, parts, seen):
+                last = {
+                    process: signs.by_process[process].last_part(group) for process in others.keys() & signs.by_process
+                }
+                parts = {process: part for process, part in last.items() if part is not None}
+                everyone = " ".join(sorted([self._part, *parts.values()]))
+                seen = hashlib.sha256(everyone.encode()).hexdigest()[:16]
+                self._pulse.tell(self._part, seen=seen)
+                missing = _missing(signs, others, parts, seen)
             if not missing:
                 return signs, parts
             never_here &= missing
@@ -175,6 +180,12 @@ class Heartbeats:
 
     def _failed(self, what: str) -> str:
         return f"{what} (timeout {self._timeout:g} s); the group has failed"
+
+
+def _missing(signs: Signs, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
+    """Those of `others` whose part, one of `parts`, does not say `seen`, or was left."""
+    found = {p: signs.by_process[p].parts.get(part) for p, part in parts.items() if p in signs.by_process}
+    return others.keys() - {p for p, part in found.items() if part and part.seen == seen and part.state != LEFT}
 
 
 @functools.cache
