@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU and not gemm.has_gemm(), reason="needs GPUs with the GEMM core, or CPUs"),
 ]
 
-# Few tokens; more than set off before their rows are known; and in between.
-SHAPES = [(1, 6), (1, 600), (2, 6), (2, helpers.LATE_TOKENS), (4, 6), (4, 600)]
+# Few tokens; more than set off before their rows are known; and in between. Last, one expert a rank.
+SHAPES = [(1, 6), (1, 600), (2, 6), (2, helpers.LATE_TOKENS), (4, 6), (4, 600), (EXPERTS, 6)]
 
 
 @pytest.mark.parametrize(("size", "tokens"), SHAPES)
@@ -50,6 +50,32 @@ def test_skewed(routing: str, open_group: OpenGroup, rng: np.random.Generator) -
     else:
         case.ids[:] = 5 if routing == "one expert gets all" else -1
     assert_right(*helpers.fetch(program(group, capacity=capacity)(*case, rhs)), case, rhs)
+
+
+@pytest.mark.parametrize("capacity", [None, 6])
+def test_no_tokens(capacity: int | None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(1)
+    case, rhs = draw(rng, 1, 4, np.dtype(ml_dtypes.bfloat16))
+
+    def of_none(tokens: Any, ids: Any, rhs: Any) -> Any:
+        # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
+        out, dispatched = dispatch_ragged_dot(
+            tokens[:0],
+            ids[:0],
+            None,
+            rhs,
+            group=group,
+            num_experts=EXPERTS,
+            capacity=capacity,
+            implementation="fused",
+        )
+        assert out.shape == (capacity or 0, WIDTH)
+        return jnp.concatenate([out, jnp.ones_like(rhs[0, :1])]), dispatched.group_sizes
+
+    out, sizes = helpers.fetch(helpers.per_rank(of_none, group.mesh)(case.tokens, case.ids, rhs))
+    assert not sizes.any()
+    assert not helpers.wide(out[:, :-1]).any()
+    assert helpers.wide(out[:, -1]).all()
 
 
 @pytest.mark.parametrize("pair", [False, True])

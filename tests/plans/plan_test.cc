@@ -97,7 +97,7 @@ void check_dot_plans(const HardwareModel& model) {
     for (const int n : {8, 768, 14336})
       for (const int k : {64, 7168})
         for (const int ranks : {1, 2, 8}) {
-          const gemm::Shape product{gemm::Grouping::m_grouped, std::max(1, ranks * tokens * 8), n, k, 32};
+          const gemm::Shape product{gemm::Grouping::m_grouped, ranks * tokens * 8, n, k, 32};
           check_dot_plan({product, ranks, tokens, 8, k * 2}, model);
         }
 }

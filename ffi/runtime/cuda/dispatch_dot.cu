@@ -28,6 +28,7 @@ struct Maps {
 };
 
 std::optional<std::string> describe(const DispatchDotArgs& x, int ranks, Maps* maps) {
+  if (x.capacity == 0) return std::nullopt;  // there are no tiles, and TMA describes nothing empty
   const int local = x.num_experts / ranks;
   if (const auto error =
           gemm::describe_boxes({x.received, x.dtype, x.hidden, x.capacity, 1}, gemm::kSlice, &maps->received))
@@ -46,7 +47,7 @@ template <>
 std::optional<std::string> ProductKernel<DispatchDotArgs>::start(const DotConfig& config, gpu::Stream stream,
                                                                  const Comm& comm, const DispatchDotArgs& args) {
   if (args.dtype == DType::float32) return "tokens must be bfloat16 or float16";
-  Maps maps;
+  Maps maps{};
   if (const auto error = describe(args, comm.size, &maps)) return error;
   gemm::Problem problem = product_of(args, comm.size, config.product.band);
   problem.split_k = config.product.split_k;
