@@ -31,7 +31,7 @@ struct Problem {
 };
 
 // Which part of the tiles a CTA takes: that of one of `ctas`, of which the first `late` begin later, as they do
-// something else before. The others take the first tiles alone, `head` times a tile pair each.
+// something else before. Each cluster of the others takes `head` tile pairs first.
 struct Share {
   int cta, ctas;
   int late = 0, head = 0;

@@ -62,8 +62,8 @@ class PlainDispatch {
     mover_.complete_to(mover_.mark());
   }
 
-  // As expand(), for a product that waits for rows: they are counted, and this rank's own are handed out, too, as a CTA
-  // may begin late. Those that are not eager were pushed into all of their rows.
+  // As expand(), for a product that waits for rows, which are counted. This rank's own tokens are handed out, too, as a
+  // CTA may begin late; those of them that are not eager were pushed into all of their rows.
   JAX_EP_FN void expand_counted(const DispatchDotArgs& args) {
     RowCounter counter(op_, args, mover_);
     const auto visit = [&](int source, Range tokens) {

@@ -19,7 +19,7 @@ JAX_EP_FN void dispatch_rows(Op& op, const DispatchDotArgs& args) {
   send_tokens<PlainDispatch>(op, args, [&](PlainDispatch& dispatch) { dispatch.expand_counted(args); });
 }
 
-// The rows that a tile multiplies: those of the last group, which no expert has, are zero without.
+// The rows that a tile multiplies: none behind the last expert's, where the product is zero.
 JAX_EP_FN Range rows_of(const gemm::Tile& tile) {
   if (tile.k_begin >= tile.k_end) return {tile.row, tile.row};
   return {tile.row, smaller(tile.row + gemm::kBlockM, tile.row_end)};

@@ -47,7 +47,8 @@ JAX_EP_FN Coop dispatching_coop(const DotWork& work, char* memory, int bytes) {
           /*barrier=*/4};
 }
 
-// Called by those that dispatch, and by one warp of every CTA when its tiles are stored. Lookouts are done by then.
+// Called by those that dispatch, and by one warp of every CTA when its tiles are stored: then nobody in the CTA
+// waits for rows.
 JAX_EP_FN void finish(Op& op, const DotWork& work) {
   const int coops = work.dispatching * kDispatchers + one_warp_a_cta().coops();
   op.finish(Results<DispatchDotArgs>(work.args, work.comm.size), coops);
@@ -93,6 +94,7 @@ JAX_EP_FN void dispatch_here(const DotWork& work, char* memory, int bytes) {
   op.poison(Results<DispatchDotArgs>(work.args, work.comm.size));
   dispatch_rows(op, work.args);
   finish(op, work);
+  RowMover::close(coop);
   ptx::proxy_fence();  // before the product's loads overwrite what was left there
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 int even(int blocks) { return std::max(blocks / gemm::kCluster, 1) * gemm::kCluster; }
 
-// How many tile pairs a pair of blocks multiplies in the time for which rows are here while others still dispatch.
+// How many tile pairs a pair of blocks multiplies while others still dispatch: as long as whole tiles are here.
 int head_of(const DotShape& shape, const HardwareModel& model, int block_n, int dispatching) {
   const double bytes = double{1} * shape.num_tokens * shape.top_k * shape.row_bytes;
   const double early_us = model.dot.early * bytes / (dispatching * model.dot.bytes_per_us);

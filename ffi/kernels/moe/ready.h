@@ -19,7 +19,7 @@ class ReadyRows {
   }
 
   // Waits until it is known how many rows each expert has here. Returns whether rows will come: none do if the op has
-  // failed, or some rank has no room. All that is below is called after it.
+  // failed, or some rank has no room. Called before await().
   JAX_EP_FN bool await_sizes() const {
     op_.wait_noted(&op_.heap->laid_out);
     return op_.ok() && (args_.drop || Segments(op_, args_).rank_without_room() < 0);
