@@ -146,31 +146,59 @@ def test_late_again_and_again(processes: Processes) -> None:
         group.close()
 
 
-def test_who_closes_at_once_was_there(processes: Processes) -> None:
-    """Also for a process that looks only afterwards, as it is held up."""
-    all_agree, may_look = threading.Event(), threading.Event()
+class HeldUp(Store):
+    """The store of the others, for a process that is held up when it would read that all agree."""
 
-    class Slow(Store):
-        def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-            found = super().key_value_dir_get(key)
-            seen = {part.seen for _, text in found for part in Sign.parse(text).parts.values()}
-            if len(found) == 3 and len(seen) == 1:
-                all_agree.set()
-                assert may_look.wait(TIMEOUT)
-            return super().key_value_dir_get(key)
+    def __init__(self, store: Store) -> None:
+        self.left = store.left
+        self.all_agree, self.may_look = threading.Event(), threading.Event()
 
-    slow = Slow()
-    slow.left = processes.store.left
-    processes.pulses[0] = Pulse(lambda: slow, 0)
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        found = super().key_value_dir_get(key)
+        seen = {part.seen for _, text in found for part in Sign.parse(text).parts.values()}
+        if len(found) == 3 and len(seen) == 1 and seen != {""}:
+            self.all_agree.set()
+            assert self.may_look.wait(TIMEOUT)
+        return super().key_value_dir_get(key)
+
+
+@pytest.fixture
+def held_up(processes: Processes) -> Iterator[HeldUp]:
+    """What process 0 reads."""
+    store = HeldUp(processes.store)
+    processes.pulses[0] = Pulse(lambda: store, 0)
+    yield store
+    store.may_look.set()
+
+
+def test_who_closes_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
+    """Also for a process that looks only afterwards."""
     opening, *others = [processes.open(me, "a group") for me in range(3)]
-    assert all_agree.wait(TIMEOUT)
+    assert held_up.all_agree.wait(TIMEOUT)
     for each in others:
         each.result(TIMEOUT).close()
     assert not opening.done()
-    may_look.set()
+    held_up.may_look.set()
     group = opening.result(TIMEOUT)
     assert group.error() is None
     group.close()
+
+
+def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
+    """A process that looks only afterwards meets them for the group that they have closed, and not for the next one."""
+    first, *others = [processes.open(me, "a group") for me in range(3)]
+    assert held_up.all_agree.wait(TIMEOUT)
+    for each in others:
+        each.result(TIMEOUT).close()
+    next_ones = [processes.open(me, "a group") for me in (1, 2)]
+    await_that(lambda: all(len(processes.store.sign(me).parts) == 2 for me in (1, 2)))
+    held_up.may_look.set()
+    first.result(TIMEOUT).close()
+    assert not any(opening.done() for opening in next_ones)
+    for opening in [processes.open(0, "a group"), *next_ones]:
+        group = opening.result(TIMEOUT)
+        assert group.error() is None
+        group.close()
 
 
 def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
