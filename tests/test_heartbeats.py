@@ -72,12 +72,16 @@ def test_a_closed_group_may_fall_silent(store: Store) -> None:
     assert store.wait(3 * TIMEOUT, silent=(1,)) is None
     store.signs[1] = store.signs[1]._replace(parts={})  # it has closed others since
     assert store.wait(3 * TIMEOUT, silent=(1,)) is None
+    store.signs[1] = Sign("another", 1, {})  # it was started again
+    assert store.wait(3 * TIMEOUT, silent=(1,)) is None
 
 
 def test_who_left_by_an_error_is_missed(store: Store) -> None:
     """Not before others are that may have been the reason; also if other groups of the process go on."""
     store.end(2, LEFT)
-    assert store.wait(TIMEOUT - 0.2) is None
+    assert store.wait(1) is None
+    store.signs[2] = store.signs[2]._replace(parts={})  # it has ended others since
+    assert store.wait(TIMEOUT - 1.2) is None
     lost = store.wait(0.5)
     assert lost is not None
     assert lost.startswith(f"{OTHERS[2]} left the group by an error 10.")

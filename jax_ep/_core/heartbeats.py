@@ -53,6 +53,7 @@ class Silence:
     ):
         self._others, self._limit, self._signs, self._parts = others, max(timeout, _LEAST_SECONDS), signs, parts
         self._pause = longest_pause
+        self._states = dict.fromkeys(others, OPEN)  # of their parts
         self._seconds = dict.fromkeys(others, 0.0)
         self._unanswered = 0.0  # seconds since the store was read
 
@@ -71,10 +72,12 @@ class Silence:
         waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # a store that was gone excuses everybody
         before, self._signs = self._signs, Signs(signs.reads, {**self._signs.by_process, **signs.by_process})
         for process, who in self._others.items():
+            if self._states[process] == CLOSED:
+                continue
             old, new = before.by_process[process], self._signs.by_process[process]
             if new.life != old.life:
                 return f"{who} was started again"
-            state = self._state(process)
+            state = self._states[process] = self._state(process)
             alive = state == CLOSED or (state != LEFT and new.beat != old.beat)
             self._seconds[process] = 0.0 if alive else self._seconds[process] + waited
             if self._seconds[process] > self._limit:
@@ -82,13 +85,15 @@ class Silence:
         return None
 
     def _state(self, process: int) -> str:
-        """How its part is; one that is named no more was closed long ago."""
+        """How its part is; one that has ended may be named no more, and stays as it was."""
         part = self._signs.by_process[process].parts.get(self._parts[process])
-        return CLOSED if part is None else part.state
+        if part is None:
+            return LEFT if self._states[process] == LEFT else CLOSED
+        return part.state
 
     def _silent(self, process: int) -> str:
         who, seconds = self._others[process], self._seconds[process]
-        if self._state(process) == LEFT:
+        if self._states[process] == LEFT:
             return f"{who} left the group by an error {seconds:.1f} s ago"
         return f"{who} gave no sign of life for {seconds:.1f} s"
 
