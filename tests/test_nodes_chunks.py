@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_fair_drops import skewed, too_little_room
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_flat, first_for_each_node, flat, over, run, uneven
 
 from jax_ep import Group, combine, dispatch, moe_mlp
@@ -55,12 +56,26 @@ def test_there_and_back(
     helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
 
 
-def test_in_float8(rng: np.random.Generator) -> None:
-    case = uneven(rng, 4, 128, helpers.DTYPES[0])
+@pytest.mark.parametrize(("node_capacity", "alignment"), [(None, 4), (15, 7)])
+def test_in_float8(node_capacity: int | None, alignment: int, rng: np.random.Generator) -> None:
+    """By Zipf's law, with skipped assignments, where some ranks have too few rows; and back."""
+    case = skewed(rng, 4, 23, TOP_K, EXPERTS, 128)
+    kept = case
+    if node_capacity is not None:
+        kept = case._replace(ids=np.where(first_for_each_node(case.ids, 2, node_capacity), case.ids, -1))
+    options: dict[str, Any] = {"alignment": alignment}
+    options["capacity"] = too_little_room(kept, num_experts=EXPERTS, **options)
+    expected = oracle.dispatch(*kept, num_experts=EXPERTS, fp8=True, **options)
+    assert expected.dropped.any()
+    options |= {"node_capacity": node_capacity, "on_overflow": "drop", "wire_dtype": jnp.float8_e4m3fn}
     with over(2, 2) as group:
-        out, _ = run(group, case, implementation="ffi", chunks=4, wire_dtype=jnp.float8_e4m3fn)
-        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1], fp8=True)
-        assert_flat(flat(out, group), expected, float8=True)
+        out, combined = run(group, case, implementation="ffi", chunks=4, **options)
+        group.check()
+    helpers.assert_rounded_to_float8(out.tokens, expected.tokens)
+    np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
+    named = (case.ids >= 0) & (case.ids < EXPERTS)
+    np.testing.assert_array_equal(out.routing.dropped[:, 0], (named & (expected.targets < 0)).sum(axis=(1, 2)))
+    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
 
 
 def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
@@ -201,3 +216,12 @@ def test_wrong_numbers_of_chunks() -> None:
             shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
             with pytest.raises(error, match=r"^dispatch: chunks must be"):
                 jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes)
+
+
+def test_any_number_of_chunks_can_be_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As processes do, by int32."""
+    monkeypatch.setattr(Group, "asks_processes", True)
+    with over(2, 2) as group:
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", chunks=2**31)
+        shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32), jnp.zeros((2, 2, 3, 1))
+        jax.eval_shape(program, *shapes)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over
+from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
 from test_signs import Store
 
 from jax_ep import Group, Implementation, PeerTimeoutError, combine, dispatch
@@ -48,6 +48,22 @@ def test_nothing_to_send(
         gradient = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
         group.check()
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("node_capacity", [None, TOKENS - 1])
+def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: np.random.Generator) -> None:
+    """What is counted stays int32, so that combine takes the routing."""
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop", "implementation": implementation}
+    with over(2, 2) as group:
+        plain = run(group, case, **options)
+        with jax.enable_x64(True):
+            wide = run(group, case, **options)
+        group.check()
+    assert plain[0].routing.dropped.any() == (node_capacity is not None)
+    for one, other in zip(*map(jax.tree.leaves, (plain, wide)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:

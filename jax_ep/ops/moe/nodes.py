@@ -65,7 +65,7 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
     if group.asks_processes:
         (capacity, hidden), came = expert_outputs.shape, routing.targets.shape[0]
         described = {"C": capacity, "H": hidden, "T": routing.num_tokens, "B": came // group.nodes}
-        described |= {"chunks": routing.chunks, "dtype": expert_outputs.dtype}
+        described |= {"chunks": min(routing.chunks, came), "dtype": expert_outputs.dtype}
         (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group.keep_error)
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
@@ -97,7 +97,7 @@ def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Ar
         "node_capacity": -1 if node_capacity is None or node_capacity >= tokens.shape[0] else node_capacity,
         "float8": int(config.wire_dtype is not None) + int(not config.dequantize),
         "drop": int(config.drop),
-        "chunks": call.chunks.number,
+        "chunks": min(call.chunks.number, tokens.shape[0]),
         "dtype": tokens.dtype,
     }
     return once_agreed("dispatch", call.group.axis_name, described, operands, call.group.keep_error)
@@ -162,7 +162,7 @@ def _routing(
     valid = (expert_ids >= 0) & (expert_ids < experts)
     to_experts = jnp.bincount(jnp.where(valid, expert_ids, experts).reshape(-1), length=experts + 1)[:experts]
     found = jnp.sum(local.targets.reshape(group.nodes, -1) >= 0, axis=1, dtype=jnp.int32)
-    found = jax.lax.all_to_all(found, group.node_axes, 0, 0, tiled=True).sum()
+    found = jax.lax.all_to_all(found, group.node_axes, 0, 0, tiled=True).sum(dtype=jnp.int32)
     return NodeRouting(
         targets=local.targets,
         rows=local.rows,
