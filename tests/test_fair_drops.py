@@ -163,7 +163,7 @@ def test_gradients(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of rows that experts made: zero in the padding, which lies elsewhere than where all fits."""
+    """The gradient of rows that experts made is zero in the padding, which lies elsewhere than where all fits."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     group, case = open_group(4), skewed(rng, 4, tokens, 2, 12)
     options: dict[str, Any] = {"num_experts": 12, "alignment": alignment}

@@ -268,7 +268,7 @@ def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks
 
 
 def _from_nodes(group: Group, x: list[jax.Array], sent: jax.Array | None, num_tokens: int, chunks: Chunks) -> jax.Array:
-    """Of each chunk [N B, H] of what came from the nodes back to them: [T, H], sums of what they made of each token."""
+    """What came from the nodes, [N B, H] of each chunk, back to them: [T, H], sums of what they made of each token."""
 
     def forward(sent: jax.Array | None, x: list[jax.Array]) -> jax.Array:
         return _summed(group, x, sent, num_tokens)
