@@ -1,9 +1,9 @@
 // What plans know of a GPU: the sizes of its parts, and rates that were measured. One model per architecture.
 //
-// Plans are pure functions of a shape and a HardwareModel (gemm/plan.h, kernels/plan.h, kernels/matmul/plan.h): an op
-// is launched as they say. The rates of all models are those of H200, as kernels have been timed on no other GPU;
-// behind each stands the command by which it is timed. kernels_bench, gemm_bench and overlap_bench are in
-// benchmarks/kernels; the head of each says how it is built. docs/benchmarks.md has their output.
+// Plans are pure functions of a shape and a HardwareModel (gemm/plan.h, kernels/plan.h): an op is launched as they say.
+// The rates of all models are those of H200, as kernels have been timed on no other GPU; behind each stands the command
+// by which it is timed. kernels_bench, gemm_bench and overlap_bench are in benchmarks/kernels; the head of each says
+// how it is built. docs/benchmarks.md has their output.
 #pragma once
 
 #include <string_view>
@@ -40,7 +40,7 @@ struct GemmRates {
   int least_split = 1024;  // a contraction that two CTAs share: gemm_bench time, products of 64 and 128 rows
 };
 
-// Rates of all_gather_matmul: kernels/matmul/plan_gather.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
+// Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct GatherRates {
   double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
   double narrow = 0.93;          // of that with 128 columns
@@ -52,7 +52,7 @@ struct GatherRates {
   int most_pairs = 8;            // of a band: overlap_bench bands 2, overlap_bench bands 4
 };
 
-// Rates of reductions in which some CTAs fetch and sum: kernels/matmul/plan_reduce.cc. Fitted together to overlap_bench
+// Rates of reductions in which some CTAs fetch and sum: kernels/matmul/plan.cc. Fitted together to overlap_bench
 // sweep 2 and sweep 4.
 struct ReduceRates {
   double flops_per_us = 6.2e6;  // of an SM with tiles of 256 columns

@@ -188,7 +188,7 @@ class Op {
   }
 
   // Debug: results start as 0xFF, so that no stale value passes for one. All coops meet, so all CTAs must find an
-  // SM. Here and below they are Results of kernels/op_buffers.h.
+  // SM. Here and below they are Results of kernels/op_spec.h.
   template <class Results>
   JAX_EP_FN void poison(const Results& results) {
     if (!comm.poison) return;

@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "kernels/args.h"
 #include "kernels/matmul/gather.h"
 #include "kernels/matmul/reduce.h"
 #include "kernels/moe/combine.h"
@@ -21,6 +20,15 @@ template <class Args, class Run>
 auto choose_kernel(const Args& args, Run run) {
   return run(args);
 }
+
+// Whether a kernel looks at no values.
+template <class Args>
+inline constexpr bool kIsBlind = false;
+#define JAX_EP_IS_BLIND(Args) \
+  template <>                 \
+  inline constexpr bool kIsBlind<Args> = true;
+JAX_EP_BLIND_KERNELS(JAX_EP_IS_BLIND)
+#undef JAX_EP_IS_BLIND
 
 // In place of the format of values, for kernels that are blind.
 struct NoFormat {};

@@ -7,7 +7,11 @@
 #include <string>
 #include <string_view>
 
-#include "kernels/args.h"
+#include "kernels/matmul/args.h"
+#include "kernels/moe/args.h"
+#include "kernels/moe/dot_args.h"
+#include "kernels/ragged/args.h"
+#include "kernels/sparse/args.h"
 
 namespace jax_ep {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gemm/plan.h"
-#include "kernels/matmul/plan.h"
+#include "kernels/plan.h"
 
 using namespace jax_ep::gemm;
 

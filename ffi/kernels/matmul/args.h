@@ -1,10 +1,11 @@
-// What the matrix products with a collective are called with.
+// What the matrix products with a collective are called with, and how their rows are cut into row blocks.
 #pragma once
 
 #include <cstdint>
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
+#include "comm/layout.h"
 #include "comm/platform.h"
 #include "kernels/op_spec.h"
 
@@ -109,5 +110,25 @@ struct OpSpec<GatherMatmulArgs> : ProductSpec<GatherMatmulArgs> {
     visit(result("gathered", values_of(a.operand_dtype), int64_t{ranks} * a.m, a.k).for_peers(), &Args::gathered);
   }
 };
+
+constexpr int kBlockRows = Coop::lanes == 1 ? 16 : 128;  // on a GPU the rows of a tile of the product
+
+// Each row block is announced by a flag of its own.
+struct RowBlocks {
+  int rows, block_rows, chunks;
+
+  // One flag is left for other news.
+  JAX_EP_FN explicit RowBlocks(int rows)
+      : rows(rows),
+        block_rows(align_up((rows + kMaxFlags - 2) / (kMaxFlags - 1), kBlockRows)),
+        chunks((rows + block_rows - 1) / block_rows) {}
+
+  JAX_EP_FN int chunk_of(int row) const { return row / block_rows; }
+  JAX_EP_FN Range chunk(int row_block) const {
+    return {row_block * block_rows, smaller((row_block + 1) * block_rows, rows)};
+  }
+};
+
+JAX_EP_FN Range overlap(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
 
 }  // namespace jax_ep

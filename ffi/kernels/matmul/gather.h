@@ -5,9 +5,8 @@
 #include "comm/copy.h"
 #include "comm/op.h"
 #include "comm/push.h"
+#include "comm/window.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/row_blocks.h"
-#include "kernels/op_buffers.h"
 #include "kernels/plain_product.h"
 #include "rows/movers.h"
 

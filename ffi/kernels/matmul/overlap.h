@@ -1,5 +1,6 @@
 // One kernel for a product and its collective: all CTAs multiply, and the producer's warpgroup has three aux warps,
-// which the product does not need. What those do is in overlap_exchange.h, overlap_gather.h and overlap_reduce.h.
+// which the product does not need. Here is what those do in a gather and in a reduction; overlap_exchange.h has the
+// exchange of two ranks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,10 +8,12 @@
 
 #include "comm/op.h"
 #include "comm/platform.h"
+#include "comm/target/ptx/bulk.h"
 #include "comm/target/ptx/cta.h"
 #include "gemm/kernel.h"
 #include "kernels/matmul/args.h"
-#include "kernels/op_buffers.h"
+#include "kernels/matmul/gather.h"
+#include "kernels/matmul/reduce.h"
 #include "kernels/role.h"
 
 namespace jax_ep {
@@ -81,11 +84,11 @@ struct Operands {
   const gemm::Problem& problem;
 };
 
-// What the aux warps of a CTA keep in its shared memory: said by the header of each op.
+// What the aux warps of a CTA keep in its shared memory, by the arguments of the op.
 template <class Args>
 struct AuxOf;
 
-// Each op has one for its arguments, in the header of its overlap.
+// Each op has one for its arguments.
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<Args>& work);
 
@@ -96,6 +99,194 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
                       const __grid_constant__ gemm::Problem problem, const __grid_constant__ Work<Args> work) {
   extern __shared__ __align__(1024) char memory[];
   run_overlapped<In, Out, kBlockN, kMnB>(memory, {a, b, out_map, out, problem}, work);
+}
+
+static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
+
+// What the aux warps of a CTA share in a gather.
+struct Lookout {
+  uint32_t here;  // tiles that had to wait for their rows, and need not any more
+};
+
+template <>
+struct AuxOf<GatherMatmulArgs> {
+  using Type = Lookout;
+};
+
+// A gather. A warp of every CTA looks out for the rows of its tiles, and in some CTAs two more spread this rank's rows.
+// They take them in turns, so peers get all rows however few of the CTAs run. A tile's rows are read from where they
+// are: this rank's own from its operand, the others from what is gathered.
+struct GatherHooks {
+  static constexpr bool kStores = false, kAwaitStores = false;
+  using Aux = typename AuxOf<GatherMatmulArgs>::Type;
+  const Work<GatherMatmulArgs>& work;
+  const gemm::Problem& problem;
+  Lookout& aux;
+  mutable uint32_t awaited = 0;  // of the producer
+
+  JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
+    if (must_wait(tile)) ptx::wait_count(&aux.here, ++awaited);
+    if (is_own(tile)) return {work.own, tile.row - work.comm.rank * work.args.m};
+    return {gathered, tile.row};
+  }
+  JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
+  JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
+  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
+    if (warp == 0)
+      look_out(share);
+    else if (communicators(work).has(share.cta))
+      spread(warp - 1);
+  }
+  // Called by the lookouts, by a warp for all of its CTA that multiply, and by the spreaders.
+  JAX_EP_FN void finish(Op& op) const {
+    const Role lookouts = one_warp_a_cta(), multipliers = one_warp_a_cta(), spreaders = communicators(work);
+    op.finish(results_of(work.comm, work.args), lookouts.coops() + multipliers.coops() + spreaders.coops());
+  }
+
+ private:
+  JAX_EP_FN Range rows_of(const gemm::Tile& tile) const {
+    return {tile.row, smaller(tile.row + gemm::kBlockM, work.args.m * work.comm.size)};
+  }
+  JAX_EP_FN bool is_own(const gemm::Tile& tile) const {
+    const int first = work.comm.rank * work.args.m;
+    return first <= rows_of(tile).begin && rows_of(tile).end <= first + work.args.m;
+  }
+  // Debug: nothing may be written before the result is poisoned, which every flag stands for.
+  JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
+
+  JAX_EP_FN void look_out(gemm::Share share) const {
+    const Coop coop = one_warp_a_cta().coop(0);
+    Op op(work.comm, coop, kind_of(work.args));
+    gemm::Schedule schedule(problem, work.block_n, share);
+    for (gemm::Tile tile; schedule.next(&tile);) {
+      if (!must_wait(tile)) continue;
+      wait_rows(op, work.args, rows_of(tile));
+      ptx::proxy_fence();
+      if (coop.lane == 0) ptx::count_one(&aux.here);
+    }
+    finish(op);
+  }
+
+  JAX_EP_FN void spread(int warp) const {
+    const Coop coop = communicators(work).coop(warp, /*track=*/warp == 0 ? 0 : -1);
+    Op op(work.comm, coop, kind_of(work.args));
+    op.post(posted(work.args, work.comm.size));
+    spread_rows(op, work.args);
+    finish(op);
+  }
+};
+
+template <class In, class Out, int kBlockN, bool kMnB>
+JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<GatherMatmulArgs>& work) {
+  poison_results(work);
+  Lookout& aux = reinterpret_cast<gemm::Shared<kBlockN, Lookout>*>(memory)->aux;
+  if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
+  const GatherHooks hooks{work, operands.problem, aux};
+  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
+                                                      operands.problem, hooks, gemm::this_share());
+  if (threadIdx.x >= gemm::kConsumers) return;
+  ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
+  if (threadIdx.x >= Coop::lanes) return;
+  const Coop coop = one_warp_a_cta().coop(0);
+  Op op(work.comm, coop, kind_of(work.args));
+  hooks.finish(op);
+}
+
+constexpr int kReducersPerCta = gemm::kAuxWarps - 1;
+constexpr int kReducerBytes = 128 + 8 * 2048;  // two batches to write, six to read
+
+// What the aux warps of a CTA share in a reduction.
+struct Reducers {
+  alignas(128) char memory[kReducersPerCta][kReducerBytes];
+  uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp: one may be ahead of another
+};
+
+template <>
+struct AuxOf<MatmulReduceArgs> {
+  using Type = Reducers;
+};
+
+// A reduction. A warp of every CTA announces what its CTA has written, and in the last CTAs two more reduce what is
+// ready. So the product keeps all SMs, and those of the other CTAs are free for other kernels as soon as it is done,
+// whatever peers do.
+//
+// Reducers wait for peers, and keep the SMs of their CTAs meanwhile. They are in the last CTAs, which a GPU starts when
+// all others have their SMs. A reducer that does not see all reducers begin within 20 us leaves; the last to begin
+// never does, and with those that stay sums all. So a kernel that keeps some CTAs from starting costs the sums their
+// warps, but does not lock them up.
+template <class T>
+struct ReduceHooks {
+  static constexpr bool kStores = false, kAwaitStores = true;
+  using Aux = typename AuxOf<MatmulReduceArgs>::Type;
+  const Work<MatmulReduceArgs>& work;
+  const gemm::Problem& problem;
+  Reducers& aux;
+
+  JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
+  JAX_EP_FN void after_tile(const gemm::Tile&, int warp) const {
+    if (threadIdx.x % Coop::lanes != 0) return;
+    ptx::proxy_fence();
+    ptx::count_one(&aux.written[warp]);
+  }
+  JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
+  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
+    if (warp == 0)
+      announce(share);
+    else if (communicators(work).has(share.cta))
+      reduce(warp - 1);
+  }
+
+ private:
+  JAX_EP_FN void finish(Op& op) const {
+    const Role announcers = one_warp_a_cta(), reducers = communicators(work);
+    op.finish(results_of(work.comm, work.args), announcers.coops() + reducers.coops());
+  }
+
+  // A row block is announced when all of its tiles are written.
+  JAX_EP_FN void announce(gemm::Share share) const {
+    const MatmulReduceArgs& args = work.args;
+    const Coop coop = one_warp_a_cta().coop(0);
+    Op op(work.comm, coop, kind_of(args));
+    const RowBlocks row_blocks(args.m);
+    gemm::Schedule schedule(problem, work.block_n, share);
+    int tiles_seen = 0;
+    for (gemm::Tile tile; schedule.next(&tile); ++tiles_seen) {
+      wait_written(aux.written, work.block_n, tiles_seen);
+      if (tile.row >= args.m || tile.col >= args.n) continue;
+      const Range rows = row_blocks.chunk(row_blocks.chunk_of(tile.row));
+      const int tiles = ceil_div(rows.end - rows.begin, gemm::kBlockM) * ceil_div(args.n, work.block_n) *
+                        (problem.split_k ? gemm::kCluster : 1);
+      op.deliver(row_blocks.chunk_of(tile.row), 1, tiles);
+    }
+    finish(op);
+  }
+
+  JAX_EP_FN void reduce(int warp) const {
+    const Coop coop = communicators(work).coop(warp, /*track=*/warp == 0 ? 0 : -1, aux.memory[warp], kReducerBytes);
+    Op op(work.comm, coop, kind_of(work.args));
+    op.post(posted(work.args, work.comm.size));
+    if (all_begin(coop, &op.heap->members, coop.count)) {
+      op.wait_posted();
+      MatmulReduce<T> sums(op, work.args);
+      sums.reduce();
+      conclude_reduction<T>(op, work.args);
+      sums.wait_concluded();
+    } else {
+      conclude_reduction<T>(op, work.args);
+    }
+    finish(op);
+  }
+};
+
+template <class In, class Out, int kBlockN, bool kMnB>
+JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<MatmulReduceArgs>& work) {
+  using Hooks = ReduceHooks<typename RowOf<Out>::Type>;
+  poison_results(work);
+  Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;
+  if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before all warps meet
+  const Hooks hooks{work, operands.problem, aux};
+  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
+                                                      operands.problem, hooks, gemm::this_share());
 }
 
 }  // namespace jax_ep

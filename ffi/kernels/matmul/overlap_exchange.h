@@ -3,8 +3,8 @@
 // the aux warps announces it, the others add what has landed. The last tile is added by those who multiply.
 #pragma once
 
-#include "kernels/matmul/exchange.h"
 #include "kernels/matmul/overlap.h"
+#include "kernels/matmul/reduce.h"
 
 namespace jax_ep {
 // What the warps of a CTA tell each other, in shared memory.

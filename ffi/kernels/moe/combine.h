@@ -9,7 +9,6 @@
 #include "kernels/moe/args.h"
 #include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
-#include "kernels/op_buffers.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {

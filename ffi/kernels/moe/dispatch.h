@@ -8,7 +8,6 @@
 #include "kernels/moe/route_few.h"
 #include "kernels/moe/routed.h"
 #include "kernels/moe/rows.h"
-#include "kernels/op_buffers.h"
 #include "rows/float8_rows.h"
 #include "rows/wire.h"
 

@@ -1,9 +1,9 @@
 // Where the tokens of a dispatch land at the owners of their experts, and from where they go to their rows there.
 #pragma once
 
+#include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/rows.h"
-#include "kernels/op_buffers.h"
 
 namespace jax_ep {
 

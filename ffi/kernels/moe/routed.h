@@ -7,7 +7,6 @@
 #include "kernels/moe/args.h"
 #include "kernels/moe/rows.h"
 #include "kernels/moe/segments.h"
-#include "kernels/op_buffers.h"
 
 namespace jax_ep {
 

@@ -7,7 +7,6 @@
 #include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
 #include "kernels/moe/shares.h"
-#include "kernels/op_buffers.h"
 
 namespace jax_ep {
 

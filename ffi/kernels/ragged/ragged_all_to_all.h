@@ -3,7 +3,7 @@
 
 #include "comm/ctas.h"
 #include "comm/op.h"
-#include "kernels/op_buffers.h"
+#include "comm/window.h"
 #include "kernels/ragged/args.h"
 #include "rows/movers.h"
 

@@ -8,9 +8,9 @@
 
 #include "comm/ctas.h"
 #include "comm/op.h"
-#include "kernels/op_buffers.h"
+#include "comm/window.h"
 #include "kernels/sparse/args.h"
-#include "kernels/sparse/run_sums.h"
+#include "kernels/sparse/runs.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {

@@ -4,7 +4,7 @@
 
 #include "comm/ctas.h"
 #include "comm/op.h"
-#include "kernels/op_buffers.h"
+#include "comm/window.h"
 #include "kernels/sparse/args.h"
 
 namespace jax_ep {

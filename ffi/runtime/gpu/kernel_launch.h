@@ -6,8 +6,7 @@
 #include <utility>
 
 #include "comm/timeline.h"
-#include "kernels/args.h"
-#include "kernels/matmul/plan.h"
+#include "kernels/matmul/args.h"
 #include "kernels/moe/plan.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"
