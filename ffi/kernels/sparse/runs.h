@@ -1,5 +1,5 @@
-// Who holds which row: the entries of every rank, looked up by slot, and those of this rank that name the same row, with
-// their sums.
+// Who holds which row: the entries of every rank, looked up by slot, and those of this rank that name the same row,
+// with their sums.
 #pragma once
 
 #include "comm/op.h"
