@@ -9,6 +9,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 using Sizes = ffi::Buffer<ffi::S32>;
+using Scales = ffi::Buffer<ffi::F32>;
 
 std::optional<DType> dtype_of(ffi::DataType type) {
   if (type == ffi::BF16) return DType::bfloat16;
@@ -60,6 +61,29 @@ ffi::Error grouped_outer_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyB
   return start(arguments, stream, lhs, rhs, sizes, *out);
 }
 
+// lhs [m, k], its scales [m, k / 128], rhs [groups, n, k], its scales [groups, n / 128, k / 128] -> [m, n].
+ffi::Error grouped_matmul_float8_impl(cudaStream_t stream, ffi::AnyBuffer lhs, Scales lhs_scales, ffi::AnyBuffer rhs,
+                                      Scales rhs_scales, Sizes sizes, ffi::Result<ffi::AnyBuffer> out) {
+  gemm::Float8Arguments arguments{};
+  arguments.m = dim(lhs, 0);
+  arguments.n = dim(rhs, 1);
+  arguments.k = dim(lhs, 1);
+  arguments.groups = dim(sizes, 0);
+  const auto result = dtype_of(out->element_type());
+  if (!result || lhs.element_type() != ffi::F8E4M3FN || rhs.element_type() != ffi::F8E4M3FN)
+    return {ffi::ErrorCode::kInvalidArgument, "float8 product: operands must be float8_e4m3fn"};
+  arguments.out = *result;
+  arguments.a = lhs.untyped_data();
+  arguments.a_scales = lhs_scales.typed_data();
+  arguments.b = rhs.untyped_data();
+  arguments.b_scales = rhs_scales.typed_data();
+  arguments.out_data = out->untyped_data();
+  arguments.group_sizes = sizes.typed_data();
+  if (const auto error = gemm::launch(arguments, stream))
+    return {ffi::ErrorCode::kInvalidArgument, "float8 product: " + *error};
+  return ffi::Error::Success();
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul_handler, grouped_matmul_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -77,16 +101,28 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_outer_handler, grouped_outer_impl,
                                   .Arg<Sizes>()           // group_sizes
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul_float8_handler, grouped_matmul_float8_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // lhs
+                                  .Arg<Scales>()          // its scales
+                                  .Arg<ffi::AnyBuffer>()  // rhs
+                                  .Arg<Scales>()          // its scales
+                                  .Arg<Sizes>()           // group_sizes
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 std::vector<NamedHandler> extra_handlers() {
-  return {{"grouped_matmul", grouped_matmul_handler}, {"grouped_outer", grouped_outer_handler}};
+  return {{"grouped_matmul", grouped_matmul_handler},
+          {"grouped_outer", grouped_outer_handler},
+          {"grouped_matmul_float8", grouped_matmul_float8_handler}};
 }
 
 std::optional<std::string> load_extra_kernels() {
 #define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
-  for (const auto load : {&gemm::load, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
+  for (const auto load : {&gemm::load, &gemm::load_float8, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
 }

@@ -30,7 +30,21 @@ std::optional<std::string> launch(const Arguments& arguments, const Config& conf
 // As it is planned for the current device.
 std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
 
+// A grouped product of float8 e4m3 operands. K and N are multiples of 128, row-major arrays without gaps.
+struct Float8Arguments {
+  int m, n, k, groups;
+  DType out;                   // bfloat16 or float32
+  const void* a;               // [m, k]
+  const float* a_scales;       // [m, k / 128]
+  const void* b;               // [groups, n, k]
+  const float* b_scales;       // [groups, n / 128, k / 128]
+  void* out_data;              // [m, n]
+  const int32_t* group_sizes;  // on the device
+};
+std::optional<std::string> launch(const Float8Arguments& arguments, cudaStream_t stream);
+
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
+cudaError_t load_float8();
 
 }  // namespace jax_ep::gemm

@@ -226,12 +226,13 @@ __device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& ma
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
 }
 
-template <int kBlockN, class Memory>
-JAX_EP_FN void open_pipeline(Memory& shared) {
+// `consumers`: the warps of a CTA that release each stage.
+template <class Memory>
+JAX_EP_FN void open_pipeline(Memory& shared, int consumers) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Memory::kStages; ++stage) {
       ptx::init_barrier(&shared.full[stage], 1);
-      ptx::init_barrier(&shared.empty[stage], kConsumerWarps / kParts<kBlockN> * kCluster);
+      ptx::init_barrier(&shared.empty[stage], consumers * kCluster);
     }
     for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
@@ -268,7 +269,7 @@ JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensor
   using Aux = typename Hooks::Aux;
   using Wanted = Registers<Aux, kParts<kBlockN> * kBlockN / 2>;
   auto& shared = *reinterpret_cast<SharedFor<kBlockN, Hooks>*>(memory);
-  open_pipeline<kBlockN>(shared);
+  open_pipeline(shared, kConsumerWarps / kParts<kBlockN>);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();

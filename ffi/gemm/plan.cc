@@ -34,13 +34,16 @@ Config plan(const Shape& shape, const HardwareModel& model) {
   if (const int tiles = tiles_of(shape, 128);
       shape.grouping != Grouping::k_grouped && should_split(model.gemm, 128, shape.k, tiles, model.sms))
     return {128, model.gemm.band, tiles * kCluster, true};
-  Config config{256, model.gemm.band, 0, false};
-  if (shape.grouping == Grouping::k_grouped && cost_of(shape, model, 192) < cost_of(shape, model, config.block_n))
-    config.block_n = 192;
-  if (cost_of(shape, model, 128) < cost_of(shape, model, config.block_n)) config.block_n = 128;
-  const int tiles = tiles_of(shape, config.block_n);
-  config.blocks = smaller(ceil_div(tiles, kCluster), model.sms / kCluster) * kCluster;
-  return config;
+  int block_n = 256;
+  if (shape.grouping == Grouping::k_grouped && cost_of(shape, model, 192) < cost_of(shape, model, block_n))
+    block_n = 192;
+  if (cost_of(shape, model, 128) < cost_of(shape, model, block_n)) block_n = 128;
+  return plan_width(shape, model, block_n);
+}
+
+Config plan_width(const Shape& shape, const HardwareModel& model, int block_n) {
+  const int pairs = ceil_div(tiles_of(shape, block_n), kCluster);
+  return {block_n, model.gemm.band, smaller(pairs, model.sms / kCluster) * kCluster, false};
 }
 
 std::string Config::describe() const {

@@ -26,6 +26,9 @@ struct Config {
 
 Config plan(const Shape& shape, const HardwareModel& model);
 
+// With tiles of this width.
+Config plan_width(const Shape& shape, const HardwareModel& model, int block_n);
+
 // Whether both CTAs of a cluster should take one tile, half of the contraction each: where there are so few tiles that
 // this leaves none of `sms` without work.
 bool should_split(const GemmRates& rates, int block_n, int k, int tiles, int sms);

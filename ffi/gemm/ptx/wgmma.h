@@ -1,12 +1,14 @@
-// Warpgroup matrix multiply: D (registers, float32) += A x B, both 16-bit tiles in shared memory named by descriptors.
+// Warpgroup matrix multiply: D (registers, float32) += A x B, tiles of 16- or 8-bit values in shared memory, named by
+// descriptors.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
-#include "comm/platform.h"
+#include "comm/dtype.h"
 
 namespace jax_ep::gemm {
 
@@ -59,11 +61,6 @@ JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
 #define JAX_EP_FIRST_96(d) JAX_EP_FIRST_64(d), JAX_EP_OPERANDS_32(d, 64)
 #define JAX_EP_FIRST_128(d) JAX_EP_FIRST_96(d), JAX_EP_OPERANDS_32(d, 96)
 
-template <class T>
-constexpr bool kIsBFloat16 = false;
-template <>
-constexpr bool kIsBFloat16<__nv_bfloat16> = true;
-
 // The instruction for one width, the accumulators of a thread, and the numbers of the operands behind them.
 #define JAX_EP_WGMMA(type, width, count, a, b, add, mn_a, mn_b)                                                 \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #width      \
@@ -71,19 +68,28 @@ constexpr bool kIsBFloat16<__nv_bfloat16> = true;
                                                                       ", %" #mn_b "; }"                         \
                : JAX_EP_FIRST_##count(d)                                                                        \
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to_d}), "n"(int{kMnA}), "n"(int{kMnB}))
+// float8 contracts 32, and along lines alone.
+#define JAX_EP_WGMMA_FLOAT8(width, count, a, b, add)                                                       \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #width \
+               "k32.f32.e4m3.e4m3 {" JAX_EP_REGISTERS_##count "}, %" #a ", %" #b ", add, 1, 1; }"          \
+               : JAX_EP_FIRST_##count(d)                                                                   \
+               : "l"(a_tile), "l"(b_tile), "r"(int{add_to_d}))
 #define JAX_EP_WIDTH(width, count, a, b, add, mn_a, mn_b)        \
   if constexpr (kWidth == width) {                               \
-    if constexpr (kIsBFloat16<T>)                                \
+    if constexpr (std::is_same_v<T, Float8E4M3>)                 \
+      JAX_EP_WGMMA_FLOAT8(width, count, a, b, add);              \
+    else if constexpr (std::is_same_v<T, __nv_bfloat16>)         \
       JAX_EP_WGMMA("bf16", width, count, a, b, add, mn_a, mn_b); \
     else                                                         \
       JAX_EP_WGMMA("f16", width, count, a, b, add, mn_a, mn_b);  \
   }
 
-// D [64, kWidth] = A [64, 16] x B [16, kWidth], plus what D was if add_to_d; kMnA, kMnB: the tile's contiguous
-// dimension is not the contracted one. `d` may have more registers than the width needs.
+// D [64, kWidth] = A [64, 32 bytes] x B [32 bytes, kWidth], plus what D was if add_to_d; kMnA, kMnB: the tile's
+// contiguous dimension is not the contracted one. `d` may have more registers than the width needs.
 template <class T, int kWidth, bool kMnA, bool kMnB, int kCount>
 JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
   static_assert(kWidth % 64 == 0 && kWidth <= 2 * kCount);
+  static_assert(!std::is_same_v<T, Float8E4M3> || (!kMnA && !kMnB));
   JAX_EP_WIDTH(64, 32, 32, 33, 34, 35, 36)
   JAX_EP_WIDTH(128, 64, 64, 65, 66, 67, 68)
   JAX_EP_WIDTH(192, 96, 96, 97, 98, 99, 100)
@@ -91,6 +97,7 @@ JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bo
 }
 
 #undef JAX_EP_WIDTH
+#undef JAX_EP_WGMMA_FLOAT8
 #undef JAX_EP_WGMMA
 #undef JAX_EP_FIRST_128
 #undef JAX_EP_FIRST_96
