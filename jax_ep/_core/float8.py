@@ -1,5 +1,8 @@
 """float8_e4m3fn with a float32 scale per block: 128 values of a row, or 128 x 128 of a matrix of weights.
 
+Values stand behind an `optimization_barrier` before they are widened: XLA would else leave out a conversion to float8
+and the one back, and go on with values that were never rounded.
+
 The scale makes the largest magnitude of a block 448, the largest that the format holds (as in DeepSeek-V3's training
 and in DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
 
@@ -30,15 +33,23 @@ class Float8Rows(NamedTuple):
 
 
 class Float8Weights(NamedTuple):
-    """Matrices of weights: weight[k, n] = values[k, n] * scales[k // 128, n // 128], for each of them.
+    """Matrices of weights: weight[k, n] = values[n, k] * scales[n // 128, k // 128], for each of them.
+
+    They are transposed, since tensor cores read float8 along the contraction.
 
     Attributes:
-      values: [..., K, N] float8_e4m3fn.
-      scales: [..., K / 128, N / 128] float32.
+      values: [..., N, K] float8_e4m3fn.
+      scales: [..., N / 128, K / 128] float32.
     """
 
     values: jax.Array
     scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weights before they were quantized: [..., K, N]."""
+        *others, n, k = self.values.shape
+        return (*others, k, n)
 
 
 def quantize_rows(rows: jax.Array) -> Float8Rows:
@@ -50,27 +61,32 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
 
 def dequantize_rows(rows: Float8Rows, dtype: DTypeLike) -> jax.Array:
     """[..., H], rounded to `dtype`."""
-    blocks = rows.values.astype(jnp.float32).reshape(*rows.scales.shape, BLOCK)
+    blocks = _widened(rows.values).reshape(*rows.scales.shape, BLOCK)
     return (blocks * rows.scales[..., None]).reshape(rows.values.shape).astype(dtype)
 
 
 def quantize_weights(weights: jax.Array) -> Float8Weights:
     """[..., K, N], both multiples of 128."""
-    blocks = _in_blocks(weights)
+    transposed = weights.swapaxes(-1, -2)
+    blocks = _in_blocks(transposed.astype(jnp.float32))
     values, scales = _quantized(blocks, axes=(-3, -1))
-    return Float8Weights(values.reshape(weights.shape), scales.reshape(*blocks.shape[:-3], blocks.shape[-2]))
+    return Float8Weights(values.reshape(transposed.shape), scales.reshape(*blocks.shape[:-3], blocks.shape[-2]))
 
 
 def dequantize_weights(weights: Float8Weights, dtype: DTypeLike) -> jax.Array:
     """[..., K, N], rounded to `dtype`."""
-    blocks = _in_blocks(weights.values) * weights.scales[..., :, None, :, None]
-    return blocks.reshape(weights.values.shape).astype(dtype)
+    blocks = _in_blocks(_widened(weights.values)) * weights.scales[..., :, None, :, None]
+    return blocks.reshape(weights.values.shape).astype(dtype).swapaxes(-1, -2)
+
+
+def _widened(values: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(values).astype(jnp.float32)
 
 
 def _in_blocks(weights: jax.Array) -> jax.Array:
-    """[..., K, N] -> [..., K / 128, 128, N / 128, 128] float32."""
-    *others, k, n = weights.shape
-    return weights.astype(jnp.float32).reshape(*others, k // BLOCK, BLOCK, n // BLOCK, BLOCK)
+    """[..., N, K] -> [..., N / 128, 128, K / 128, 128]."""
+    *others, n, k = weights.shape
+    return weights.reshape(*others, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
 
 
 def _quantized(blocks: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

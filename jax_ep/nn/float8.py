@@ -5,26 +5,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core.float8 import Float8Weights
 from jax_ep.ops.matmul.api import lhs_gradient, ragged_dot, rhs_gradient
-from jax_ep.ops.matmul.float8 import quantize_rows, quantize_weights
+from jax_ep.ops.matmul.float8 import dequantize, quantize_rows, quantize_weights
+
+
+def float8_ragged_dot(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    """`ragged_dot` of operands [M, K] and [G, K, N], K and N multiples of 128, that are quantized first.
+
+    `rhs` may be quantized already: quantizing reads more bytes than the product does. The result has the dtype of
+    `lhs`. The gradients are those of `ragged_dot`, as if nothing had been rounded (the straight-through estimator:
+    Bengio et al., 2013).
+
+    Raises:
+      TypeError: `rhs` has another dtype than `lhs`; or it is differentiated though it is in float8.
+    """
+    if isinstance(rhs, Float8Weights):
+        return _frozen_product(lhs, Float8Weights(*map(_frozen, rhs)), group_sizes)
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(f"float8_ragged_dot: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
+    return _product(lhs, rhs, group_sizes)
+
+
+def _multiplied(lhs: jax.Array, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    dtype = jnp.bfloat16 if lhs.dtype == jnp.bfloat16 else jnp.float32
+    return ragged_dot(quantize_rows(lhs), rhs, group_sizes, preferred_element_type=dtype).astype(lhs.dtype)
 
 
 @jax.custom_vjp
-def float8_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`ragged_dot` of operands [M, K] and [G, K, N], K and N multiples of 128, that are quantized first.
-
-    The result has their dtype. The gradients are those of `ragged_dot`, as if nothing had been rounded (the
-    straight-through estimator: Bengio et al., 2013).
-    """
-    if lhs.dtype != rhs.dtype:
-        raise TypeError(f"float8_ragged_dot: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
-    dtype = jnp.bfloat16 if lhs.dtype == jnp.bfloat16 else jnp.float32
-    product = ragged_dot(quantize_rows(lhs), quantize_weights(rhs), group_sizes, preferred_element_type=dtype)
-    return product.astype(lhs.dtype)
+def _product(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _multiplied(lhs, quantize_weights(rhs), group_sizes)
 
 
 def _forward(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Any:
-    return float8_ragged_dot(lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+    return _product(lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
 
 
 def _backward(residuals: Any, cotangent: jax.Array) -> Any:
@@ -32,4 +46,31 @@ def _backward(residuals: Any, cotangent: jax.Array) -> Any:
     return lhs_gradient(cotangent, rhs, group_sizes), rhs_gradient(lhs, cotangent, group_sizes), None
 
 
-float8_ragged_dot.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _frozen_product(lhs: jax.Array, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    return _multiplied(lhs, rhs, group_sizes)
+
+
+def _frozen_forward(lhs: jax.Array, rhs: Float8Weights, group_sizes: jax.Array) -> Any:
+    return _frozen_product(lhs, rhs, group_sizes), (rhs, group_sizes)
+
+
+def _frozen_backward(residuals: Any, cotangent: jax.Array) -> Any:
+    rhs, group_sizes = residuals
+    return lhs_gradient(cotangent, dequantize(rhs, cotangent.dtype), group_sizes), None, None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+@jax.custom_jvp
+def _frozen(part: jax.Array) -> jax.Array:
+    return part
+
+
+@_frozen.defjvp
+def _no_gradient(*_: Any) -> Any:
+    raise TypeError("float8_ragged_dot: rhs in float8 has no gradient: train weights of another dtype")

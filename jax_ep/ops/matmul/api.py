@@ -35,11 +35,14 @@ def ragged_dot(
     `jax.lax.ragged_dot` itself. Reverse-mode gradients run on the same kernel, with the cotangent rounded to the dtype
     of the operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
 
+    Products of float8 operands add up 128 of the contraction in tensor cores, scale the sum and add it in float32
+    (DeepGEMM's recipe). They have no gradient.
+
     Args:
       lhs: [M, K] rows, those of a group next to each other; or `Float8Rows`, then `rhs` is in float8, too.
       rhs: [G, K, N], a matrix per group; or `Float8Weights`.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
-      precision, out_sharding: as in `jax.lax.ragged_dot`.
+      precision, out_sharding: as in `jax.lax.ragged_dot`; float8 operands do not heed them.
       group_offset: must be None.
       preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`, and of float8 bfloat16.
 
@@ -50,13 +53,13 @@ def ragged_dot(
       TypeError, ValueError: as `jax.lax.ragged_dot`, when traced.
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
-    if isinstance(lhs, Float8Rows) or isinstance(rhs, Float8Weights):
-        lhs, rhs, preferred_element_type = float8.operands(
-            "ragged_dot", lhs, rhs, preferred_element_type, ndim=3, layout="[G, K, N]"
-        )
-    options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if group_offset is not None:
         raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
+    if isinstance(lhs, Float8Rows) or isinstance(rhs, Float8Weights):
+        dtype = float8.check_operands("ragged_dot", lhs, rhs, preferred_element_type, ndim=3)
+        group_sizes = float8.check_group_sizes(rhs.shape[0], group_sizes)
+        return float8.grouped_product(dtype, lhs, rhs, group_sizes)
+    options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, out_sharding=out_sharding, **options)
     lhs, rhs, group_sizes = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
@@ -78,8 +81,9 @@ def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLik
     Raises:
       TypeError, ValueError: an argument is wrong; raised when traced.
     """
-    left, right, dtype = float8.operands("dot", lhs, rhs, preferred_element_type, ndim=2, layout="[K, N]")
-    return jax.lax.dot(left, right, preferred_element_type=dtype)
+    dtype = float8.check_operands("dot", lhs, rhs, preferred_element_type, ndim=2)
+    one_group = Float8Weights(*(x[None] for x in rhs))
+    return float8.grouped_product(dtype, lhs, one_group, jnp.array([lhs.values.shape[0]], jnp.int32))
 
 
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
-"""Quantizing to float8: rows with a scale per 128 values, weights with one per 128 x 128 (DeepGEMM's recipe)."""
+"""float8: rows with a scale per 128 values, weights with one per 128 x 128, and their products (DeepGEMM's recipe)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, float8
+from jax_ep._core import checks, float8, gemm
+from jax_ep._core.batches import batched_alike
 from jax_ep._core.float8 import BLOCK, Float8Rows, Float8Weights
+from jax_ep.ops.matmul import kernels
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
@@ -30,6 +33,8 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
 def quantize_weights(weights: jax.Array) -> Float8Weights:
     """Matrices [K, N] or [G, K, N] of bfloat16, float16 or float32 as `Float8Weights`: a scale per 128 x 128 weights.
 
+    `Float8Weights` hold them transposed.
+
     Raises:
       ValueError, TypeError: K or N is no multiple of 128, or the dtype is another.
     """
@@ -50,16 +55,12 @@ def dequantize(quantized: Float8Rows | Float8Weights, dtype: DTypeLike = jnp.bfl
     raise TypeError(f"dequantize: quantized must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
 
 
-def operands(
-    op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLike | None, *, ndim: int, layout: str
-) -> tuple[jax.Array, jax.Array, np.dtype]:
-    """For a product of `Float8Rows` and `Float8Weights`: both in bfloat16, and the dtype of the result.
-
-    So operands are multiplied so far, everywhere: a result is off by at most 2^-7 of the sum of its terms' magnitudes.
+def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLike | None, *, ndim: int) -> np.dtype:
+    """Returns the dtype of the product of `Float8Rows` and `Float8Weights`.
 
     Args:
       preferred_element_type: bfloat16 or float32; None: bfloat16.
-      ndim, layout: of `rhs.values`.
+      ndim: of `rhs.values`, 2 or 3.
 
     Raises:
       TypeError, ValueError: an operand is wrong, or not in float8.
@@ -72,18 +73,59 @@ def operands(
         checks.check_dtype(op, f"{name}.values", operand.values, (FLOAT8,))
         checks.check_dtype(op, f"{name}.scales", operand.scales, (np.dtype(np.float32),))
     checks.check_rank(op, "lhs.values", lhs.values, 2, "[M, K]")
-    checks.check_rank(op, "rhs.values", rhs.values, ndim, layout)
-    (rows, k), (rhs_k, n) = lhs.values.shape, rhs.values.shape[-2:]
+    checks.check_rank(op, "rhs.values", rhs.values, ndim, "[G, N, K]" if ndim == 3 else "[N, K]")
+    (rows, k), (n, rhs_k) = lhs.values.shape, rhs.values.shape[-2:]
     if k != rhs_k:
-        raise ValueError(f"{op}: rhs.values must have {k} rows, as lhs.values has columns, got {rhs.values.shape}")
-    _check_blocks(op, "rhs.values", (k, n))
+        raise ValueError(f"{op}: rhs.values must have {k} columns, as lhs.values has, got {rhs.values.shape}")
+    _check_blocks(op, "rhs.values", (n, k))
     checks.check_shape(op, "lhs.scales", lhs.scales, (rows, k // BLOCK), "[M, K / 128]")
-    scales = (*rhs.values.shape[:-2], k // BLOCK, n // BLOCK)
-    checks.check_shape(op, "rhs.scales", rhs.scales, scales, "[..., K / 128, N / 128]")
+    scales = (*rhs.values.shape[:-2], n // BLOCK, k // BLOCK)
+    checks.check_shape(op, "rhs.scales", rhs.scales, scales, "[..., N / 128, K / 128]")
     result = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or RESULTS[0]
     if result not in RESULTS:
         raise TypeError(f"{op}: preferred_element_type must be bfloat16, float32 or None, got {result}")
-    return dequantize(lhs), dequantize(rhs), result
+    return result
+
+
+def check_group_sizes(groups: int, group_sizes: Any) -> jax.Array:
+    """Returns `group_sizes` of `ragged_dot` as int32."""
+    checks.check_kind("ragged_dot", "group_sizes", group_sizes, jnp.integer, "an integer")
+    checks.check_shape("ragged_dot", "group_sizes", group_sizes, (groups,), "[G]")
+    return checks.to_int32(group_sizes)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    """The product of checked operands: on Hopper by the GEMM core, elsewhere by XLA of both in bfloat16.
+
+    XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
+    """
+    operands = batched_alike(*lhs, *rhs, group_sizes)
+    by_xla = partial(_by_xla, dtype)
+    if not (gemm.has_gemm() and all(size > 0 for x in operands for size in x.shape)):
+        return by_xla(*operands)
+    core = partial(kernels.grouped_matmul_float8, dtype=dtype)
+    return jax.lax.platform_dependent(*checks.vary_as_any(*operands), cuda=core, default=by_xla)
+
+
+def _by_xla(
+    dtype: Any,
+    lhs: jax.Array,
+    lhs_scales: jax.Array,
+    rhs: jax.Array,
+    rhs_scales: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    left, right = dequantize(Float8Rows(lhs, lhs_scales)), dequantize(Float8Weights(rhs, rhs_scales))
+    return jax.lax.ragged_dot(left, right, group_sizes, preferred_element_type=dtype)
+
+
+@grouped_product.defjvp
+def _no_gradient(*_: Any) -> Any:
+    raise TypeError(
+        "products of float8 operands have no gradient: differentiate moe_mlp(precision='float8'), or wrap the product "
+        "in a jax.custom_vjp"
+    )
 
 
 def describe(operand: Any) -> str:

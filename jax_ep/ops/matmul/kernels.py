@@ -16,6 +16,20 @@ def grouped_matmul(
     return ffi.call_alone("grouped_matmul", result, lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
 
 
+def grouped_matmul_float8(
+    lhs: jax.Array,
+    lhs_scales: jax.Array,
+    rhs: jax.Array,
+    rhs_scales: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    dtype: Any,
+) -> jax.Array:
+    """[M, K], [M, K / 128], [G, N, K], [G, N / 128, K / 128], [G] -> [M, N]: a group's rows times its matrix."""
+    result = checks.result_type((lhs.shape[0], rhs.shape[1]), dtype, lhs)
+    return ffi.call_alone("grouped_matmul_float8", result, lhs, lhs_scales, rhs, rhs_scales, group_sizes)
+
+
 def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
     result = checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
