@@ -8,17 +8,20 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
-from jax_ep._core.float8 import BLOCK
+from jax_ep._core.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.moe_fused.types import ACTIVATIONS
 
+Experts = jax.Array | Float8Weights
 
-def check_experts(
-    op: str, tokens: jax.Array, gate: jax.Array, up: jax.Array | None, down: jax.Array, group: Group
-) -> None:
+
+def check_experts(op: str, tokens: jax.Array, gate: Experts, up: Experts | None, down: Experts, group: Group) -> None:
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
-    checks.check_rank(op, "gate", gate, 3, "[E / R, H, F]")
+    if not isinstance(gate, Float8Weights):
+        checks.check_array(op, "gate", gate)
+    if len(gate.shape) != 3:
+        raise ValueError(f"{op}: gate must have shape [E / R, H, F], got {gate.shape}")
     if gate.shape[0] == 0:
         raise ValueError(f"{op}: gate must have at least one expert on every rank, got {gate.shape}")
     experts, hidden, width = gate.shape[0], tokens.shape[1], gate.shape[2]
@@ -32,19 +35,38 @@ def check_experts(
         named["up"] = (up, (experts, hidden, width), "[E / R, H, F]")
     named["down"] = (down, (experts, width, hidden), "[E / R, F, H]")
     for name, (matrix, shape, layout) in named.items():
-        checks.check_shape(op, name, matrix, shape, layout)
-        checks.check_dtype(op, name, matrix, (np.dtype(tokens.dtype),))
+        _check_matrix(op, name, matrix, tokens.dtype, shape, layout)
     if group.size == 1 or not checks.tracks_varying(group.axis_name):
         return
     for name, (matrix, _, _) in named.items():
-        if not checks.varies(matrix, group.axis_name):
+        held = matrix.values if isinstance(matrix, Float8Weights) else matrix
+        if not checks.varies(held, group.axis_name):
             raise ValueError(
                 f"{op}: {name} must be of the experts that each rank owns, got the same on all ranks: shard its first "
                 f"axis by P({group.axis_name!r}) in in_specs"
             )
 
 
-def check_biases(op: str, biases: Any, gate: jax.Array, down: jax.Array) -> None:
+def _check_matrix(op: str, name: str, matrix: Any, dtype: Any, shape: tuple[int, ...], layout: str) -> None:
+    """`matrix`, of a rank's experts, must be an array in the dtype of the tokens, or `Float8Weights`."""
+    if isinstance(matrix, Float8Weights):
+        _check_float8_weights(op, name, matrix, shape, layout)
+    else:
+        checks.check_shape(op, name, matrix, shape, layout)
+        checks.check_dtype(op, name, matrix, (np.dtype(dtype),))
+
+
+def _check_float8_weights(op: str, name: str, matrix: Float8Weights, shape: tuple[int, ...], layout: str) -> None:
+    if matrix.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {matrix.shape}")
+    experts, k, n = shape
+    checks.check_dtype(op, f"{name}.values", matrix.values, (np.dtype(jnp.float8_e4m3fn),))
+    checks.check_dtype(op, f"{name}.scales", matrix.scales, (np.dtype(np.float32),))
+    scales = (experts, n // BLOCK, k // BLOCK)
+    checks.check_shape(op, f"{name}.scales", matrix.scales, scales, "[E / R, N / 128, K / 128]")
+
+
+def check_biases(op: str, biases: Any, tokens: jax.Array, down: Experts) -> None:
     if biases is None:
         return
     if not isinstance(biases, tuple | list) or len(biases) != 3:
@@ -60,7 +82,7 @@ def check_biases(op: str, biases: Any, gate: jax.Array, down: jax.Array) -> None
     ):
         if bias is not None:
             checks.check_shape(op, f"biases[{i}]", bias, shape, layout)
-            checks.check_dtype(op, f"biases[{i}]", bias, (np.dtype(gate.dtype),))
+            checks.check_dtype(op, f"biases[{i}]", bias, (np.dtype(tokens.dtype),))
 
 
 def check_shared(op: str, tokens: jax.Array, shared: Any) -> None:
@@ -81,8 +103,13 @@ def check_shared(op: str, tokens: jax.Array, shared: Any) -> None:
         checks.check_dtype(op, f"shared[{i}]", shared[i], (np.dtype(tokens.dtype),))
 
 
-def check_precision(op: str, precision: Any, wire_dtype: DTypeLike | None, down: jax.Array) -> None:
+def check_precision(
+    op: str, precision: Any, wire_dtype: DTypeLike | None, gate: Experts, up: Experts | None, down: Experts
+) -> None:
     if precision is None:
+        for name, matrix in (("gate", gate), ("up", up), ("down", down)):
+            if isinstance(matrix, Float8Weights):
+                raise TypeError(f"{op}: {name} must be an array unless precision='float8', got Float8Weights")
         return
     if precision != "float8":
         raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
