@@ -42,7 +42,7 @@ class Case:
     contracted: int
     columns: int
     groups: int = 1
-    sizes: str = "equal"  # or "Zipf", "half empty"
+    sizes: str = "equal"  # or "drawn" of a uniform routing, "Zipf", "half empty"
     quick: bool = False
 
     def __str__(self) -> str:
@@ -71,6 +71,8 @@ CPU_CASES = [Case(256, 128, 256, quick=True), Case(256, 128, 64, 8, quick=True),
 def group_sizes(case: Case) -> np.ndarray:
     """Rows of each group, all rows in some group."""
     rng = np.random.default_rng(SEED)
+    if case.sizes == "drawn":
+        return rng.multinomial(case.rows, np.full(case.groups, 1 / case.groups)).astype(np.int32)
     popularity = np.ones(case.groups)
     if case.sizes == "Zipf":
         popularity = 1 / rng.permutation(np.arange(1, case.groups + 1))

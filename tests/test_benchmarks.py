@@ -123,6 +123,25 @@ def test_matmul(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: 
     assert image.read_bytes().startswith(PNG)
 
 
+def test_float8(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark("matmul_float8").main(["--repeats", "1", "--quick"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["product"] for row in rows] == ["[256, 128] x [1, 128, 256]", "[256, 256] x [8, 256, 128], drawn"]
+    for row, columns in zip(rows, (128 * 256, 256 * 128), strict=True):
+        assert float(row["jax_ep, TFLOP/s"]) == pytest.approx(
+            2e-6 * 256 * columns / number(row["jax_ep, us"]), abs=0.01
+        )
+        assert float(row["of bfloat16"]) > 0
+
+
+def test_layer_in_float8(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark("layer_float8").main(["--repeats", "1"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["of it"] for row in rows] == list(benchmark("layer_float8").PARTS)
+    layer, products = (number(row["bfloat16, us"]) / number(row["float8, us"]) for row in rows)
+    assert [float(row["times as fast"]) for row in rows] == pytest.approx([layer, products], abs=0.01)
+
+
 def test_overlap(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark("overlap").main(["--repeats", "1", "--quick"]) == 0
     rows = rows_of(capsys.readouterr().out)

@@ -68,7 +68,7 @@ ffi::Error grouped_matmul_float8_impl(cudaStream_t stream, ffi::AnyBuffer lhs, S
   arguments.m = dim(lhs, 0);
   arguments.n = dim(rhs, 1);
   arguments.k = dim(lhs, 1);
-  arguments.groups = dim(sizes, 0);
+  arguments.groups = dim(rhs, 0);
   const auto result = dtype_of(out->element_type());
   if (!result || lhs.element_type() != ffi::F8E4M3FN || rhs.element_type() != ffi::F8E4M3FN)
     return {ffi::ErrorCode::kInvalidArgument, "float8 product: operands must be float8_e4m3fn"};

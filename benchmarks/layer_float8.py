@@ -1,0 +1,101 @@
+"""moe_mlp in float8 beside bfloat16: `python -m jax_ep bench layer_float8`."""
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import quantize_rows, quantize_weights
+
+from . import layer, moe_sweep
+from .in_jit_loop import Loop, compile_loops, describe_pause, in_digits, median_microseconds, teraflops
+from .layer import Model
+from .moe_cases import Case, Shape, capacity, load, make_ids
+from .moe_formulations import AXIS, jax_ep_ops
+from .provenance import header
+
+COLUMNS = "layer | of it | float8, us | bfloat16, us | float8, TFLOP/s | times as fast"
+CPU_MODEL = Model("small", Shape(32, 128, 2, 8, "bfloat16"), 128)
+PARTS = ("layer", "products")
+
+
+def moe_mlp(group: jax_ep.Group, room: int, precision: str | None) -> Any:
+    def one(ids: jax.Array, weights: jax.Array, matrices: Any, tokens: jax.Array) -> jax.Array:
+        gate, up, down = matrices
+        options: dict[str, Any] = {"group": group, "capacity": room, "precision": precision}
+        out: Any = jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, **options)
+        return out
+
+    return one
+
+
+def products(sizes: jax.Array, matrices: Any, inner: Any, rows: Any) -> tuple[jax.Array, ...]:
+    gate, up, down = matrices
+    return layer.products(sizes, gate, up, down, inner, rows)
+
+
+def check_alike(layers: list[Loop], mesh: Mesh) -> None:
+    """Raises unless both layers agree as far as float8 holds values: to some percent."""
+    found, expected = (layer.on_ranks(one.op, mesh)(*one.operands, one.own) for one in layers)
+    difference = np.linalg.norm(np.asarray(found - expected, np.float32))
+    relative = float(difference / np.linalg.norm(np.asarray(expected, np.float32)))
+    if not relative <= 0.1:
+        raise AssertionError(f"the layer in float8 differs from bfloat16's by {relative} of its norm")
+
+
+def measure(model: Model, group: jax_ep.Group, repeats: int) -> tuple[float, dict[str, dict[str, float]]]:
+    """The operations of the busiest rank's products; microseconds of each part by the dtype of its products."""
+    case, mesh = Case(model.shape, "uniform"), group.mesh
+    ids = make_ids(case, group.size)
+    needed = load(ids, model.shape.experts, group.size)
+    room = capacity(case, needed)
+    inputs, matrices = moe_sweep.make_inputs(model.shape, ids, group), layer.draw_matrices(model, mesh)
+    tokens, *routed = inputs
+    quantized = layer.on_ranks(lambda *all_of_them: tuple(map(quantize_weights, all_of_them)), mesh)(*matrices)
+    state = layer.on_ranks(jax_ep_ops(group, model.shape.experts, room, "auto").dispatch, mesh)(*inputs)
+    inner = layer.on_ranks(layer.gated, mesh)(state.group_sizes, *matrices[:2], state.tokens)
+    both = [layer.on_ranks(quantize_rows, mesh)(rows) for rows in (inner, state.tokens)]
+
+    calls = 2 if group.platform == "cpu" else layer.calls(model, needed.rows, group.size, 1)
+    loops = {
+        ("layer", "float8"): Loop(moe_mlp(group, room, "float8"), (*routed, quantized), tokens, calls),
+        ("layer", "bfloat16"): Loop(moe_mlp(group, room, None), (*routed, matrices), tokens, calls),
+        ("products", "float8"): Loop(products, (state.group_sizes, quantized, both[0]), both[1], calls),
+        ("products", "bfloat16"): Loop(products, (state.group_sizes, matrices, inner), state.tokens, calls),
+    }
+    check_alike(list(loops.values())[:2], mesh)
+    programs = compile_loops(list(loops.values()), mesh)
+    measured = median_microseconds(list(loops.values()), programs, repeats, hot=group.platform != "cpu")
+    group.check()
+    times: dict[str, dict[str, float]] = {part: {} for part in PARTS}
+    for (part, dtype), time in zip(loops, measured, strict=True):
+        times[part][dtype] = time
+    return needed.rows * model.flops_per_row, times
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jax_ep bench layer_float8", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
+    parser.add_argument("--tokens", type=int, help="of each GPU, in place of the shape's own")
+    options = parser.parse_args(arguments)
+    on_cpu = jax.default_backend() == "cpu"
+    model = CPU_MODEL if on_cpu else layer.chosen_models(on_cpu, "V3", options.tokens)[0]
+
+    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
+        note = repr(group.resolve("bench", "auto"))
+        print(header(list(group.mesh.devices.flat), note, ["layer_float8", *arguments]))
+        print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
+        print(f"- {'cold, on a CPU' if on_cpu else describe_pause(0)}")
+        print("- matrices of experts are quantized before; rows are quantized in the layer, but not for its products\n")
+        print(
+            "| layer | of it | float8, us | bfloat16, us | float8, TFLOP/s | times as fast |\n|---|---|---|---|---|---|"
+        )
+        flops, times = measure(model, group, options.repeats)
+        for part, of_part in times.items():
+            ours, other = of_part["float8"], of_part["bfloat16"]
+            rate = in_digits(teraflops(flops, ours))
+            print(f"| {model} | {part} | {ours:,.1f} | {other:,.1f} | {rate} | {other / ours:.2f} |", flush=True)
+    return 0
