@@ -13,10 +13,10 @@ from jax_ep._core import checks
 from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
-from jax_ep.nn.float8 import float8_ragged_dot
+from jax_ep.nn.float8 import float8_ragged_dot, product_of_quantized
 from jax_ep.nn.layer_checks import Experts
 from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
-from jax_ep.ops.moe.api import combine, dispatch
+from jax_ep.ops.moe.api import combine, dispatch, dispatch_in_float8
 from jax_ep.ops.moe.types import Routing
 from jax_ep.ops.moe_fused.api import dispatch_ragged_dot, ragged_dot_combine
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, activated
@@ -184,7 +184,7 @@ def moe_mlp(
     bias_gate, bias_up, bias_down = biases or (None, None, None)
     multiply: Callable[..., jax.Array] = plain_ragged_dot if by_xla else ragged_dot
     if precision == "float8":
-        multiply, by_fused_ops, wire_dtype = float8_ragged_dot, False, jnp.float8_e4m3fn
+        multiply, by_fused_ops = float8_ragged_dot, False
     where: dict[str, Any] = {"group": group, "implementation": implementation}
     sending: dict[str, Any] = {
         "num_experts": group.size * gate.shape[0],
@@ -206,10 +206,15 @@ def moe_mlp(
         if up is None:
             products = (inner,)
     else:
-        rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
+        of_rows = multiply
+        if precision == "float8":
+            (rows, sizes, routing), quantized = dispatch_in_float8(tokens, expert_ids, weights, **sending, **where)
+            of_rows = partial(product_of_quantized, quantized)
+        else:
+            rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
         if weigh_inputs:
-            rows, routing = _weighed(rows, routing)
-        products = tuple(multiply(rows, matrix, sizes) for matrix in (gate, up) if matrix is not None)
+            (rows, routing), of_rows = _weighed(rows, routing), multiply
+        products = tuple(of_rows(rows, matrix, sizes) for matrix in (gate, up) if matrix is not None)
     if products:
         of_gate, of_up = jnp.split(products[0], 2, axis=1) if len(products) == 1 else products
         inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
