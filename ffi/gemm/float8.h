@@ -19,9 +19,9 @@ struct Float8Scales {
 };
 
 // What the sums of a thread are to be multiplied by: its two rows, and each 64 columns.
-template <int kWidth>
+template <int kBlockN>
 struct BlockScales {
-  float rows[2], weights[kWidth / kSlice];
+  float rows[2], weights[kBlockN / kSlice];
 };
 
 // Loads where it is called: the compiler keeps the order of this and of what begins, ends or waits for multiplies.
@@ -33,7 +33,7 @@ JAX_EP_FN float load_here(const float* at) {
 
 // Where a thread finds the scales of its part of a tile: of the rows lane / 4 and lane / 4 + 8 of its warp's 16. What
 // lies outside the matrices gets scales of their edges.
-template <int kWidth>
+template <int kBlockN>
 class TileScales {
  public:
   JAX_EP_FN TileScales(const Float8Scales& scales, const Problem& problem, const Tile& tile, int warp, int lane)
@@ -42,30 +42,30 @@ class TileScales {
 #pragma unroll
     for (int i = 0; i < 2; ++i) rows_[i] = smaller(row + i * 8, problem.m - 1) * blocks;
 #pragma unroll
-    for (int slice = 0; slice < kWidth / kSlice; ++slice) {
+    for (int slice = 0; slice < kBlockN / kSlice; ++slice) {
       const int column = smaller(tile.col + slice * kSlice, problem.n - 1) / kFloat8Block;
       weights_[slice] = (tile.group * (problem.n / kFloat8Block) + column) * blocks;
     }
   }
 
-  JAX_EP_FN BlockScales<kWidth> load(int block) const {
-    BlockScales<kWidth> scales;
+  JAX_EP_FN BlockScales<kBlockN> load(int block) const {
+    BlockScales<kBlockN> scales;
 #pragma unroll
     for (int i = 0; i < 2; ++i) scales.rows[i] = load_here(scales_.rows + rows_[i] + block);
 #pragma unroll
-    for (int slice = 0; slice < kWidth / kSlice; ++slice)
+    for (int slice = 0; slice < kBlockN / kSlice; ++slice)
       scales.weights[slice] = load_here(scales_.weights + weights_[slice] + block);
     return scales;
   }
 
  private:
   const Float8Scales& scales_;
-  int rows_[2], weights_[kWidth / kSlice];
+  int rows_[2], weights_[kBlockN / kSlice];
 };
 
 // Starts d = a x b of the stage at `at`, when it is full.
-template <int kWidth, class Memory>
-JAX_EP_FN void start_block(float (&d)[kWidth / 2], Memory& shared, const Position<Memory::kStages>& at, int warp) {
+template <int kBlockN, class Memory>
+JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const Position<Memory::kStages>& at, int warp) {
   const char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
   const uint64_t a = describe<false>(stage + warp / kWarpgroup * kSliceBytes);
@@ -73,18 +73,18 @@ JAX_EP_FN void start_block(float (&d)[kWidth / 2], Memory& shared, const Positio
   begin_multiplies();
 #pragma unroll
   for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-    multiply<Float8E4M3, kWidth, false, false>(d, a + step * kDescriptorStep<false>, b + step * kDescriptorStep<false>,
-                                               step > 0);
+    multiply<Float8E4M3, kBlockN, false, false>(d, a + step * kDescriptorStep<false>, b + step * kDescriptorStep<false>,
+                                                step > 0);
   commit_multiplies();
 }
 
 // total += d, scaled. The scales are first touched here, behind the multiplies that hide their loads.
-template <int kWidth, int kCount>
-JAX_EP_FN void add_block(float (&total)[kCount], const float (&d)[kWidth / 2], BlockScales<kWidth>& scales) {
+template <int kBlockN>
+JAX_EP_FN void add_block(float (&total)[kBlockN / 2], const float (&d)[kBlockN / 2], BlockScales<kBlockN>& scales) {
   settle(scales.rows);
   settle(scales.weights);
 #pragma unroll
-  for (int slice = 0; slice < kWidth / kSlice; ++slice) {
+  for (int slice = 0; slice < kBlockN / kSlice; ++slice) {
     const float upper = scales.rows[0] * scales.weights[slice], lower = scales.rows[1] * scales.weights[slice];
 #pragma unroll
     for (int i = 0; i < kSlice / 2; i += 4) {
@@ -95,22 +95,22 @@ JAX_EP_FN void add_block(float (&total)[kCount], const float (&d)[kWidth / 2], B
   }
 }
 
-// The first kWidth columns of a warpgroup's 64 rows of a tile. While one warpgroup scales, the other multiplies.
-template <int kWidth, class Memory, int kCount>
-JAX_EP_FN void accumulate_float8(float (&total)[kCount], Memory& shared, const Problem& problem,
+// A warpgroup's 64 rows of a tile. While one warpgroup scales, the other multiplies.
+template <int kBlockN, class Memory>
+JAX_EP_FN void accumulate_float8(float (&total)[kBlockN / 2], Memory& shared, const Problem& problem,
                                  const Float8Scales& scales, const Tile& tile, Position<Memory::kStages>& at, int warp,
                                  int lane) {
   const int blocks = ceil_div(tile.k_end - tile.k_begin, kBlockK);
-  const TileScales<kWidth> tile_scales(scales, problem, tile, warp, lane);
+  const TileScales<kBlockN> tile_scales(scales, problem, tile, warp, lane);
   for (int block = 0; block < blocks; ++block, at.advance()) {
-    float d[kWidth / 2];
+    float d[kBlockN / 2];
     leave_undefined(d);
-    start_block<kWidth>(d, shared, at, warp);
-    BlockScales<kWidth> block_scales = tile_scales.load(block);
+    start_block<kBlockN>(d, shared, at, warp);
+    BlockScales<kBlockN> block_scales = tile_scales.load(block);
     wait_multiplies<0>();
     settle(d);
     release(&shared.empty[at.stage], lane);
-    add_block<kWidth>(total, d, block_scales);
+    add_block<kBlockN>(total, d, block_scales);
   }
 }
 
@@ -121,16 +121,12 @@ __device__ void consume_float8(Memory& shared, const CUtensorMap& map, Out* out,
   Position<Memory::kStages> at;
   Schedule schedule(problem, kBlockN, share);
   for (Tile tile; schedule.next(&tile);) {
-    const int columns = problem.n - tile.col;
-    if (tile.row + warp / kWarpgroup * kSlice >= tile.row_end || columns <= 0) {
+    if (tile.row + warp / kWarpgroup * kSlice >= tile.row_end || tile.col >= problem.n) {
       skip(shared, tile, at, lane);
       continue;
     }
     float total[kBlockN / 2] = {};
-    if (kHasEdges<kBlockN> && columns <= 64)
-      accumulate_float8<64>(total, shared, problem, scales, tile, at, warp, lane);
-    else
-      accumulate_float8<kBlockN>(total, shared, problem, scales, tile, at, warp, lane);
+    accumulate_float8<kBlockN>(total, shared, problem, scales, tile, at, warp, lane);
     store_tile<Out, kBlockN>(map, out, problem, tile, total, shared.out[warp], warp, lane);
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
