@@ -1,7 +1,7 @@
 // The FFI handlers of the matrix products with a collective or a dispatch.
 #include "bindings/handler.h"
 #include "kernels/matmul/args.h"
-#include "kernels/moe/dot_args.h"
+#include "kernels/moe/args.h"
 
 namespace jax_ep {
 

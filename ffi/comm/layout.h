@@ -69,7 +69,7 @@ constexpr int kMaxCoops = 1024, kMaxCtaCoops = 8;
 
 // Scratch of routing, in int32: a histogram per coop of the router CTAs and per router CTA, then per expert the first
 // row of this rank's share and the rows of all ranks, then per rank the rows it needs; where rows may be dropped, two
-// tables more (shares.h). A histogram has a bin per expert, and one for invalid ids.
+// tables more (kernels/moe/segments.h). A histogram has a bin per expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
 JAX_EP_CONSTANT_FN int64_t cta_bins_offset(int num_experts) {

@@ -1,14 +1,16 @@
-// How an op is launched, on rows or of a product with a collective: a pure function of its shape and of the device,
-// measured, not derived.
+// How an op is launched, on rows or of a product with a collective or a dispatch: a pure function of its shape and of
+// the device, measured, not derived.
 #pragma once
 
 #include <string>
 
 #include "comm/hardware_model.h"
+#include "gemm/plan.h"
 #include "kernels/ops.h"
 
 namespace jax_ep {
 
+struct DispatchDotArgs;
 struct GatherMatmulArgs;
 struct MatmulReduceArgs;
 
@@ -69,5 +71,26 @@ struct PairOrder {
 // Pairs of this rank's rows alone come first, then those of the other ranks in turns, as they arrive. m: rows of one
 // rank.
 PairOrder own_rows_first(int m, int rank, int ranks);
+
+// What dispatch_ragged_dot is planned by.
+struct DotShape {
+  gemm::Shape product;
+  int ranks, num_tokens, top_k, row_bytes;
+};
+
+DotShape shape_of(const DispatchDotArgs& args, int ranks);
+
+// The first `dispatching` blocks, an even number, dispatch before they multiply. Meanwhile each pair of the others
+// takes `head` tile pairs.
+struct DotConfig {
+  gemm::Config product;  // as the product alone is planned, so that sums have its order
+  int dispatching;
+  int senders_per_cta;  // of the warps that dispatch
+  int head;
+
+  std::string describe() const;
+};
+
+DotConfig plan(const DotShape& shape, const HardwareModel& model);
 
 }  // namespace jax_ep

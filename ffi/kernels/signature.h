@@ -9,7 +9,6 @@
 
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_args.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"
 

@@ -110,7 +110,7 @@ int main() {
     const int groups = static_cast<int>(sizes.size());
     jax_ep::HardwareModel model = jax_ep::hardware_model("sm_90");
     model.sms = sms;
-    Config config = plan({grouping, m, n, k, groups}, model);
+    Config config = plan(Shape{grouping, m, n, k, groups}, model);
     config.band = draw(1, 3);
     require(config.blocks % kCluster == 0 && config.blocks <= sms, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};

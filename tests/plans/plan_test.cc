@@ -9,7 +9,6 @@
 #include <string_view>
 
 #include "comm/platform.h"
-#include "kernels/moe/plan.h"
 #include "kernels/plan.h"
 
 namespace jax_ep {

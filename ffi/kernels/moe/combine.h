@@ -7,7 +7,6 @@
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
 #include "rows/row_sum.h"
 

@@ -1,8 +1,8 @@
-#include "kernels/moe/plan.h"
+#include "kernels/plan.h"
 
 #include <algorithm>
 
-#include "kernels/plan.h"
+#include "kernels/moe/args.h"
 
 namespace jax_ep {
 namespace {

@@ -1,4 +1,5 @@
-// Moving rows along a routing: each token once per rank, its further rows there by the receiver.
+// Moving rows along a routing: each token once per rank, its further rows there by the receiver. Of a routing that a
+// user hands back, no value is followed that is out of bounds.
 #pragma once
 
 #include "comm/heap.h"
@@ -6,6 +7,7 @@
 #include "comm/op.h"
 #include "comm/push.h"
 #include "comm/window.h"
+#include "kernels/moe/args.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
@@ -234,20 +236,8 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, c
   }
 }
 
-// How many rows each local expert has here.
-struct RowCounts {
-  const int32_t* counts;  // [sources, local_experts], of all ranks apart or together
-  int sources, local_experts;
-  int end;  // behind the last segment, or -1 if it is not known
-
-  JAX_EP_FN int operator()(int expert) const {
-    int rows = 0;
-    for (int source = 0; source < sources; ++source) rows += counts[source * local_experts + expert];
-    return rows;
-  }
-};
-
-// Zeroes what holds no token: the padding of every segment, and all behind the last. `counts`: RowCounts, or alike.
+// Zeroes what holds no token: the padding of every segment, and all behind the last. `counts`: RowCounts of segments.h,
+// or alike.
 template <class Counts>
 JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const Counts& counts, int capacity, int alignment) {
   const Coop& coop = op.coop;
@@ -270,5 +260,44 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const Counts&
   const int end = walks ? for_each_segment(coop, counts.local_experts, alignment, counts, pad) : counts.end;
   zero(end, capacity, receiver.index, receiver.count);
 }
+
+// The bounds of a leaf of a routing: its values come back from the user, who may have changed them. Every lane asks for
+// every value that it follows, in hot loops; report() or report_to_all() says what was found when they are done.
+class Bound {
+ public:
+  JAX_EP_FN Bound(RoutingLeaf leaf, int end) : leaf_(leaf), end_(end) {}  // at least 1
+
+  // The value, or -1 where it is not below the end. Negative ones stand for none and stay as they are.
+  JAX_EP_FN int index(int value) {
+    if (value >= end_) found_ = value;
+    return value < end_ ? value : -1;
+  }
+  // The value, or 0 where it is not in [0, end).
+  JAX_EP_FN int count(int value) {
+    const bool within = static_cast<uint32_t>(value) < static_cast<uint32_t>(end_);
+    if (!within) found_ = value;
+    return within ? value : 0;
+  }
+
+  // What was found is for others to report.
+  JAX_EP_FN void forget() { found_ = 0; }
+  // Whether this lane has found a value out of bounds.
+  JAX_EP_FN bool broken() const { return found_ != 0; }
+  JAX_EP_FN void report(const Op& op) const {
+    if (broken()) op.report(Failure::invalid_routing, op.comm.rank, static_cast<int>(leaf_), end_, found_);
+  }
+  // All lanes call together, when the peers have posted, and before this coop delivers the last of its share. Reports,
+  // and refuses at the peers, which wait for what this rank does not send: they deliver nothing either.
+  JAX_EP_FN void report_to_all(const Op& op) const {
+    if (!op.coop.ballot(broken())) return;
+    report(op);
+    op.refuse();
+  }
+
+ private:
+  const RoutingLeaf leaf_;
+  const int end_;
+  int found_ = 0;  // is never out of bounds
+};
 
 }  // namespace jax_ep

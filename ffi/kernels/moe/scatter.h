@@ -4,9 +4,8 @@
 #include "comm/op.h"
 #include "comm/push.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/bound.h"
 #include "kernels/moe/rows.h"
-#include "kernels/moe/shares.h"
+#include "kernels/moe/segments.h"
 
 namespace jax_ep {
 

@@ -7,7 +7,7 @@
 
 #include "comm/timeline.h"
 #include "kernels/matmul/args.h"
-#include "kernels/moe/plan.h"
+#include "kernels/moe/args.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"
 
