@@ -24,13 +24,6 @@ struct BlockScales {
   float rows[2], weights[kBlockN / kSlice];
 };
 
-// Loads where it is called: the compiler keeps the order of this and of what begins, ends or waits for multiplies.
-JAX_EP_FN float load_here(const float* at) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(at));
-  return value;
-}
-
 // Where a thread finds the scales of its part of a tile: of the rows lane / 4 and lane / 4 + 8 of its warp's 16. What
 // lies outside the matrices gets scales of their edges.
 template <int kBlockN>
