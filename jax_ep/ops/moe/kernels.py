@@ -56,7 +56,7 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         routing.targets,
         routing.rows,
         *([routing.counts] if onto is None else []),
-        op="the gradient of combine",
+        op="combine's backward pass",
         group=group,
         updated=onto,
         onto=onto is not None,
