@@ -77,7 +77,7 @@ def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing
 
 def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and [R, T, K] scalars returned to the [T, K] they belong to."""
-    called = _combine("the gradient of dispatch", group, rows, routing, scalars=weights)
+    called = _combine("dispatch's backward pass", group, rows, routing, scalars=weights)
     return called["combined"], called["returned"]
 
 
