@@ -59,9 +59,12 @@ CASES = [
     Case(4096, 2048, 7168),
     Case(5416, 6144, 1408),
     Case(32768, 7168, 4096, 64, quick=True),
+    Case(32768, 7168, 4096, 64, "drawn", quick=True),
     Case(32768, 7168, 4096, 64, "Zipf", quick=True),
     Case(32768, 7168, 4096, 64, "half empty"),
     Case(32768, 4096, 7168, 64),
+    Case(32768, 7168, 2048, 128, "drawn"),
+    Case(32768, 2048, 7168, 128, "drawn"),
     Case(8192, 4096, 7168, 8, quick=True),
     Case(8192, 4096, 7168, 8, "Zipf"),
 ]

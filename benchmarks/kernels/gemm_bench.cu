@@ -3,7 +3,7 @@
 // library).
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
-//   build/gemm_bench check | time | sweep
+//   build/gemm_bench check | time | rows | sweep
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>
@@ -152,6 +152,30 @@ void sweep_all() {
   sweep("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), cublas);
 }
 
+// Rows in groups, by tiles of fixed height and by those that have no more rows than they need.
+void time_rows() {
+  Cublas cublas;
+  for (const auto& [m, n, k, groups] : std::vector<std::array<int, 4>>{{32768, 4096, 7168, 64},
+                                                                       {32768, 7168, 2048, 64},
+                                                                       {32768, 2048, 7168, 128},
+                                                                       {32768, 7168, 2048, 128},
+                                                                       {65536, 768, 2048, 64},
+                                                                       {65536, 2048, 768, 64},
+                                                                       {32768, 2880, 2880, 64},
+                                                                       {16384, 14336, 4096, 4},
+                                                                       {1024, 2048, 7168, 128}})
+    for (const auto& [kind, sizes] : std::vector<std::pair<std::string, std::vector<int>>>{
+             {"drawn", drawn_sizes(m, groups)}, {"equal", equal_sizes(m, groups)}, {"Zipf", zipf_sizes(m, groups)}}) {
+      const std::string name = "rows " + std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) +
+                               ", " + std::to_string(groups) + " " + kind;
+      const Case each = by_rows(m, n, k, sizes);
+      const jax_ep::HardwareModel& model = jax_ep::hardware_model("sm_90");
+      const Config fixed = plan_fixed({each.grouping, m, n, k, groups}, model), swapped{256, 8, 132, false, true};
+      time_case(name.c_str(), each, cublas, &fixed);
+      time_case(name.c_str(), each, cublas, &swapped);
+    }
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -159,5 +183,6 @@ int main(int count, char** words) {
   if (what == "check") check_all();
   if (what == "time") time_all();
   if (what == "sweep") sweep_all();
+  if (what == "rows") time_rows();
   return wrong_cases() ? 1 : 0;
 }

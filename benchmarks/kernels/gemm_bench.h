@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -88,6 +89,7 @@ class Buffers {
     CHECK(cudaMalloc(&out, out_bytes() + kGuard));
     CHECK(cudaMemset(out, 0xff, out_bytes() + kGuard));
     CHECK(cudaMalloc(&sizes, each.groups() * sizeof(int)));
+    CHECK(cudaMalloc(&counter, sizeof(uint32_t)));
     if (!each.sizes.empty())
       CHECK(cudaMemcpy(sizes, each.sizes.data(), each.sizes.size() * sizeof(int), cudaMemcpyHostToDevice));
     each.in == DType::bfloat16 ? fill_both<__nv_bfloat16>() : fill_both<__half>();
@@ -95,7 +97,7 @@ class Buffers {
     CHECK(cudaDeviceSynchronize());
   }
   ~Buffers() {
-    for (void* each : {a, b, out, static_cast<void*>(sizes)}) cudaFree(each);
+    for (void* each : {a, b, out, static_cast<void*>(sizes), static_cast<void*>(counter)}) cudaFree(each);
   }
 
   size_t out_bytes() const { return case_.out_count() * (case_.out == DType::float32 ? 4 : 2); }
@@ -109,7 +111,7 @@ class Buffers {
   void run(const Config& config) {
     const Arguments arguments{
         case_.grouping, case_.m, case_.n, case_.k, case_.groups(), case_.in, case_.out, case_.mn_a,
-        case_.mn_b,     a,       b,       out,     sizes};
+        case_.mn_b,     a,       b,       out,     sizes,          counter};
     if (const auto error = launch(arguments, config, nullptr)) {
       std::printf("ERROR %s\n", error->c_str());
       std::exit(1);
@@ -157,6 +159,7 @@ class Buffers {
 
   void *a = nullptr, *b = nullptr, *out = nullptr;
   int* sizes = nullptr;
+  uint32_t* counter = nullptr;
 
  private:
   // NaN in the largest group, whose neighbours must not see it, and behind the last group.
@@ -217,8 +220,9 @@ inline double error_of(float actual, float wanted, float magnitude, DType dtype)
   return std::fabs(actual - wanted) / (unit * std::fabs(wanted) + 1e-5 * magnitude + 1e-6);
 }
 
-// Runs once on a spoiled result; the largest error. Prints where it is wrong.
-inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Config& config) {
+// Runs once on a spoiled result; the largest error. Prints where it is wrong. Whoever contracts a whole tile has the
+// bits of `alike`, those of the first such run.
+inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Config& config, std::vector<float>& alike) {
   const Case& each = buffers.of();
   CHECK(cudaMemset(buffers.out, 0xff, buffers.out_bytes() + Buffers::kGuard));
   buffers.run(config);
@@ -231,6 +235,9 @@ inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Conf
     if (error > 1 && wrong++ == 0) first = i;
     worst = std::max(worst, error);
   }
+  if (alike.empty()) alike = actual;
+  const bool differs = !config.split_k && std::memcmp(alike.data(), actual.data(), actual.size() * sizeof(float)) != 0;
+  if (differs) std::printf("  WRONG %s: other bits than those of other tiles\n", config.describe().c_str());
   std::vector<uint8_t> guard(Buffers::kGuard);
   CHECK(cudaMemcpy(guard.data(), static_cast<char*>(buffers.out) + buffers.out_bytes(), guard.size(),
                    cudaMemcpyDeviceToHost));
@@ -239,23 +246,29 @@ inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Conf
     std::printf("  WRONG %s: %zu of %zu, first [%zu, %zu] is %g wants %g\n", config.describe().c_str(), wrong,
                 actual.size(), first / each.n, first % each.n, actual[first], wanted.values[first]);
   if (trespassed) std::printf("  WRONG %s: wrote behind the end\n", config.describe().c_str());
-  wrong_cases() += wrong || trespassed;
-  return trespassed ? 1e9 : worst;
+  wrong_cases() += wrong || trespassed || differs;
+  return trespassed || differs ? 1e9 : worst;
 }
 
-// Every tile width, with narrow and wide bands, with a tile a CTA and with several, and split; one line.
+// Every tile width, with narrow and wide bands, with a tile a CTA and with several, split, and with swapped operands;
+// one line.
 inline void compare(const Case& each) {
   Buffers buffers(each, true);
   const Wanted wanted = wanted_of(buffers);
+  std::vector<float> alike;
   double worst = 0;
   for (const int block_n : {128, 192, 256}) {
     if (block_n == 192 && each.grouping != Grouping::k_grouped) continue;
     for (const int band : {1, 8})
       for (const int blocks : {132, 4})
-        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, blocks, false}));
+        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, blocks, false}, alike));
   }
+  if (each.grouping == Grouping::m_grouped)
+    for (const int band : {1, 8})
+      for (const int blocks : {132, 4})
+        worst = std::max(worst, run_and_compare(buffers, wanted, {256, band, blocks, false, /*swap_ab=*/true}, alike));
   if (each.grouping != Grouping::k_grouped)
-    worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}));
+    worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}, alike));
   const char* groupings[] = {"dense", "rows", "contraction"};
   std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",
               groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a ? "M" : "K",

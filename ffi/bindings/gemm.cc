@@ -10,6 +10,7 @@ namespace {
 namespace ffi = xla::ffi;
 using Sizes = ffi::Buffer<ffi::S32>;
 using Scales = ffi::Buffer<ffi::F32>;
+using Counter = ffi::Buffer<ffi::U32>;
 
 std::optional<DType> dtype_of(ffi::DataType type) {
   if (type == ffi::BF16) return DType::bfloat16;
@@ -37,15 +38,16 @@ ffi::Error start(gemm::Arguments arguments, cudaStream_t stream, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-// lhs [m, k], rhs [groups, k, n], or [groups, n, k] if transposed -> [m, n].
+// lhs [m, k], rhs [groups, k, n], or [groups, n, k] if transposed -> [m, n]. A counter is memory.
 ffi::Error grouped_matmul_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, Sizes sizes,
-                               ffi::Result<ffi::AnyBuffer> out, bool transpose_rhs) {
+                               ffi::Result<ffi::AnyBuffer> out, ffi::Result<Counter> counter, bool transpose_rhs) {
   gemm::Arguments arguments{};
   arguments.grouping = gemm::Grouping::m_grouped;
   arguments.m = dim(lhs, 0);
   arguments.k = dim(lhs, 1);
   arguments.n = dim(*out, 1);
   arguments.b_is_k_by_n = !transpose_rhs;
+  arguments.counter = counter->typed_data();
   return start(arguments, stream, lhs, rhs, sizes, *out);
 }
 
@@ -91,6 +93,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul_handler, grouped_matmul_impl,
                                   .Arg<ffi::AnyBuffer>()  // rhs
                                   .Arg<Sizes>()           // group_sizes
                                   .Ret<ffi::AnyBuffer>()
+                                  .Ret<Counter>()
                                   .Attr<bool>("transpose_rhs"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_outer_handler, grouped_outer_impl,

@@ -22,10 +22,14 @@ struct Arguments {
   const void* b;
   void* out_data;
   const int32_t* group_sizes;  // on the device; null without groups
+  uint32_t* counter;           // m-grouped: memory on the device, of this product alone while it runs
 };
 
 // Starts the product on the stream of the current device, or says why it cannot. May be captured in a CUDA graph.
 std::optional<std::string> launch(const Arguments& arguments, const Config& config, cudaStream_t stream);
+
+// With a config whose swap_ab is set.
+std::optional<std::string> launch_swapped(const Arguments& arguments, const Config& config, cudaStream_t stream);
 
 // As it is planned for the current device.
 std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
@@ -45,6 +49,7 @@ std::optional<std::string> launch(const Float8Arguments& arguments, cudaStream_t
 
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
+cudaError_t load_swapped();
 cudaError_t load_float8();
 
 }  // namespace jax_ep::gemm

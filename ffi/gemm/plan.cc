@@ -1,5 +1,7 @@
 #include "gemm/plan.h"
 
+#include "gemm/row_schedule.h"
+
 namespace jax_ep::gemm {
 namespace {
 
@@ -13,15 +15,30 @@ int tiles_of(const Shape& shape, int block_n) {
   return tile_rows(shape) * ceil_div(shape.n, block_n) * matrices;
 }
 
-// Time in columns of a tile: waves times width. Any tile waits a little for its operands, which counts more for narrow
-// ones, and twice where both operands come in lines across the contraction. A wide tile is stored after it is
-// multiplied, the others meanwhile: that counts the more the less is contracted.
-int cost_of(const Shape& shape, const HardwareModel& model, int block_n) {
+// How many columns are multiplied while a tile waits for its operands, a little, which counts more for narrow ones, and
+// twice where both operands come in lines across the contraction; and while it is stored where the multiplies of no
+// other hide that, which counts the more the less is contracted.
+int columns_lost(const Shape& shape, const HardwareModel& model, bool stores_alone) {
   const bool k_grouped = shape.grouping == Grouping::k_grouped;
   const int contraction = larger(k_grouped ? shape.k / shape.groups : shape.k, kBlockK);
-  const int store = block_n == 256 ? model.gemm.store_columns / contraction : 0;
-  const int loads = model.gemm.load_columns * (k_grouped ? 2 : 1);
-  return ceil_div(tiles_of(shape, block_n), model.sms) * (block_n + store + loads);
+  return (stores_alone ? model.gemm.store_columns / contraction : 0) + model.gemm.load_columns * (k_grouped ? 2 : 1);
+}
+
+// Time in columns of a tile of kBlockM rows: waves times width.
+int cost_of(const Shape& shape, const HardwareModel& model, int block_n) {
+  return ceil_div(tiles_of(shape, block_n), model.sms) * (block_n + columns_lost(shape, model, block_n == 256));
+}
+
+// Alike, with the operands swapped: half a step of rows is lost per group, and whoever is done first takes the next
+// tile.
+int swapped_tiles(const Shape& shape) {
+  return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, kTileColumns * kCluster) * kCluster;
+}
+int swapped_cost(const Shape& shape, const HardwareModel& model) {
+  const int rows = shape.m + shape.groups * kRowStep / 2, columns = ceil_div(shape.n, kTileColumns);
+  const int lost = columns_lost(shape, model, /*stores_alone=*/true);
+  const int64_t all = int64_t{rows} * columns + int64_t{swapped_tiles(shape)} * lost;
+  return larger(static_cast<int>(all / model.sms), smaller(shape.m, kMostRows) + lost);
 }
 
 }  // namespace
@@ -31,6 +48,14 @@ bool should_split(const GemmRates& rates, int block_n, int k, int tiles, int sms
 }
 
 Config plan(const Shape& shape, const HardwareModel& model) {
+  const Config fixed = plan_fixed(shape, model);
+  if (shape.grouping != Grouping::m_grouped || fixed.split_k) return fixed;
+  if (swapped_cost(shape, model) >= cost_of(shape, model, fixed.block_n)) return fixed;
+  const int pairs = swapped_tiles(shape) / kCluster;
+  return {kMostRows, model.gemm.band, smaller(pairs, model.sms / kCluster) * kCluster, false, /*swap_ab=*/true};
+}
+
+Config plan_fixed(const Shape& shape, const HardwareModel& model) {
   if (const int tiles = tiles_of(shape, 128);
       shape.grouping != Grouping::k_grouped && should_split(model.gemm, 128, shape.k, tiles, model.sms))
     return {128, model.gemm.band, tiles * kCluster, true};
@@ -47,6 +72,9 @@ Config plan_width(const Shape& shape, const HardwareModel& model, int block_n) {
 }
 
 std::string Config::describe() const {
+  if (swap_ab)
+    return "tiles of 128 columns and up to " + std::to_string(block_n) + " rows, band " + std::to_string(band) + ", " +
+           std::to_string(blocks) + " blocks";
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(blocks) +
          " blocks" + (split_k ? ", two a tile" : "");
 }

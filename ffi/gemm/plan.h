@@ -20,11 +20,15 @@ struct Config {
   int band;     // see Problem
   int blocks;   // an even number
   bool split_k;
+  bool swap_ab = false;  // tiles of no more rows than they need (swap_ab.h)
 
   std::string describe() const;
 };
 
 Config plan(const Shape& shape, const HardwareModel& model);
+
+// With tiles of fixed height, to which hooks can be added.
+Config plan_fixed(const Shape& shape, const HardwareModel& model);
 
 // With tiles of this width.
 Config plan_width(const Shape& shape, const HardwareModel& model, int block_n);

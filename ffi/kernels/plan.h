@@ -83,7 +83,7 @@ DotShape shape_of(const DispatchDotArgs& args, int ranks);
 // The first `dispatching` blocks, an even number, dispatch before they multiply. Meanwhile each pair of the others
 // takes `head` tile pairs.
 struct DotConfig {
-  gemm::Config product;  // as the product alone is planned, so that sums have its order
+  gemm::Config product;  // split as the product alone is, so that sums have its order
   int dispatching;
   int senders_per_cta;  // of the warps that dispatch
   int head;

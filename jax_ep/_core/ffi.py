@@ -177,6 +177,8 @@ def _attribute(value: bool | int | float | str) -> Any:
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
-def call_alone(name: str, result: jax.ShapeDtypeStruct, *operands: jax.Array, **attributes: bool) -> jax.Array:
+def call_alone(
+    name: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: bool
+) -> Sequence[jax.Array]:
     """Calls an FFI target that needs no group; a batch is one call after the other."""
-    return jax.ffi.ffi_call(f"jax_ep_{name}", result, vmap_method="sequential")(*operands, **attributes)
+    return jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)

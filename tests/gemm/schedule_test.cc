@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gemm/plan.h"
+#include "gemm/row_schedule.h"
 #include "kernels/plan.h"
 
 using namespace jax_ep::gemm;
@@ -97,6 +98,41 @@ void check_head(const Problem& problem, const Config& config, Share share) {
   if (share.late > 0 && latest > 0) require(first >= share.head + latest - 1, "the others take the head alone");
 }
 
+// Tiles whose height follows the rows: by both CTAs of a cluster, each element is in one tile, and no tile has a step
+// of rows too many.
+void check_row_tiles(const Problem& problem, const std::vector<int>& sizes) {
+  const auto ranges = ranges_of(sizes, problem.m);
+  std::vector<int> seen(size_t(problem.m) * problem.n);
+  for (int rank = 0; rank < kCluster; ++rank) {
+    RowTiles tiles(problem);
+    RowTile tile{};
+    for (int pair = 0; tiles.find(pair, rank, &tile); ++pair) {
+      const Range range = ranges[tile.group];
+      require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
+      require(tile.k_end == (tile.group == problem.groups ? 0 : problem.k), "a tile has its contraction");
+      require(tile.rows % kRowStep == 0 && tile.rows > 0 && tile.rows <= kMostRows, "a tile has a height for wgmma");
+      require(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
+      for (int row = tile.row; row < std::min(tile.row + tile.rows, tile.row_end); ++row)
+        for (int col = tile.col; col < std::min(tile.col + kTileColumns, problem.n); ++col)
+          ++seen[size_t(row) * problem.n + col];
+    }
+  }
+  for (const int times : seen) require(times == 1, "every element is in one tile");
+}
+
+// Numbers of pairs may be left out: each CTA finds what it takes.
+void check_any_pairs(const Problem& problem, std::mt19937& random) {
+  RowTiles all(problem), some(problem);
+  RowTile one{}, other{};
+  int next = 0;
+  for (int pair = 0; all.find(pair, 1, &one); ++pair) {
+    if (pair < next) continue;
+    require(some.find(pair, 1, &other) && one.row == other.row && one.col == other.col && one.rows == other.rows,
+            "a tile is where its number says");
+    next = pair + std::uniform_int_distribution(1, 20)(random);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -110,7 +146,7 @@ int main() {
     const int groups = static_cast<int>(sizes.size());
     jax_ep::HardwareModel model = jax_ep::hardware_model("sm_90");
     model.sms = sms;
-    Config config = plan(Shape{grouping, m, n, k, groups}, model);
+    Config config = plan_fixed(Shape{grouping, m, n, k, groups}, model);
     config.band = draw(1, 3);
     require(config.blocks % kCluster == 0 && config.blocks <= sms, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
@@ -122,6 +158,10 @@ int main() {
     problem.pair_lead = order.lead;
     problem.pair_parts = order.parts;
     if (grouping == Grouping::none) sizes = {m};
+    if (grouping == Grouping::m_grouped) {
+      check_row_tiles(problem, sizes);
+      check_any_pairs(problem, random);
+    }
     const Share all_at_once{0, config.blocks};
     const Share some_late{0, config.blocks, draw(0, config.blocks / kCluster) * kCluster, draw(0, 3)};
     const auto check = [&] {

@@ -73,7 +73,7 @@ void check_products(const HardwareModel& model) {
 
 // Also where an op may take fewer SMs than the device has: then the sums are those of the product alone all the same.
 void check_dot_plan(const DotShape& shape, const HardwareModel& whole) {
-  const gemm::Config product = gemm::plan(shape.product, whole);
+  const gemm::Config product = gemm::plan_fixed(shape.product, whole);
   for (const int most : {1, 2, 24, 1000}) {
     const HardwareModel model = limit_sms(whole, most);
     const DotConfig config = plan(shape, model);

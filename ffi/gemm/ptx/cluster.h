@@ -70,4 +70,14 @@ JAX_EP_FN void store_at_peer(uint32_t* to, int peer, uint32_t value) {
                : "memory");
 }
 
+// A word to where `to` is in CTA `peer`, at whose `barrier` it arrives, and completes the phase of one arrival.
+JAX_EP_FN void send_word(uint32_t* to, int peer, uint32_t value, uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 bar, %3, %1; "
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [bar], 4; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %2, [bar]; }" ::"r"(ptx::shared_address(to)),
+      "r"(peer), "r"(value), "r"(ptx::shared_address(barrier))
+      : "memory");
+}
+
 }  // namespace jax_ep::gemm

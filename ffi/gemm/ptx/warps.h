@@ -32,5 +32,11 @@ JAX_EP_FN void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uin
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
+// Transposed: column i of a matrix becomes the row whose address lane i gives.
+JAX_EP_FN void store_transposed(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(ptx::shared_address(row)),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
 
 }  // namespace jax_ep::gemm

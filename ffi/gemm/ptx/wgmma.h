@@ -43,30 +43,41 @@ JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
 }
 
 // Text only: lists of registers, each from the one before, and as many operands.
-#define JAX_EP_REGISTERS_32                                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define JAX_EP_REGISTERS_64                                                                         \
-  JAX_EP_REGISTERS_32                                                                               \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
-  ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAX_EP_REGISTERS_96                                                                         \
-  JAX_EP_REGISTERS_64                                                                               \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82" \
-  ", %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define JAX_EP_REGISTERS_128                                                                     \
-  JAX_EP_REGISTERS_96                                                                            \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define JAX_EP_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define JAX_EP_REGISTERS_16 JAX_EP_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAX_EP_REGISTERS_24 JAX_EP_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define JAX_EP_REGISTERS_32 JAX_EP_REGISTERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAX_EP_REGISTERS_40 JAX_EP_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define JAX_EP_REGISTERS_48 JAX_EP_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define JAX_EP_REGISTERS_56 JAX_EP_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define JAX_EP_REGISTERS_64 JAX_EP_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAX_EP_REGISTERS_72 JAX_EP_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define JAX_EP_REGISTERS_80 JAX_EP_REGISTERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define JAX_EP_REGISTERS_88 JAX_EP_REGISTERS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define JAX_EP_REGISTERS_96 JAX_EP_REGISTERS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAX_EP_REGISTERS_104 JAX_EP_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define JAX_EP_REGISTERS_112 JAX_EP_REGISTERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define JAX_EP_REGISTERS_120 JAX_EP_REGISTERS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define JAX_EP_REGISTERS_128 JAX_EP_REGISTERS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define JAX_EP_OPERANDS_8(d, i)                                                                               \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define JAX_EP_OPERANDS_32(d, i) \
-  JAX_EP_OPERANDS_8(d, i), JAX_EP_OPERANDS_8(d, i + 8), JAX_EP_OPERANDS_8(d, i + 16), JAX_EP_OPERANDS_8(d, i + 24)
-#define JAX_EP_FIRST_32(d) JAX_EP_OPERANDS_32(d, 0)
-#define JAX_EP_FIRST_64(d) JAX_EP_FIRST_32(d), JAX_EP_OPERANDS_32(d, 32)
-#define JAX_EP_FIRST_96(d) JAX_EP_FIRST_64(d), JAX_EP_OPERANDS_32(d, 64)
-#define JAX_EP_FIRST_128(d) JAX_EP_FIRST_96(d), JAX_EP_OPERANDS_32(d, 96)
+#define JAX_EP_FIRST_8(d) JAX_EP_OPERANDS_8(d, 0)
+#define JAX_EP_FIRST_16(d) JAX_EP_FIRST_8(d), JAX_EP_OPERANDS_8(d, 8)
+#define JAX_EP_FIRST_24(d) JAX_EP_FIRST_16(d), JAX_EP_OPERANDS_8(d, 16)
+#define JAX_EP_FIRST_32(d) JAX_EP_FIRST_24(d), JAX_EP_OPERANDS_8(d, 24)
+#define JAX_EP_FIRST_40(d) JAX_EP_FIRST_32(d), JAX_EP_OPERANDS_8(d, 32)
+#define JAX_EP_FIRST_48(d) JAX_EP_FIRST_40(d), JAX_EP_OPERANDS_8(d, 40)
+#define JAX_EP_FIRST_56(d) JAX_EP_FIRST_48(d), JAX_EP_OPERANDS_8(d, 48)
+#define JAX_EP_FIRST_64(d) JAX_EP_FIRST_56(d), JAX_EP_OPERANDS_8(d, 56)
+#define JAX_EP_FIRST_72(d) JAX_EP_FIRST_64(d), JAX_EP_OPERANDS_8(d, 64)
+#define JAX_EP_FIRST_80(d) JAX_EP_FIRST_72(d), JAX_EP_OPERANDS_8(d, 72)
+#define JAX_EP_FIRST_88(d) JAX_EP_FIRST_80(d), JAX_EP_OPERANDS_8(d, 80)
+#define JAX_EP_FIRST_96(d) JAX_EP_FIRST_88(d), JAX_EP_OPERANDS_8(d, 88)
+#define JAX_EP_FIRST_104(d) JAX_EP_FIRST_96(d), JAX_EP_OPERANDS_8(d, 96)
+#define JAX_EP_FIRST_112(d) JAX_EP_FIRST_104(d), JAX_EP_OPERANDS_8(d, 104)
+#define JAX_EP_FIRST_120(d) JAX_EP_FIRST_112(d), JAX_EP_OPERANDS_8(d, 112)
+#define JAX_EP_FIRST_128(d) JAX_EP_FIRST_120(d), JAX_EP_OPERANDS_8(d, 120)
 
 // The instruction for one width, the accumulators of a thread, and the numbers of the operands behind them.
 #define JAX_EP_WGMMA(type, width, count, a, b, add, mn_a, mn_b)                                                 \
@@ -95,11 +106,23 @@ JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
 // contiguous dimension is not the contracted one. `d` may have more registers than the width needs.
 template <class T, int kWidth, bool kMnA, bool kMnB, int kCount>
 JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
-  static_assert(kWidth % 64 == 0 && kWidth <= 2 * kCount);
+  static_assert(kWidth % 16 == 0 && kWidth <= 2 * kCount);
   static_assert(!std::is_same_v<T, Float8E4M3> || (!kMnA && !kMnB));
+  JAX_EP_WIDTH(16, 8, 8, 9, 10, 11, 12)
+  JAX_EP_WIDTH(32, 16, 16, 17, 18, 19, 20)
+  JAX_EP_WIDTH(48, 24, 24, 25, 26, 27, 28)
   JAX_EP_WIDTH(64, 32, 32, 33, 34, 35, 36)
+  JAX_EP_WIDTH(80, 40, 40, 41, 42, 43, 44)
+  JAX_EP_WIDTH(96, 48, 48, 49, 50, 51, 52)
+  JAX_EP_WIDTH(112, 56, 56, 57, 58, 59, 60)
   JAX_EP_WIDTH(128, 64, 64, 65, 66, 67, 68)
+  JAX_EP_WIDTH(144, 72, 72, 73, 74, 75, 76)
+  JAX_EP_WIDTH(160, 80, 80, 81, 82, 83, 84)
+  JAX_EP_WIDTH(176, 88, 88, 89, 90, 91, 92)
   JAX_EP_WIDTH(192, 96, 96, 97, 98, 99, 100)
+  JAX_EP_WIDTH(208, 104, 104, 105, 106, 107, 108)
+  JAX_EP_WIDTH(224, 112, 112, 113, 114, 115, 116)
+  JAX_EP_WIDTH(240, 120, 120, 121, 122, 123, 124)
   JAX_EP_WIDTH(256, 128, 128, 129, 130, 131, 132)
 }
 
@@ -107,14 +130,37 @@ JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bo
 #undef JAX_EP_WGMMA_FLOAT8
 #undef JAX_EP_WGMMA
 #undef JAX_EP_FIRST_128
+#undef JAX_EP_FIRST_120
+#undef JAX_EP_FIRST_112
+#undef JAX_EP_FIRST_104
 #undef JAX_EP_FIRST_96
+#undef JAX_EP_FIRST_88
+#undef JAX_EP_FIRST_80
+#undef JAX_EP_FIRST_72
 #undef JAX_EP_FIRST_64
+#undef JAX_EP_FIRST_56
+#undef JAX_EP_FIRST_48
+#undef JAX_EP_FIRST_40
 #undef JAX_EP_FIRST_32
-#undef JAX_EP_OPERANDS_32
+#undef JAX_EP_FIRST_24
+#undef JAX_EP_FIRST_16
+#undef JAX_EP_FIRST_8
 #undef JAX_EP_OPERANDS_8
 #undef JAX_EP_REGISTERS_128
+#undef JAX_EP_REGISTERS_120
+#undef JAX_EP_REGISTERS_112
+#undef JAX_EP_REGISTERS_104
 #undef JAX_EP_REGISTERS_96
+#undef JAX_EP_REGISTERS_88
+#undef JAX_EP_REGISTERS_80
+#undef JAX_EP_REGISTERS_72
 #undef JAX_EP_REGISTERS_64
+#undef JAX_EP_REGISTERS_56
+#undef JAX_EP_REGISTERS_48
+#undef JAX_EP_REGISTERS_40
 #undef JAX_EP_REGISTERS_32
+#undef JAX_EP_REGISTERS_24
+#undef JAX_EP_REGISTERS_16
+#undef JAX_EP_REGISTERS_8
 
 }  // namespace jax_ep::gemm

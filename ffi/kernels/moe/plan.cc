@@ -32,7 +32,7 @@ DotConfig plan(const DotShape& shape, const HardwareModel& model) {
   HardwareModel whole = model, few = model;
   whole.sms = model.device_sms;  // what an op may take must not change the sums
   few.row_sms = std::min(model.dot.dispatching, model.sms / 4);
-  DotConfig config{gemm::plan(shape.product, whole), 0, 0, 0};
+  DotConfig config{gemm::plan_fixed(shape.product, whole), 0, 0, 0};
   const LaunchConfig dispatch = plan(RowShape{OpKind::dispatch, shape.ranks, shape.num_tokens, false}, few);
   config.dispatching = even(dispatch.blocks);
   config.senders_per_cta = dispatch.senders_per_cta;

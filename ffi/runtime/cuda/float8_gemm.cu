@@ -4,6 +4,7 @@
 #include "gemm/float8.h"
 #include "gemm/gemm.h"
 #include "gemm/tensor_map.h"
+#include "runtime/cuda/gemm_launch.h"
 
 namespace jax_ep::gemm {
 namespace {
@@ -34,52 +35,31 @@ std::optional<std::string> describe(const Float8Arguments& x, Maps* maps) {
   return std::nullopt;
 }
 
-template <class Out>
-cudaError_t start(const Float8Arguments& x, const Config& config, const Problem& problem, const Maps& maps,
-                  cudaStream_t stream) {
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(config.blocks);
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = sizeof(Memory);
-  launch.stream = stream;
-  const auto kernel = float8_kernel<Out, kBlockN>;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Memory)));
-      error != cudaSuccess)
-    return error;
-  const Float8Scales scales{x.a_scales, x.b_scales};
-  return cudaLaunchKernelEx(&launch, kernel, maps.a, maps.b, maps.out, static_cast<Out*>(x.out_data), problem, scales);
-}
-
 }  // namespace
 
 std::optional<std::string> launch(const Float8Arguments& x, cudaStream_t stream) {
   if (const auto error = check(x)) return error;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  int device = 0, sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  HardwareModel model = hardware_model("sm_90");
-  model.sms = sms;
+  HardwareModel model;
+  if (const auto error = describe_error(current_model(&model))) return error;
   const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, kBlockN);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k / 2, x.groups, x.group_sizes, config.band};
-  error = x.out == DType::float32 ? start<float>(x, config, problem, maps, stream)
-                                  : start<__nv_bfloat16>(x, config, problem, maps, stream);
-  if (error == cudaSuccess) return std::nullopt;
-  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
-  return config.describe() + ": " + cudaGetErrorString(error);
+  const auto start_for = [&](auto out) {
+    using Out = decltype(out);
+    return start(float8_kernel<Out, kBlockN>, config.blocks, sizeof(Memory), stream, maps.a, maps.b, maps.out,
+                 static_cast<Out*>(x.out_data), problem, Float8Scales{x.a_scales, x.b_scales});
+  };
+  const auto error = describe_error(x.out == DType::float32 ? start_for(float{}) : start_for(__nv_bfloat16{}));
+  return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
 cudaError_t load_float8() {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess || major != 9) return error;
-  cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, float8_kernel<float, kBlockN>);
-  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, float8_kernel<__nv_bfloat16, kBlockN>) : error;
+  bool hopper = false;
+  if (const cudaError_t error = is_hopper(&hopper); error != cudaSuccess || !hopper) return error;
+  const cudaError_t error = load_kernel(reinterpret_cast<const void*>(float8_kernel<float, kBlockN>));
+  return error == cudaSuccess ? load_kernel(reinterpret_cast<const void*>(float8_kernel<__nv_bfloat16, kBlockN>))
+                              : error;
 }
 
 }  // namespace jax_ep::gemm

@@ -2,6 +2,7 @@
 #include "gemm/gemm.h"
 #include "gemm/kernel.h"
 #include "gemm/tensor_map.h"
+#include "runtime/cuda/gemm_launch.h"
 
 namespace jax_ep::gemm {
 namespace {
@@ -43,6 +44,7 @@ std::optional<std::string> check(const Arguments& x, const Config& config) {
   if (x.out != x.in && x.out != DType::float32) return "the result must have the dtype of the operands or be float32";
   if (x.grouping == Grouping::k_grouped && (!x.a_is_k_by_m || !x.b_is_k_by_n))
     return "groups of the contraction need both operands stored with the contraction as rows";
+  if (x.grouping == Grouping::m_grouped && x.a_is_k_by_m) return "rows in groups are stored [m, k]";
   if (config.block_n == 192 && x.grouping != Grouping::k_grouped)
     return "tiles of 192 columns are for groups of the contraction";
   return std::nullopt;
@@ -67,60 +69,39 @@ std::optional<std::string> describe(const Arguments& x, Maps* maps) {
   return std::nullopt;
 }
 
-cudaError_t start(const Choice& choice, const Config& config, const Problem& problem, const Maps& maps, void* out,
-                  cudaStream_t stream) {
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(config.blocks);
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = choice.shared_bytes;
-  launch.stream = stream;
-  if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(choice.kernel),
-                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, choice.shared_bytes);
-      error != cudaSuccess)
-    return error;
-  return cudaLaunchKernelEx(&launch, choice.kernel, maps.a, maps.b, maps.out, out, problem, NoHooks{});
-}
-
 }  // namespace
 
 std::optional<std::string> launch(const Arguments& x, const Config& config, cudaStream_t stream) {
   if (const auto error = check(x, config)) return error;
+  if (config.swap_ab) return launch_swapped(x, config, stream);
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
   Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   problem.split_k = config.split_k;
   const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
-  const cudaError_t error = start(choice, config, problem, maps, x.out_data, stream);
-  if (error == cudaSuccess) return std::nullopt;
-  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
-  return config.describe() + ": " + cudaGetErrorString(error);
+  const auto error = describe_error(start(choice.kernel, config.blocks, choice.shared_bytes, stream, maps.a, maps.b,
+                                          maps.out, x.out_data, problem, NoHooks{}));
+  return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
 std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
-  int device = 0, sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  HardwareModel model = hardware_model("sm_90");
-  model.sms = sms;
+  HardwareModel model;
+  if (const auto error = describe_error(current_model(&model))) return error;
   return launch(x, plan({x.grouping, x.m, x.n, x.k, x.groups}, model), stream);
 }
 
 cudaError_t load() {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess || major != 9) return error;
+  bool hopper = false;
+  if (const cudaError_t error = is_hopper(&hopper); error != cudaSuccess || !hopper) return error;
   for (const DType in : {DType::bfloat16, DType::float16})
     for (const DType out : {in, DType::float32})
       for (const int block_n : {128, 192, 256})
         for (const int order : {0, 1, 2, 3}) {
-          cudaFuncAttributes attributes;
           const Choice choice = choose(in, out, block_n, order & 1, order & 2);
-          error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(choice.kernel));
-          if (error != cudaSuccess) return error;
+          if (const cudaError_t error = load_kernel(reinterpret_cast<const void*>(choice.kernel)); error != cudaSuccess)
+            return error;
         }
-  return cudaSuccess;
+  return load_swapped();
 }
 
 }  // namespace jax_ep::gemm

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep._core import checks, ffi
 
@@ -12,8 +13,9 @@ def grouped_matmul(
 ) -> jax.Array:
     """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
     columns = rhs.shape[1 if transpose_rhs else 2]
-    result = checks.result_type((lhs.shape[0], columns), dtype, lhs)
-    return ffi.call_alone("grouped_matmul", result, lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+    out = checks.result_type((lhs.shape[0], columns), dtype, lhs)
+    counter = checks.result_type((1,), jnp.uint32, lhs)  # memory of the kernel: tiles that are taken
+    return ffi.call_alone("grouped_matmul", (out, counter), lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)[0]
 
 
 def grouped_matmul_float8(
@@ -26,11 +28,11 @@ def grouped_matmul_float8(
     dtype: Any,
 ) -> jax.Array:
     """[M, K], [M, K / 128], [G, N, K], [G, N / 128, K / 128], [G] -> [M, N]: a group's rows times its matrix."""
-    result = checks.result_type((lhs.shape[0], rhs.shape[1]), dtype, lhs)
-    return ffi.call_alone("grouped_matmul_float8", result, lhs, lhs_scales, rhs, rhs_scales, group_sizes)
+    out = checks.result_type((lhs.shape[0], rhs.shape[1]), dtype, lhs)
+    return ffi.call_alone("grouped_matmul_float8", (out,), lhs, lhs_scales, rhs, rhs_scales, group_sizes)[0]
 
 
 def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
-    result = checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
-    return ffi.call_alone("grouped_outer", result, lhs, rhs, group_sizes)
+    out = checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
+    return ffi.call_alone("grouped_outer", (out,), lhs, rhs, group_sizes)[0]

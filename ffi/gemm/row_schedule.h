@@ -1,0 +1,77 @@
+// Tiles of a product whose rows are in groups, where a tile has no more rows than it needs ("swap AB": swap_ab.h).
+//
+// A group of many rows is cut into tiles of nearly as many rows each, in steps of kRowStep, so that less than one step
+// of a group is multiplied in vain. Clusters take tile pairs: two tiles of the same rows, side by side.
+#pragma once
+
+#include "gemm/problem.h"
+
+namespace jax_ep::gemm {
+
+constexpr int kRowStep = 16;    // rows by which tiles differ
+constexpr int kMostRows = 256;  // of a tile: what its sums take of the registers
+constexpr int kTileColumns = 128;
+
+// A CTA's share of one step: out[row.., col..], of which the rows up to `row_end` are the group's.
+struct RowTile {
+  int group;
+  int row, row_end;
+  int rows;  // to multiply: a multiple of kRowStep
+  int col;   // may lie behind the last column
+  int k_end;
+};
+
+// The tile pairs of all groups by their number: those of a group follow each other. Every warp that works on tiles has
+// its own.
+class RowTiles {
+ public:
+  JAX_EP_FN explicit RowTiles(const Problem& problem) : problem_(problem) {
+    columns_ = ceil_div(problem.n, kTileColumns * kCluster);
+    open_group(0);
+  }
+
+  // The tile of CTA `rank` in a pair, or false behind the last one. Numbers must not fall from call to call.
+  JAX_EP_FN bool find(int pair, int rank, RowTile* tile) {
+    while (pair - first_ >= tiles_ * columns_) {
+      if (group_ == problem_.groups) return false;
+      first_ += tiles_ * columns_;
+      open_group(group_ + 1);
+    }
+    *tile = locate(pair - first_, rank);
+    return true;
+  }
+
+ private:
+  // The rows behind the last group are one more, without contraction. Sizes that would leave the matrix are cut off.
+  JAX_EP_FN void open_group(int group) {
+    group_ = group;
+    row_ = row_end_;
+    const int left = problem_.m - row_;
+    row_end_ += group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
+    steps_ = ceil_div(row_end_ - row_, kRowStep);
+    tiles_ = ceil_div(steps_, kMostRows / kRowStep);
+  }
+
+  // Down the tiles of a band, then to the next columns. The first tiles have a step more where they cannot be equal.
+  JAX_EP_FN RowTile locate(int i, int rank) const {
+    const int band = i / (problem_.band * columns_), inside = i - band * problem_.band * columns_;
+    const int first = band * problem_.band, count = smaller(problem_.band, tiles_ - first);
+    const int tile = first + inside % count, each = steps_ / tiles_, more = steps_ % tiles_;
+    RowTile result;
+    result.group = group_;
+    result.row = row_ + (tile * each + smaller(tile, more)) * kRowStep;
+    result.row_end = row_end_;
+    result.rows = (each + (tile < more)) * kRowStep;
+    result.col = (inside / count * kCluster + rank) * kTileColumns;
+    result.k_end = group_ < problem_.groups ? problem_.k : 0;
+    return result;
+  }
+
+  const Problem& problem_;
+  int columns_;                    // of tile pairs
+  int first_ = 0;                  // tile pair of the open group
+  int group_, row_, row_end_ = 0;  // the open one
+  int steps_, tiles_;              // of its rows
+};
+
+}  // namespace jax_ep::gemm

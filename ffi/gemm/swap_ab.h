@@ -1,0 +1,216 @@
+// Products whose rows are in groups, with the operands swapped ("swap AB", as DeepGEMM and CUTLASS call it): wgmma
+// takes 64 columns of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile
+// has as many rows as its group has left, where tiles of fixed height waste half of one per group.
+//
+// A CTA has kTileColumns columns of the result, 64 for each of two cooperative warpgroups. Both CTAs of a cluster have
+// the same rows, which they load once. Pipeline and producer are those of kernel.h.
+#pragma once
+
+#include "gemm/kernel.h"
+#include "gemm/row_schedule.h"
+
+namespace jax_ep::gemm {
+
+// Tile pairs that a cluster has taken and its warps have not all begun.
+struct TileQueue {
+  static constexpr int kAhead = 2;
+  uint64_t taken[kAhead], begun[kAhead];
+  uint32_t pair[kAhead];
+};
+
+struct SwapMemory : Shared<kMostRows> {
+  TileQueue queue;
+};
+constexpr int kRowSlices = kMostRows / kSlice;
+constexpr int kTileWarps = kConsumerWarps + 1;  // of a CTA that work on tiles
+
+// One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs: tiles differ in height, and whoever
+// is done first takes the next.
+JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* counter, int lane) {
+  RowTiles tiles(problem);
+  RowTile tile;
+  bool is_last = false;
+  for (Position<TileQueue::kAhead> at; !is_last; at.advance()) {
+    wait_barrier(&queue.begun[at.stage], at.parity ^ 1, "all warps to begin a tile");
+    const int pair = uniform(lane == 0 ? atomicAdd(counter, 1) : 0);
+    if (lane < kCluster) send_word(&queue.pair[at.stage], lane, pair, &queue.taken[at.stage]);
+    is_last = !tiles.find(pair, 0, &tile);
+  }
+}
+
+// The tiles of a CTA for one of its warps.
+class TakenTiles {
+ public:
+  JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem)
+      : queue_(queue), tiles_(problem), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
+
+  // False behind the last tile.
+  JAX_EP_FN bool next(RowTile* tile) {
+    wait_barrier(&queue_.taken[at_.stage], at_.parity, "a tile");
+    const int pair = queue_.pair[at_.stage];
+    __syncwarp();
+    if (lane_ == 0) arrive_at_peer(&queue_.begun[at_.stage], 0);
+    at_.advance();
+    return tiles_.find(pair, rank_, tile);
+  }
+
+ private:
+  TileQueue& queue_;
+  RowTiles tiles_;
+  int rank_, lane_;
+  Position<TileQueue::kAhead> at_;
+};
+
+// kMn: the weights are stored [k, n].
+template <bool kMn>
+__device__ void produce_swapped(SwapMemory& shared, const CUtensorMap& weights, const CUtensorMap& rows,
+                                const Problem& problem) {
+  const int rank = blockIdx.x % kCluster;
+  Position<SwapMemory::kStages> at;
+  TakenTiles tiles(shared.queue, problem);
+  for (RowTile tile; tiles.next(&tile);) {
+    const int columns = larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));  // slices with columns
+    const int lines = ceil_div(tile.rows, kSlice);
+    for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
+      char* const stage = shared.stages[at.stage];
+      uint64_t* const full = &shared.full[at.stage];
+      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
+      if (!elect_lane()) continue;
+      ptx::arrive_expecting(full, (columns + lines) * kSliceBytes);
+      load_slices<kMn, kSlicesA>(stage, weights, tile.col, k, tile.group, columns, /*once=*/false, /*shared=*/false,
+                                 rank, full);
+      load_slices<false, kRowSlices>(stage + kSlicesA * kSliceBytes, rows, tile.row, k, 0, lines, /*once=*/false,
+                                     /*shared=*/true, rank, full);
+    }
+  }
+  for (int stage = 0; stage < SwapMemory::kStages; ++stage, at.advance())
+    wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
+}
+
+// d = the sums of a warpgroup's 64 columns and kRows rows.
+template <class In, int kRows, bool kMn, int kCount>
+JAX_EP_FN int multiply_rows(float (&d)[1][kCount], SwapMemory& shared, const RowTile& tile,
+                            Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
+  if constexpr (kRows > kMostRows) {
+    return -1;
+  } else {
+    if (tile.rows > kRows) return multiply_rows<In, kRows + kRowStep, kMn>(d, shared, tile, at, warpgroup, lane);
+    return multiply_stages<In, kRows, 1, kMn, false>(d, shared, 0, tile.k_end, at, warpgroup, lane);
+  }
+}
+
+template <class In, bool kMn>
+JAX_EP_FN void accumulate_swapped(float (&d)[1][kMostRows / 2], SwapMemory& shared, const RowTile& tile,
+                                  Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
+  if (tile.k_end == 0) {
+#pragma unroll
+    for (float& value : d[0]) value = 0;
+    return;
+  }
+  leave_undefined(d[0]);
+  const int running = multiply_rows<In, kRowStep, kMn>(d, shared, tile, at, warpgroup, lane);
+  wait_multiplies<0>();
+  settle(d[0]);
+  if (running >= 0) release(&shared.empty[running], lane);
+}
+
+// A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
+// two rows of column lane / 4, the same of that column + 8.
+template <class Out>
+JAX_EP_FN void stage_rows(char* to, int line, int column, const float* d, int lane) {
+  if constexpr (sizeof(Out) == 2) {
+    store_transposed(to + swizzled(line + (lane >> 4) * 8 + (lane & 7), column / 8 + (lane >> 3 & 1)),
+                     pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}), pack(d[4], d[5], Out{}),
+                     pack(d[6], d[7], Out{}));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = line + i / 4 * 8 + (lane & 3) * 2 + i % 2, at = column + lane / 4 + i / 2 % 2 * 8;
+      *reinterpret_cast<float*>(to + swizzled(row, at / 4) + at % 4 * 4) = d[i];
+    }
+  }
+}
+
+// A warpgroup's 64 columns of a tile, in chunks of 64 rows and a line: its warps stage their columns, then each stores
+// 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns.
+template <class Out>
+JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
+                             const float (&d)[kMostRows / 2], char* buffers, int warp, int lane) {
+  constexpr int kColumns = kLineBytes / sizeof(Out), kChunkRows = kWarpgroup * kOutRows;
+  const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
+#pragma unroll
+  for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
+    const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
+    if (first >= tile.rows) break;
+    const int col = tile.col + warpgroup * kSlice + part, column = warp % kWarpgroup * 16 - part;
+    char* const buffer = buffers + chunk % 2 * kChunkRows * kLineBytes;
+    if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
+    ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
+    if (column >= 0 && column < kColumns)
+#pragma unroll
+      for (int line = 0; line < kChunkRows; line += 16)
+        stage_rows<Out>(buffer, line, column, d + (first + line) / 2, lane);
+    ptx::shared_proxy_fence();
+    ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
+    const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
+    if (row < row_end && col < problem.n) {
+      if (row + kOutRows > row_end)
+        store_lines(reinterpret_cast<char*>(out + int64_t{row} * problem.n + col), int64_t{problem.n} * sizeof(Out),
+                    row_end - row, (problem.n - col) * int{sizeof(Out)} / 16, buffer + line * kLineBytes, lane);
+      else if (lane == 0)
+        store_box(map, {col, row, 0}, buffer + line * kLineBytes);
+    }
+    if (lane == 0) ptx::commit_stores();
+  }
+}
+
+template <class In, class Out, bool kMn>
+__device__ void consume_swapped(SwapMemory& shared, const CUtensorMap& map, Out* out, const Problem& problem) {
+  const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
+  Position<SwapMemory::kStages> at;
+  TakenTiles tiles(shared.queue, problem);
+  for (RowTile tile; tiles.next(&tile);) {
+    if (tile.col + warpgroup * kSlice >= problem.n) {
+      for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
+        wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
+        release(&shared.empty[at.stage], lane);
+      }
+      continue;
+    }
+    float d[1][kMostRows / 2];
+    accumulate_swapped<In, kMn>(d, shared, tile, at, warpgroup, lane);
+    store_swapped(map, out, problem, tile, d[0], shared.out[warpgroup * kWarpgroup][0], warp, lane);
+  }
+  if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
+}
+
+// `weights` [groups, K, N] if kMn, or [groups, N, K], and `rows` [M, K] map slices, `out_map` a warp's box; `counter`
+// is zero.
+template <class In, class Out, bool kMn>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    swapped_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weights,
+                   const __grid_constant__ CUtensorMap out_map, Out* out, uint32_t* counter,
+                   const __grid_constant__ Problem problem) {
+  using Wanted = Registers<Nothing, kMostRows / 2>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<SwapMemory*>(memory);
+  const int warp = uniform(threadIdx.x / 32);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < TileQueue::kAhead; ++i) {
+      ptx::init_barrier(&shared.queue.taken[i], 1);
+      ptx::init_barrier(&shared.queue.begun[i], kTileWarps * kCluster);
+    }
+  open_pipeline(shared, kConsumerWarps);
+  if (warp < kConsumerWarps) {
+    take_registers<Wanted::kConsumer>();
+    consume_swapped<In, Out, kMn>(shared, out_map, out, problem);
+  } else {
+    give_registers<Wanted::kOther>();
+    if (warp == kConsumerWarps) produce_swapped<kMn>(shared, weights, rows, problem);
+    if (warp == kConsumerWarps + 1 && blockIdx.x % kCluster == 0)
+      take_tiles(shared.queue, problem, counter, threadIdx.x % 32);
+  }
+  sync_cluster();  // until nobody arrives at barriers of the other CTA
+}
+
+}  // namespace jax_ep::gemm
