@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 MORE_EXECUTIONS = 2  # at least
-MOST_BEFORE = 8
+MOST_BEFORE, MOST_TIMED = 25, 8
 HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
 SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
 
@@ -146,31 +146,38 @@ def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float =
 def median_microseconds(
     loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, hot: bool = False
 ) -> list[float]:
-    """What an execution adds when several follow each other: the first takes a millisecond or more to start.
+    """Of executions that follow others, without what the first takes to start: a millisecond or more.
 
-    `hot`: a loop has run for a while before the calls that count.
+    `hot`: a loop has run for a while before the calls that count, so that no loop profits from those before it.
     """
     before = [_executions_before(program, hot) for program in programs]
-    more = [max(count, MORE_EXECUTIONS) for count in before]
-    times: list[list[tuple[float, float]]] = [[] for _ in loops]
+    timed = [min(max(count, MORE_EXECUTIONS), MOST_TIMED) for count in before]
+    times: list[list[float]] = [[] for _ in loops]
     for _ in range(repeats):
         for index, program in enumerate(programs):
-            some = _seconds(program, before[index], pause)
-            times[index].append((some, _seconds(program, before[index] + more[index], pause)))
-    added = [
-        statistics.median(longer) - statistics.median(some) for some, longer in (zip(*x, strict=True) for x in times)
+            time.sleep(1e-3 * pause)
+            times[index].append(_seconds(program, before[index], timed[index]))
+    return [
+        1e6 * statistics.median(each) / (count * loop.calls)
+        for each, count, loop in zip(times, timed, loops, strict=True)
     ]
-    return [1e6 * each / (count * loop.calls) for each, count, loop in zip(added, more, loops, strict=True)]
 
 
 def _executions_before(program: Callable[[], Any], hot: bool) -> int:
     """Warms up; returns how many executions go before: those of HEAT_SECONDS in a hot loop, or MOST_BEFORE."""
-    _seconds(program, 1 + MORE_EXECUTIONS, 0)
-    return min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, 1, 0))) if hot else 1
+    _seconds(program, 1, MORE_EXECUTIONS)
+    return min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, 1, 1))) if hot else 1
 
 
-def _seconds(program: Callable[[], Any], executions: int, pause: float) -> float:
-    time.sleep(1e-3 * pause)
+def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:
+    """What `timed` executions take behind `before` others."""
+    if jax.default_backend() == "cpu":  # which may execute a program where it is called
+        jax.block_until_ready([program() for _ in range(before)])
+        start = time.perf_counter()
+        jax.block_until_ready([program() for _ in range(timed)])
+        return time.perf_counter() - start
+    results = [program() for _ in range(before + timed)]
+    jax.block_until_ready(results[before - 1])
     start = time.perf_counter()
-    jax.block_until_ready([program() for _ in range(executions)])
+    jax.block_until_ready(results[-1])
     return time.perf_counter() - start

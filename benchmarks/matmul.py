@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,17 +113,27 @@ def check_alike(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
         raise AssertionError(f"jax_ep's and jax.lax's ragged_dot differ by {worst} beyond the rounding of the result")
 
 
-def torch_program(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, calls: int) -> Callable[[], None]:
+@dataclasses.dataclass(frozen=True)
+class TorchResult:
+    """What `jax.block_until_ready` can wait for."""
+
+    event: Any
+
+    def block_until_ready(self) -> None:
+        self.event.synchronize()
+
+
+def torch_program(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, calls: int) -> Callable[[], TorchResult]:
     """So many calls of torch's grouped product of the same operands."""
     import torch  # pyright: ignore[reportMissingImports]
 
     a, b = (torch.from_dlpack(x) for x in (lhs, rhs))
     ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
 
-    def run() -> None:
+    def run() -> TorchResult:
         for _ in range(calls):
             torch._grouped_mm(a, b, offs=ends)
-        torch.cuda.synchronize()
+        return TorchResult(torch.cuda.current_stream().record_event())
 
     return run
 

@@ -25,7 +25,7 @@ from .in_jit_loop import (
     median_microseconds,
     teraflops,
 )
-from .matmul import CALLS, Case, make_operands, plot
+from .matmul import CALLS, Case, TorchResult, make_operands, plot
 from .plots import add_plot, write_plot
 from .provenance import header
 
@@ -64,7 +64,7 @@ def check_alike(lhs: Float8Rows, rhs: Float8Weights, sizes: jax.Array) -> None:
         raise AssertionError(f"the product of float8 operands differs by {found} of its largest value")
 
 
-def torch_program(lhs: Float8Rows, rhs: Float8Weights, sizes: jax.Array, calls: int) -> Callable[[], None]:
+def torch_program(lhs: Float8Rows, rhs: Float8Weights, sizes: jax.Array, calls: int) -> Callable[[], TorchResult]:
     """So many calls of torch's product of the same values, with a scale per row and one per column."""
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -76,13 +76,13 @@ def torch_program(lhs: Float8Rows, rhs: Float8Weights, sizes: jax.Array, calls: 
     of_columns = torch.ones(b.shape[0], b.shape[2], device=a.device)
     ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
 
-    def run() -> None:
+    def run() -> TorchResult:
         for _ in range(calls):
             if b.shape[0] == 1:
                 torch._scaled_mm(a, b[0], of_rows[:, None], of_columns, out_dtype=torch.bfloat16)
             else:
                 torch._scaled_grouped_mm(a, b, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16)
-        torch.cuda.synchronize()
+        return TorchResult(torch.cuda.current_stream().record_event())
 
     return run
 

@@ -1,6 +1,8 @@
 // FFI handlers of the grouped products. They need no group of ranks: everything is on the device of the call.
 #include "gemm/gemm.h"
 
+#include <string_view>
+
 #include "runtime/extra.h"
 #include "runtime/gpu/kernel_launch.h"
 
@@ -51,6 +53,40 @@ ffi::Error grouped_matmul_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::Any
   return start(arguments, stream, lhs, rhs, sizes, *out);
 }
 
+std::optional<gemm::Activation> activation_of(std::string_view name) {
+  if (name == "silu") return gemm::Activation::silu;
+  if (name == "gelu") return gemm::Activation::gelu;
+  if (name == "relu") return gemm::Activation::relu;
+  return std::nullopt;
+}
+
+// rows [m, k], gate and up [groups, k, n] -> activation(rows gate) * (rows up) [m, n]. A counter is memory.
+ffi::Error gated_matmul_impl(cudaStream_t stream, ffi::AnyBuffer rows, ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                             Sizes sizes, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Counter> counter,
+                             std::string_view activation) {
+  const auto dtype = dtype_of(rows.element_type());
+  const auto known = activation_of(activation);
+  for (const auto type : {gate.element_type(), up.element_type(), out->element_type()})
+    if (!dtype || type != rows.element_type())
+      return {ffi::ErrorCode::kInvalidArgument, "gated product: all must be bfloat16 or float16, alike"};
+  if (!known) return {ffi::ErrorCode::kInvalidArgument, "gated product: no activation " + std::string(activation)};
+  const gemm::GatedArguments arguments{dim(rows, 0),
+                                       dim(*out, 1),
+                                       dim(rows, 1),
+                                       static_cast<int>(sizes.element_count()),
+                                       *dtype,
+                                       *known,
+                                       rows.untyped_data(),
+                                       gate.untyped_data(),
+                                       up.untyped_data(),
+                                       out->untyped_data(),
+                                       sizes.typed_data(),
+                                       counter->typed_data()};
+  if (const auto error = gemm::launch(arguments, stream))
+    return {ffi::ErrorCode::kInvalidArgument, "gated product: " + *error};
+  return ffi::Error::Success();
+}
+
 // lhs [rows, m], rhs [rows, n] -> [groups, m, n]: lhs' x rhs over the rows of each group.
 ffi::Error grouped_outer_impl(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, Sizes sizes,
                               ffi::Result<ffi::AnyBuffer> out) {
@@ -96,6 +132,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul_handler, grouped_matmul_impl,
                                   .Ret<Counter>()
                                   .Attr<bool>("transpose_rhs"),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gated_matmul_handler, gated_matmul_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // rows
+                                  .Arg<ffi::AnyBuffer>()  // gate
+                                  .Arg<ffi::AnyBuffer>()  // up
+                                  .Arg<Sizes>()           // group_sizes
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<Counter>()
+                                  .Attr<std::string_view>("activation"),
+                              {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_outer_handler, grouped_outer_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -119,13 +166,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul_float8_handler, grouped_matmul_floa
 
 std::vector<NamedHandler> extra_handlers() {
   return {{"grouped_matmul", grouped_matmul_handler},
+          {"gated_matmul", gated_matmul_handler},
           {"grouped_outer", grouped_outer_handler},
           {"grouped_matmul_float8", grouped_matmul_float8_handler}};
 }
 
 std::optional<std::string> load_extra_kernels() {
 #define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
-  for (const auto load : {&gemm::load, &gemm::load_float8, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
+  for (const auto load : {&gemm::load, &gemm::load_gated, &gemm::load_float8, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
 }

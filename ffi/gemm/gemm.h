@@ -34,6 +34,22 @@ std::optional<std::string> launch_swapped(const Arguments& arguments, const Conf
 // As it is planned for the current device.
 std::optional<std::string> launch(const Arguments& arguments, cudaStream_t stream);
 
+enum class Activation { silu, gelu, relu };  // as in jax.nn, gelu by tanh
+
+// activation(rows x gate) * (rows x up), both products rounded to the dtype before. Row-major arrays without gaps,
+// whose dimensions are multiples of 8.
+struct GatedArguments {
+  int m, n, k, groups;
+  DType dtype;  // of all, 16-bit
+  Activation activation;
+  const void* rows;            // [m, k]
+  const void *gate, *up;       // [groups, k, n]
+  void* out_data;              // [m, n]
+  const int32_t* group_sizes;  // on the device
+  uint32_t* counter;           // memory on the device, of this product alone while it runs
+};
+std::optional<std::string> launch(const GatedArguments& arguments, cudaStream_t stream);
+
 // A grouped product of float8 e4m3 operands. K and N are multiples of 128, row-major arrays without gaps.
 struct Float8Arguments {
   int m, n, k, groups;
@@ -50,6 +66,7 @@ std::optional<std::string> launch(const Float8Arguments& arguments, cudaStream_t
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
 cudaError_t load_swapped();
+cudaError_t load_gated();
 cudaError_t load_float8();
 
 }  // namespace jax_ep::gemm

@@ -31,13 +31,13 @@ int cost_of(const Shape& shape, const HardwareModel& model, int block_n) {
 
 // Alike, with the operands swapped: half a step of rows is lost per group, and whoever is done first takes the next
 // tile.
-int swapped_tiles(const Shape& shape) {
-  return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, kTileColumns * kCluster) * kCluster;
+int swapped_tiles(const Shape& shape, int columns) {
+  return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
 }
 int swapped_cost(const Shape& shape, const HardwareModel& model) {
   const int rows = shape.m + shape.groups * kRowStep / 2, columns = ceil_div(shape.n, kTileColumns);
   const int lost = columns_lost(shape, model, /*stores_alone=*/true);
-  const int64_t all = int64_t{rows} * columns + int64_t{swapped_tiles(shape)} * lost;
+  const int64_t all = int64_t{rows} * columns + int64_t{swapped_tiles(shape, kTileColumns)} * lost;
   return larger(static_cast<int>(all / model.sms), smaller(shape.m, kMostRows) + lost);
 }
 
@@ -51,7 +51,11 @@ Config plan(const Shape& shape, const HardwareModel& model) {
   const Config fixed = plan_fixed(shape, model);
   if (shape.grouping != Grouping::m_grouped || fixed.split_k) return fixed;
   if (swapped_cost(shape, model) >= cost_of(shape, model, fixed.block_n)) return fixed;
-  const int pairs = swapped_tiles(shape) / kCluster;
+  return plan_swapped(shape, model, kTileColumns);
+}
+
+Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns) {
+  const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
   return {kMostRows, model.gemm.band, smaller(pairs, model.sms / kCluster) * kCluster, false, /*swap_ab=*/true};
 }
 

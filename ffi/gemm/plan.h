@@ -30,6 +30,9 @@ Config plan(const Shape& shape, const HardwareModel& model);
 // With tiles of fixed height, to which hooks can be added.
 Config plan_fixed(const Shape& shape, const HardwareModel& model);
 
+// With tiles of no more rows than they need, and so many columns.
+Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns);
+
 // With tiles of this width.
 Config plan_width(const Shape& shape, const HardwareModel& model, int block_n);
 

@@ -8,9 +8,9 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kRowStep = 16;    // rows by which tiles differ
-constexpr int kMostRows = 256;  // of a tile: what its sums take of the registers
-constexpr int kTileColumns = 128;
+constexpr int kRowStep = 16;       // rows by which tiles differ
+constexpr int kMostRows = 256;     // of a tile: what its sums take of the registers
+constexpr int kTileColumns = 128;  // where there is one right operand
 
 // A CTA's share of one step: out[row.., col..], of which the rows up to `row_end` are the group's.
 struct RowTile {
@@ -25,8 +25,9 @@ struct RowTile {
 // its own.
 class RowTiles {
  public:
-  JAX_EP_FN explicit RowTiles(const Problem& problem) : problem_(problem) {
-    columns_ = ceil_div(problem.n, kTileColumns * kCluster);
+  // Tiles have `tile_columns` columns.
+  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns) : problem_(problem), tile_columns_(tile_columns) {
+    columns_ = ceil_div(problem.n, tile_columns * kCluster);
     open_group(0);
   }
 
@@ -62,12 +63,13 @@ class RowTiles {
     result.row = row_ + (tile * each + smaller(tile, more)) * kRowStep;
     result.row_end = row_end_;
     result.rows = (each + (tile < more)) * kRowStep;
-    result.col = (inside / count * kCluster + rank) * kTileColumns;
+    result.col = (inside / count * kCluster + rank) * tile_columns_;
     result.k_end = group_ < problem_.groups ? problem_.k : 0;
     return result;
   }
 
   const Problem& problem_;
+  int tile_columns_;
   int columns_;                    // of tile pairs
   int first_ = 0;                  // tile pair of the open group
   int group_, row_, row_end_ = 0;  // the open one

@@ -2,8 +2,10 @@
 // takes 64 columns of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile
 // has as many rows as its group has left, where tiles of fixed height waste half of one per group.
 //
-// A CTA has kTileColumns columns of the result, 64 for each of two cooperative warpgroups. Both CTAs of a cluster have
-// the same rows, which they load once. Pipeline and producer are those of kernel.h.
+// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Both CTAs of a cluster have the same
+// rows, which they load once. The pipeline is that of kernel.h.
+//
+// Weights say where a tile's columns of weights are (one matrix here, two in gated.h), and Store what becomes of sums.
 #pragma once
 
 #include "gemm/kernel.h"
@@ -26,8 +28,9 @@ constexpr int kTileWarps = kConsumerWarps + 1;  // of a CTA that work on tiles
 
 // One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs: tiles differ in height, and whoever
 // is done first takes the next.
+template <class Weights>
 JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* counter, int lane) {
-  RowTiles tiles(problem);
+  RowTiles tiles(problem, Weights::kColumns);
   RowTile tile;
   bool is_last = false;
   for (Position<TileQueue::kAhead> at; !is_last; at.advance()) {
@@ -39,10 +42,11 @@ JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* co
 }
 
 // The tiles of a CTA for one of its warps.
+template <class Weights>
 class TakenTiles {
  public:
   JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem)
-      : queue_(queue), tiles_(problem), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
+      : queue_(queue), tiles_(problem, Weights::kColumns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
 
   // False behind the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
@@ -61,24 +65,37 @@ class TakenTiles {
   Position<TileQueue::kAhead> at_;
 };
 
-// kMn: the weights are stored [k, n].
-template <bool kMn>
-__device__ void produce_swapped(SwapMemory& shared, const CUtensorMap& weights, const CUtensorMap& rows,
+// One matrix of weights per group: 128 columns, stored [k, n] if kStoredKN.
+template <bool kStoredKN>
+struct OneMatrix {
+  static constexpr int kColumns = kTileColumns;
+  static constexpr bool kMn = kStoredKN;
+  const CUtensorMap& map;
+
+  // How many slices of 64 columns the tile has; warpgroup i multiplies the i-th.
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
+    return larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));
+  }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, uint64_t* full) const {
+    load_slices<kMn, kSlicesA>(to, map, tile.col, k, tile.group, slices, /*once=*/false, /*shared=*/false, 0, full);
+  }
+};
+
+template <class Weights>
+__device__ void produce_swapped(SwapMemory& shared, const Weights& weights, const CUtensorMap& rows,
                                 const Problem& problem) {
   const int rank = blockIdx.x % kCluster;
   Position<SwapMemory::kStages> at;
-  TakenTiles tiles(shared.queue, problem);
+  TakenTiles<Weights> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
-    const int columns = larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));  // slices with columns
-    const int lines = ceil_div(tile.rows, kSlice);
+    const int slices = weights.slices(problem, tile), lines = ceil_div(tile.rows, kSlice);
     for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
       char* const stage = shared.stages[at.stage];
       uint64_t* const full = &shared.full[at.stage];
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
       if (!elect_lane()) continue;
-      ptx::arrive_expecting(full, (columns + lines) * kSliceBytes);
-      load_slices<kMn, kSlicesA>(stage, weights, tile.col, k, tile.group, columns, /*once=*/false, /*shared=*/false,
-                                 rank, full);
+      ptx::arrive_expecting(full, (slices + lines) * kSliceBytes);
+      weights.load(stage, tile, k, slices, full);
       load_slices<false, kRowSlices>(stage + kSlicesA * kSliceBytes, rows, tile.row, k, 0, lines, /*once=*/false,
                                      /*shared=*/true, rank, full);
     }
@@ -114,6 +131,10 @@ JAX_EP_FN void accumulate_swapped(float (&d)[1][kMostRows / 2], SwapMemory& shar
   if (running >= 0) release(&shared.empty[running], lane);
 }
 
+// Results leave in chunks of 64 rows and a line of columns, through two buffers of each warpgroup.
+constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kLineBytes;
+JAX_EP_FN char* chunks_of(SwapMemory& shared, int warpgroup) { return shared.out[warpgroup * kWarpgroup][0]; }
+
 // A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
 // two rows of column lane / 4, the same of that column + 8.
 template <class Out>
@@ -131,25 +152,29 @@ JAX_EP_FN void stage_rows(char* to, int line, int column, const float* d, int la
   }
 }
 
+// A warp's 16 columns of a chunk. `d` begins with its rows.
+template <class Out>
+JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
+#pragma unroll
+  for (int line = 0; line < kChunkRows; line += 16) stage_rows<Out>(buffer, line, column, d + line / 2, lane);
+}
+
 // A warpgroup's 64 columns of a tile, in chunks of 64 rows and a line: its warps stage their columns, then each stores
 // 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns.
 template <class Out>
 JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
                              const float (&d)[kMostRows / 2], char* buffers, int warp, int lane) {
-  constexpr int kColumns = kLineBytes / sizeof(Out), kChunkRows = kWarpgroup * kOutRows;
+  constexpr int kColumns = kLineBytes / sizeof(Out);
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
   for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
     const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
     if (first >= tile.rows) break;
     const int col = tile.col + warpgroup * kSlice + part, column = warp % kWarpgroup * 16 - part;
-    char* const buffer = buffers + chunk % 2 * kChunkRows * kLineBytes;
+    char* const buffer = buffers + chunk % 2 * kChunkBytes;
     if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-    if (column >= 0 && column < kColumns)
-#pragma unroll
-      for (int line = 0; line < kChunkRows; line += 16)
-        stage_rows<Out>(buffer, line, column, d + (first + line) / 2, lane);
+    if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
@@ -164,13 +189,25 @@ JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& pr
   }
 }
 
-template <class In, class Out, bool kMn>
-__device__ void consume_swapped(SwapMemory& shared, const CUtensorMap& map, Out* out, const Problem& problem) {
+// The result of one matrix, as it is.
+template <class Out>
+struct StoreSums {
+  const CUtensorMap& map;
+  Out* out;
+
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
+                            SwapMemory& shared, int warp, int lane) {
+    store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), warp, lane);
+  }
+};
+
+template <class In, class Weights, class Store>
+__device__ void consume_swapped(SwapMemory& shared, const Problem& problem, const Weights& weights, Store store) {
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<SwapMemory::kStages> at;
-  TakenTiles tiles(shared.queue, problem);
+  TakenTiles<Weights> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
-    if (tile.col + warpgroup * kSlice >= problem.n) {
+    if (warpgroup >= weights.slices(problem, tile)) {
       for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
         wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
         release(&shared.empty[at.stage], lane);
@@ -178,21 +215,17 @@ __device__ void consume_swapped(SwapMemory& shared, const CUtensorMap& map, Out*
       continue;
     }
     float d[1][kMostRows / 2];
-    accumulate_swapped<In, kMn>(d, shared, tile, at, warpgroup, lane);
-    store_swapped(map, out, problem, tile, d[0], shared.out[warpgroup * kWarpgroup][0], warp, lane);
+    accumulate_swapped<In, Weights::kMn>(d, shared, tile, at, warpgroup, lane);
+    store(problem, tile, d[0], shared, warp, lane);
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
 }
 
-// `weights` [groups, K, N] if kMn, or [groups, N, K], and `rows` [M, K] map slices, `out_map` a warp's box; `counter`
-// is zero.
-template <class In, class Out, bool kMn>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    swapped_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weights,
-                   const __grid_constant__ CUtensorMap out_map, Out* out, uint32_t* counter,
-                   const __grid_constant__ Problem problem) {
+// The whole part of a CTA. `rows` [M, K] maps slices; `counter` is zero.
+template <class In, class Weights, class Store>
+JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Weights& weights, const Store& store,
+                                uint32_t* counter, const Problem& problem) {
   using Wanted = Registers<Nothing, kMostRows / 2>;
-  extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<SwapMemory*>(memory);
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0)
@@ -203,14 +236,24 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   open_pipeline(shared, kConsumerWarps);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
-    consume_swapped<In, Out, kMn>(shared, out_map, out, problem);
+    consume_swapped<In>(shared, problem, weights, store);
   } else {
     give_registers<Wanted::kOther>();
-    if (warp == kConsumerWarps) produce_swapped<kMn>(shared, weights, rows, problem);
+    if (warp == kConsumerWarps) produce_swapped(shared, weights, rows, problem);
     if (warp == kConsumerWarps + 1 && blockIdx.x % kCluster == 0)
-      take_tiles(shared.queue, problem, counter, threadIdx.x % 32);
+      take_tiles<Weights>(shared.queue, problem, counter, threadIdx.x % 32);
   }
   sync_cluster();  // until nobody arrives at barriers of the other CTA
+}
+
+// `weights` [groups, K, N] if kMn, or [groups, N, K], maps slices, `out_map` a warp's box.
+template <class In, class Out, bool kMn>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    swapped_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weights,
+                   const __grid_constant__ CUtensorMap out_map, Out* out, uint32_t* counter,
+                   const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(1024) char memory[];
+  multiply_swapped<In>(memory, rows, OneMatrix<kMn>{weights}, StoreSums<Out>{out_map, out}, counter, problem);
 }
 
 }  // namespace jax_ep::gemm

@@ -178,7 +178,7 @@ def _attribute(value: bool | int | float | str) -> Any:
 
 
 def call_alone(
-    name: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: bool
+    name: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: bool | str
 ) -> Sequence[jax.Array]:
     """Calls an FFI target that needs no group; a batch is one call after the other."""
     return jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)

@@ -100,11 +100,11 @@ void check_head(const Problem& problem, const Config& config, Share share) {
 
 // Tiles whose height follows the rows: by both CTAs of a cluster, each element is in one tile, and no tile has a step
 // of rows too many.
-void check_row_tiles(const Problem& problem, const std::vector<int>& sizes) {
+void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int columns) {
   const auto ranges = ranges_of(sizes, problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n);
   for (int rank = 0; rank < kCluster; ++rank) {
-    RowTiles tiles(problem);
+    RowTiles tiles(problem, columns);
     RowTile tile{};
     for (int pair = 0; tiles.find(pair, rank, &tile); ++pair) {
       const Range range = ranges[tile.group];
@@ -113,7 +113,7 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes) {
       require(tile.rows % kRowStep == 0 && tile.rows > 0 && tile.rows <= kMostRows, "a tile has a height for wgmma");
       require(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
       for (int row = tile.row; row < std::min(tile.row + tile.rows, tile.row_end); ++row)
-        for (int col = tile.col; col < std::min(tile.col + kTileColumns, problem.n); ++col)
+        for (int col = tile.col; col < std::min(tile.col + columns, problem.n); ++col)
           ++seen[size_t(row) * problem.n + col];
     }
   }
@@ -122,7 +122,7 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes) {
 
 // Numbers of pairs may be left out: each CTA finds what it takes.
 void check_any_pairs(const Problem& problem, std::mt19937& random) {
-  RowTiles all(problem), some(problem);
+  RowTiles all(problem, kTileColumns), some(problem, kTileColumns);
   RowTile one{}, other{};
   int next = 0;
   for (int pair = 0; all.find(pair, 1, &one); ++pair) {
@@ -159,7 +159,7 @@ int main() {
     problem.pair_parts = order.parts;
     if (grouping == Grouping::none) sizes = {m};
     if (grouping == Grouping::m_grouped) {
-      check_row_tiles(problem, sizes);
+      for (const int columns : {64, kTileColumns}) check_row_tiles(problem, sizes, columns);
       check_any_pairs(problem, random);
     }
     const Share all_at_once{0, config.blocks};

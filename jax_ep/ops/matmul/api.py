@@ -1,5 +1,6 @@
 """Grouped matrix products at the speed of the tensor cores, with their gradients."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -117,6 +118,29 @@ def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -
         return by_xla(lhs, cotangent, group_sizes)
     core = partial(kernels.grouped_outer, dtype=lhs.dtype)
     return jax.lax.platform_dependent(lhs, cotangent, group_sizes, cuda=core, default=by_xla)
+
+
+def gated_product(
+    activation: str,
+    composed: Callable[..., jax.Array],
+    rows: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """activation(rows gate) * (rows up) of groups of rows [M, K] and their matrices [G, K, N], both products rounded.
+
+    For forward passes of other families: it has no gradient. The operands vary over the same mesh axes.
+
+    Args:
+      activation: one that the GEMM core knows, to the bit as XLA computes it: "silu", "gelu" or "relu".
+      composed: what it stands for, of the four arrays; taken where the core does not serve.
+    """
+    rows, gate, up, group_sizes = batched_alike(rows, gate, up, group_sizes)
+    if not _core_takes(rows, gate, group_sizes, rows.dtype):
+        return composed(rows, gate, up, group_sizes)
+    core = partial(kernels.gated_matmul, activation=activation)
+    return jax.lax.platform_dependent(rows, gate, up, group_sizes, cuda=core, default=composed)
 
 
 def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any = None) -> bool:

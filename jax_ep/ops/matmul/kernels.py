@@ -14,8 +14,15 @@ def grouped_matmul(
     """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
     columns = rhs.shape[1 if transpose_rhs else 2]
     out = checks.result_type((lhs.shape[0], columns), dtype, lhs)
-    counter = checks.result_type((1,), jnp.uint32, lhs)  # memory of the kernel: tiles that are taken
-    return ffi.call_alone("grouped_matmul", (out, counter), lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)[0]
+    return ffi.call_alone("grouped_matmul", (out, _counter(lhs)), lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)[0]
+
+
+def gated_matmul(
+    rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array, *, activation: str
+) -> jax.Array:
+    """[M, K], twice [G, K, N], [G] -> [M, N]: activation(a group's rows times its gate) * (its rows times its up)."""
+    out = checks.result_type((rows.shape[0], gate.shape[2]), rows.dtype, rows)
+    return ffi.call_alone("gated_matmul", (out, _counter(rows)), rows, gate, up, group_sizes, activation=activation)[0]
 
 
 def grouped_matmul_float8(
@@ -36,3 +43,8 @@ def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dty
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
     out = checks.result_type((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), dtype, lhs)
     return ffi.call_alone("grouped_outer", (out,), lhs, rhs, group_sizes)[0]
+
+
+def _counter(like: jax.Array) -> jax.ShapeDtypeStruct:
+    """Memory of a kernel whose CTAs take tiles one by one."""
+    return checks.result_type((1,), jnp.uint32, like)

@@ -4,27 +4,34 @@ One function a direction, each with one exchange. A fused kernel takes the place
 chain's, to the bit. What the backward pass needs has a name for the policies of `jax.checkpoint`.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import Group
-from jax_ep.ops.matmul.api import lhs_gradient, ragged_dot
+from jax_ep.ops.matmul.api import gated_product, lhs_gradient, ragged_dot
 from jax_ep.ops.moe.gradients import combine, combine_gradient, dispatch, return_rows
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused import kernels
-from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS, LAST_PRODUCT, FirstCall, Matrices, outcome
+from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS, LAST_PRODUCT, ActivationName, FirstCall, Matrices, outcome
 
 
 def dispatch_multiply(
-    call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
+    call: FirstCall,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    rhs: Matrices,
+    *,
+    keep_products: bool,
 ) -> tuple[Any, Matrices, Dispatched]:
     """Tokens to their experts, and the rows that arrived times each right operand: the first in the kernel of the
-    dispatch, if that is asked for.
+    dispatch, if that is asked for; both with the activation in one kernel, if no backward pass wants them.
 
     Returns:
-      The result (`outcome` of the products), the products for the backward pass, and what was dispatched.
+      The result (`outcome` of the products), the products if `keep_products`, and what was dispatched.
     """
     group, config = call.dispatch.group, call.dispatch.config
     first: Matrices = ()
@@ -34,9 +41,20 @@ def dispatch_multiply(
     else:
         dispatched = dispatch(group, config, tokens, expert_ids, weights)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
+    if call.activation is not None and not keep_products and not call.fused:
+        gate, up = rhs
+        composed = partial(_gated, call.activation)
+        out = gated_product(call.activation, composed, dispatched.tokens, gate, up, dispatched.group_sizes)
+        return out, (), dispatched
     products = first + tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched
+
+
+def _gated(
+    activation: ActivationName, rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    return outcome(activation, tuple(ragged_dot(rows, matrix, group_sizes) for matrix in (gate, up)))
 
 
 def multiply_return(

@@ -20,15 +20,16 @@ from jax_ep.ops.moe_fused.types import FirstCall, Matrices, outcome
 def _dispatch_dot(
     call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
 ) -> tuple[Any, Dispatched]:
-    out, _, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs)
+    out, _, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs, keep_products=False)
     return out, dispatched
 
 
 def _dispatch_dot_fwd(
     call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
 ) -> Any:
-    out, products, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs)
-    return (out, dispatched), (rhs, None if call.activation is None else products, dispatched)
+    keep = call.activation is not None
+    out, products, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs, keep_products=keep)
+    return (out, dispatched), (rhs, products if keep else None, dispatched)
 
 
 def _dispatch_dot_bwd(call: FirstCall, residuals: Any, cotangents: tuple[Any, Dispatched]) -> Any:

@@ -1,0 +1,69 @@
+// Gated units in one product: activation(rows x gate) * (rows x up), of a kernel that swaps the operands (swap_ab.h).
+// One warpgroup multiplies 64 columns of gate and the other the same columns of up. They leave both products, rounded,
+// in shared memory, where all threads find them.
+#pragma once
+
+#include "gemm/activation.h"
+#include "gemm/swap_ab.h"
+
+namespace jax_ep::gemm {
+
+// Both of every group are stored [k, n].
+struct GateAndUp {
+  static constexpr int kColumns = kSlice;
+  static constexpr bool kMn = true;
+  const CUtensorMap &gate, &up;
+
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return tile.col < problem.n ? 2 : 0; }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, uint64_t* full) const {
+    const Corner at{tile.col, k, tile.group};
+    if (slices == 0) return;
+    load_box(to, gate, at, full);
+    load_box(to + kSliceBytes, up, at, full);
+  }
+};
+
+// The warps of both warpgroups call it together. A buffer is filled again two chunks later: then all threads have met
+// in between, so nobody reads it any more.
+template <class T, Activation kActivation>
+struct StoreGated {
+  static_assert(kConsumers == 8 * kChunkRows / 2, "a thread has 16 bytes of each half of a chunk");
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  T* out;
+  int chunks = 0;
+
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
+                            SwapMemory& shared, int warp, int lane) {
+    const int row_end = smaller(tile.row_end, tile.row + tile.rows);
+#pragma unroll
+    for (int chunk = 0; chunk < kRowSlices; ++chunk) {
+      const int first = chunk * kChunkRows;
+      if (first >= tile.rows) break;
+      const int buffer = chunks++ % 2 * kChunkBytes;
+      stage_chunk<T>(chunks_of(shared, warp / kWarpgroup) + buffer, warp % kWarpgroup * 16, d + first / 2, lane);
+      ptx::sync_some(1, kConsumers);
+      const char *const gate = chunks_of(shared, 0) + buffer, *const up = chunks_of(shared, 1) + buffer;
+      const int vec = threadIdx.x % 8, col = tile.col + vec * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int line = half * kChunkRows / 2 + threadIdx.x / 8, row = tile.row + first + line;
+        if (row >= row_end || col >= problem.n) continue;
+        const uint4 of_gate = *reinterpret_cast<const uint4*>(gate + swizzled(line, vec));
+        const uint4 of_up = *reinterpret_cast<const uint4*>(up + swizzled(line, vec));
+        *reinterpret_cast<uint4*>(out + int64_t{row} * problem.n + col) = gated<kActivation, Pair>(of_gate, of_up);
+      }
+    }
+  }
+};
+
+// `gate` and `up` [groups, K, N] and `rows` [M, K] map slices; `counter` is zero.
+template <class T, Activation kActivation>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    gated_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap gate,
+                 const __grid_constant__ CUtensorMap up, T* out, uint32_t* counter,
+                 const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(1024) char memory[];
+  multiply_swapped<T>(memory, rows, GateAndUp{gate, up}, StoreGated<T, kActivation>{out}, counter, problem);
+}
+
+}  // namespace jax_ep::gemm

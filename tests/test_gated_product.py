@@ -1,0 +1,96 @@
+"""Gated units in one kernel, on Hopper: to the bit the products and the activation one after the other, as XLA does."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from helpers import DTYPES
+
+from jax_ep import dispatch_ragged_dot, lax
+from jax_ep._core import gemm
+
+pytestmark = [
+    pytest.mark.usefixtures("native"),
+    pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core"),
+]
+
+ACTIVATIONS: dict[Any, Any] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+EXPERTS, TOP_K = 4, 2
+
+
+def layer_of(group: Any, activation: Any, **options: Any) -> Any:
+    """(tokens, ids, gate, up) -> the rows of the op, and those of its parts, one after the other."""
+
+    def both(tokens: Any, ids: Any, gate: Any, up: Any) -> Any:
+        out, (rows, sizes, _) = dispatch_ragged_dot(
+            tokens, ids, None, (gate, up), group=group, num_experts=gate.shape[0], activation=activation, **options
+        )
+        return out, ACTIVATIONS[activation](lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+
+    return helpers.per_rank(both, group.mesh)
+
+
+def assert_same_bits(out: np.ndarray, wanted: np.ndarray) -> None:
+    """But for the bits of a NaN."""
+    np.testing.assert_array_equal(helpers.wide(out), helpers.wide(wanted))
+    finite = ~np.isnan(helpers.wide(wanted))
+    np.testing.assert_array_equal(out.view(np.uint16)[finite], wanted.view(np.uint16)[finite])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_value(activation: str, dtype: np.dtype, open_group: OpenGroup) -> None:
+    """Each of the 2^16 values as a product by gate: in the first column of a row, times one."""
+    group = open_group(1)
+    tokens = np.zeros((1, 1 << 16, 8), dtype)
+    tokens[0, :, 0] = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    tokens[0, :, 1] = 1
+    gate, up = np.zeros((2, 1, 1, 8, 8), dtype)
+    gate[..., 0, :] = 1
+    up[..., 1, :] = np.array([1, -1, 0.3, 3, 1e-3, 100, -0.7, 2], dtype)
+    ids = np.zeros((1, 1 << 16, 1), np.int32)
+    out, wanted = helpers.fetch(layer_of(group, activation)(tokens, ids, gate, up))
+    assert_same_bits(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 2048, 640)])
+def test_shapes(
+    tokens: int, hidden: int, width: int, dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(1)
+    program = layer_of(group, "silu", capacity=tokens * TOP_K + 40)
+    for skipped in (0, tokens // 2):
+        rows = rng.standard_normal((1, tokens, hidden)).astype(dtype)
+        gate, up = (rng.standard_normal((2, 1, EXPERTS, hidden, width)) / hidden**0.5).astype(dtype)
+        ids = rng.integers(0, EXPERTS - 1, (1, tokens, TOP_K)).astype(np.int32)  # the last expert gets nothing
+        ids[:, :skipped] = -1
+        out, wanted = helpers.fetch(program(rows, ids, gate, up))
+        assert_same_bits(out, wanted)
+        assert np.abs(helpers.wide(out)).sum() > 0
+        assert not helpers.wide(out)[0, (tokens - skipped) * TOP_K :].any()
+
+
+def test_the_kernel_is_for_forward_passes_alone(open_group: OpenGroup) -> None:
+    group = open_group(1)
+    tokens, ids = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.zeros((1, 8, 1), jnp.int32)
+    gate = up = jnp.ones((1, 1, 16, 16), jnp.bfloat16)
+
+    def forward(*operands: Any) -> Any:
+        tokens, ids, gate, up = operands
+        out, _ = dispatch_ragged_dot(tokens, ids, None, (gate, up), group=group, num_experts=1, activation="silu")
+        return out
+
+    def gradient(*operands: Any) -> Any:
+        tokens, ids, *matrices = operands
+        return jax.grad(lambda t, g, u: forward(t, ids, g, u).astype(jnp.float32).sum())(tokens, *matrices)
+
+    texts = [
+        helpers.per_rank(program, group.mesh).lower(tokens, ids, gate, up).as_text() for program in (forward, gradient)
+    ]
+    assert ["jax_ep_gated_matmul" in text for text in texts] == [True, False]
+    assert texts[0].count("jax_ep_grouped_matmul") == 0
