@@ -18,7 +18,6 @@ from jax_ep import MismatchError, dispatch
 pytestmark = pytest.mark.usefixtures("native")
 
 
-@pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
 def test_processes_that_differ(tmp_path: Path) -> None:
     """Today's last batch has another size in one of them, or they took another branch."""
     output = launch_script(Path(worker.__file__), f"--cpu-devices={CPU_DEVICES}")

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 
 ON_CPU = jax.default_backend() == "cpu"
 # On the CPU two processes of two ranks each, so that a rank has peers in its own process and in another.
-PROCESSES, CPU_DEVICES = (2, 2) if ON_CPU else (helpers.largest_size(), 1)
+GPUS = 1 if ON_CPU else helpers.largest_size()
+PROCESSES, CPU_DEVICES = (2, 2) if ON_CPU else (max(GPUS, 2), 1)
 SIZE = PROCESSES * CPU_DEVICES
 MORE_RANKS = 4  # where there are fewer GPUs, they are shared
 
@@ -29,7 +30,7 @@ PREALLOCATED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_
 UNMAPPABLE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
-on_gpus = pytest.mark.skipif(ON_CPU or PROCESSES < 2, reason="needs several GPUs")
+on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs several GPUs")
 
 
 def launch(
@@ -47,7 +48,7 @@ def launch_script(
     tests = script.parent
     paths = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
     given = os.environ | {"PYTHONPATH": paths} | ({"JAX_PLATFORMS": "cpu"} if ON_CPU else {}) | (environment or {})
-    command = [sys.executable, "-m", "jax_ep.launch", f"-n={processes}", f"--gpus={min(processes, PROCESSES)}"]
+    command = [sys.executable, "-m", "jax_ep.launch", f"-n={processes}", f"--gpus={min(processes, GPUS)}"]
     result = subprocess.run(
         [*command, str(script), *arguments],
         env=given,
@@ -135,19 +136,17 @@ def test_staging_within_a_process(open_group: OpenGroup) -> None:
     assert helpers.bits(staged) == helpers.bits(in_one_process(open_group))
 
 
-@pytest.mark.skipif(ON_CPU or PROCESSES >= MORE_RANKS, reason="for few GPUs")
+@pytest.mark.skipif(ON_CPU or GPUS >= MORE_RANKS, reason="for few GPUs")
 def test_more_ranks_than_gpus(open_group: OpenGroup, tmp_path: Path) -> None:
     on_cpu = in_one_process(open_group, mesh=Mesh(np.array(jax.devices("cpu")[:MORE_RANKS]), ("ep",)))
     launch(tmp_path, processes=MORE_RANKS)
     assert_right(assemble(tmp_path, on_cpu, MORE_RANKS), MORE_RANKS)
 
 
-@pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
 def test_a_dead_process(tmp_path: Path) -> None:
     launch(tmp_path, "--lose")
 
 
-@pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
 @pytest.mark.parametrize("late", [0, PROCESSES - 1])
 def test_a_late_process(late: int, tmp_path: Path) -> None:
     launch(tmp_path, f"--late={late}")
