@@ -22,12 +22,13 @@ ACTIVATIONS: dict[Any, Any] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu":
 EXPERTS, TOP_K = 4, 2
 
 
-def layer_of(group: Any, activation: Any, **options: Any) -> Any:
+def layer_of(group: Any, activation: Any, one_matrix: bool = False, **options: Any) -> Any:
     """(tokens, ids, gate, up) -> the rows of the op, and those of its parts, one after the other."""
 
     def both(tokens: Any, ids: Any, gate: Any, up: Any) -> Any:
+        rhs = jnp.concatenate([gate, up], axis=2) if one_matrix else (gate, up)
         out, (rows, sizes, _) = dispatch_ragged_dot(
-            tokens, ids, None, (gate, up), group=group, num_experts=gate.shape[0], activation=activation, **options
+            tokens, ids, None, rhs, group=group, num_experts=gate.shape[0], activation=activation, **options
         )
         return out, ACTIVATIONS[activation](lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
 
@@ -58,12 +59,19 @@ def test_every_value(activation: str, dtype: np.dtype, open_group: OpenGroup) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("one_matrix", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 2048, 640)])
 def test_shapes(
-    tokens: int, hidden: int, width: int, dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator
+    tokens: int,
+    hidden: int,
+    width: int,
+    one_matrix: bool,
+    dtype: np.dtype,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
     group = open_group(1)
-    program = layer_of(group, "silu", capacity=tokens * TOP_K + 40)
+    program = layer_of(group, "silu", one_matrix, capacity=tokens * TOP_K + 40)
     for skipped in (0, tokens // 2):
         rows = rng.standard_normal((1, tokens, hidden)).astype(dtype)
         gate, up = (rng.standard_normal((2, 1, EXPERTS, hidden, width)) / hidden**0.5).astype(dtype)

@@ -73,7 +73,12 @@ def trace(group: Group, call: Callable[[], Any]) -> None:
             ValueError,
             "activation must be one of 'silu', .* got 'swish'",
         ),
-        ({"activation": "silu"}, ValueError, "activation must be None where rhs is one array: .* got 'silu'"),
+        (
+            {"rhs": FIRST[..., :7], "activation": "silu"},
+            ValueError,
+            r"rhs must have shape \[E / R, H, 2 F\] with an activation, got \(2, 16, 7\)",
+        ),
+        ({"activation": 3}, TypeError, "activation must be a function, or one of 'silu', .* got 3"),
     ],
     ids=str,
 )

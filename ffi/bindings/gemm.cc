@@ -60,7 +60,8 @@ std::optional<gemm::Activation> activation_of(std::string_view name) {
   return std::nullopt;
 }
 
-// rows [m, k], gate and up [groups, k, n] -> activation(rows gate) * (rows up) [m, n]. A counter is memory.
+// rows [m, k], gate and up [groups, k, n], or twice both in one array [groups, k, 2 n], gate in front
+// -> activation(rows gate) * (rows up) [m, n]. A counter is memory.
 ffi::Error gated_matmul_impl(cudaStream_t stream, ffi::AnyBuffer rows, ffi::AnyBuffer gate, ffi::AnyBuffer up,
                              Sizes sizes, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Counter> counter,
                              std::string_view activation) {
@@ -70,8 +71,12 @@ ffi::Error gated_matmul_impl(cudaStream_t stream, ffi::AnyBuffer rows, ffi::AnyB
     if (!dtype || type != rows.element_type())
       return {ffi::ErrorCode::kInvalidArgument, "gated product: all must be bfloat16 or float16, alike"};
   if (!known) return {ffi::ErrorCode::kInvalidArgument, "gated product: no activation " + std::string(activation)};
+  const int n = dim(*out, 1), columns = dim(gate, 2);
+  if (columns != dim(up, 2) || (columns != n && columns != 2 * n))
+    return {ffi::ErrorCode::kInvalidArgument,
+            "gated product: gate and up must have the columns of the result, or both"};
   const gemm::GatedArguments arguments{dim(rows, 0),
-                                       dim(*out, 1),
+                                       n,
                                        dim(rows, 1),
                                        static_cast<int>(sizes.element_count()),
                                        *dtype,
@@ -79,6 +84,8 @@ ffi::Error gated_matmul_impl(cudaStream_t stream, ffi::AnyBuffer rows, ffi::AnyB
                                        rows.untyped_data(),
                                        gate.untyped_data(),
                                        up.untyped_data(),
+                                       columns,
+                                       columns == n ? 0 : n,
                                        out->untyped_data(),
                                        sizes.typed_data(),
                                        counter->typed_data()};

@@ -8,18 +8,18 @@
 
 namespace jax_ep::gemm {
 
-// Both of every group are stored [k, n].
+// Both of every group are stored [k, n]; the columns of up begin at `up_column` of its map.
 struct GateAndUp {
   static constexpr int kColumns = kSlice;
   static constexpr bool kMn = true;
   const CUtensorMap &gate, &up;
+  int up_column;
 
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return tile.col < problem.n ? 2 : 0; }
   JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, uint64_t* full) const {
-    const Corner at{tile.col, k, tile.group};
     if (slices == 0) return;
-    load_box(to, gate, at, full);
-    load_box(to + kSliceBytes, up, at, full);
+    load_box(to, gate, {tile.col, k, tile.group}, full);
+    load_box(to + kSliceBytes, up, {up_column + tile.col, k, tile.group}, full);
   }
 };
 
@@ -56,14 +56,14 @@ struct StoreGated {
   }
 };
 
-// `gate` and `up` [groups, K, N] and `rows` [M, K] map slices; `counter` is zero.
+// `gate` and `up` [groups, K, ..] and `rows` [M, K] map slices; `counter` is zero.
 template <class T, Activation kActivation>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gated_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap gate,
-                 const __grid_constant__ CUtensorMap up, T* out, uint32_t* counter,
+                 const __grid_constant__ CUtensorMap up, int up_column, T* out, uint32_t* counter,
                  const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<T>(memory, rows, GateAndUp{gate, up}, StoreGated<T, kActivation>{out}, counter, problem);
+  multiply_swapped<T>(memory, rows, GateAndUp{gate, up, up_column}, StoreGated<T, kActivation>{out}, counter, problem);
 }
 
 }  // namespace jax_ep::gemm

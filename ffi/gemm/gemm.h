@@ -42,8 +42,9 @@ struct GatedArguments {
   int m, n, k, groups;
   DType dtype;  // of all, 16-bit
   Activation activation;
-  const void* rows;            // [m, k]
-  const void *gate, *up;       // [groups, k, n]
+  const void* rows;       // [m, k]
+  const void *gate, *up;  // [groups, k, columns]: the first n of gate, those of up from up_column on
+  int columns, up_column;
   void* out_data;              // [m, n]
   const int32_t* group_sizes;  // on the device
   uint32_t* counter;           // memory on the device, of this product alone while it runs

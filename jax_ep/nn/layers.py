@@ -19,7 +19,7 @@ from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch, dispatch_in_float8
 from jax_ep.ops.moe.types import Routing
 from jax_ep.ops.moe_fused.api import dispatch_ragged_dot, ragged_dot_combine
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, activated
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, activated, gate_and_up
 
 Precision = Literal["float8"]
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
@@ -157,7 +157,7 @@ def moe_mlp(
         the platform, and a chain of ops elsewhere. False: by `dispatch`, `jax_ep.lax.ragged_dot` and `combine`,
         differentiated by JAX. The results have the same bits, forward and backward; the fused ops keep less for the
         backward pass. "auto": True, but for implementation="xla": see `uses_fused_ops`. Where something stands between
-        the parts of a fused op (a bias, `weigh_inputs`, `gated` with two matrices), True too takes them one by one.
+        the parts of a fused op (a bias, `weigh_inputs`, `gated`), True too takes them one by one.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
@@ -182,6 +182,7 @@ def moe_mlp(
     function = activation if callable(activation) else ACTIVATIONS[activation]
     glu = partial(activated, function) if gated is None else gated
     bias_gate, bias_up, bias_down = biases or (None, None, None)
+    between = weigh_inputs or gated is not None or bias_gate is not None or bias_up is not None
     multiply: Callable[..., jax.Array] = plain_ragged_dot if by_xla else ragged_dot
     if precision == "float8":
         multiply, by_fused_ops = float8_ragged_dot, False
@@ -196,15 +197,11 @@ def moe_mlp(
         "on_overflow": on_overflow,
     }
 
-    inner: jax.Array | None = None
-    products: tuple[jax.Array, ...] = ()
-    plain = gated is None and bias_gate is None and bias_up is None
-    if by_fused_ops and not weigh_inputs and (up is None or plain):
-        sending |= {"activation": None if up is None else activation}
+    if by_fused_ops and not between:
         rhs: Any = gate if up is None else (gate, up)
-        inner, (_, sizes, routing) = dispatch_ragged_dot(tokens, expert_ids, weights, rhs, **sending, **where)
-        if up is None:
-            products = (inner,)
+        inner, (_, sizes, routing) = dispatch_ragged_dot(
+            tokens, expert_ids, weights, rhs, activation=activation, **sending, **where
+        )
     else:
         of_rows = multiply
         if precision == "float8":
@@ -214,11 +211,8 @@ def moe_mlp(
             rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
         if weigh_inputs:
             (rows, routing), of_rows = _weighed(rows, routing), multiply
-        products = tuple(of_rows(rows, matrix, sizes) for matrix in (gate, up) if matrix is not None)
-    if products:
-        of_gate, of_up = jnp.split(products[0], 2, axis=1) if len(products) == 1 else products
+        of_gate, of_up = gate_and_up(tuple(of_rows(rows, matrix, sizes) for matrix in (gate, up) if matrix is not None))
         inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
-    assert inner is not None
     always = None
     if shared is not None:
         hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)

@@ -13,14 +13,15 @@ struct Maps {
 
 std::optional<std::string> describe(const GatedArguments& x, Maps* maps) {
   if (const auto error = describe_boxes({x.rows, x.dtype, x.k, x.m, 1}, kSlice, &maps->rows)) return "rows: " + *error;
-  if (const auto error = describe_boxes({x.gate, x.dtype, x.n, x.k, x.groups}, kSlice, &maps->gate))
+  if (const auto error = describe_boxes({x.gate, x.dtype, x.columns, x.k, x.groups}, kSlice, &maps->gate))
     return "gate: " + *error;
-  if (const auto error = describe_boxes({x.up, x.dtype, x.n, x.k, x.groups}, kSlice, &maps->up)) return "up: " + *error;
+  if (const auto error = describe_boxes({x.up, x.dtype, x.columns, x.k, x.groups}, kSlice, &maps->up))
+    return "up: " + *error;
   return std::nullopt;
 }
 
 template <class T>
-using Kernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, T*, uint32_t*, Problem);
+using Kernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, int, T*, uint32_t*, Problem);
 
 template <class T>
 Kernel<T> choose(Activation activation) {
@@ -39,13 +40,14 @@ template <class T>
 cudaError_t start_for(const GatedArguments& x, const Config& config, const Maps& maps, cudaStream_t stream) {
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   return start(choose<T>(x.activation), config.blocks, sizeof(SwapMemory), stream, maps.rows, maps.gate, maps.up,
-               static_cast<T*>(x.out_data), x.counter, problem);
+               x.up_column, static_cast<T*>(x.out_data), x.counter, problem);
 }
 
 }  // namespace
 
 std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) {
   if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
+  if (x.columns < x.n || x.up_column < 0 || x.up_column > x.columns - x.n) return "gate and up have too few columns";
   if (x.dtype == DType::float32) return "the operands must be bfloat16 or float16";
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;

@@ -124,23 +124,24 @@ def gated_product(
     activation: str,
     composed: Callable[..., jax.Array],
     rows: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
     group_sizes: jax.Array,
+    *rhs: jax.Array,
 ) -> jax.Array:
-    """activation(rows gate) * (rows up) of groups of rows [M, K] and their matrices [G, K, N], both products rounded.
+    """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded: [M, F].
 
     For forward passes of other families: it has no gradient. The operands vary over the same mesh axes.
 
     Args:
       activation: one that the GEMM core knows, to the bit as XLA computes it: "silu", "gelu" or "relu".
-      composed: what it stands for, of the four arrays; taken where the core does not serve.
+      composed: what it stands for, of all arrays; taken where the core does not serve.
+      rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
     """
-    rows, gate, up, group_sizes = batched_alike(rows, gate, up, group_sizes)
-    if not _core_takes(rows, gate, group_sizes, rows.dtype):
-        return composed(rows, gate, up, group_sizes)
+    rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
+    columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
+    if not _core_takes(rows, varying[0], group_sizes, rows.dtype) or columns % gemm.CORE_MULTIPLE:
+        return composed(rows, group_sizes, *varying)
     core = partial(kernels.gated_matmul, activation=activation)
-    return jax.lax.platform_dependent(rows, gate, up, group_sizes, cuda=core, default=composed)
+    return jax.lax.platform_dependent(rows, group_sizes, *varying, cuda=core, default=composed)
 
 
 def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any = None) -> bool:

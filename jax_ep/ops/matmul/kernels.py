@@ -17,12 +17,13 @@ def grouped_matmul(
     return ffi.call_alone("grouped_matmul", (out, _counter(lhs)), lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)[0]
 
 
-def gated_matmul(
-    rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array, *, activation: str
-) -> jax.Array:
-    """[M, K], twice [G, K, N], [G] -> [M, N]: activation(a group's rows times its gate) * (its rows times its up)."""
-    out = checks.result_type((rows.shape[0], gate.shape[2]), rows.dtype, rows)
-    return ffi.call_alone("gated_matmul", (out, _counter(rows)), rows, gate, up, group_sizes, activation=activation)[0]
+def gated_matmul(rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activation: str) -> jax.Array:
+    """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up)."""
+    gate, up = rhs if len(rhs) == 2 else rhs * 2
+    columns = gate.shape[2] // (2 if len(rhs) == 1 else 1)
+    out = checks.result_type((rows.shape[0], columns), rows.dtype, rows)
+    called = ffi.call_alone("gated_matmul", (out, _counter(rows)), rows, gate, up, group_sizes, activation=activation)
+    return called[0]
 
 
 def grouped_matmul_float8(

@@ -13,7 +13,15 @@ from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_chunk
 from jax_ep.ops.moe.types import DispatchCall, Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
 from jax_ep.ops.moe_fused.kernels import check_fused
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, Activation, ActivationName, FirstCall, Matrices, activated
+from jax_ep.ops.moe_fused.types import (
+    ACTIVATIONS,
+    Activation,
+    ActivationName,
+    FirstCall,
+    Matrices,
+    activated,
+    gate_and_up,
+)
 
 
 def dispatch_ragged_dot(
@@ -35,28 +43,30 @@ def dispatch_ragged_dot(
 ) -> tuple[jax.Array, Dispatched]:
     """`jax_ep.dispatch`, and the product of the rows that arrive with the matrices of their experts.
 
-    It stands for `rows, group_sizes, routing = dispatch(...)` and `ragged_dot(rows, rhs, group_sizes)`; or, with a pair
-    of matrices, for the gated unit activation(rows gate) * (rows up) (Shazeer, "GLU Variants Improve Transformer",
-    2020). Every product and the result are rounded to the dtype of `tokens`, as there, so the bits are equal, forward
-    and backward. Called on every rank, inside `jax.shard_map` over the group's axis. Differentiable in `tokens`,
-    `weights` and `rhs`: the backward pass keeps the rows and, for an activation it knows, the two products, each once.
+    It stands for `rows, group_sizes, routing = dispatch(...)` and `ragged_dot(rows, rhs, group_sizes)`; or, with an
+    activation, for the gated unit activation(rows gate) * (rows up) (Shazeer, "GLU Variants Improve Transformer",
+    2020), which on Hopper is one product where nobody differentiates and the activation is known by name. Every product
+    and the result are rounded to the dtype of `tokens`, as there, so the bits are equal, forward and backward. Called
+    on every rank, inside `jax.shard_map` over the group's axis. Differentiable in `tokens`, `weights` and `rhs`: the
+    backward pass keeps the rows and, for an activation it knows, the two products, each once.
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
       expert_ids: [T, K] integers in [0, num_experts); -1 skips.
       weights: [T, K] floats for the combine, or None for 1.
-      rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts; or a pair (gate, up), each [E / R, H, F].
-      activation: of a pair, and only there: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by
-        tanh) and `jax.nn.relu`, or an elementwise function with activation(0) finite.
+      rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts; of a gated unit a pair (gate, up), each
+        [E / R, H, F], or both in one array [E / R, H, 2 F], gate in front.
+      activation: of a gated unit: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by tanh) and
+        `jax.nn.relu`, or an elementwise function with activation(0) finite. None: `rhs` is one array, and no such unit.
       group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for
         `jax_ep.dispatch`.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the dispatch and the
-        product, or that with gate, are one kernel. It has not been timed, and "auto" does not choose it. It needs a
-        Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU, where it is slow, for
-        tests. The group must be of one node, and `wire_dtype` None.
+        product, that with gate of a pair, are one kernel. It has not been timed, and "auto" does not choose it. It
+        needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU, where it is slow,
+        for tests. The group must be of one node, and `wire_dtype` None.
 
     Returns:
-      [C, N], or [C, F] of a pair, zero behind the last expert's rows, and the `Dispatched` of the dispatch.
+      [C, N], or [C, F] of a gated unit, zero behind the last expert's rows, and the `Dispatched` of the dispatch.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -78,7 +88,7 @@ def dispatch_ragged_dot(
     )
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.FUSED_IMPLEMENTATIONS)
-    matrices = _first_matrices(op, rhs, config.local_experts, tokens)
+    matrices = _first_matrices(op, rhs, config.local_experts, tokens, is_gated=activation is not None)
     name, function = _activation(op, activation, pair=len(matrices) == 2)
     by_kernels = group.resolve(op, implementation) == "ffi"
     if implementation == "fused":
@@ -92,7 +102,7 @@ def dispatch_ragged_dot(
     else:
         out, dispatched = unfused.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     if name is None:
-        out = out[0] if function is None else activated(function, *out)
+        out = out[0] if function is None else activated(function, *gate_and_up(out))
     return out, dispatched
 
 
@@ -133,10 +143,13 @@ def ragged_dot_combine(
     return unfused.dot_combine(group, lhs, rhs, routing, by_kernels=by_kernels)
 
 
-def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array) -> Matrices:
-    """The right operands of `dispatch_ragged_dot`, checked: one, or gate and up."""
+def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array, *, is_gated: bool) -> Matrices:
+    """The right operands of `dispatch_ragged_dot`, checked."""
     if not isinstance(rhs, tuple | list):
-        _check_matrix(op, "rhs", rhs, (local_experts, tokens.shape[1]), "[E / R, H, N]", tokens)
+        layout = "[E / R, H, 2 F]" if is_gated else "[E / R, H, N]"
+        _check_matrix(op, "rhs", rhs, (local_experts, tokens.shape[1]), layout, tokens)
+        if is_gated and rhs.shape[2] % 2:
+            raise ValueError(f"{op}: rhs must have shape {layout} with an activation, got {rhs.shape}")
         return (rhs,)
     if len(rhs) != 2:
         raise ValueError(f"{op}: rhs must be an array or a pair (gate, up), got {len(rhs)} arrays")
@@ -157,18 +170,14 @@ def _activation(
     op: str, activation: ActivationName | Activation | None, *, pair: bool
 ) -> tuple[ActivationName | None, Activation | None]:
     """Its name in ACTIVATIONS, also where it was given as that very function, and the function."""
-    if not pair:
-        if activation is not None:
-            raise ValueError(
-                f"{op}: activation must be None where rhs is one array: apply it to the result; got {activation!r}"
-            )
+    if activation is None and not pair:
         return None, None
     if callable(activation):
         return next((name for name, known in ACTIVATIONS.items() if known is activation), None), activation
     if not isinstance(activation, str):
         raise TypeError(
-            f"{op}: activation must be a function, or one of {', '.join(map(repr, ACTIVATIONS))}, where rhs is a pair "
-            f"(gate, up); got {activation!r}"
+            f"{op}: activation must be a function, or one of {', '.join(map(repr, ACTIVATIONS))}, or None where rhs is "
+            f"one array; got {activation!r}"
         )
     checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
     return activation, ACTIVATIONS[activation]

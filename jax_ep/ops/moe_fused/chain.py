@@ -42,19 +42,16 @@ def dispatch_multiply(
         dispatched = dispatch(group, config, tokens, expert_ids, weights)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
     if call.activation is not None and not keep_products and not call.fused:
-        gate, up = rhs
         composed = partial(_gated, call.activation)
-        out = gated_product(call.activation, composed, dispatched.tokens, gate, up, dispatched.group_sizes)
+        out = gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *rhs)
         return out, (), dispatched
     products = first + tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched
 
 
-def _gated(
-    activation: ActivationName, rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    return outcome(activation, tuple(ragged_dot(rows, matrix, group_sizes) for matrix in (gate, up)))
+def _gated(activation: ActivationName, rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array) -> jax.Array:
+    return outcome(activation, tuple(ragged_dot(rows, matrix, group_sizes) for matrix in rhs))
 
 
 def multiply_return(
