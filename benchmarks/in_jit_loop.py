@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 MORE_EXECUTIONS = 2  # at least
 MOST_BEFORE, MOST_TIMED = 25, 8
+IN_FLIGHT = 2  # executions that a device has before it: it does not wait for the host, nor the host long for it
 HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
 SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
 
@@ -170,14 +171,13 @@ def _executions_before(program: Callable[[], Any], hot: bool) -> int:
 
 
 def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:
-    """What `timed` executions take behind `before` others."""
-    if jax.default_backend() == "cpu":  # which may execute a program where it is called
-        jax.block_until_ready([program() for _ in range(before)])
-        start = time.perf_counter()
-        jax.block_until_ready([program() for _ in range(timed)])
-        return time.perf_counter() - start
-    results = [program() for _ in range(before + timed)]
-    jax.block_until_ready(results[before - 1])
-    start = time.perf_counter()
-    jax.block_until_ready(results[-1])
-    return time.perf_counter() - start
+    """What `timed` executions take behind `before` others, none of which waits for the host."""
+    results: list[Any] = []
+    ended: list[float] = []
+    for index in range(before + timed + IN_FLIGHT):
+        if index < before + timed:
+            results.append(program())
+        if index >= IN_FLIGHT:
+            jax.block_until_ready(results[index - IN_FLIGHT])
+            ended.append(time.perf_counter())
+    return ended[-1] - ended[before - 1]

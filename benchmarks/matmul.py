@@ -177,6 +177,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench matmul", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
     add_pause(parser)
     add_plot(parser, "matmul")
     options = parser.parse_args(arguments)
@@ -193,7 +194,7 @@ def main(arguments: list[str]) -> int:
     print(f"| product | jax_ep, us | {' | '.join(names)} | of dense |\n|{'---|' * (len(names) + 3)}", flush=True)
     results: dict[Case, dict[str, float]] = {}
     for case in CPU_CASES if on_cpu else CASES:
-        if case.quick or not options.quick:
+        if options.shapes in str(case) and (case.quick or not options.quick):
             mesh = Mesh(np.array([device]), ("one",))
             results[case] = measure(case, mesh, options.repeats, options.pause, with_torch)
             print(line(case, results[case]), flush=True)
