@@ -160,10 +160,11 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
 }
 
 // A warpgroup's 64 columns of a tile, in chunks of 64 rows and a line: its warps stage their columns, then each stores
-// 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns.
+// 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns: `chunks` counts those of all
+// tiles, so that the next one begins with the buffer that was read first.
 template <class Out>
 JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
-                             const float (&d)[kMostRows / 2], char* buffers, int warp, int lane) {
+                             const float (&d)[kMostRows / 2], char* buffers, int& chunks, int warp, int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
@@ -171,7 +172,7 @@ JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& pr
     const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
     if (first >= tile.rows) break;
     const int col = tile.col + warpgroup * kSlice + part, column = warp % kWarpgroup * 16 - part;
-    char* const buffer = buffers + chunk % 2 * kChunkBytes;
+    char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
     if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
@@ -194,10 +195,11 @@ template <class Out>
 struct StoreSums {
   const CUtensorMap& map;
   Out* out;
+  int chunks = 0;
 
   JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
                             SwapMemory& shared, int warp, int lane) {
-    store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), warp, lane);
+    store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
   }
 };
 
