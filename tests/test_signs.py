@@ -14,7 +14,7 @@ from jax_ep._core.signs import Pulse, Sign
 from jax_ep._core.timeouts import Deadline
 
 TIMEOUT = 20.0  # of what must come about
-SHORT = 0.6  # of what must not
+SHORT = 1.5  # of what must not
 Opening = Future[Heartbeats]
 
 
@@ -74,7 +74,7 @@ def await_that(condition: Callable[[], bool]) -> None:
 def assert_missing(missing: str, *openings: Opening) -> None:
     for opening in openings:
         with pytest.raises(
-            PeerTimeoutError, match=f"^Group: process {missing} did not create its part .* within 0.6 s"
+            PeerTimeoutError, match=f"^Group: process {missing} did not create its part .* within 1.5 s"
         ):
             opening.result(TIMEOUT)
 
