@@ -1,0 +1,167 @@
+"""A program in which our ops run beside each other and beside XLA's collectives, and what numpy makes of it.
+
+All values are small integers in float32, so every sum is exact and results are equal to the last bit. Arrays have a
+leading axis of ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import test_lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_ep
+from jax_ep import Group, SparseRows, combine, dispatch
+
+Array = np.ndarray
+EXPERTS, TOP_K, HIDDEN, TABLE = 16, 2, 24, 60
+AXIS = "ep"
+
+
+class Operands(NamedTuple):
+    tokens: Array  # [R, T, H], T a multiple of R
+    ids: Array  # [R, T, K]
+    weights: Array  # [R, T, K]
+    names: Array  # [R, T]: rows of a table
+    slices: oracle.Slices  # of `test_lax.ROWS` rows
+
+
+def draw(rng: np.random.Generator, size: int, tokens: int) -> Operands:
+    case = helpers.draw_case(rng, size, tokens, TOP_K, EXPERTS, HIDDEN)
+    return Operands(
+        tokens=rng.integers(-8, 9, case.tokens.shape).astype(np.float32),
+        ids=case.ids,
+        weights=rng.integers(1, 4, case.weights.shape).astype(np.float32),
+        names=rng.integers(0, TABLE, (size, tokens), np.int32),
+        slices=test_lax.draw_slices(rng, 2, size),
+    )
+
+
+def routed(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Expert e multiplies its rows by 1 + e mod 3, found by where they lie."""
+    out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
+    local = EXPERTS // group.size
+    expert = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
+    factor = jnp.repeat(1 + expert % 3, out.group_sizes, total_repeat_length=len(out.tokens))
+    return combine(out.tokens * factor[:, None], out.routing, group=group, implementation="ffi")
+
+
+def after(x: jax.Array, other: jax.Array, in_turn: bool) -> jax.Array:
+    """x, but not before the other is there."""
+    return x + 0 * other.ravel()[0] if in_turn else x
+
+
+def mixed(
+    one: Group,
+    other: Group,
+    tokens: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    names: jax.Array,
+    *slices: jax.Array,
+    collectives: bool,
+    in_turn: bool,
+) -> dict[str, jax.Array]:
+    """On one rank. `in_turn`: each op of ours waits for the one before, as it must in CPU processes."""
+    size = one.size
+    found = {"first": routed(one, tokens, ids, weights)}
+    second = after(tokens, found["first"], in_turn)
+    found["second"] = routed(other, -second, ids, weights)  # needs nothing of the first
+    ring = [(rank, (rank + 1) % size) for rank in range(size)]
+    if collectives:
+        found["psum"] = jax.lax.psum(found["first"], AXIS)
+        found["all_gather"] = jax.lax.all_gather(tokens, AXIS).sum(0)
+        found["all_to_all"] = jax.lax.all_to_all(found["second"], AXIS, 0, 0, tiled=True)
+        found["next"] = jax.lax.ppermute(tokens, AXIS, ring)
+    else:
+        found["next"] = after(tokens, found["second"], in_turn)
+
+    third = after(found["next"], found["second"], in_turn)
+    rows = SparseRows.from_entries(names, third, num_rows=TABLE)  # needs a collective
+    summed = jax_ep.sparse_all_reduce(rows, group=one, capacity=TABLE, implementation="ffi")
+    table = jnp.zeros((TABLE, HIDDEN), jnp.float32)
+    found["table"] = table.at[summed.indices].add(summed.values, mode="drop")
+    found["third"] = routed(other, after(third, found["table"], in_turn), ids, weights)
+
+    operand = jnp.resize(after(tokens, found["third"], in_turn), (test_lax.ROWS, HIDDEN))
+    output = -operand
+    found["ragged"] = jax_ep.lax.ragged_all_to_all(operand, output, *slices, axis_name=AXIS, group=one)
+    if collectives and one.platform != "cpu":  # XLA:CPU has none
+        found["XLA's ragged"] = jax.lax.ragged_all_to_all(operand, output, *slices, axis_name=AXIS)
+    return found
+
+
+def expected(operands: Operands, *, collectives: bool, on_cpu: bool) -> dict[str, Array]:
+    tokens, ids, weights, names, slices = operands
+    scale = (weights * (1 + ids % 3)).sum(-1, keepdims=True)
+    size = len(tokens)
+    following = np.roll(tokens, 1, axis=0) if collectives else tokens
+    table = np.zeros((TABLE, HIDDEN), np.float32)
+    np.add.at(table, names.ravel(), following.reshape(-1, HIDDEN))
+    operand = np.array([np.resize(x, (test_lax.ROWS, HIDDEN)) for x in tokens])
+    moved = oracle.ragged_all_to_all(operand, -operand, slices)
+    found = {
+        "first": tokens * scale,
+        "second": -tokens * scale,
+        "next": following,
+        "table": np.broadcast_to(table, (size, *table.shape)),
+        "third": following * scale,
+        "ragged": moved,
+    }
+    if not collectives:
+        return found
+    parts = found["second"].reshape(size, size, -1, HIDDEN)  # from, to
+    found |= {
+        "psum": np.broadcast_to(found["first"].sum(0), tokens.shape),
+        "all_gather": np.broadcast_to(tokens.sum(0), tokens.shape),
+        "all_to_all": parts.swapaxes(0, 1).reshape(tokens.shape),
+    }
+    return found if on_cpu else found | {"XLA's ragged": moved}
+
+
+def program(one: Group, other: Group, *, check_vma: bool = True, **options: bool) -> Callable[..., Any]:
+    """`mixed` on all ranks."""
+
+    def body(*operands: jax.Array) -> Any:
+        found = mixed(one, other, *(x[0] for x in operands), **options)
+        return jax.tree.map(lambda x: x[None], found)
+
+    return jax.jit(jax.shard_map(body, mesh=one.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma))
+
+
+def assert_right(found: dict[str, jax.Array], wanted: dict[str, Array]) -> None:
+    """This process' part of every result."""
+    assert found.keys() == wanted.keys()
+    for name, result in found.items():
+        for shard in result.addressable_shards:
+            np.testing.assert_array_equal(shard.data, wanted[name][shard.index], name)
+
+
+def run(
+    one: Group, other: Group, operands: Operands, *, turns: int, look: int, collectives: bool, **options: bool
+) -> None:
+    """So many executions, each with the tokens that the one before has passed on; looks at every `look`-th.
+
+    Those in between are awaited by nobody.
+    """
+    step = program(one, other, collectives=collectives, **options)
+    place = NamedSharding(one.mesh, P(AXIS))
+
+    def put(x: Array) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
+
+    tokens, *others = map(put, (*operands[:-1], *operands.slices))
+    for turn in range(turns):
+        found = step(tokens, *others)
+        if turn % look == 0 or turn == turns - 1:
+            shift = turn if collectives else 0
+            now = operands._replace(tokens=np.roll(operands.tokens, shift, axis=0))
+            assert_right(found, expected(now, collectives=collectives, on_cpu=one.platform == "cpu"))
+            for group in {one, other}:
+                group.check()
+        tokens = found["next"]

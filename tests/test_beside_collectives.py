@@ -1,0 +1,73 @@
+"""Our ops beside each other and beside XLA's collectives in one program: right values, and no end of waiting."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import beside_worker as worker
+import helpers
+import jax
+import jax.numpy as jnp
+import mixed_cases
+import numpy as np
+import pytest
+import test_processes
+
+from jax_ep import Group
+
+ON_CPU = jax.default_backend() == "cpu"
+SIZE = 4 if ON_CPU else helpers.largest_size()
+# XLA's CPU client deadlocks over many programs that nobody awaits.
+TURNS, LOOK = (6, 1) if ON_CPU else (1000, 100)
+TIMEOUT = 60.0
+ASYNC = {"in order": (False,), "asynchronous": (True,), "both": (False, True)}  # of the groups
+
+pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
+
+
+@contextlib.contextmanager
+def opened(names: str, size: int = SIZE) -> Iterator[tuple[Group, Group]]:
+    """Two groups over one mesh, or one group twice."""
+    mesh = helpers.mesh_of(ep=size)
+    with contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(Group(mesh, "ep", async_ops=a, timeout=TIMEOUT)) for a in ASYNC[names]]
+        yield groups[0], groups[-1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "check_vma"), [("in order", True), ("asynchronous", True), ("both", True), ("both", False)]
+)
+def test_in_one_program(groups: str, check_vma: bool, rng: np.random.Generator) -> None:
+    operands = mixed_cases.draw(rng, SIZE, 8 * SIZE)
+    with opened(groups) as (one, other):
+        options = {"collectives": True, "in_turn": False, "check_vma": check_vma}
+        mixed_cases.run(one, other, operands, turns=TURNS, look=LOOK, **options)
+
+
+@pytest.mark.parametrize("groups", ASYNC)
+def test_scan_and_remat(groups: str, rng: np.random.Generator) -> None:
+    """The gradient of a chain of exchanges and of XLA's collectives, whose forward pass runs twice."""
+    turns, drawn = 3, mixed_cases.draw(rng, SIZE, 8)
+    scale = (drawn.weights * (1 + drawn.ids % 3)).sum(-1, keepdims=True)
+    with opened(groups) as (one, other):
+
+        def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            @jax.checkpoint
+            def step(x: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+                y = mixed_cases.routed(one, x, ids, weights) + mixed_cases.routed(other, turn * x, ids, weights)
+                return y / 16, jax.lax.psum(jnp.sum(x, dtype=jnp.float32), "ep")
+
+            last, sums = jax.lax.scan(step, tokens, jnp.arange(turns, dtype=jnp.float32))
+            return jnp.sum(last) + jnp.sum(sums) / one.size
+
+        body = helpers.per_rank(jax.grad(loss), one.mesh)
+        found = helpers.fetch(body(drawn.tokens, drawn.ids, drawn.weights))
+    factors = [(1 + turn) * scale / 16 for turn in range(turns)]
+    powers = np.cumprod([np.ones_like(scale), *factors], axis=0)
+    wanted = np.broadcast_to(powers[-1] + powers[:-1].sum(0), found.shape)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_in_several_processes(tmp_path: Path) -> None:
+    print(f"JAX_EP_TEST_SEED={helpers.SEED}")
+    test_processes.launch_script(Path(worker.__file__), f"--cpu-devices={test_processes.CPU_DEVICES}")
