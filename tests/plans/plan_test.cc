@@ -128,13 +128,17 @@ int main() {
     check_row_plans(hardware_model(architecture));
     check_products(hardware_model(architecture));
     check_dot_plans(hardware_model(architecture));
+    const int lanes = architecture[0] == 'g' ? 64 : 32;
     for (const int sms : {4, 8, 31, 32, 64, 96, 222}) {
-      const HardwareModel device = hardware_model(architecture, sms, 1 << 16, architecture[0] == 'g' ? 64 : 32);
+      const HardwareModel device = hardware_model(architecture, sms, 1 << 16, lanes);
       check_row_plans(device);
       check_products(device);
       check_dot_plans(device);
       check_row_plans(limit_sms(device, 1));
     }
+    // What CTAs may have on old GPUs, on RTX cards (8.6, 8.9, 12.0), A100 and Hopper or newer.
+    for (const int shared_bytes : {48 << 10, 99 << 10, 163 << 10, 227 << 10})
+      check_row_plans(hardware_model(architecture, 96, shared_bytes, lanes));
   }
   std::puts("plans: all checks passed");
   return 0;
