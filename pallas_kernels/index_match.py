@@ -48,7 +48,9 @@ def index_match(global_ids: jax.Array, local_ids: jax.Array, *, block: int = 128
         grid=(pl.cdiv(count, block),),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        compiler_params=triton.CompilerParams(num_warps=1),  # Mosaic has no loads from places of each lane's own
+        compiler_params=triton.CompilerParams(
+            num_warps=1
+        ),  # Mosaic GPU of jax 0.12 loads from no index of a lane's own
         interpret=interpret,
     )
     return kernel(global_ids, local_ids)

@@ -1,9 +1,14 @@
 """The Pallas kernels against numpy, on a CPU in interpret mode."""
 
+from functools import partial
+from typing import Literal
+
+import compile_only
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import weighted_row_sum
 
@@ -12,7 +17,10 @@ INTERPRET = jax.default_backend() == "cpu"
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
 @pytest.mark.parametrize("hidden", [7, 64, 200])
-def test_weighted_row_sum(rng: np.random.Generator, dtype: jnp.dtype, tolerance: float, hidden: int) -> None:
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_weighted_row_sum(
+    rng: np.random.Generator, backend: Literal["auto", "triton"], dtype: jnp.dtype, tolerance: float, hidden: int
+) -> None:
     rows = jnp.asarray(rng.standard_normal((11, hidden)), dtype)
     index = rng.integers(-1, 11, (5, 3)).astype(np.int32)
     weights = rng.random((5, 3), np.float32)
@@ -20,7 +28,9 @@ def test_weighted_row_sum(rng: np.random.Generator, dtype: jnp.dtype, tolerance:
     for t, k in np.ndindex(5, 3):
         if index[t, k] >= 0:
             expected[t] += weights[t, k] * np.asarray(rows, np.float64)[index[t, k]]
-    got = weighted_row_sum(rows, jnp.asarray(index), jnp.asarray(weights), block=64, interpret=INTERPRET)
+    got = weighted_row_sum(
+        rows, jnp.asarray(index), jnp.asarray(weights), block=64, backend=backend, interpret=INTERPRET
+    )
     assert got.dtype == dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
 
@@ -35,3 +45,13 @@ def test_weighted_row_sum_ignores_rows_that_are_not_picked(rng: np.random.Genera
 def test_weighted_row_sum_refuses_shapes_that_differ() -> None:
     with pytest.raises(ValueError, match=r"index and weights"):
         weighted_row_sum(jnp.zeros((2, 4)), jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 1)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weighted_row_sum_compiles_for_hopper_by_mosaic(check_vma: bool) -> None:
+    mesh = compile_only.mesh_of(2)
+    summed = partial(weighted_row_sum, backend="mosaic")
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+    rows, index = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    weights = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    assert "mosaic_gpu" in compile_only.text_of(mapped, mesh, rows, index, weights, specs=[P("ep")] * 3)
