@@ -8,7 +8,6 @@ from jax_ep.nn.balance import (
     load_stats as load_stats,
     z_loss as z_loss,
 )
-from jax_ep.nn.float8 import float8_ragged_dot as float8_ragged_dot
 from jax_ep.nn.replicas import (
     ReplicaPlan as ReplicaPlan,
     physical_ids as physical_ids,
@@ -20,3 +19,4 @@ from jax_ep.nn.routers import (
     softmax_top_k as softmax_top_k,
     within_top_groups as within_top_groups,
 )
+from jax_ep.ops.matmul.straight_through import float8_ragged_dot as float8_ragged_dot

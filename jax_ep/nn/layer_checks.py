@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jax_ep._core import checks
 from jax_ep._core.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
+from jax_ep.ops.matmul.float8 import check_weights
 from jax_ep.ops.moe_fused.types import ACTIVATIONS
 
 Experts = jax.Array | Float8Weights
@@ -50,20 +51,10 @@ def check_experts(op: str, tokens: jax.Array, gate: Experts, up: Experts | None,
 def _check_matrix(op: str, name: str, matrix: Any, dtype: Any, shape: tuple[int, ...], layout: str) -> None:
     """`matrix`, of a rank's experts, must be an array in the dtype of the tokens, or `Float8Weights`."""
     if isinstance(matrix, Float8Weights):
-        _check_float8_weights(op, name, matrix, shape, layout)
+        check_weights(op, name, matrix, shape, layout)
     else:
         checks.check_shape(op, name, matrix, shape, layout)
         checks.check_dtype(op, name, matrix, (np.dtype(dtype),))
-
-
-def _check_float8_weights(op: str, name: str, matrix: Float8Weights, shape: tuple[int, ...], layout: str) -> None:
-    if matrix.shape != shape:
-        raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {matrix.shape}")
-    experts, k, n = shape
-    checks.check_dtype(op, f"{name}.values", matrix.values, (np.dtype(jnp.float8_e4m3fn),))
-    checks.check_dtype(op, f"{name}.scales", matrix.scales, (np.dtype(np.float32),))
-    scales = (experts, n // BLOCK, k // BLOCK)
-    checks.check_shape(op, f"{name}.scales", matrix.scales, scales, "[E / R, N / 128, K / 128]")
 
 
 def check_biases(op: str, biases: Any, tokens: jax.Array, down: Experts) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,14 @@ from jax_ep._core import checks
 from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
-from jax_ep.nn.float8 import float8_ragged_dot, product_of_quantized
 from jax_ep.nn.layer_checks import Experts
 from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
-from jax_ep.ops.moe.api import combine, dispatch, dispatch_in_float8
+from jax_ep.ops.matmul.straight_through import float8_ragged_dot
+from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.moe.types import Routing
 from jax_ep.ops.moe_fused.api import dispatch_ragged_dot, ragged_dot_combine
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, activated, gate_and_up
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, Precision, activated, gate_and_up
 
-Precision = Literal["float8"]
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Gated = Callable[[jax.Array, jax.Array], jax.Array]  # of the products by gate and up
 Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
@@ -157,7 +156,8 @@ def moe_mlp(
         the platform, and a chain of ops elsewhere. False: by `dispatch`, `jax_ep.lax.ragged_dot` and `combine`,
         differentiated by JAX. The results have the same bits, forward and backward; the fused ops keep less for the
         backward pass. "auto": True, but for implementation="xla": see `uses_fused_ops`. Where something stands between
-        the parts of a fused op (a bias, `weigh_inputs`, `gated`), True too takes them one by one.
+        the parts of a fused op (`weigh_inputs`, a bias of down), True too takes them one by one. With
+        precision="float8", rows that a `dispatch` alone brought are quantized a second time, and bits may differ.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
@@ -178,14 +178,15 @@ def moe_mlp(
     layer_checks.check_precision(op, precision, wire_dtype, gate, up, down)
     by_xla = group.resolve(op, implementation) == "xla"
     by_fused_ops = uses_fused_ops(fused, by_xla=by_xla)
+    one_by_one = weigh_inputs or not by_fused_ops
     apart = group.async_ops and not by_xla
     function = activation if callable(activation) else ACTIVATIONS[activation]
     glu = partial(activated, function) if gated is None else gated
     bias_gate, bias_up, bias_down = biases or (None, None, None)
-    between = weigh_inputs or gated is not None or bias_gate is not None or bias_up is not None
+    activates = one_by_one or gated is not None or bias_gate is not None or bias_up is not None
     multiply: Callable[..., jax.Array] = plain_ragged_dot if by_xla else ragged_dot
     if precision == "float8":
-        multiply, by_fused_ops = float8_ragged_dot, False
+        multiply, wire_dtype = float8_ragged_dot, jnp.float8_e4m3fn
     where: dict[str, Any] = {"group": group, "implementation": implementation}
     sending: dict[str, Any] = {
         "num_experts": group.size * gate.shape[0],
@@ -197,21 +198,22 @@ def moe_mlp(
         "on_overflow": on_overflow,
     }
 
-    if by_fused_ops and not between:
-        rhs: Any = gate if up is None else (gate, up)
-        inner, (_, sizes, routing) = dispatch_ragged_dot(
-            tokens, expert_ids, weights, rhs, activation=activation, **sending, **where
-        )
-    else:
-        of_rows = multiply
-        if precision == "float8":
-            (rows, sizes, routing), quantized = dispatch_in_float8(tokens, expert_ids, weights, **sending, **where)
-            of_rows = partial(product_of_quantized, quantized)
-        else:
-            rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
+    matrices = (gate,) if up is None else (gate, up)
+    products: Any  # by gate and up, or what the fused op made of them
+    if one_by_one:
+        rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
         if weigh_inputs:
-            (rows, routing), of_rows = _weighed(rows, routing), multiply
-        of_gate, of_up = gate_and_up(tuple(of_rows(rows, matrix, sizes) for matrix in (gate, up) if matrix is not None))
+            rows, routing = _weighed(rows, routing)
+        products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
+    else:
+        rhs: Any = gate if up is None else matrices
+        named = None if activates else activation
+        products, (_, sizes, routing) = dispatch_ragged_dot(
+            tokens, expert_ids, weights, rhs, activation=named, precision=precision, **sending, **where
+        )
+    inner = products
+    if activates:
+        of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))
         inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
     always = None
     if shared is not None:
@@ -220,7 +222,7 @@ def moe_mlp(
             inner, hidden = _both(inner, hidden)
         always = jnp.dot(hidden, shared[2])
     if by_fused_ops and bias_down is None:
-        out = ragged_dot_combine(inner, cast(jax.Array, down), routing, **where)
+        out = ragged_dot_combine(inner, down, routing, precision=precision, **where)
     else:
         out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
     if always is not None:

@@ -1,7 +1,7 @@
 """float8: rows with a scale per 128 values, weights with one per 128 x 128, and their products (DeepGEMM's recipe)."""
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax_ep.ops.matmul import kernels
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+Operand = TypeVar("Operand", bound=jax.Array | Float8Rows | Float8Weights)
 
 
 def quantize_rows(rows: jax.Array) -> Float8Rows:
@@ -26,7 +27,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
     op = "quantize_rows"
     checks.check_rank(op, "rows", rows, 2, "[M, H]")
     checks.check_dtype(op, "rows", rows, checks.TOKEN_DTYPES)
-    _check_blocks(op, "rows", rows.shape[1:])
+    check_blocks(op, "rows", rows.shape[1:])
     return float8.quantize_rows(rows)
 
 
@@ -42,7 +43,7 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
     checks.check_dtype(op, "weights", weights, checks.TOKEN_DTYPES)
     if weights.ndim not in (2, 3):
         raise ValueError(f"{op}: weights must have shape [K, N] or [G, K, N], got {weights.shape}")
-    _check_blocks(op, "weights", weights.shape[-2:])
+    check_blocks(op, "weights", weights.shape[-2:])
     return float8.quantize_weights(weights)
 
 
@@ -77,7 +78,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
     (rows, k), (n, rhs_k) = lhs.values.shape, rhs.values.shape[-2:]
     if k != rhs_k:
         raise ValueError(f"{op}: rhs.values must have {k} columns, as lhs.values has, got {rhs.values.shape}")
-    _check_blocks(op, "rhs.values", (n, k))
+    check_blocks(op, "rhs.values", (n, k))
     checks.check_shape(op, "lhs.scales", lhs.scales, (rows, k // BLOCK), "[M, K / 128]")
     scales = (*rhs.values.shape[:-2], n // BLOCK, k // BLOCK)
     checks.check_shape(op, "rhs.scales", rhs.scales, scales, "[..., N / 128, K / 128]")
@@ -85,6 +86,16 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
     if result not in RESULTS:
         raise TypeError(f"{op}: preferred_element_type must be bfloat16, float32 or None, got {result}")
     return result
+
+
+def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, ...], layout: str) -> None:
+    """Raises ValueError or TypeError unless `weights` are quantized matrices of `shape` [G, K, N]."""
+    if weights.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {weights.shape}")
+    checks.check_dtype(op, f"{name}.values", weights.values, (FLOAT8,))
+    checks.check_dtype(op, f"{name}.scales", weights.scales, (np.dtype(np.float32),))
+    groups, k, n = shape
+    checks.check_shape(op, f"{name}.scales", weights.scales, (groups, n // BLOCK, k // BLOCK), "[G, N / 128, K / 128]")
 
 
 def check_group_sizes(groups: int, group_sizes: Any) -> jax.Array:
@@ -128,10 +139,53 @@ def _no_gradient(*_: Any) -> Any:
     )
 
 
+def rounded_product(
+    lhs: jax.Array | Float8Rows,
+    rhs: jax.Array | Float8Weights,
+    group_sizes: jax.Array,
+    *,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """The product of operands that are quantized here, if they are not yet. It has no gradient.
+
+    Args:
+      dtype: of the result; None: that of `lhs`, and of rows in float8 bfloat16.
+    """
+    if not isinstance(lhs, Float8Rows):
+        dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
+    dtype = np.dtype(dtype or RESULTS[0])
+    if not isinstance(rhs, Float8Weights):
+        rhs = float8.quantize_weights(rhs)
+    kept = RESULTS[dtype != RESULTS[0]]
+    return grouped_product(kept, lhs, rhs, group_sizes).astype(dtype)
+
+
+def widened(operand: jax.Array | Float8Rows | Float8Weights, dtype: DTypeLike) -> jax.Array:
+    """What a backward pass multiplies by: an operand as it is, or, of one that is in float8, what that holds."""
+    return dequantize(operand, dtype) if isinstance(operand, Float8Rows | Float8Weights) else operand
+
+
+def without_gradient(op: str, name: str, operand: Operand) -> Operand:
+    """The operand; if it is in float8, differentiating it raises a TypeError that names `op` and the argument."""
+    if not isinstance(operand, Float8Rows | Float8Weights):
+        return operand
+    return jax.tree.map(partial(_frozen, op, name), operand)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _frozen(op: str, name: str, part: jax.Array) -> jax.Array:
+    return part
+
+
+@_frozen.defjvp
+def _no_gradient_of_float8(op: str, name: str, *_: Any) -> Any:
+    raise TypeError(f"{op}: {name} in float8 has no gradient: differentiate one of another dtype")
+
+
 def describe(operand: Any) -> str:
     return type(operand).__name__ if isinstance(operand, Float8Rows | Float8Weights) else checks.describe(operand)
 
 
-def _check_blocks(op: str, name: str, shape: tuple[int, ...]) -> None:
+def check_blocks(op: str, name: str, shape: tuple[int, ...]) -> None:
     if any(size % BLOCK for size in shape):
         raise ValueError(f"{op}: {name} must have sizes that are multiples of {BLOCK}, got {shape}")

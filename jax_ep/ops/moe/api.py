@@ -4,16 +4,14 @@ Both are linear in their float operands and each is the other's backward, up to 
 dispatch's backward sums cotangent rows per token, combine's backward sends the cotangent along the same routing.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
 from jax_ep._core.checks import Implementation, OnOverflow
-from jax_ep._core.float8 import Float8Rows, quantize_rows
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes, xla
@@ -80,14 +78,14 @@ def dispatch(
         `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN; `group.check()` and the next op raise the
         typed error.
     """
-    call, sent = _checked_call(
+    op = "dispatch"
+    check_group(op, group)
+    config = dispatch_config(
+        op,
         tokens,
         expert_ids,
         weights,
         group=group,
-        implementation=implementation,
-        node_capacity=node_capacity,
-        chunks=chunks,
         num_experts=num_experts,
         capacity=capacity,
         capacity_factor=capacity_factor,
@@ -96,46 +94,12 @@ def dispatch(
         dequantize=dequantize,
         on_overflow=on_overflow,
     )
-    return checked_dispatch(call, *sent)
-
-
-def dispatch_in_float8(
-    tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array | None, **options: Any
-) -> tuple[Dispatched, Float8Rows]:
-    """`dispatch(**options)` by a float8 wire: dequantized rows, which have a gradient, and rows in float8 without.
-
-    Whoever takes only the latter does not pay for the former: XLA leaves them out.
-    """
-    options["wire_dtype"] = jnp.float8_e4m3fn
-    call, sent = _checked_call(tokens, expert_ids, weights, **options)
-    if call.by_kernels and call.group.intranode is None:
-        return gradients.dispatch_in_float8(call.group, call.config, *sent)
-    out = checked_dispatch(call, *sent)
-    return out, quantize_rows(out.tokens)
-
-
-def _checked_call(
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array | None,
-    *,
-    group: Group,
-    implementation: Implementation,
-    node_capacity: int | Literal["auto"] | None,
-    chunks: int,
-    num_experts: int,
-    **options: Any,
-) -> tuple[DispatchCall, tuple[jax.Array, ...]]:
-    """How to dispatch, and what; `options` are those of `dispatch_config`."""
-    op = "dispatch"
-    check_group(op, group)
-    config = dispatch_config(op, tokens, expert_ids, weights, group=group, num_experts=num_experts, **options)
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     sent = operands(group, tokens, expert_ids, weights)
     by_kernels = group.resolve(op, implementation) == "ffi"
     cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
-    return DispatchCall(group, config, to_nodes, cut, by_kernels), sent
+    return checked_dispatch(DispatchCall(group, config, to_nodes, cut, by_kernels), *sent)
 
 
 def combine(

@@ -1,6 +1,7 @@
 """What dispatch and combine ask of their arguments; errors name the op that was called, as do those of fused ops."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -111,7 +112,14 @@ def operands(
     return checks.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights, *others)
 
 
-def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:
+def check_combined(
+    op: str,
+    name: str,
+    rows: jax.Array,
+    routing: Routing,
+    group: Group,
+    dtypes: Sequence[np.dtype] = checks.TOKEN_DTYPES,
+) -> None:
     """Raises unless `rows` [capacity, H'] has a row for each that the dispatch of `routing` delivered here."""
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
@@ -125,6 +133,6 @@ def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group:
         raise ValueError(f"{op}: routing is of a group of {routing.counts.shape[0]} ranks, group has {group.size}")
     routing.check_own(op, group.axis_name)
     checks.check_rank(op, name, rows, 2, "[capacity, H']")
-    checks.check_dtype(op, name, rows, checks.TOKEN_DTYPES)
+    checks.check_dtype(op, name, rows, dtypes)
     if rows.shape[0] != config.capacity:
         raise ValueError(f"{op}: {name} must have the {config.capacity} rows of the dispatch, got {rows.shape}")

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._core.float8 import Float8Rows, dequantize_rows
 from jax_ep._core.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
@@ -92,20 +91,6 @@ def dispatch(
     out = checkpoint_name(out, DISPATCHED)
     rows, arrived = _followed(group, config, tokens, weights, out)
     return out._replace(tokens=rows, routing=dataclasses.replace(out.routing, weights=arrived))
-
-
-def dispatch_in_float8(
-    group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> tuple[Dispatched, Float8Rows]:
-    """`dispatch` of rows that come in float8, and are dequantized here; and these rows, without a gradient."""
-    constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
-    in_float8 = dataclasses.replace(config, dequantize=False)
-    kept = kernels.dispatch(group, in_float8, constant_tokens, expert_ids, constant_weights)
-    kept = checkpoint_name(kept, DISPATCHED)
-    routing = dataclasses.replace(kept.routing, config=config)
-    out = Dispatched(dequantize_rows(kept.tokens, tokens.dtype), kept.group_sizes, routing)
-    rows, arrived = _followed(group, config, tokens, weights, out)
-    return out._replace(tokens=rows, routing=dataclasses.replace(routing, weights=arrived)), kept.tokens
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

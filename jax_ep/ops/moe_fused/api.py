@@ -8,7 +8,9 @@ from jax.typing import DTypeLike
 
 from jax_ep._core import checks
 from jax_ep._core.checks import FusedImplementation, Implementation, OnOverflow
+from jax_ep._core.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group, check_group
+from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_operands, check_weights, without_gradient
 from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import DispatchCall, Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
@@ -18,7 +20,11 @@ from jax_ep.ops.moe_fused.types import (
     Activation,
     ActivationName,
     FirstCall,
+    LastCall,
     Matrices,
+    Matrix,
+    Precision,
+    Rows,
     activated,
     gate_and_up,
 )
@@ -28,7 +34,7 @@ def dispatch_ragged_dot(
     tokens: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array | None,
-    rhs: jax.Array | tuple[jax.Array, jax.Array],
+    rhs: Matrix | tuple[Matrix, Matrix],
     *,
     group: Group,
     num_experts: int,
@@ -37,10 +43,11 @@ def dispatch_ragged_dot(
     activation: ActivationName | Activation | None = None,
     node_capacity: int | Literal["auto"] | None = None,
     chunks: int = 1,
+    precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: FusedImplementation = "auto",
-) -> tuple[jax.Array, Dispatched]:
+) -> tuple[Any, Dispatched]:
     """`jax_ep.dispatch`, and the product of the rows that arrive with the matrices of their experts.
 
     It stands for `rows, group_sizes, routing = dispatch(...)` and `ragged_dot(rows, rhs, group_sizes)`; or, with an
@@ -54,19 +61,24 @@ def dispatch_ragged_dot(
       tokens: [T, H] bfloat16, float16 or float32.
       expert_ids: [T, K] integers in [0, num_experts); -1 skips.
       weights: [T, K] floats for the combine, or None for 1.
-      rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts; of a gated unit a pair (gate, up), each
-        [E / R, H, F], or both in one array [E / R, H, 2 F], gate in front.
+      rhs: [E / R, H, N] in the dtype of `tokens`, of the rank's own experts, or `Float8Weights` of that shape; of a
+        gated unit a pair (gate, up), each [E / R, H, F], or both in one, [E / R, H, 2 F], gate in front.
       activation: of a gated unit: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by tanh) and
-        `jax.nn.relu`, or an elementwise function with activation(0) finite. None: `rhs` is one array, and no such unit.
+        `jax.nn.relu`, or an elementwise function with activation(0) finite. None: the products themselves are wanted.
+      precision: None, or "float8": rows travel in float8 (`wire_dtype`) and are multiplied as they arrive, by matrices
+        that are quantized first (`jax_ep.quantize_weights`): H and N (or F) are multiples of 128. Gradients pass
+        straight through the rounding, in the dtype of `tokens`. `Float8Weights` are not quantized at every call; they
+        have no gradient, and stand for "float8".
       group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for
         `jax_ep.dispatch`.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the dispatch and the
         product, that with gate of a pair, are one kernel. It has not been timed, and "auto" does not choose it. It
         needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU, where it is slow,
-        for tests. The group must be of one node, and `wire_dtype` None.
+        for tests. The group must be of one node, and `wire_dtype` and `precision` None.
 
     Returns:
-      [C, N], or [C, F] of a gated unit, zero behind the last expert's rows, and the `Dispatched` of the dispatch.
+      [C, N] in the dtype of `tokens`, or [C, F] of a gated unit, or of a pair without an activation both products; zero
+      behind the last expert's rows. And the `Dispatched` of the dispatch.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -74,6 +86,9 @@ def dispatch_ragged_dot(
     """
     op = "dispatch_ragged_dot"
     check_group(op, group)
+    in_float8 = _in_float8(op, precision, *(rhs if _is_pair(rhs) else (rhs,)))
+    if in_float8 and implementation == "fused":
+        raise ValueError(f"{op}: precision must be None where implementation='fused', got {precision!r}")
     config = dispatch_config(
         op,
         tokens,
@@ -83,31 +98,43 @@ def dispatch_ragged_dot(
         num_experts=num_experts,
         capacity=capacity,
         capacity_factor=capacity_factor,
-        wire_dtype=wire_dtype,
+        wire_dtype=FLOAT8 if in_float8 and wire_dtype is None else wire_dtype,
         on_overflow=on_overflow,
     )
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.FUSED_IMPLEMENTATIONS)
     matrices = _first_matrices(op, rhs, config.local_experts, tokens, is_gated=activation is not None)
-    name, function = _activation(op, activation, pair=len(matrices) == 2)
+    if in_float8:
+        check_blocks(op, "rhs", tuple(size for matrix in matrices for size in matrix.shape[1:]))
+    name, function = _activation(op, activation)
     by_kernels = group.resolve(op, implementation) == "ffi"
     if implementation == "fused":
         check_fused(op, group, config, tokens, matrices)
-    tokens, expert_ids, weights, *varying = operands(group, tokens, expert_ids, weights, *matrices)
-    matrices = tuple(varying)
+    leaves, treedef = jax.tree.flatten(matrices)
+    tokens, expert_ids, weights, *leaves = operands(group, tokens, expert_ids, weights, *leaves)
+    matrices = tuple(without_gradient(op, "rhs", matrix) for matrix in jax.tree.unflatten(treedef, leaves))
     cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
-    call = FirstCall(DispatchCall(group, config, to_nodes, cut, by_kernels), name, implementation == "fused")
+    sent = DispatchCall(group, config, to_nodes, cut, by_kernels)
+    call = FirstCall(sent, name, fused=implementation == "fused", in_float8=in_float8)
     if by_kernels and group.intranode is None:
         out, dispatched = gradients.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     else:
         out, dispatched = unfused.dispatch_dot(call, tokens, expert_ids, weights, matrices)
-    if name is None:
-        out = out[0] if function is None else activated(function, *gate_and_up(out))
+    if name is None and function is not None:
+        out = activated(function, *gate_and_up(out))
+    elif name is None and len(matrices) == 1:
+        (out,) = out
     return out, dispatched
 
 
 def ragged_dot_combine(
-    lhs: jax.Array, rhs: jax.Array, routing: Routing, *, group: Group, implementation: Implementation = "auto"
+    lhs: Rows,
+    rhs: Matrix,
+    routing: Routing,
+    *,
+    group: Group,
+    precision: Precision | None = None,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """The product of rows with the matrices of their experts, and `jax_ep.combine` of it.
 
@@ -116,14 +143,18 @@ def ragged_dot_combine(
     `lhs`, `rhs` and `routing.weights`: the backward pass keeps `lhs` and the product.
 
     Args:
-      lhs: [C, F] bfloat16, float16 or float32: one row per row of the dispatch.
-      rhs: [E / R, F, H'] in the dtype of `lhs`, of the rank's own experts.
+      lhs: [C, F] bfloat16, float16 or float32: one row per row of the dispatch; or `Float8Rows`, which have no
+        gradient: then `rhs` is in float8, too.
+      rhs: [E / R, F, H'] in the dtype of `lhs`, of the rank's own experts, or `Float8Weights` of that shape.
       routing: of the dispatch.
       group: the group of the dispatch.
+      precision: None, or "float8", which operands in float8 stand for: a product of operands that are quantized first,
+        if they are not yet: F and H' are multiples of 128. Rows come back, and gradients pass straight through the
+        rounding, in the dtype of `lhs`. `Float8Weights` have no gradient.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
-      [T, H'] in the dtype of `lhs`.
+      [T, H'] in the dtype of `lhs`, or of rows in float8 bfloat16.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -132,20 +163,37 @@ def ragged_dot_combine(
     op = "ragged_dot_combine"
     check_group(op, group)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
-    check_combined(op, "lhs", lhs, routing, group)
-    _check_matrix(op, "rhs", rhs, (routing.config.local_experts, lhs.shape[1]), "[E / R, F, H']", lhs)
-    leaves, treedef = jax.tree.flatten(routing)
-    lhs, rhs, *leaves = checks.vary_alike(group.axis_name, lhs, rhs, *leaves)
-    routing = jax.tree.unflatten(treedef, leaves)
+    in_float8 = _in_float8(op, precision, lhs, rhs)
+    if isinstance(lhs, Float8Rows):
+        check_operands(op, lhs, rhs, None, ndim=3)
+        rows = lhs.values
+        check_combined(op, "lhs.values", rows, routing, group, dtypes=(FLOAT8,))
+    else:
+        rows = lhs
+        check_combined(op, "lhs", rows, routing, group)
+    _check_matrix(op, "rhs", rhs, (routing.config.local_experts, rows.shape[1]), "[E / R, F, H']", rows)
+    if in_float8:
+        check_blocks(op, "rhs", rhs.shape[1:])
+    leaves, treedef = jax.tree.flatten((lhs, rhs, routing))
+    lhs, rhs, routing = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
+    lhs, rhs = without_gradient(op, "lhs", lhs), without_gradient(op, "rhs", rhs)
     by_kernels = group.resolve(op, implementation) == "ffi"
+    call = LastCall(group, in_float8)
     if by_kernels and group.intranode is None:
-        return gradients.dot_combine(group, lhs, rhs, routing.weights, routing)
-    return unfused.dot_combine(group, lhs, rhs, routing, by_kernels=by_kernels)
+        return gradients.dot_combine(call, lhs, rhs, routing.weights, routing)
+    return unfused.dot_combine(call, lhs, rhs, routing, by_kernels=by_kernels)
+
+
+def _in_float8(op: str, precision: Any, *operands: Any) -> bool:
+    """Whether the product is of float8 operands: because one is, or because that is asked for."""
+    if precision is not None and precision != "float8":
+        raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
+    return precision is not None or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
 
 
 def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array, *, is_gated: bool) -> Matrices:
     """The right operands of `dispatch_ragged_dot`, checked."""
-    if not isinstance(rhs, tuple | list):
+    if not _is_pair(rhs):
         layout = "[E / R, H, 2 F]" if is_gated else "[E / R, H, N]"
         _check_matrix(op, "rhs", rhs, (local_experts, tokens.shape[1]), layout, tokens)
         if is_gated and rhs.shape[2] % 2:
@@ -160,24 +208,32 @@ def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array, *,
     return tuple(rhs)
 
 
+def _is_pair(rhs: Any) -> bool:
+    return isinstance(rhs, tuple | list) and not isinstance(rhs, Float8Weights)
+
+
 def _check_matrix(op: str, name: str, matrix: Any, leading: tuple[int, int], layout: str, rows: jax.Array) -> None:
+    if isinstance(matrix, Float8Weights):
+        checks.check_rank(op, f"{name}.values", matrix.values, 3, "[E / R, N, K]")
+        check_weights(op, name, matrix, (*leading, matrix.shape[2]), layout)
+        return
     checks.check_rank(op, name, matrix, 3, layout)
     checks.check_shape(op, name, matrix, (*leading, matrix.shape[2]), layout)
     checks.check_dtype(op, name, matrix, (np.dtype(rows.dtype),))
 
 
 def _activation(
-    op: str, activation: ActivationName | Activation | None, *, pair: bool
+    op: str, activation: ActivationName | Activation | None
 ) -> tuple[ActivationName | None, Activation | None]:
     """Its name in ACTIVATIONS, also where it was given as that very function, and the function."""
-    if activation is None and not pair:
+    if activation is None:
         return None, None
     if callable(activation):
         return next((name for name, known in ACTIVATIONS.items() if known is activation), None), activation
     if not isinstance(activation, str):
         raise TypeError(
-            f"{op}: activation must be a function, or one of {', '.join(map(repr, ACTIVATIONS))}, or None where rhs is "
-            f"one array; got {activation!r}"
+            f"{op}: activation must be a function, or one of {', '.join(map(repr, ACTIVATIONS))}, or None; got "
+            f"{activation!r}"
         )
     checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
     return activation, ACTIVATIONS[activation]

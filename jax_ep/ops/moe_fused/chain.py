@@ -4,6 +4,7 @@ One function a direction, each with one exchange. A fused kernel takes the place
 chain's, to the bit. What the backward pass needs has a name for the policies of `jax.checkpoint`.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import Group
 from jax_ep.ops.matmul.api import gated_product, lhs_gradient, ragged_dot
+from jax_ep.ops.matmul.float8 import rounded_product, widened
 from jax_ep.ops.moe.gradients import combine, combine_gradient, dispatch, return_rows
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused import kernels
-from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS, LAST_PRODUCT, ActivationName, FirstCall, Matrices, outcome
+from jax_ep.ops.moe_fused.types import (
+    FIRST_PRODUCTS,
+    LAST_PRODUCT,
+    ActivationName,
+    FirstCall,
+    LastCall,
+    Matrices,
+    Matrix,
+    Products,
+    Rows,
+    outcome,
+)
 
 
 def dispatch_multiply(
@@ -26,26 +39,30 @@ def dispatch_multiply(
     rhs: Matrices,
     *,
     keep_products: bool,
-) -> tuple[Any, Matrices, Dispatched]:
+) -> tuple[Any, Products, Dispatched]:
     """Tokens to their experts, and the rows that arrived times each right operand: the first in the kernel of the
     dispatch, if that is asked for; both with the activation in one kernel, if no backward pass wants them.
 
     Returns:
-      The result (`outcome` of the products), the products if `keep_products`, and what was dispatched.
+      The result (`outcome` of the products), the products if `keep_products`, and what was dispatched: in float8, if
+      so are the products.
     """
     group, config = call.dispatch.group, call.dispatch.config
-    first: Matrices = ()
+    config = dataclasses.replace(config, dequantize=not call.in_float8)
+    multiply = partial(rounded_product, dtype=tokens.dtype) if call.in_float8 else ragged_dot
+    arrays: Any = rhs  # where products are not in float8
+    first: Products = ()
     if call.fused:
-        product, dispatched = kernels.dispatch_dot(group, config, tokens, expert_ids, weights, rhs[0])
+        product, dispatched = kernels.dispatch_dot(group, config, tokens, expert_ids, weights, arrays[0])
         first, rhs = (product,), rhs[1:]
     else:
         dispatched = dispatch(group, config, tokens, expert_ids, weights)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
-    if call.activation is not None and not keep_products and not call.fused:
+    if call.activation is not None and not keep_products and not call.fused and not call.in_float8:
         composed = partial(_gated, call.activation)
-        out = gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *rhs)
+        out = gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *arrays)
         return out, (), dispatched
-    products = first + tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
+    products = first + tuple(multiply(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched
 
@@ -55,7 +72,7 @@ def _gated(activation: ActivationName, rows: jax.Array, group_sizes: jax.Array, 
 
 
 def multiply_return(
-    group: Group, d_products: Matrices, rhs: Matrices, d_rows: jax.Array, d_weights: jax.Array, routing: Routing
+    group: Group, d_products: Products, rhs: Matrices, d_rows: jax.Array, d_weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
     """The backward pass of `dispatch_multiply`, but for its right operands: cotangents [T, H] and [T, K].
 
@@ -64,21 +81,22 @@ def multiply_return(
       d_rows, d_weights: of what `dispatch` delivered, for whoever used that besides.
     """
     for cotangent, matrix in zip(reversed(d_products), reversed(rhs), strict=True):  # the order in which JAX adds up
-        d_rows += lhs_gradient(cotangent, matrix, routing.group_sizes)
+        d_rows += lhs_gradient(cotangent, widened(matrix, cotangent.dtype), routing.group_sizes)
     return return_rows(group, d_rows, d_weights, routing)
 
 
 def multiply_combine(
-    group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing
+    call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
     """Rows times the matrices of their experts, summed up at their tokens: the sums, and the product."""
-    product = checkpoint_name(ragged_dot(lhs, rhs, routing.group_sizes), LAST_PRODUCT)
-    return checkpoint_name(combine(group, product, weights, routing), COMBINED), product
+    multiply = rounded_product if call.in_float8 else ragged_dot
+    product = checkpoint_name(multiply(lhs, rhs, routing.group_sizes), LAST_PRODUCT)
+    return checkpoint_name(combine(call.group, product, weights, routing), COMBINED), product
 
 
 def scatter_multiply(
-    group: Group, cotangent: jax.Array, rhs: jax.Array, product: jax.Array, weights: jax.Array, routing: Routing
+    group: Group, cotangent: jax.Array, rhs: Matrix, product: jax.Array, weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The backward pass of `multiply_combine`, but for its right operand: cotangents of lhs, product and weights."""
     d_product, d_weights = combine_gradient(group, product, weights, routing, cotangent)
-    return lhs_gradient(d_product, rhs, routing.group_sizes), d_product, d_weights
+    return lhs_gradient(d_product, widened(rhs, d_product.dtype), routing.group_sizes), d_product, d_weights

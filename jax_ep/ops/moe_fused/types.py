@@ -6,11 +6,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep.group import Group
 from jax_ep.ops.moe.types import DispatchCall
 
 Activation = Callable[[jax.Array], jax.Array]
-# The right operand, or gate and up, or both in one array with gate in front; and the products by them.
-Matrices = tuple[jax.Array, ...]
+Rows = jax.Array | Float8Rows
+Matrix = jax.Array | Float8Weights
+# The right operand, or gate and up, or both in one array with gate in front.
+Matrices = tuple[Matrix, ...]
+Products = tuple[jax.Array, ...]  # by each of them
+Precision = Literal["float8"]
 
 # Those of gated units (Shazeer, "GLU Variants Improve Transformer", 2020): SwiGLU, GEGLU by tanh, and ReGLU.
 ActivationName = Literal["silu", "gelu", "relu"]
@@ -27,9 +33,17 @@ class FirstCall(NamedTuple):
     dispatch: DispatchCall
     activation: ActivationName | None  # None: the products themselves are wanted
     fused: bool = False  # by one kernel
+    in_float8: bool = False  # products of rows that came in float8 and of matrices that are quantized, if not yet
 
 
-def gate_and_up(products: Matrices) -> Matrices:
+class LastCall(NamedTuple):
+    """A call of `ragged_dot_combine`."""
+
+    group: Group
+    in_float8: bool = False  # a product of operands that are quantized, if not yet
+
+
+def gate_and_up(products: Products) -> Products:
     """Of two products, or of one with the columns of gate in front."""
     return products if len(products) == 2 else tuple(jnp.split(products[0], 2, axis=1))
 
@@ -39,6 +53,6 @@ def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Arr
     return (activation(gate) * up).astype(gate.dtype)
 
 
-def outcome(activation: ActivationName | None, products: Matrices) -> Any:
+def outcome(activation: ActivationName | None, products: Products) -> Any:
     """What `dispatch_ragged_dot` makes of its products."""
     return products if activation is None else activated(ACTIVATIONS[activation], *gate_and_up(products))

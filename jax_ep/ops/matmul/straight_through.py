@@ -1,0 +1,45 @@
+"""Grouped products whose operands are rounded to float8 on the way, with gradients straight through the rounding."""
+
+from typing import Any
+
+import jax
+
+from jax_ep._core.float8 import Float8Weights
+from jax_ep.ops.matmul.api import lhs_gradient, rhs_gradient
+from jax_ep.ops.matmul.float8 import check_blocks, rounded_product, widened, without_gradient
+
+
+def float8_ragged_dot(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    """`ragged_dot` of operands [M, K] and [G, K, N], K and N multiples of 128, that are quantized first.
+
+    `rhs` may be quantized already: quantizing reads more bytes than the product does. The result has the dtype of
+    `lhs`. The gradients are those of `ragged_dot`, as if nothing had been rounded (the straight-through estimator:
+    Bengio et al., 2013).
+
+    Raises:
+      ValueError, TypeError: K or N is no multiple of 128; `rhs` has another dtype than `lhs`; or it is differentiated
+        though it is in float8.
+    """
+    op = "float8_ragged_dot"
+    check_blocks(op, "rhs", rhs.shape[1:])
+    if not isinstance(rhs, Float8Weights) and lhs.dtype != rhs.dtype:
+        raise TypeError(f"{op}: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
+    return _product(lhs, without_gradient(op, "rhs", rhs), group_sizes)
+
+
+@jax.custom_vjp
+def _product(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    return rounded_product(lhs, rhs, group_sizes)
+
+
+def _forward(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> Any:
+    return _product(lhs, rhs, group_sizes), (None if isinstance(rhs, Float8Weights) else lhs, rhs, group_sizes)
+
+
+def _backward(residuals: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs, group_sizes = residuals
+    d_rhs = None if lhs is None else rhs_gradient(lhs, cotangent, group_sizes)
+    return lhs_gradient(cotangent, widened(rhs, cotangent.dtype), group_sizes), d_rhs, None
+
+
+_product.defvjp(_forward, _backward)
