@@ -129,7 +129,7 @@ __device__ void consume_float8(Memory& shared, const CUtensorMap& map, Out* out,
 template <class Out, int kBlockN>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     float8_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                  const __grid_constant__ CUtensorMap out_map, Out* out, const __grid_constant__ Problem problem,
+                  const __grid_constant__ CUtensorMap out_map, void* out, const __grid_constant__ Problem problem,
                   const __grid_constant__ Float8Scales scales) {
   using Wanted = Registers<Nothing, 192>;  // the sums of a tile and of a block
   extern __shared__ __align__(1024) char memory[];
@@ -138,7 +138,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
-    consume_float8<Out, kBlockN>(shared, out_map, out, problem, scales, this_share());
+    consume_float8<Out, kBlockN>(shared, out_map, static_cast<Out*>(out), problem, scales, this_share());
   } else {
     give_registers<Wanted::kOther>();
     if (warp == kConsumerWarps) produce<kBlockN, false, false>(shared, a, b, problem, NoHooks{}, this_share());

@@ -60,10 +60,11 @@ struct StoreGated {
 template <class T, Activation kActivation>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gated_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap gate,
-                 const __grid_constant__ CUtensorMap up, int up_column, T* out, uint32_t* counter,
+                 const __grid_constant__ CUtensorMap up, int up_column, void* out, uint32_t* counter,
                  const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<T>(memory, rows, GateAndUp{gate, up, up_column}, StoreGated<T, kActivation>{out}, counter, problem);
+  multiply_swapped<T>(memory, rows, GateAndUp{gate, up, up_column}, StoreGated<T, kActivation>{static_cast<T*>(out)},
+                      counter, problem);
 }
 
 }  // namespace jax_ep::gemm

@@ -252,10 +252,11 @@ JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Wei
 template <class In, class Out, bool kMn>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     swapped_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weights,
-                   const __grid_constant__ CUtensorMap out_map, Out* out, uint32_t* counter,
+                   const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
                    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<In>(memory, rows, OneMatrix<kMn>{weights}, StoreSums<Out>{out_map, out}, counter, problem);
+  multiply_swapped<In>(memory, rows, OneMatrix<kMn>{weights}, StoreSums<Out>{out_map, static_cast<Out*>(out)}, counter,
+                       problem);
 }
 
 }  // namespace jax_ep::gemm

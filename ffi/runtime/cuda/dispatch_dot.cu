@@ -1,27 +1,18 @@
 // dispatch_ragged_dot for every dtype that the core multiplies. Compiled for sm_90a alone.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "gemm/tensor_map.h"
 #include "kernels/moe/overlap_dot.h"
+#include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {
 namespace {
 
-using DotKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, gemm::Problem, DotWork);
-
+// By the width of tiles.
+template <class In, int kBlockN>
+constexpr gemm::Variant kKernel{std::tuple(kBlockN), &dispatch_dot_kernel<In, kBlockN>,
+                                int{sizeof(gemm::Shared<kBlockN, DotLookout>)}};
 template <class In>
-DotKernel kernel_for(int block_n) {
-  return block_n == 128 ? dispatch_dot_kernel<In, 128> : dispatch_dot_kernel<In, 256>;
-}
-DotKernel kernel_for(DType dtype, int block_n) {
-  return dtype == DType::bfloat16 ? kernel_for<__nv_bfloat16>(block_n) : kernel_for<__half>(block_n);
-}
-
-constexpr int shared_bytes(int block_n) {
-  return block_n == 128 ? sizeof(gemm::Shared<128, DotLookout>) : sizeof(gemm::Shared<256, DotLookout>);
-}
+constexpr std::array kKernels{kKernel<In, 128>, kKernel<In, 256>};
 
 struct Maps {
   CUtensorMap received, rhs, product;
@@ -52,33 +43,17 @@ std::optional<std::string> ProductKernel<DispatchDotArgs>::start(const DotConfig
   gemm::Problem problem = product_of(args, comm.size, config.product.band);
   problem.split_k = config.product.split_k;
   const DotWork work{comm, args, config.dispatching, config.senders_per_cta, config.head};
-  const DotKernel kernel = kernel_for(args.dtype, config.product.block_n);
-  const int bytes = shared_bytes(config.product.block_n);
-  cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) {
-    kernel<<<config.product.blocks, gemm::kThreads, bytes, stream>>>(maps.received, maps.rhs, maps.product, problem,
-                                                                     work);
-    error = cudaGetLastError();
-  }
-  if (error == cudaSuccess) return std::nullopt;
-  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
-  return config.describe() + ": " + cudaGetErrorString(error);
+  const auto* const chosen = gemm::with_operand(
+      args.dtype, [&](auto in) { return gemm::find(kKernels<decltype(in)>, config.product.block_n); });
+  if (!chosen) return gemm::kNotCompiled;
+  const auto error = gemm::describe_error(gemm::start(chosen->kernel, config.product.blocks, chosen->shared_bytes,
+                                                      stream, maps.received, maps.rhs, maps.product, problem, work));
+  return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
 template <>
 gpu::Error ProductKernel<DispatchDotArgs>::load() {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess || major != 9) return error;
-  for (const DType dtype : {DType::bfloat16, DType::float16})
-    for (const int block_n : {128, 256}) {
-      cudaFuncAttributes attributes;
-      error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for(dtype, block_n)));
-      if (error != cudaSuccess) return error;
-    }
-  return cudaSuccess;
+  return gemm::load_all(kKernels<__nv_bfloat16>, kKernels<__half>);
 }
 
 }  // namespace jax_ep

@@ -10,13 +10,16 @@ namespace jax_ep::gemm {
 namespace {
 
 constexpr int kBlockN = 192;  // so wide that its sums and those of a block fill the registers
-using Memory = SharedFor<kBlockN, NoHooks>;
+
+template <class Out>
+constexpr Variant kKernel{std::tuple(kDType<Out>), &float8_kernel<Out, kBlockN>,
+                          int{sizeof(SharedFor<kBlockN, NoHooks>)}};
+constexpr std::array kKernels{kKernel<float>, kKernel<__nv_bfloat16>};
 
 std::optional<std::string> check(const Float8Arguments& x) {
   if (x.m < 1 || x.groups < 1) return "there must be at least one row and one group";
   if (x.n < 1 || x.k < 1 || x.n % kFloat8Block || x.k % kFloat8Block) return "n and k must be multiples of 128";
   if (int64_t{x.m} * (x.k / kFloat8Block) > INT_MAX) return "there are too many rows";
-  if (x.out != DType::bfloat16 && x.out != DType::float32) return "the result must be bfloat16 or float32";
   return std::nullopt;
 }
 
@@ -39,27 +42,19 @@ std::optional<std::string> describe(const Float8Arguments& x, Maps* maps) {
 
 std::optional<std::string> launch(const Float8Arguments& x, cudaStream_t stream) {
   if (const auto error = check(x)) return error;
+  const auto* const chosen = find(kKernels, x.out);
+  if (!chosen) return "the result must be bfloat16 or float32";
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
   HardwareModel model;
   if (const auto error = describe_error(current_model(&model))) return error;
   const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, kBlockN);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k / 2, x.groups, x.group_sizes, config.band};
-  const auto start_for = [&](auto out) {
-    using Out = decltype(out);
-    return start(float8_kernel<Out, kBlockN>, config.blocks, sizeof(Memory), stream, maps.a, maps.b, maps.out,
-                 static_cast<Out*>(x.out_data), problem, Float8Scales{x.a_scales, x.b_scales});
-  };
-  const auto error = describe_error(x.out == DType::float32 ? start_for(float{}) : start_for(__nv_bfloat16{}));
+  const auto error = describe_error(start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.a, maps.b,
+                                          maps.out, x.out_data, problem, Float8Scales{x.a_scales, x.b_scales}));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
-cudaError_t load_float8() {
-  bool hopper = false;
-  if (const cudaError_t error = is_hopper(&hopper); error != cudaSuccess || !hopper) return error;
-  const cudaError_t error = load_kernel(reinterpret_cast<const void*>(float8_kernel<float, kBlockN>));
-  return error == cudaSuccess ? load_kernel(reinterpret_cast<const void*>(float8_kernel<__nv_bfloat16, kBlockN>))
-                              : error;
-}
+cudaError_t load_float8() { return load_all(kKernels); }
 
 }  // namespace jax_ep::gemm

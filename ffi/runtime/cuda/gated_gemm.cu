@@ -7,6 +7,11 @@
 namespace jax_ep::gemm {
 namespace {
 
+template <class T, Activation kActivation>
+constexpr Variant kKernel{std::tuple(kActivation), &gated_kernel<T, kActivation>, int{sizeof(SwapMemory)}};
+template <class T>
+constexpr std::array kKernels{kKernel<T, Activation::silu>, kKernel<T, Activation::gelu>, kKernel<T, Activation::relu>};
+
 struct Maps {
   CUtensorMap rows, gate, up;
 };
@@ -20,29 +25,6 @@ std::optional<std::string> describe(const GatedArguments& x, Maps* maps) {
   return std::nullopt;
 }
 
-template <class T>
-using Kernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, int, T*, uint32_t*, Problem);
-
-template <class T>
-Kernel<T> choose(Activation activation) {
-  switch (activation) {
-    case Activation::silu:
-      return gated_kernel<T, Activation::silu>;
-    case Activation::gelu:
-      return gated_kernel<T, Activation::gelu>;
-    case Activation::relu:
-      return gated_kernel<T, Activation::relu>;
-  }
-  return nullptr;
-}
-
-template <class T>
-cudaError_t start_for(const GatedArguments& x, const Config& config, const Maps& maps, cudaStream_t stream) {
-  const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
-  return start(choose<T>(x.activation), config.blocks, sizeof(SwapMemory), stream, maps.rows, maps.gate, maps.up,
-               x.up_column, static_cast<T*>(x.out_data), x.counter, problem);
-}
-
 }  // namespace
 
 std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) {
@@ -54,21 +36,16 @@ std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) 
   HardwareModel model;
   if (const auto error = describe_error(current_model(&model))) return error;
   const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, GateAndUp::kColumns);
+  const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
+  const auto* const chosen = with_operand(x.dtype, [&](auto in) { return find(kKernels<decltype(in)>, x.activation); });
+  if (!chosen) return "no such activation";
   cudaError_t error = cudaMemsetAsync(x.counter, 0, sizeof(uint32_t), stream);
   if (error == cudaSuccess)
-    error = x.dtype == DType::bfloat16 ? start_for<__nv_bfloat16>(x, config, maps, stream)
-                                       : start_for<__half>(x, config, maps, stream);
+    error = start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.rows, maps.gate, maps.up,
+                  x.up_column, x.out_data, x.counter, problem);
   return describe_error(error);
 }
 
-cudaError_t load_gated() {
-  bool hopper = false;
-  if (const cudaError_t error = is_hopper(&hopper); error != cudaSuccess || !hopper) return error;
-  for (const Activation activation : {Activation::silu, Activation::gelu, Activation::relu})
-    for (const void* kernel : {reinterpret_cast<const void*>(choose<__half>(activation)),
-                               reinterpret_cast<const void*>(choose<__nv_bfloat16>(activation))})
-      if (const cudaError_t error = load_kernel(kernel); error != cudaSuccess) return error;
-  return cudaSuccess;
-}
+cudaError_t load_gated() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }
 
 }  // namespace jax_ep::gemm

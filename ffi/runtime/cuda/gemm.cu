@@ -1,4 +1,5 @@
-// The products of ffi/gemm for every dtype and storage order. Compiled for sm_90a alone, which has wgmma.
+// The products of ffi/gemm for the dtypes and storage orders that Python calls. Compiled for sm_90a alone, which has
+// wgmma.
 #include "gemm/gemm.h"
 #include "gemm/kernel.h"
 #include "gemm/tensor_map.h"
@@ -7,46 +8,24 @@
 namespace jax_ep::gemm {
 namespace {
 
-using Kernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, void*, Problem, NoHooks);
+// By the dtype of the result and the width of tiles; whether a is stored [k, m], and b [k, n].
+template <class In, class Out, int kBlockN, bool kMnA, bool kMnB>
+constexpr Variant kKernel{std::tuple(kDType<Out>, kBlockN, kMnA, kMnB),
+                          &gemm_kernel<In, Out, kBlockN, kMnA, kMnB, NoHooks>, int{sizeof(Shared<kBlockN>)}};
 
-struct Choice {
-  Kernel kernel;
-  int shared_bytes;
-};
+// A gradient has the dtype of its operands: [m, k] times b transposed, or over groups of the contraction.
+template <class In>
+constexpr std::array kKernels{
+    kKernel<In, In, 128, false, true>,    kKernel<In, In, 256, false, true>,  kKernel<In, float, 128, false, true>,
+    kKernel<In, float, 256, false, true>, kKernel<In, In, 128, false, false>, kKernel<In, In, 256, false, false>,
+    kKernel<In, In, 128, true, true>,     kKernel<In, In, 192, true, true>,   kKernel<In, In, 256, true, true>};
 
-template <class In, class Out, int kBlockN>
-Choice choose_order(bool mn_a, bool mn_b) {
-  constexpr int kBytes = sizeof(Shared<kBlockN>);
-  if (mn_a && mn_b) return {gemm_kernel<In, Out, kBlockN, true, true, NoHooks>, kBytes};
-  if (mn_a) return {gemm_kernel<In, Out, kBlockN, true, false, NoHooks>, kBytes};
-  if (mn_b) return {gemm_kernel<In, Out, kBlockN, false, true, NoHooks>, kBytes};
-  return {gemm_kernel<In, Out, kBlockN, false, false, NoHooks>, kBytes};
-}
-
-template <class In, class Out>
-Choice choose_width(int block_n, bool mn_a, bool mn_b) {
-  if (block_n == 128) return choose_order<In, Out, 128>(mn_a, mn_b);
-  if (block_n == 192) return {gemm_kernel<In, Out, 192, true, true, NoHooks>, sizeof(Shared<192>)};
-  return choose_order<In, Out, 256>(mn_a, mn_b);
-}
-
-Choice choose(DType in, DType out, int block_n, bool mn_a, bool mn_b) {
-  if (in == DType::bfloat16)
-    return out == DType::float32 ? choose_width<__nv_bfloat16, float>(block_n, mn_a, mn_b)
-                                 : choose_width<__nv_bfloat16, __nv_bfloat16>(block_n, mn_a, mn_b);
-  return out == DType::float32 ? choose_width<__half, float>(block_n, mn_a, mn_b)
-                               : choose_width<__half, __half>(block_n, mn_a, mn_b);
-}
-
-std::optional<std::string> check(const Arguments& x, const Config& config) {
+std::optional<std::string> check(const Arguments& x) {
   if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
   if (x.in == DType::float32) return "the operands must be bfloat16 or float16";
-  if (x.out != x.in && x.out != DType::float32) return "the result must have the dtype of the operands or be float32";
   if (x.grouping == Grouping::k_grouped && (!x.a_is_k_by_m || !x.b_is_k_by_n))
     return "groups of the contraction need both operands stored with the contraction as rows";
-  if (x.grouping == Grouping::m_grouped && x.a_is_k_by_m) return "rows in groups are stored [m, k]";
-  if (config.block_n == 192 && x.grouping != Grouping::k_grouped)
-    return "tiles of 192 columns are for groups of the contraction";
+  if (x.grouping != Grouping::k_grouped && x.a_is_k_by_m) return "a must be stored [m, k]";
   return std::nullopt;
 }
 
@@ -72,14 +51,16 @@ std::optional<std::string> describe(const Arguments& x, Maps* maps) {
 }  // namespace
 
 std::optional<std::string> launch(const Arguments& x, const Config& config, cudaStream_t stream) {
-  if (const auto error = check(x, config)) return error;
+  if (const auto error = check(x)) return error;
   if (config.swap_ab) return launch_swapped(x, config, stream);
+  const auto* const chosen = with_operand(
+      x.in, [&](auto in) { return find(kKernels<decltype(in)>, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n); });
+  if (!chosen) return kNotCompiled;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
   Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   problem.split_k = config.split_k;
-  const Choice choice = choose(x.in, x.out, config.block_n, x.a_is_k_by_m, x.b_is_k_by_n);
-  const auto error = describe_error(start(choice.kernel, config.blocks, choice.shared_bytes, stream, maps.a, maps.b,
+  const auto error = describe_error(start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.a, maps.b,
                                           maps.out, x.out_data, problem, NoHooks{}));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
@@ -91,17 +72,8 @@ std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
 }
 
 cudaError_t load() {
-  bool hopper = false;
-  if (const cudaError_t error = is_hopper(&hopper); error != cudaSuccess || !hopper) return error;
-  for (const DType in : {DType::bfloat16, DType::float16})
-    for (const DType out : {in, DType::float32})
-      for (const int block_n : {128, 192, 256})
-        for (const int order : {0, 1, 2, 3}) {
-          const Choice choice = choose(in, out, block_n, order & 1, order & 2);
-          if (const cudaError_t error = load_kernel(reinterpret_cast<const void*>(choice.kernel)); error != cudaSuccess)
-            return error;
-        }
-  return load_swapped();
+  const cudaError_t error = load_all(kKernels<__nv_bfloat16>, kKernels<__half>);
+  return error == cudaSuccess ? load_swapped() : error;
 }
 
 }  // namespace jax_ep::gemm

@@ -4,34 +4,22 @@
 
 #include "gemm/tensor_map.h"
 #include "kernels/matmul/overlap.h"
+#include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {
 
-template <class Args>
-using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, void*, gemm::Problem, Work<Args>);
-
-template <class In, class Out, class Args>
-OverlappedKernel<Args> overlapped_for(int block_n, bool mn_b) {
-  if (block_n == 128)
-    return mn_b ? overlapped_kernel<In, Out, 128, true, Args> : overlapped_kernel<In, Out, 128, false, Args>;
-  return mn_b ? overlapped_kernel<In, Out, 256, true, Args> : overlapped_kernel<In, Out, 256, false, Args>;
-}
-
-template <class Args>
-OverlappedKernel<Args> overlapped_for(DType in, DType out, int block_n, bool mn_b) {
-  if (in == DType::bfloat16)
-    return out == DType::float32 ? overlapped_for<__nv_bfloat16, float, Args>(block_n, mn_b)
-                                 : overlapped_for<__nv_bfloat16, __nv_bfloat16, Args>(block_n, mn_b);
-  return out == DType::float32 ? overlapped_for<__half, float, Args>(block_n, mn_b)
-                               : overlapped_for<__half, __half, Args>(block_n, mn_b);
-}
-
-template <class Args>
-constexpr int overlapped_bytes(int block_n) {
-  using Aux = typename AuxOf<Args>::Type;
-  return block_n == 128 ? sizeof(gemm::Shared<128, Aux>) : sizeof(gemm::Shared<256, Aux>);
-}
+// By the dtype of the result and the width of tiles; whether b is stored [k, n]. A gradient has the dtype of its
+// operands.
+template <class Args, class In, class Out, int kBlockN, bool kMnB>
+constexpr gemm::Variant kOverlapped{std::tuple(gemm::kDType<Out>, kBlockN, kMnB),
+                                    &overlapped_kernel<In, Out, kBlockN, kMnB, Args>,
+                                    int{sizeof(gemm::Shared<kBlockN, typename AuxOf<Args>::Type>)}};
+template <class Args, class In>
+constexpr std::array kOverlappedKernels{
+    kOverlapped<Args, In, In, 128, true>,    kOverlapped<Args, In, In, 256, true>,
+    kOverlapped<Args, In, float, 128, true>, kOverlapped<Args, In, float, 256, true>,
+    kOverlapped<Args, In, In, 128, false>,   kOverlapped<Args, In, In, 256, false>};
 
 // The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. product_of(args, comm) stands in the file of
 // each op.
@@ -65,6 +53,10 @@ std::optional<std::string> ProductKernel<Args>::start(const PlanOf<Args>& config
   const Product product = product_of(args, comm);
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const DType in = args.operand_dtype, out = args.dtype;
+  const auto* const chosen = gemm::with_operand(in, [&](auto value) {
+    return gemm::find(kOverlappedKernels<Args, decltype(value)>, out, config.block_n, !args.transpose_b);
+  });
+  if (!chosen) return gemm::kNotCompiled;
   CUtensorMap a, b, out_map;
   const int b_outer = args.transpose_b ? args.n : args.k, b_inner = args.transpose_b ? args.k : args.n;
   if (const auto error = gemm::describe_boxes(gemm::Matrices{product.a, in, args.k, product.m, 1}, gemm::kSlice, &a))
@@ -84,37 +76,16 @@ std::optional<std::string> ProductKernel<Args>::start(const PlanOf<Args>& config
   const int first = kSends ? 0 : config.blocks() - config.communicating;
   Work<Args> work{comm, args, config.communicating, first, config.block_n, {}};
   if (const auto error = prepare(&work)) return error;
-  const auto kernel = overlapped_for<Args>(args.operand_dtype, args.dtype, config.block_n, !args.transpose_b);
-  const int bytes = overlapped_bytes<Args>(config.block_n);
-  cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) {
-    kernel<<<config.blocks(), gemm::kThreads, bytes, stream>>>(a, b, out_map, product.out, problem, work);
-    error = cudaGetLastError();
-  }
-  if (error == cudaSuccess) return std::nullopt;
-  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
-  return config.describe() + ": " + cudaGetErrorString(error);
+  const auto error = gemm::describe_error(gemm::start(chosen->kernel, config.blocks(), chosen->shared_bytes, stream, a,
+                                                      b, out_map, static_cast<void*>(product.out), problem, work));
+  return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
 template <class Args>
 gpu::Error ProductKernel<Args>::load() {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess || major != 9) return error;
   if constexpr (kMayExchange<Args>)
-    if (error = ProductKernel<MatmulExchangeArgs>::load(); error != cudaSuccess) return error;
-  for (const DType in : {DType::bfloat16, DType::float16})
-    for (const DType out : {in, DType::float32})
-      for (const int block_n : {128, 256})
-        for (const bool mn_b : {false, true}) {
-          cudaFuncAttributes attributes;
-          const auto kernel = overlapped_for<Args>(in, out, block_n, mn_b);
-          error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-          if (error != cudaSuccess) return error;
-        }
-  return cudaSuccess;
+    if (const gpu::Error error = ProductKernel<MatmulExchangeArgs>::load(); error != cudaSuccess) return error;
+  return gemm::load_all(kOverlappedKernels<Args, __nv_bfloat16>, kOverlappedKernels<Args, __half>);
 }
 
 }  // namespace jax_ep

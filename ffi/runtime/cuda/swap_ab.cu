@@ -8,6 +8,12 @@
 namespace jax_ep::gemm {
 namespace {
 
+// By the dtype of the result; whether b is stored [k, n]. A gradient has the dtype of its operands.
+template <class In, class Out, bool kMn>
+constexpr Variant kKernel{std::tuple(kDType<Out>, kMn), &swapped_kernel<In, Out, kMn>, int{sizeof(SwapMemory)}};
+template <class In>
+constexpr std::array kKernels{kKernel<In, In, true>, kKernel<In, float, true>, kKernel<In, In, false>};
+
 struct Maps {
   CUtensorMap rows, weights, out;
 };
@@ -22,50 +28,24 @@ std::optional<std::string> describe(const Arguments& x, Maps* maps) {
   return std::nullopt;
 }
 
-template <class In, class Out, bool kMn>
-cudaError_t start_for(const Arguments& x, const Config& config, const Maps& maps, cudaStream_t stream) {
-  const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
-  return start(swapped_kernel<In, Out, kMn>, config.blocks, sizeof(SwapMemory), stream, maps.rows, maps.weights,
-               maps.out, static_cast<Out*>(x.out_data), x.counter, problem);
-}
-
-template <class In, class Out>
-cudaError_t start_for(const Arguments& x, const Config& config, const Maps& maps, cudaStream_t stream) {
-  return x.b_is_k_by_n ? start_for<In, Out, true>(x, config, maps, stream)
-                       : start_for<In, Out, false>(x, config, maps, stream);
-}
-
-template <class In>
-cudaError_t start_for(const Arguments& x, const Config& config, const Maps& maps, cudaStream_t stream) {
-  return x.out == DType::float32 ? start_for<In, float>(x, config, maps, stream)
-                                 : start_for<In, In>(x, config, maps, stream);
-}
-
-template <class In, class Out>
-cudaError_t load_for() {
-  const cudaError_t error = load_kernel(reinterpret_cast<const void*>(swapped_kernel<In, Out, false>));
-  return error == cudaSuccess ? load_kernel(reinterpret_cast<const void*>(swapped_kernel<In, Out, true>)) : error;
-}
-
 }  // namespace
 
 std::optional<std::string> launch_swapped(const Arguments& x, const Config& config, cudaStream_t stream) {
   if (x.grouping != Grouping::m_grouped) return "only rows in groups have such tiles";
   if (!x.counter) return "there must be a counter of tiles";
+  const auto* const chosen =
+      with_operand(x.in, [&](auto in) { return find(kKernels<decltype(in)>, x.out, x.b_is_k_by_n); });
+  if (!chosen) return kNotCompiled;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
   cudaError_t error = cudaMemsetAsync(x.counter, 0, sizeof(uint32_t), stream);
+  const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   if (error == cudaSuccess)
-    error = x.in == DType::bfloat16 ? start_for<__nv_bfloat16>(x, config, maps, stream)
-                                    : start_for<__half>(x, config, maps, stream);
+    error = start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.rows, maps.weights, maps.out,
+                  x.out_data, x.counter, problem);
   return describe_error(error);
 }
 
-cudaError_t load_swapped() {
-  for (const auto load : {load_for<__nv_bfloat16, __nv_bfloat16>, load_for<__nv_bfloat16, float>,
-                          load_for<__half, __half>, load_for<__half, float>})
-    if (const cudaError_t error = load(); error != cudaSuccess) return error;
-  return cudaSuccess;
-}
+cudaError_t load_swapped() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }
 
 }  // namespace jax_ep::gemm
