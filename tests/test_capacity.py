@@ -97,6 +97,24 @@ def test_the_next_op_raises_what_nobody_checked(
     group.check()
 
 
+def test_a_compiled_loop_learns_of_it(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Where nobody checks or traces anything: on a CPU the execution raises, on a GPU the next one, either once."""
+    group = open_group(SIZE)
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation="ffi")
+    full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
+    for _ in range(3):
+        helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
+        with helpers.awaiting_failure(group, ONE_TOO_MANY):
+            helpers.fetch(program(*too_many))
+        if group.platform != "cpu":
+            with pytest.raises(jax.errors.JaxRuntimeError, match=f"CapacityError: .*{ONE_TOO_MANY}"):
+                helpers.fetch(program(*full))
+        helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
+    with pytest.raises(CapacityError, match=ONE_TOO_MANY):
+        group.check()
+    group.check()
+
+
 @pytest.mark.parametrize(("capacity", "alignment"), [(11, 1), (7, 1), (1, 1), (8, 4), (12, 4)])
 def test_drop(
     capacity: int, alignment: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator

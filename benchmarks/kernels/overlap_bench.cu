@@ -1,6 +1,6 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
 // every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
-// `aux` runs them while another kernel holds all SMs but a pair; `time`, `bands`, `blocks` and `sweep` time them
+// `beside` runs them while another kernel holds all SMs but a pair; `time`, `bands`, `blocks` and `sweep` time them
 // inside CUDA graphs beside the product alone, all but the first in other configurations too.
 //
 //   cmake -S tests -B build && cmake --build build --target overlap_bench

@@ -1,14 +1,14 @@
 // What the ranks must agree on when they run an op together: its signature, from the arguments of this rank.
 #pragma once
 
-#include <cassert>
 #include <cstring>
-#include <iterator>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
+#include "kernels/plan.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"
 
@@ -24,6 +24,25 @@ struct SignatureNames {
   bool rows = false;  // whether it looks at the dtype of rows
 };
 
+// How many settings of an op its signature must hold.
+struct SignatureRoom {
+  int sizes = 0, flags = 0;
+
+  template <class Args, class Value>
+  constexpr void count(Value Args::*) {
+    ++(std::is_same_v<Value, bool> ? flags : sizes);
+  }
+  template <class Args>
+  constexpr void count(DType Args::*) {}  // they have a place of their own
+};
+
+template <class Args>
+constexpr SignatureRoom room_for() {
+  SignatureRoom room;
+  OpSpec<Args>::settings([&](const char*, const char*, auto member) { room.count(member); });
+  return room;
+}
+
 // Puts the settings of an op where they stand in its signature: numbers among the sizes, options among the flags.
 template <class Args>
 struct SignatureOf {
@@ -32,8 +51,10 @@ struct SignatureOf {
   SignatureNames names{};
   int sizes = 0, flags = 0;
 
+  static_assert(room_for<Args>().sizes <= kSignatureSizes && room_for<Args>().flags <= kSignatureFlags,
+                "a signature holds all settings of an op");
+
   void add(const char* label, int64_t size) {
-    assert(sizes < kSignatureSizes);
     names.sizes[sizes] = label;
     signature.sizes[sizes++] = size;
   }
@@ -46,7 +67,6 @@ struct SignatureOf {
     add(label, bits);
   }
   void operator()(const char*, const char* label, bool Args::* member) {
-    assert(flags < static_cast<int>(std::size(names.flags)));
     names.flags[flags] = label;
     signature.flags |= static_cast<uint32_t>(args.*member) << flags++;
   }
@@ -69,6 +89,33 @@ Signature signature_of(const Args& args) {
   Signature signature = sign(args).signature;
   signature.op = kind_of(args);
   return signature;
+}
+
+// The plan of a product whose two ranks exchange their tiles stands behind what the op is called with: both must take
+// the same tiles in one order. GPUs with other SMs, or another max_sms, may not.
+constexpr SignatureRoom kPlanAt = room_for<MatmulReduceArgs>();
+static_assert(kPlanAt.sizes + 3 <= kSignatureSizes && kPlanAt.flags < kSignatureFlags);
+
+inline Signature with_plan(Signature signature, const OverlapConfig& config) {
+  if (config.communicating > 0) return signature;  // no exchange
+  int at = kPlanAt.sizes;
+  for (const int size : {config.blocks(), config.block_n, config.band}) signature.sizes[at++] = size;
+  signature.flags |= uint32_t{config.split_k} << kPlanAt.flags;
+  return signature;
+}
+// Results of other products do not depend on their plans.
+template <class Config>
+Signature with_plan(const Signature& signature, const Config&) {
+  return signature;
+}
+
+// ", 64 blocks, tiles 128x128, band 4, two a tile" of an exchange.
+inline std::string describe_plan(const Signature& signature) {
+  const bool reduces = signature.op == OpKind::matmul_all_reduce || signature.op == OpKind::matmul_reduce_scatter;
+  const int64_t* const plan = signature.sizes + kPlanAt.sizes;
+  if (!reduces || plan[0] == 0) return "";
+  return ", " + std::to_string(plan[0]) + " blocks, tiles 128x" + std::to_string(plan[1]) + ", band " +
+         std::to_string(plan[2]) + (signature.flags >> kPlanAt.flags & 1 ? ", two a tile" : "");
 }
 
 template <class Args>
@@ -102,7 +149,7 @@ inline std::string describe(const Signature& signature) {
     text += std::string(" ") + names.sizes[i] + "=" + std::to_string(signature.sizes[i]);
   for (int i = 0; i < kSignatureFlags; ++i)
     if (names.flags[i] && signature.flags >> i & 1) text += std::string(", ") + names.flags[i];
-  return text;
+  return text + describe_plan(signature);
 }
 
 // FNV-1a.

@@ -17,13 +17,15 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attribute
   return made;
 }
 
-ffi::Error check_group(ffi::Dictionary attributes) {
+ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
   const auto id = attributes.get<int64_t>("group");
   if (!id.has_value()) return ffi::Error::Success();
   const std::shared_ptr<Group> group = find_group(*id);
   if (!group) return to_ffi(group_not_open());
-  const std::optional<GroupError> failed = group->failure();
-  return failed ? to_ffi(*failed) : ffi::Error::Success();
+  const std::optional<Seat> seat = group->find_seat(device);
+  if (!seat) return ffi::Error::Success();  // as the op itself will say
+  const std::optional<GroupError> error = group->error_before(*seat);
+  return error ? to_ffi(*error) : ffi::Error::Success();
 }
 
 }  // namespace
@@ -31,6 +33,7 @@ ffi::Error check_group(ffi::Dictionary attributes) {
 ffi::TypeId CallSite::id = {};
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(call_site_handler, make_call_site, ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group, ffi::Ffi::BindInitialize().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group,
+                              ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
 
 }  // namespace jax_ep

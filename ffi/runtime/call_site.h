@@ -18,7 +18,7 @@ struct CallSite {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(call_site_handler);
 
 // The stage before each execution on a GPU, also of a captured graph, in which no op's handler is called: it raises
-// what has failed the group, or that it is closed.
+// what has failed the group, that it is closed, or an error of an earlier execution.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(group_check_handler);
 
 }  // namespace jax_ep

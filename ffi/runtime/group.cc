@@ -31,6 +31,8 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
                                 std::to_string(size()));
   for (int line = 0; line < line_count(); ++line) open_line(line, poison);
   epochs_taken_.resize(line_count());
+  epochs_raised_.resize(line_count());
+  calls_asked_.resize(line_count() * size());
   open_ = true;
   if (const std::optional<GroupError> failed = failure()) throw GroupException(*failed);
 }

@@ -93,6 +93,11 @@ class Group {
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
 
+  // What a call of an op raises before its program runs it: the failure, or, once, an error that left the group usable
+  // and that take_error() has not told. Each rank of this process asks before each of its calls, all in one order, and
+  // all are told at the same call: none waits for another that was told earlier.
+  std::optional<GroupError> error_before(Seat seat);
+
   // The error that the kernel of the last op reported at this seat. It fails the group if it must.
   std::optional<GroupError> reported(Seat seat);
 
@@ -136,7 +141,9 @@ class Group {
     Report report;
   };
   std::optional<Told> told_by(int index) const;
-  std::vector<Told> told(bool fatal) const;
+  std::vector<Told> told(bool fatal, const std::vector<uint64_t>& taken) const;
+  // The error of an op later than those taken, of each line.
+  std::optional<GroupError> take_recoverable(std::vector<uint64_t>* taken);
   GroupError describe(const Told& told) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
@@ -157,7 +164,12 @@ class Group {
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
-  std::vector<uint64_t> epochs_taken_;  // by line: an error of one op is the same error on all its ranks
+  std::mutex told_mutex_;  // of what follows
+  // By line, as an error of one op is one error on all its ranks: what take_error() and error_before() have told.
+  std::vector<uint64_t> epochs_taken_, epochs_raised_;
+  std::vector<uint64_t> calls_asked_;             // by seat
+  uint64_t calls_decided_ = 0;                    // whoever asks first decides for all
+  std::map<uint64_t, GroupError> calls_refused_;  // that some rank has not asked for
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;

@@ -67,7 +67,7 @@ std::optional<GroupError> Group::await_failure(double seconds) {
 
 // Fails the group by what its kernels reported: by the report that is nearest to the root.
 void Group::take_failures() {
-  for (const Told& each : told(/*fatal=*/true)) fail(describe(each));
+  for (const Told& each : told(/*fatal=*/true, std::vector<uint64_t>(line_count()))) fail(describe(each));
 }
 
 std::optional<Group::Told> Group::told_by(int index) const {
@@ -83,31 +83,64 @@ std::optional<Group::Told> Group::told_by(int index) const {
   return found;
 }
 
-// What the kernels of this process have left.
-std::vector<Group::Told> Group::told(bool fatal) const {
+// What the kernels of this process have left, of ops later than `taken`, by line.
+std::vector<Group::Told> Group::told(bool fatal, const std::vector<uint64_t>& taken) const {
   std::vector<Told> found;
-  for (std::size_t i = 0; i < comms_.size(); ++i)
+  for (std::size_t i = 0; i < comms_.size(); ++i) {
+    const Report* const from = comms_[i].report;
+    if (!from || __atomic_load_n(&from->epoch, __ATOMIC_ACQUIRE) <= taken[i / size()]) continue;
+    if (is_fatal(__atomic_load_n(&from->failure, __ATOMIC_RELAXED)) != fatal) continue;
     if (const auto each = told_by(static_cast<int>(i)); each && is_fatal(each->report.failure) == fatal)
       found.push_back(*each);
+  }
   return found;
 }
 
-std::optional<GroupError> Group::take_error() {
-  take_failures();
-  if (std::optional<GroupError> failed = failure()) return failed;
+// The caller holds told_mutex_.
+std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) {
   std::optional<GroupError> recoverable;
   bool hearsay = false;  // what a rank knows from a peer: that one says more
-  std::vector<uint64_t> latest = epochs_taken_;
-  for (const Told& each : told(/*fatal=*/false)) {
+  std::vector<uint64_t> latest = *taken;
+  for (const Told& each : told(/*fatal=*/false, *taken)) {
     const auto& [line, report] = each;
-    if (report.epoch <= epochs_taken_[line]) continue;  // of one op it is one error on all its ranks
     latest[line] = std::max(latest[line], report.epoch);
     if (recoverable && !hearsay) continue;
     recoverable = describe(each);
     hearsay = report.failure == Failure::invalid_routing && report.peer < 0;
   }
-  epochs_taken_ = latest;
+  *taken = latest;
   return recoverable;
+}
+
+std::optional<GroupError> Group::take_error() {
+  take_failures();
+  if (std::optional<GroupError> failed = failure()) return failed;
+  std::lock_guard lock(told_mutex_);
+  std::optional<GroupError> recoverable = take_recoverable(&epochs_taken_);
+  for (int line = 0; line < line_count(); ++line)  // whoever has heard of it goes on
+    epochs_raised_[line] = std::max(epochs_raised_[line], epochs_taken_[line]);
+  return recoverable;
+}
+
+std::optional<GroupError> Group::error_before(Seat seat) {
+  if (std::optional<GroupError> failed = failure()) return failed;
+  take_failures();
+  if (std::optional<GroupError> failed = failure()) return failed;
+  std::lock_guard lock(told_mutex_);
+  const uint64_t call = ++calls_asked_[index_of(seat)];
+  if (call > calls_decided_) {
+    calls_decided_ = call;
+    if (std::optional<GroupError> error = take_recoverable(&epochs_raised_)) calls_refused_.emplace(call, *error);
+  }
+  if (calls_refused_.empty()) return std::nullopt;
+  const auto refused = calls_refused_.find(call);
+  std::optional<GroupError> error;
+  if (refused != calls_refused_.end()) error = refused->second;
+  uint64_t asked_by_all = call;
+  for (std::size_t i = 0; i < calls_asked_.size(); ++i)
+    if (comms_[i].report) asked_by_all = std::min(asked_by_all, calls_asked_[i]);
+  calls_refused_.erase(calls_refused_.begin(), calls_refused_.upper_bound(asked_by_all));
+  return error;
 }
 
 std::optional<GroupError> Group::reported(Seat seat) {

@@ -21,12 +21,16 @@ struct Reached {
   std::vector<Copy> before, after;  // of the kernel: between XLA's buffers and staging
 };
 
+inline void sign(Comm* comm, const Signature& signature) {
+  comm->signature = signature;
+  comm->tag = tag_of(signature);
+}
+
 // `site`: of the call, for the flight recorder. Throws std::runtime_error and GroupException.
 template <class Args>
 Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0) {
   Reached<Args> reached{group.comm(seat), args, {}, {}};
-  reached.comm.signature = signature_of(args);
-  reached.comm.tag = tag_of(reached.comm.signature);
+  sign(&reached.comm, signature_of(args));
   reached.comm.site = site;
   int mail_index = 0;
   OpSpec<Args>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {

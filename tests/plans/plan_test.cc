@@ -10,6 +10,7 @@
 
 #include "comm/platform.h"
 #include "kernels/plan.h"
+#include "kernels/signature.h"
 
 namespace jax_ep {
 namespace {
@@ -100,6 +101,31 @@ void check_dot_plans(const HardwareModel& model) {
         }
 }
 
+// Two ranks that exchange their tiles agree on more than the call: a device of other SMs, or another max_sms, is told
+// apart, and named.
+void check_exchanges() {
+  const HardwareModel whole = hardware_model("sm_90"), part = limit_sms(whole, 64);
+  MatmulReduceArgs args{};
+  args.dtype = args.operand_dtype = DType::bfloat16;
+  args.m = args.n = args.k = 2048;
+  const Signature called = signature_of(args);
+  const auto signed_on = [&](const HardwareModel& model, int ranks) {
+    return with_plan(called, plan(shape_of(args, ranks), model));
+  };
+  const Signature here = signed_on(whole, 2), there = signed_on(part, 2);
+  expect(tag_of(here) == tag_of(signed_on(whole, 2)), "equal devices agree", whole, describe(here));
+  expect(tag_of(here) != tag_of(there), "devices of other SMs do not", part, describe(there));
+  expect(describe(here).find(", 130 blocks, tiles 128x") != std::string::npos, "plans are named", whole,
+         describe(here));
+  expect(describe(there).find(", 62 blocks, tiles 128x") != std::string::npos, "plans are named", part,
+         describe(there));
+  OverlapConfig other = plan(shape_of(args, 2), whole);
+  other.split_k = !other.split_k;
+  expect(tag_of(with_plan(called, other)) != tag_of(here), "so are shares of tiles", whole, describe(here));
+  expect(tag_of(signed_on(part, 4)) == tag_of(called), "more ranks take tiles in any order", part, describe(called));
+  expect(describe(called).find("blocks") == std::string::npos, "they have no plan to name", part, describe(called));
+}
+
 void check_models() {
   for (const char* architecture : {"sm_90", "sm_80", "gfx942"}) {
     const HardwareModel& model = hardware_model(architecture);
@@ -124,6 +150,7 @@ void check_models() {
 int main() {
   using namespace jax_ep;
   check_models();
+  check_exchanges();
   for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"}) {
     check_row_plans(hardware_model(architecture));
     check_products(hardware_model(architecture));

@@ -98,11 +98,8 @@ inline void check_counts(const std::vector<Rank>& ranks) {
     }
 }
 
-// A row that rank 1 does not have: it is not read, no rank delivers, and all say so.
-inline void row_out_of_bounds(Group& group, int tokens, int index) {
-  std::vector<Rank> ranks(kRanks, Rank{tokens});
-  std::mt19937 random(3);
-  fill(ranks, random);
+// A dispatch, and a combine in which rank 1 has been handed a row that it does not have.
+inline void combine_out_of_bounds(const Group& group, std::vector<Rank>& ranks, int index) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
     run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
   });
@@ -110,6 +107,14 @@ inline void row_out_of_bounds(Group& group, int tokens, int index) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
     run_in_float32(comm, ranks[rank].combine_args(), coop);
   });
+}
+
+// The row is not read, no rank delivers, and all say so.
+inline void row_out_of_bounds(Group& group, int tokens, int index) {
+  std::vector<Rank> ranks(kRanks, Rank{tokens});
+  std::mt19937 random(3);
+  fill(ranks, random);
+  combine_out_of_bounds(group, ranks, index);
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].combined[0]), "no rank delivers what another did not send");
     const auto seen = group.reported({0, rank});

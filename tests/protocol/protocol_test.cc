@@ -9,6 +9,7 @@
 #include "processes_ending.h"
 #include "recordings.h"
 #include "sparse.h"
+#include "told.h"
 
 namespace jax_ep {
 namespace {
@@ -49,6 +50,8 @@ int main() {
   jax_ep::drops(jax_ep::kMostTokens, {Way::straight, Way::float8});
   jax_ep::posts_what_specs_mark();
   jax_ep::rows_out_of_bounds(12);
+  jax_ep::all_ranks_are_told_at_one_call();
+  jax_ep::an_execution_notices_by_itself();
   for (const int tokens : {0, 1, 2, 40, jax_ep::kMostTokens})
     for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_senders(tokens, late);  // the first begins first
   jax_ep::last_to_begin_stays();
@@ -69,6 +72,7 @@ int main() {
   jax_ep::given_up_between_ops();
   jax_ep::one_grace_for_all_ops();
   jax_ep::reports_are_whole(200'000);
+  jax_ep::shares_end();
   jax_ep::sparse_reductions(20);
   for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
   jax_ep::matmuls({0, 1, 2, 3}, 12);

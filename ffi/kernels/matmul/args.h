@@ -46,7 +46,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_
 template <class Args>
 struct ProductSpec : OpDefaults {
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("operand_dtype", nullptr, &Args::operand_dtype);
     visit("m", "M", &Args::m);
@@ -79,7 +79,7 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
                                         {OpKind::matmul_reduce_scatter, "matmul_reduce_scatter"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     ProductSpec::settings(visit);
     visit("scatter", nullptr, &Args::reduce_scatter);
   }

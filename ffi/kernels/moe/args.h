@@ -123,7 +123,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::dispatch, "dispatch"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("num_tokens", "T", &Args::num_tokens);
     visit("top_k", "K", &Args::top_k);
@@ -184,7 +184,7 @@ struct OpSpec<ScatterArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::scatter, "combine's backward pass"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("num_tokens", "T", &Args::num_tokens);
     visit("top_k", "K", &Args::top_k);
@@ -219,7 +219,7 @@ struct OpSpec<CombineArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::combine, "combine"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("num_tokens", "T", &Args::num_tokens);
     visit("top_k", "K", &Args::top_k);
@@ -262,7 +262,7 @@ struct OpSpec<DispatchDotArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::dispatch_ragged_dot, "dispatch_ragged_dot"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("num_tokens", "T", &Args::num_tokens);
     visit("top_k", "K", &Args::top_k);

@@ -25,7 +25,7 @@ struct OpSpec<RaggedArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::ragged_all_to_all, "ragged_all_to_all"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("slices", "slices", &Args::slices);
     visit("operand_rows", "operand rows", &Args::operand_rows);
     visit("result_rows", "output rows", &Args::result_rows);

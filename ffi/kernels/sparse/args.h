@@ -74,7 +74,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::sparse_union, "sparse_all_reduce"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("entries", "N", &Args::entries);
     visit("num_rows", "table rows", &Args::num_rows);
     visit("capacity", "capacity", &Args::capacity);
@@ -102,7 +102,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::sparse_reduce, "sparse_all_reduce"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("entries", "N", &Args::entries);
     visit("hidden", "D", &Args::hidden);

@@ -65,7 +65,9 @@ class SparseRuns {
   template <class Visit>
   JAX_EP_FN void for_my_share(int count, Visit visit) const {
     if (!op_.ok()) return;
-    for (int i = op_.coop.index * Coop::lanes + op_.coop.lane; i < count; i += op_.coop.count * Coop::lanes) visit(i);
+    const int64_t step = int64_t{op_.coop.count} * Coop::lanes;  // count + step may not fit an int
+    for (int64_t i = int64_t{op_.coop.index} * Coop::lanes + op_.coop.lane; i < count; i += step)
+      visit(static_cast<int>(i));
   }
 
  private:

@@ -97,10 +97,11 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
   if (group->stalled(seat)) return ffi::Error::Success();
   const gpu::StreamOrder::Turn turn(group->order(seat), call.stream);
-  const Reached<Args> reached = reach(*group, seat, args, site);
+  Reached<Args> reached = reach(*group, seat, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
       const PlanOf<Args> config = plan(shape_of(args, group->size()), group->model());
+      sign(&reached.comm, with_plan(reached.comm.signature, config));
       return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
       const Load load = OpSpec<Args>::load(args);

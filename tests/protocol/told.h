@@ -1,0 +1,52 @@
+// What a program's next execution is told of an earlier one: by its calls, which every rank asks about in one order.
+#pragma once
+
+#include <string>
+
+#include "moe.h"
+
+namespace jax_ep {
+
+inline void all_ranks_are_told_at_one_call() {
+  const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(5);
+  fill(ranks, random);
+  const auto told = [&](int rank) {
+    const auto error = group->error_before({0, rank});
+    expect(!error || error->kind == "InvalidRoutingError", "it is the error of the op");
+    return error.has_value();
+  };
+  for (int rank = 0; rank < kRanks; ++rank) expect(!told(rank), "nothing has happened");
+  expect(!told(0), "the first to ask decides for all");
+  combine_out_of_bounds(*group, ranks, 0);
+  expect(told(0), "the next call is told");
+  expect(!told(0), "once");
+  for (int rank = 1; rank < kRanks; ++rank) {
+    expect(!told(rank), "a call that another rank has gone on with");
+    expect(told(rank), "the call at which another rank was told");
+    expect(!told(rank), "once");
+  }
+  expect(group->take_error().has_value(), "check() raises it, too");
+  combine_out_of_bounds(*group, ranks, 0);
+  expect(group->take_error().has_value(), "an error of a later op");
+  for (int rank = 0; rank < kRanks; ++rank) expect(!told(rank), "who has checked goes on");
+}
+
+// Nobody else looks for the report of a lost rank.
+inline void an_execution_notices_by_itself() {
+  Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
+  std::vector<Rank> ranks(kRanks, Rank{40});
+  std::mt19937 random(6);
+  fill(ranks, random);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    if (rank != 2) run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
+  });
+  expect(!group.failure(), "nobody has looked");
+  for (const int rank : {0, 1, 2, 3}) {
+    const auto error = group.error_before({0, rank});
+    expect(error && error->kind == "PeerTimeoutError", "every rank is told");
+  }
+}
+
+}  // namespace jax_ep
