@@ -85,7 +85,7 @@ def main() -> None:
     for name, (even, odd, seen) in CASES.items():
         with Group(mesh, "ep", timeout=60.0) as group:
             differ(name, group, even, odd, seen)
-    if jax.default_backend() == "gpu" and jax.device_count() == 2:  # one call, but GPUs that may take other shares of it
+    if jax.default_backend() == "gpu" and jax.device_count() == 2:  # one call, in other shares
         call = (multiplied, 1024, np.float32)
         with Group(mesh, "ep", timeout=60.0, max_sms=32 if jax.process_index() % 2 else None) as group:
             differ(PLANS, group, call, call, " 30 blocks, tiles 128x")
