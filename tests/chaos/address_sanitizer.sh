@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The fuzzer under AddressSanitizer: address_sanitizer.sh <python with jax_ep[dev]> <empty folder> [arguments of fuzz].
+# The fuzzer, and calls that do not fit their op, under AddressSanitizer:
+# address_sanitizer.sh <python with jax_ep[dev]> <empty folder> [arguments of fuzz].
 # XLA's buffers come from malloc, so what a kernel writes or reads beyond them, or after they are freed, ends the run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -30,4 +31,5 @@ for bytes in 1 64 1000 65536; do
   fi
 done
 echo "planted overruns were caught"
+sanitized -m pytest -q -n0 tests/test_bindings.py
 sanitized -m tests.chaos.fuzz "$@"

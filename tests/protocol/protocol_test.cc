@@ -72,7 +72,6 @@ int main() {
   jax_ep::given_up_between_ops();
   jax_ep::one_grace_for_all_ops();
   jax_ep::reports_are_whole(200'000);
-  jax_ep::shares_end();
   jax_ep::sparse_reductions(20);
   for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
   jax_ep::matmuls({0, 1, 2, 3}, 12);

@@ -80,9 +80,10 @@ class SparseReduce {
         landing_(op, args, row_bytes_),
         sums_(op.coop, words_) {}
 
-  // Rows that a rank's result should hold.
+  // Rows that a rank's result should hold, whatever the bounds say.
   JAX_EP_FN int rows_of(int rank) const {
-    return args_.sharded ? args_.bounds[rank + 1] - args_.bounds[rank] : args_.bounds[op_.comm.size];
+    const int begin = args_.sharded ? larger(0, args_.bounds[rank]) : 0;
+    return larger(0, larger(0, args_.bounds[args_.sharded ? rank + 1 : op_.comm.size]) - begin);
   }
   // The first rank that has no room for them, or -1. All ranks come to the same answer.
   JAX_EP_FN int rank_without_room() const {
