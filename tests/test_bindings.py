@@ -1,6 +1,7 @@
 """What the libraries tell of an op's results, and calls that do not fit the op: as a program from a file may make."""
 
 import contextlib
+import re
 from typing import Any
 
 import helpers
@@ -215,3 +216,96 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
     rows, offsets = np.zeros((RANKS, 4, 4), np.float32), np.zeros((RANKS, RANKS), np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
         helpers.fetch(helpers.per_rank(body, group.mesh)(rows, offsets))
+
+
+# Products that need no group. The library for CPUs has no kernels for them, but checks their calls alike.
+GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]], tuple[str, tuple[int, ...]]]] = {
+    "grouped_matmul": (
+        {"dtype": "float32", "operand_dtype": "bfloat16", "rhs_is_k_by_n": True},
+        [("bfloat16", (3, 16)), ("bfloat16", (2, 16, 8)), ("int32", (2,))],
+        ("float32", (3, 8)),
+    ),
+    "grouped_outer": (
+        {"dtype": "float16", "m": 24, "k": 3},
+        [("float16", (3, 24)), ("float16", (3, 8)), ("int32", (2,))],
+        ("float16", (2, 24, 8)),
+    ),
+    "gated_matmul": (
+        {"dtype": "bfloat16", "activation": "silu", "columns": 16},
+        [("bfloat16", (3, 16)), ("bfloat16", (2, 16, 16)), ("bfloat16", (2, 16, 16)), ("int32", (2,))],
+        ("bfloat16", (3, 8)),
+    ),
+    "grouped_matmul_float8": (
+        {"dtype": "bfloat16", "n": 256, "k": 128},
+        [
+            ("float8_e4m3fn", (3, 128)),
+            ("float32", (3, 1)),
+            ("float8_e4m3fn", (2, 256, 128)),
+            ("float32", (2, 2, 1)),
+            ("int32", (2,)),
+        ],
+        ("bfloat16", (3, 256)),
+    ),
+}
+BUFFERS = {
+    "grouped_matmul": ("lhs", "rhs", "group_sizes"),
+    "grouped_outer": ("lhs", "rhs", "group_sizes"),
+    "gated_matmul": ("rows", "gate", "up", "group_sizes"),
+    "grouped_matmul_float8": ("lhs", "the scales of lhs", "rhs", "the scales of rhs", "group_sizes"),
+}
+
+
+def call_grouped(name: str, operands: list[Any], result: Any, **change: Any) -> Any:
+    settings = {"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change}
+    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if name in ("grouped_matmul", "gated_matmul") else []
+    attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings.items()}
+    return jax.jit(lambda *x: jax.ffi.ffi_call(f"jax_ep_{name}", [result, *workspace])(*x, **attributes))(*operands)
+
+
+def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
+    return jax.numpy.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_are_called_with_what_they_say(name: str) -> None:
+    settings, operands, (dtype, shape) = GROUPED[name]
+    assert types_of(name, **{"m": 3, "n": 8, "k": 16, "groups": 2, **settings})[0] == ("product", dtype, list(shape))
+    result = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    arrays = [zeros_of(*each) for each in operands]
+    for i, buffer in enumerate(BUFFERS[name]):
+        (other, sizes), given = operands[i], list(arrays)
+        for shape_given in ((*sizes[:-1], sizes[-1] + 1), (*sizes, 1), sizes[:-1]):
+            given[i] = zeros_of(other, shape_given)
+            text = re.escape(f"{name}: {buffer} must be {other}{list(sizes)}, got {other}{list(shape_given)}")
+            with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+                helpers.fetch(call_grouped(name, given, result))
+    for wrong in (jax.ShapeDtypeStruct((*shape, 1), result.dtype), jax.ShapeDtypeStruct(shape, np.int8)):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=re.escape(f"{name}: product must be {dtype}{list(shape)}")
+        ):
+            helpers.fetch(call_grouped(name, arrays, wrong))
+    if jax.default_backend() == "cpu":
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}: only Hopper GPUs have it"):
+            helpers.fetch(call_grouped(name, arrays, result))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("grouped_matmul", {"m": 0}, "m, n, k and groups must be at least 1"),
+        ("grouped_matmul", {"n": 12}, "n and k must be multiples of 8"),
+        ("grouped_matmul", {"operand_dtype": "float32"}, "operand_dtype must be bfloat16 or float16"),
+        ("grouped_matmul", {"rhs_is_k_by_n": False}, "the result must be of the operands' dtype, or float32 of an rhs"),
+        ("grouped_matmul", {"dtype": "float16"}, "the result must be of the operands' dtype, or float32 of an rhs"),
+        ("grouped_outer", {"m": 12}, "m and n must be multiples of 8"),
+        ("grouped_outer", {"dtype": "float32"}, "dtype must be bfloat16 or float16"),
+        ("gated_matmul", {"columns": 24}, "columns must be n or 2 n"),
+        ("gated_matmul", {"activation": "tanh"}, "activation must be silu, gelu or relu, got tanh"),
+        ("grouped_matmul_float8", {"k": 64}, "n and k must be multiples of 128"),
+        ("grouped_matmul_float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32"),
+        ("grouped_matmul_float8", {"m": 2**31 - 1, "k": 256}, "there are too many rows"),
+    ],
+)
+def test_grouped_products_that_cannot_be(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        types_of(name, **{"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change})

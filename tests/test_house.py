@@ -146,12 +146,12 @@ def includes_name_files(root: Path) -> list[str]:
 
 def a_platform_is_reached_by_its_path(root: Path) -> list[str]:
     """Nobody names the folder of a platform but that platform itself: others include "platform/...", which every
-    platform of GPUs has alike. bindings/gemm.cc is in the library for CUDA alone."""
+    platform of GPUs has alike."""
     found = []
     for path, text in native_files(root, "runtime", "bindings"):
         for quoted, _ in headers(text):
             parts = quoted.split("/")
-            at_home = path.startswith("/".join(parts[:2]) + "/") or path == "bindings/gemm.cc"
+            at_home = path.startswith("/".join(parts[:2]) + "/")
             if parts[0] == "runtime" and parts[1] in PLATFORMS and not at_home:
                 found.append(f"{path} includes {quoted}")
             if quoted.startswith(CHOSEN):
@@ -180,7 +180,7 @@ def protocol_throws_nothing(root: Path) -> list[str]:
 
 def runtime_knows_xla_in_three_places(root: Path) -> list[str]:
     """How a custom call finds its group, and how its kernel is launched."""
-    places = re.compile(r"runtime/(call_site|registry|extra|\w+/launch)\.(h|cc)")
+    places = re.compile(r"runtime/(call_site|registry|\w+/launch)\.(h|cc)")
     return [
         f"{path} includes {quoted or angled}"
         for path, text in native_files(root, "runtime")

@@ -20,7 +20,8 @@ struct ResultType {
 struct BoundOp {
   const char* target;  // of the FFI
   XLA_FFI_Handler* handler;
-  // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream.
+  // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream. Null for
+  // an op that needs no group.
   XLA_FFI_Handler* uncaptured;
   // The results of a call with these settings, in its order; throws std::invalid_argument.
   std::vector<ResultType> (*result_types)(const Settings& settings, int ranks);
@@ -32,5 +33,8 @@ BoundOp bind();
 
 // The products with a collective, where the library has them: bindings/matmul.cc, or else no_matmul.cc.
 std::vector<BoundOp> bind_products();
+
+// The ops that need no group of ranks, where the library knows them: bindings/alone.cc, or else no_matmul.cc.
+std::vector<BoundOp> bind_alone();
 
 }  // namespace jax_ep

@@ -35,7 +35,8 @@ inline std::string describe(ffi::AnyBuffer buffer) {
 }
 
 // What is wrong with a buffer. A program that was compiled for another group may come here, from a file.
-inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer buffer) {
+// `where`: behind what it must be.
+inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer buffer, const char* where) {
   const auto sizes = buffer.dimensions();
   const bool any = spec.values == Values::any;
   const bool fits =
@@ -46,7 +47,7 @@ inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer
   const std::string wanted =
       any ? std::to_string(spec.sizes[0]) + " rows of " + std::to_string(spec.sizes[1]) + " bytes"
           : describe(name_of(spec.values), spec.sizes, spec.sizes + spec.rank);
-  return std::string(spec.name) + " must be " + wanted + " in this group, got " + describe(buffer);
+  return std::string(spec.name) + " must be " + wanted + where + ", got " + describe(buffer);
 }
 
 // All that a call hands over. Behind the operands of the spec come those that updated results begin as, and behind the
@@ -85,13 +86,14 @@ std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args
   if (call.operands.size() != counts.operands || call.results.size() != counts.results)
     return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
            " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
+  const char* const where = kIsAlone<Args> ? "" : " in this group";
   auto operand = call.operands.begin(), result = call.results.begin();
   auto origin = call.operands.end() - counts.updated;
   std::optional<std::string> error;
   OpSpec<Args>::buffers(*args, ranks, [&](const BufferSpec& spec, auto member) {
     if (!spec.present || spec.use == Use::scratch) return;
     const ffi::AnyBuffer buffer = spec.use == Use::operand ? *operand++ : *result++;
-    if (!error) error = compare(spec, buffer);
+    if (!error) error = compare(spec, buffer, where);
     if (spec.use == Use::updated && (*origin++).untyped_data() != buffer.untyped_data() && spec.bytes() > 0 && !error)
       error = std::string(spec.name) + " must be the operand that it updates, in place: the program has no such alias";
     set_pointer(&(args->*member), buffer.untyped_data());
@@ -99,7 +101,7 @@ std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args
   if (error || workspace_bytes == 0) return error;
   char* const workspace = static_cast<char*>(result->untyped_data());
   for_each_part(*args, ranks, [&](auto member, int64_t offset) { set_pointer(&(args->*member), workspace + offset); });
-  return compare(jax_ep::result("the workspace", Values::uint8, workspace_bytes), *result);
+  return compare(jax_ep::result("the workspace", Values::uint8, workspace_bytes), *result, where);
 }
 
 }  // namespace jax_ep

@@ -38,7 +38,10 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
 
 template <class Args>
 std::string wrong_call(const Args& args, const std::string& what) {
-  return std::string(name_of(kind_of(args))) + ": " + what;
+  if constexpr (kIsAlone<Args>)
+    return std::string(OpSpec<Args>::kTarget) + ": " + what;
+  else
+    return std::string(name_of(kind_of(args))) + ": " + what;
 }
 
 template <class Args>
@@ -52,6 +55,17 @@ LaunchResult execute(Call call, ffi::RemainingArgs operands, ffi::RemainingRets 
   if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, wrong_call(args, *error)});
   const int32_t site = number_of_site(settings.text("site").value_or(""));
   return launch(call, caller.group, caller.seat, site, args);
+}
+
+// An op that needs no group of ranks.
+template <class Args>
+LaunchResult execute_alone(Call call, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                           ffi::Dictionary attributes) {
+  Args args{};
+  std::optional<std::string> error = read_settings(Attributes(attributes), 1, kSendsAhead, &args);
+  if (!error) error = set_pointers(CallBuffers(operands, results), 1, &args);
+  if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, wrong_call(args, *error)});
+  return launch_alone(call, args);
 }
 
 template <class Args>
@@ -77,6 +91,13 @@ BoundOp bind() {
   XLA_FFI_DEFINE_HANDLER(uncaptured, execute<Args>,
                          ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs());
   return {OpSpec<Args>::kTarget, handler, uncaptured, result_types<Args>};
+}
+
+template <class Args>
+BoundOp bind_one_alone() {
+  XLA_FFI_DEFINE_HANDLER(handler, execute_alone<Args>,
+                         ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(), {kTraits});
+  return {OpSpec<Args>::kTarget, handler, nullptr, result_types<Args>};
 }
 
 }  // namespace jax_ep

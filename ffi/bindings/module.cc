@@ -13,7 +13,6 @@
 #include "bindings/bound_op.h"
 #include "platform/launch.h"
 #include "runtime/call_site.h"
-#include "runtime/extra.h"
 #include "runtime/memory.h"
 #include "runtime/recorder.h"
 
@@ -32,7 +31,7 @@ std::vector<BoundOp> bound_ops() {
   std::vector<BoundOp> ops{JAX_EP_MOE_OPS(JAX_EP_BOUND) JAX_EP_RAGGED_OPS(JAX_EP_BOUND)
                                JAX_EP_SPARSE_OPS(JAX_EP_BOUND)};
 #undef JAX_EP_BOUND
-  for (const BoundOp& product : bind_products()) ops.push_back(product);
+  for (const auto& more : {bind_products(), bind_alone()}) ops.insert(ops.end(), more.begin(), more.end());
   return ops;
 }
 
@@ -47,10 +46,9 @@ py::dict stages(XLA_FFI_Handler* handler) {
 // The stages of each target's handler.
 py::dict handlers() {
   py::dict all;
-  for (const NamedHandler& extra : extra_handlers()) all[extra.name] = stages(extra.handler);
   for (const BoundOp& op : bound_ops()) {
     all[op.target] = stages(op.handler);
-    all[py::str(std::string(op.target) + "_uncaptured")] = stages(op.uncaptured);
+    if (op.uncaptured) all[py::str(std::string(op.target) + "_uncaptured")] = stages(op.uncaptured);
   }
   return all;
 }

@@ -1,7 +1,10 @@
 #include "bindings/bound_op.h"
+#include "runtime/extra.h"
 
 namespace jax_ep {
 
 std::vector<BoundOp> bind_products() { return {}; }
+std::vector<BoundOp> bind_alone() { return {}; }
+std::optional<std::string> load_extra_kernels() { return std::nullopt; }
 
 }  // namespace jax_ep

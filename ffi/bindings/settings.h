@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "kernels/op_spec.h"
 #include "xla/ffi/api/ffi.h"
@@ -63,14 +65,16 @@ class SettingsReader {
   void operator()(const char* name, const char*, float Args::* member) {
     take(name, settings_.real(name), "a float", &(args_.*member));
   }
-  void operator()(const char* name, const char*, DType Args::* member) {
-    const std::string dtype = settings_.text(name).value_or("");
-    for (const DType known : {DType::float32, DType::bfloat16, DType::float16})
-      if (dtype == name_of(values_of(known))) {
-        args_.*member = known;
-        return;
-      }
-    fail(name, "bfloat16, float16 or float32", dtype);
+  template <class Enum, class Base, class = std::enable_if_t<std::is_enum_v<Enum>>>
+  void operator()(const char* name, const char*, Enum Base::* member) {
+    const std::string text = settings_.text(name).value_or("");
+    std::string wanted;
+    for (const auto& choice : NamesOf<Enum>::all) {
+      if (text == choice.name) return static_cast<void>(args_.*member = choice.value);
+      const bool is_last = &choice == std::end(NamesOf<Enum>::all) - 1;
+      wanted += std::string(wanted.empty() ? "" : is_last ? " or " : ", ") + choice.name;
+    }
+    fail(name, wanted, text);
   }
 
   const std::optional<std::string>& error() const { return error_; }

@@ -6,11 +6,11 @@
 // count pairs, and a stage is a block.
 #pragma once
 
+#include "gemm/arguments.h"
 #include "gemm/kernel.h"
 
 namespace jax_ep::gemm {
 
-constexpr int kFloat8Block = 128;  // values of the contraction that share a scale
 static_assert(kFloat8Block == 2 * kBlockK, "a stage is a block");
 
 struct Float8Scales {

@@ -155,6 +155,26 @@ struct OpDefaults {
 template <class Args>
 struct OpSpec;
 
+// Alike, of an op that needs no group of ranks: it has neither kinds nor a load, its `ranks` are one, and errors call
+// it by its target.
+struct AloneDefaults : OpDefaults {};
+template <class Args>
+constexpr bool kIsAlone = std::is_base_of_v<AloneDefaults, OpSpec<Args>>;
+
+// What a setting that is an enum may be, as Python says it.
+template <class Enum>
+struct Named {
+  const char* name;
+  Enum value;
+};
+template <class Enum>
+struct NamesOf;
+template <>
+struct NamesOf<DType> {
+  static constexpr Named<DType> all[] = {
+      {"bfloat16", DType::bfloat16}, {"float16", DType::float16}, {"float32", DType::float32}};
+};
+
 // Whether an op is a product.
 template <class Args, class = void>
 constexpr bool kIsProduct = false;

@@ -28,6 +28,9 @@ enum class OpKind : int32_t {
 #define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
 #define JAX_EP_MOE_PRODUCT_OPS(X) X(DispatchDotArgs)
 
+// Those that need no group of ranks. Hopper GPUs alone have their kernels.
+#define JAX_EP_ALONE_OPS(X) X(GroupedDotArgs) X(GroupedOuterArgs) X(GatedDotArgs) X(Float8DotArgs)
+
 #define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X)
 #define JAX_EP_PRODUCT_OPS(X) JAX_EP_MATMUL_OPS(X) JAX_EP_MOE_PRODUCT_OPS(X)
 #define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_PRODUCT_OPS(X)

@@ -163,11 +163,25 @@ def call(
     return dict(zip(names, returned, strict=True))
 
 
-def _plain(value: bool | int | float | np.dtype) -> bool | int | float | str:
+def call_alone(name: str, *operands: jax.Array, **settings: bool | int | str | np.dtype) -> dict[str, jax.Array]:
+    """Calls an op that needs no group, alike. Only the library for CUDA has kernels for them.
+
+    Returns:
+      Its results by name.
+    """
+    plain = {key: _plain(value) for key, value in settings.items()}
+    types = library("cuda" if is_built("cuda") else "cpu").result_types(name, 1, **plain)  # both know them
+    results = [checks.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape in types]
+    attributes = {key: _attribute(value) for key, value in plain.items()}
+    called = jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)
+    return {result: array for (result, _, _), array in zip(types, called, strict=True) if result != WORKSPACE}
+
+
+def _plain(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
     """A setting as Python's own value, also where the user gave a size as one of numpy's."""
     if isinstance(value, np.dtype):
         return value.name
-    return value if isinstance(value, (bool, float)) else operator.index(value)
+    return value if isinstance(value, (bool, float, str)) else operator.index(value)
 
 
 def _attribute(value: bool | int | float | str) -> Any:
@@ -175,10 +189,3 @@ def _attribute(value: bool | int | float | str) -> Any:
     if isinstance(value, (bool, str)):
         return value
     return np.float32(value) if isinstance(value, float) else np.int64(value)
-
-
-def call_alone(
-    name: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: bool | str
-) -> Sequence[jax.Array]:
-    """Calls an FFI target that needs no group; a batch is one call after the other."""
-    return jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)

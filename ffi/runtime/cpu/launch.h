@@ -61,6 +61,13 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Sea
   return future;
 }
 
+// Ops that need no group have no kernels here: the library only knows their buffers, and says what is wrong with a
+// call.
+template <class Args>
+ffi::Future launch_alone(const Call&, const Args&) {
+  return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});
+}
+
 }  // namespace jax_ep
 
 namespace xla::ffi {

@@ -7,6 +7,7 @@
 
 #include "comm/timeline.h"
 #include "kernels/matmul/args.h"
+#include "kernels/matmul/grouped.h"
 #include "kernels/moe/args.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"
@@ -20,6 +21,11 @@ gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Co
 // Loads every kernel of the ops on rows on the current device, where a CTA has so much shared memory: a first launch
 // would wait for a spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
+
+// Starts an op that needs no group of ranks, or says why it cannot. May be captured in a graph. The library for CUDA
+// alone has them: runtime/cuda/alone.cc.
+template <class Args>
+std::optional<std::string> start_alone(gpu::Stream stream, const Args& args);
 
 // How a product is planned.
 template <class Args>

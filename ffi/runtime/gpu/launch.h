@@ -121,6 +121,13 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   return give_up(*group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
+template <class Args>
+ffi::Error launch_alone(const Call& call, const Args& args) {
+  const std::optional<std::string> error = start_alone(call.stream, args);
+  if (!error) return ffi::Error::Success();
+  return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kTarget) + ": " + *error};
+}
+
 }  // namespace jax_ep
 
 namespace xla::ffi {

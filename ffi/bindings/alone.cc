@@ -1,0 +1,13 @@
+// The FFI handlers of the ops that need no group of ranks.
+#include "bindings/handler.h"
+#include "kernels/matmul/grouped.h"
+
+namespace jax_ep {
+
+std::vector<BoundOp> bind_alone() {
+#define JAX_EP_BOUND(Args) bind_one_alone<Args>(),
+  return {JAX_EP_ALONE_OPS(JAX_EP_BOUND)};
+#undef JAX_EP_BOUND
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,173 @@
+// What the grouped products are called with, and their specs. They need no group of ranks: everything is on the device
+// of the call, which is a Hopper.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/arguments.h"
+#include "kernels/op_spec.h"
+
+namespace jax_ep {
+
+// What the specs have in common.
+struct GroupedSpec : AloneDefaults {
+  static constexpr int kMultiple = 8;  // TMA wants lines of 16 bytes
+
+ protected:
+  template <class Args, class Visit>
+  static void sizes(Visit visit) {
+    visit("m", nullptr, &Args::m);
+    visit("n", nullptr, &Args::n);
+    visit("k", nullptr, &Args::k);
+    visit("groups", nullptr, &Args::groups);
+  }
+  template <class Args>
+  static const char* fault_of_sizes(const Args& x) {
+    return x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1 ? "m, n, k and groups must be at least 1" : nullptr;
+  }
+};
+
+template <>
+struct NamesOf<gemm::Activation> {
+  static constexpr Named<gemm::Activation> all[] = {
+      {"silu", gemm::Activation::silu}, {"gelu", gemm::Activation::gelu}, {"relu", gemm::Activation::relu}};
+};
+
+// A group's rows times its matrix: lhs [m, k], rhs [groups, k, n] or [groups, n, k] -> [m, n].
+struct GroupedDotArgs : gemm::Arguments {};
+
+template <>
+struct OpSpec<GroupedDotArgs> : GroupedSpec {
+  using Args = GroupedDotArgs;
+  static constexpr const char* kTarget = "grouped_matmul";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::out);
+    visit("operand_dtype", nullptr, &Args::in);
+    sizes<Args>(visit);
+    visit("rhs_is_k_by_n", nullptr, &Args::b_is_k_by_n);
+  }
+  static void complete(Args& x, int, bool) { x.grouping = gemm::Grouping::m_grouped; }
+  static const char* fault(const Args& x, int) {
+    if (x.in == DType::float32) return "operand_dtype must be bfloat16 or float16";
+    if (x.out != x.in && (x.out != DType::float32 || !x.b_is_k_by_n))
+      return "the result must be of the operands' dtype, or float32 of an rhs stored [groups, k, n]";
+    if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
+    return fault_of_sizes(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const Values values = values_of(x.in);
+    visit(operand("lhs", values, x.m, x.k), &Args::a);
+    visit(operand("rhs", values, x.groups, x.b_is_k_by_n ? x.k : x.n, x.b_is_k_by_n ? x.n : x.k), &Args::b);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(result("product", values_of(x.out), x.m, x.n), &Args::out_data);
+    visit(scratch("counter", Values::int32, 1), &Args::counter);
+  }
+};
+
+// Over the rows of each group, lhs [k, m] transposed times rhs [k, n] -> [groups, m, n].
+struct GroupedOuterArgs : gemm::Arguments {};
+
+template <>
+struct OpSpec<GroupedOuterArgs> : GroupedSpec {
+  using Args = GroupedOuterArgs;
+  static constexpr const char* kTarget = "grouped_outer";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::out);
+    sizes<Args>(visit);
+  }
+  static void complete(Args& x, int, bool) {
+    x.grouping = gemm::Grouping::k_grouped;
+    x.in = x.out;
+    x.a_is_k_by_m = x.b_is_k_by_n = true;
+  }
+  static const char* fault(const Args& x, int) {
+    if (x.out == DType::float32) return "dtype must be bfloat16 or float16";
+    if (x.m % kMultiple || x.n % kMultiple) return "m and n must be multiples of 8";
+    return fault_of_sizes(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const Values values = values_of(x.out);
+    visit(operand("lhs", values, x.k, x.m), &Args::a);
+    visit(operand("rhs", values, x.k, x.n), &Args::b);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(result("product", values, x.groups, x.m, x.n), &Args::out_data);
+  }
+};
+
+// rows [m, k], gate and up [groups, k, n], or twice both in one array [groups, k, 2 n], gate in front
+// -> activation(rows gate) * (rows up) [m, n].
+struct GatedDotArgs : gemm::GatedArguments {};
+
+template <>
+struct OpSpec<GatedDotArgs> : GroupedSpec {
+  using Args = GatedDotArgs;
+  static constexpr const char* kTarget = "gated_matmul";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    visit("activation", nullptr, &Args::activation);
+    sizes<Args>(visit);
+    visit("columns", nullptr, &Args::columns);
+  }
+  static void complete(Args& x, int, bool) { x.up_column = x.columns - x.n; }
+  static const char* fault(const Args& x, int) {
+    if (x.dtype == DType::float32) return "dtype must be bfloat16 or float16";
+    if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
+    if (x.columns != x.n && x.columns != int64_t{2} * x.n) return "columns must be n or 2 n";
+    return fault_of_sizes(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const Values values = values_of(x.dtype);
+    visit(operand("rows", values, x.m, x.k), &Args::rows);
+    visit(operand("gate", values, x.groups, x.k, x.columns), &Args::gate);
+    visit(operand("up", values, x.groups, x.k, x.columns), &Args::up);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(result("product", values, x.m, x.n), &Args::out_data);
+    visit(scratch("counter", Values::int32, 1), &Args::counter);
+  }
+};
+
+// lhs [m, k] and rhs [groups, n, k] in float8, with a scale per row and block, and per block of both -> [m, n].
+struct Float8DotArgs : gemm::Float8Arguments {};
+
+template <>
+struct OpSpec<Float8DotArgs> : GroupedSpec {
+  using Args = Float8DotArgs;
+  static constexpr const char* kTarget = "grouped_matmul_float8";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::out);
+    sizes<Args>(visit);
+  }
+  static const char* fault(const Args& x, int) {
+    if (x.out == DType::float16) return "dtype must be bfloat16 or float32";
+    if (x.n % gemm::kFloat8Block || x.k % gemm::kFloat8Block) return "n and k must be multiples of 128";
+    if (!fits_int32(int64_t{x.m} * (x.k / gemm::kFloat8Block))) return "there are too many rows";
+    return fault_of_sizes(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const int blocks = x.k / gemm::kFloat8Block;
+    visit(operand("lhs", Values::float8, x.m, x.k), &Args::a);
+    visit(operand("the scales of lhs", Values::float32, x.m, blocks), &Args::a_scales);
+    visit(operand("rhs", Values::float8, x.groups, x.n, x.k), &Args::b);
+    visit(operand("the scales of rhs", Values::float32, x.groups, x.n / gemm::kFloat8Block, blocks), &Args::b_scales);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(result("product", values_of(x.out), x.m, x.n), &Args::out_data);
+  }
+};
+
+}  // namespace jax_ep
