@@ -62,6 +62,11 @@ def per_rank(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
+def vary(x: jax.Array) -> jax.Array:
+    """What may not vary over "ep" yet: the result of an all-reduce, a bias."""
+    return x if "ep" in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, "ep", to="varying")
+
+
 def own_threads() -> int:
     """Threads of jax_ep in this process, by their names; on Linux those of the libraries too."""
     native = 0

@@ -23,11 +23,6 @@ def op(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def vary(x: jax.Array) -> jax.Array:
-    """What does not vary yet: the result of an all-reduce, a bias."""
-    return x if "ep" in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, "ep", to="varying")
-
-
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"), [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)], ids=str
 )
@@ -47,7 +42,7 @@ def test_gradients(
 
     def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
         def varying(a: jax.Array, b: jax.Array) -> jax.Array:
-            return vary(OPS[op](a, b, group=group, out_dtype=out_dtype, implementation=implementation))
+            return helpers.vary(OPS[op](a, b, group=group, out_dtype=out_dtype, implementation=implementation))
 
         return jax.vjp(varying, a, b)[1](above)
 
@@ -74,9 +69,9 @@ def test_gradient_of_the_bias(
 
     def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> jax.Array:
         def biased(bias: jax.Array) -> jax.Array:
-            return vary(OPS[op](a, b, group=group, bias=bias, implementation=implementation))
+            return helpers.vary(OPS[op](a, b, group=group, bias=bias, implementation=implementation))
 
-        return jax.vjp(biased, vary(jnp.zeros(24, bias_dtype)))[1](above)[0]
+        return jax.vjp(biased, helpers.vary(jnp.zeros(24, bias_dtype)))[1](above)[0]
 
     actual = helpers.fetch(helpers.per_rank(pulled, group.mesh)(a, b, above))
     assert actual.dtype == bias_dtype

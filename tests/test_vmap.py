@@ -1,4 +1,4 @@
-"""A batch of an op (`jax.vmap`), or of no more than its derivative, is one call after the other; and forward mode."""
+"""A batch of an op (`jax.vmap`), or of no more than its derivative, is one call after the other."""
 
 from collections.abc import Callable
 from functools import partial
@@ -117,15 +117,10 @@ def test_products(op: str, implementation: Implementation, open_group: OpenGroup
     multiply = partial(OPS[op], group=group, implementation=implementation)
 
     def alike(*factors: jax.Array) -> jax.Array:
-        return varying_over_ep(multiply(*factors))
+        return helpers.vary(multiply(*factors))
 
     assert_as_a_loop(group, alike, (0, 0), (square, square))
     assert_as_a_loop(group, alike, (0, None), (square, square[:, 0]))
-
-
-def varying_over_ep(x: jax.Array) -> jax.Array:
-    axes = jax.typeof(x).manual_axis_type.varying
-    return x if "ep" in axes else jax.lax.pcast(x, "ep", to="varying")
 
 
 def test_sparse_sums(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -136,7 +131,7 @@ def test_sparse_sums(implementation: Implementation, open_group: OpenGroup, rng:
     def total(ids: jax.Array, values: jax.Array) -> jax.Array:
         rows = SparseRows.from_entries(ids, values, num_rows=12)
         summed = jax_ep.sparse_all_reduce(rows, group=group, capacity=12, implementation=implementation)
-        return varying_over_ep(summed.todense())
+        return helpers.vary(summed.todense())
 
     assert_as_a_loop(group, total, (0, 0), (ids, values), rtol=1e-6)
 
@@ -158,33 +153,3 @@ def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: n
     # Backward: how all ranks' results follow this rank's operands. Forward: how its results follow all ranks' operands.
     total = [x.sum(axis=tuple(range(2, x.ndim))).sum() for x in (*backward, *forward)]
     np.testing.assert_allclose(total[:2], total[2:], rtol=1e-4)
-
-
-def test_tangents(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """`jax.jvp` and `jax.linearize` against differences, and against the transpose: <w, J v> = <J^T w, v>."""
-    group = open_group(SIZE)
-    body = there_and_back(group, implementation)
-    operands = [x[:, 0] for x in draw(rng)]
-    moves = [rng.standard_normal(x.shape).astype(np.float32) for x in operands[:3]]
-    weight = rng.standard_normal(operands[0].shape).astype(np.float32)
-
-    def products(weight: jax.Array, ids: jax.Array, *both: jax.Array) -> Any:
-        primals, tangents = both[:3], both[3:]
-
-        def function(*primals: jax.Array) -> jax.Array:
-            return body(*primals, ids)
-
-        moved = jax.jvp(function, primals, tangents)[1]
-        linear = jax.linearize(function, *primals)[1](*tangents)
-        step = 2.0**-6
-        ends = [function(*(p + s * step * t for p, t in zip(primals, tangents, strict=True))) for s in (1, -1)]
-        pulled = jax.vjp(function, *primals)[1](weight)
-        back = sum(jnp.sum(a * b) for a, b in zip(pulled, tangents, strict=True))
-        return moved, linear, (ends[0] - ends[1]) / (2 * step), jnp.sum(weight * moved), back
-
-    moved, linear, steps, there, back = helpers.fetch(
-        helpers.per_rank(products, group.mesh)(weight, operands[3], *operands[:3], *moves)
-    )
-    np.testing.assert_array_equal(moved, linear)
-    np.testing.assert_allclose(moved, steps, rtol=0, atol=5e-3 * np.abs(moved).max())
-    np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4)

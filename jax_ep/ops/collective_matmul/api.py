@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks, gemm
 from jax_ep._core.checks import Chosen, Implementation
+from jax_ep._core.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels, xla
 from jax_ep.ops.collective_matmul.kernels import Config
@@ -158,11 +160,18 @@ def _resolve(op: str, group: Group, implementation: Implementation, a: jax.Array
     return "xla"
 
 
-_reduce = jax.custom_vjp(kernels.matmul_reduce, nondiff_argnums=(0,))
-_gather_both = jax.custom_vjp(kernels.gather_matmul, nondiff_argnums=(0,))  # also the gathered rows
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reduce(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
+    return kernels.matmul_reduce(config, a, b)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gather_both(config: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Also the gathered rows."""
+    return kernels.gather_matmul(config, a, b)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gather(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
     return kernels.gather_matmul(config, a, b)[0]
 
@@ -183,12 +192,22 @@ def _matrix_gradient(config: Config, rows: jax.Array, cotangent: jax.Array, dtyp
     return _dot(left, right, (0, 0), dtype)
 
 
-def _reduce_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
-    return _reduce(config, a, b), (a, b)
+@_reduce.defjvp
+def _reduce_jvp(config: Config, primals: Any, tangents: Any) -> Any:
+    return _reduce(config, *primals), linear(
+        partial(_reduce_on, config), partial(_reduce_back, config), primals, tangents
+    )
 
 
-def _reduce_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
-    a, b = residuals
+def _reduce_on(config: Config, factors: Any, changes: Any) -> jax.Array:
+    """d_a b + a d_b as one product of twice the depth, so that its sums travel once."""
+    (a, b), (d_a, d_b) = factors, changes
+    depth = 1 if config.transpose_b else 0
+    return _reduce(config, jnp.concatenate([d_a, a], axis=1), jnp.concatenate([b, d_b], axis=depth))
+
+
+def _reduce_back(config: Config, factors: Any, cotangent: jax.Array) -> Any:
+    a, b = factors
     if config.scatter:
         d_a, cotangent = _gather_both(_backwards(config, a), cotangent.astype(a.dtype), b)
     else:
@@ -208,28 +227,35 @@ def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
     return jax.lax.psum(cotangent, axis)
 
 
-def _gather_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
-    out, gathered = _gather_both(config, a, b)
-    return out, (gathered, b)
+@_gather.defjvp
+def _gather_jvp(config: Config, primals: Any, tangents: Any) -> Any:
+    out, gathered = _gather_both(config, *primals)
+
+    def on(factors: Any, changes: Any) -> jax.Array:
+        return _gather_on(config, factors, changes)[0]
+
+    return out, linear(on, partial(_gather_back, config), (gathered, primals[1]), tangents)
 
 
-def _gather_bwd(config: Config, residuals: Any, cotangent: jax.Array) -> Any:
-    gathered, b = residuals
+@_gather_both.defjvp
+def _gather_both_jvp(config: Config, primals: Any, tangents: Any) -> Any:
+    out, gathered = _gather_both(config, *primals)
+
+    def back(factors: Any, cotangents: Any) -> Any:
+        d_a, d_b = _gather_back(config, factors, cotangents[0])
+        return d_a + jax.lax.psum_scatter(cotangents[1], config.group.axis_name, tiled=True), d_b
+
+    return (out, gathered), linear(partial(_gather_on, config), back, (gathered, primals[1]), tangents)
+
+
+def _gather_on(config: Config, factors: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
+    (gathered, b), (d_a, d_b) = factors, changes
+    moved, d_gathered = _gather_both(config, d_a, b)
+    return moved + _dot(gathered, d_b, (1, 1 if config.transpose_b else 0), config.dtype), d_gathered
+
+
+def _gather_back(config: Config, factors: Any, cotangent: jax.Array) -> Any:
+    gathered, b = factors
     cotangent = cotangent.astype(gathered.dtype)
     d_a = _reduce(_backwards(config, gathered, scatter=True), cotangent, b)
     return d_a, _matrix_gradient(config, gathered, cotangent, b.dtype)
-
-
-def _gather_both_fwd(config: Config, a: jax.Array, b: jax.Array) -> Any:
-    out, gathered = _gather_both(config, a, b)
-    return (out, gathered), (gathered, b)
-
-
-def _gather_both_bwd(config: Config, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
-    d_a, d_b = _gather_bwd(config, residuals, cotangents[0])
-    return d_a + jax.lax.psum_scatter(cotangents[1], config.group.axis_name, tiled=True), d_b
-
-
-_reduce.defvjp(_reduce_fwd, _reduce_bwd)
-_gather.defvjp(_gather_fwd, _gather_bwd)
-_gather_both.defvjp(_gather_both_fwd, _gather_both_bwd)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jax_ep._core import checks, gemm
 from jax_ep._core.batches import batched_alike
 from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep._core.linear import linear
 from jax_ep.ops.matmul import float8, kernels
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
@@ -33,8 +34,8 @@ def ragged_dot(
     Row i of the result is row i of `lhs` times the matrix of the group it is in; rows behind the last group are zero.
     The kernel serves bfloat16 and float16 operands of one dtype whose K and N are multiples of 8, and accumulates in
     float32; it sums in one fixed order, so the same operands give the same bits. All else, and every other device, gets
-    `jax.lax.ragged_dot` itself. Reverse-mode gradients run on the same kernel, with the cotangent rounded to the dtype
-    of the operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
+    `jax.lax.ragged_dot` itself. Gradients run on the same kernel, with the cotangent rounded to the dtype of the
+    operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
 
     Products of float8 operands add up 128 of the contraction in tensor cores, scale the sum and add it in float32
     (DeepGEMM's recipe). They have no gradient.
@@ -91,6 +92,21 @@ def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> 
     """`jax.lax.ragged_dot`, which takes a batch of some operands too."""
     lhs, rhs, group_sizes = batched_alike(lhs, rhs, group_sizes)
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+
+def product_tangent(
+    lhs: jax.Array | Float8Rows,
+    rhs: jax.Array | Float8Weights,
+    group_sizes: jax.Array,
+    d_lhs: jax.Array,
+    d_rhs: jax.Array | None,
+) -> jax.Array:
+    """The tangent of a grouped product, straight through the rounding of operands that are in float8.
+
+    For other families. `d_rhs` is None where `rhs` has none, and `lhs` is not looked at then.
+    """
+    by_lhs = ragged_dot(d_lhs, float8.widened(rhs, d_lhs.dtype), group_sizes)
+    return by_lhs if d_rhs is None else by_lhs + ragged_dot(float8.widened(lhs, d_rhs.dtype), d_rhs, group_sizes)
 
 
 def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -158,7 +174,7 @@ def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _grouped_matmul(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(
         lhs,
@@ -169,14 +185,16 @@ def _grouped_matmul(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax
     )
 
 
-def _forward(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Any:
-    return _grouped_matmul(dtype, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+@_grouped_matmul.defjvp
+def _grouped_matmul_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def forward(residuals: Any, changes: Any) -> jax.Array:
+        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, changes
+        by_lhs = _grouped_matmul(dtype, d_lhs, rhs, group_sizes)
+        return by_lhs + _grouped_matmul(dtype, lhs, d_rhs, group_sizes)
 
+    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lhs, rhs, group_sizes = residuals
+        cotangent = cotangent.astype(lhs.dtype)
+        return lhs_gradient(cotangent, rhs, group_sizes), rhs_gradient(lhs, cotangent, group_sizes)
 
-def _backward(dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs, group_sizes = residuals
-    cotangent = cotangent.astype(lhs.dtype)
-    return lhs_gradient(cotangent, rhs, group_sizes), rhs_gradient(lhs, cotangent, group_sizes), None
-
-
-_grouped_matmul.defvjp(_forward, _backward)
+    return _grouped_matmul(dtype, *primals), linear(forward, backward, primals, (tangents[0], tangents[1]))

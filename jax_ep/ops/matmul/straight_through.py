@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from jax_ep._core.float8 import Float8Weights
-from jax_ep.ops.matmul.api import lhs_gradient, rhs_gradient
+from jax_ep._core.linear import linear
+from jax_ep.ops.matmul.api import lhs_gradient, product_tangent, rhs_gradient
 from jax_ep.ops.matmul.float8 import check_blocks, rounded_product, widened, without_gradient
 
 
@@ -27,19 +28,24 @@ def float8_ragged_dot(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_size
     return _product(lhs, without_gradient(op, "rhs", rhs), group_sizes)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _product(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
     return rounded_product(lhs, rhs, group_sizes)
 
 
-def _forward(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> Any:
-    return _product(lhs, rhs, group_sizes), (None if isinstance(rhs, Float8Weights) else lhs, rhs, group_sizes)
+@_product.defjvp
+def _product_jvp(primals: Any, tangents: Any) -> Any:
+    (lhs, rhs, group_sizes), (d_lhs, d_rhs, _) = primals, tangents
+    if isinstance(rhs, Float8Weights):
+        lhs = d_rhs = None
+    return _product(*primals), linear(_forward, _backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
 
 
-def _backward(residuals: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs, group_sizes = residuals
+def _forward(kept: Any, changes: Any) -> jax.Array:
+    return product_tangent(*kept, *changes)
+
+
+def _backward(kept: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs, group_sizes = kept
     d_rhs = None if lhs is None else rhs_gradient(lhs, cotangent, group_sizes)
-    return lhs_gradient(cotangent, widened(rhs, cotangent.dtype), group_sizes), d_rhs, None
-
-
-_product.defvjp(_forward, _backward)
+    return lhs_gradient(cotangent, widened(rhs, cotangent.dtype), group_sizes), d_rhs

@@ -77,6 +77,28 @@ def combine_gradient(
     return d_outputs, d_weights
 
 
+def combine_tangent(
+    group: Group,
+    expert_outputs: jax.Array,
+    weights: jax.Array,
+    routing: Routing,
+    d_outputs: jax.Array,
+    d_weights: jax.Array,
+    chunks: Chunks = WHOLE,
+) -> list[jax.Array]:
+    """The tangents of the sums of each chunk's tokens."""
+    by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
+    by_weights = combine_chunks(group, chunks, expert_outputs, d_weights, routing)
+    return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
+
+
+def dispatch_tangent(
+    group: Group, d_tokens: jax.Array, d_weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of rows [C, H] and of their weights [R, T, K], of those of a rank's tokens and weights."""
+    return scatter(group, d_tokens, routing), _sent(group, d_weights, routing)
+
+
 def _sent(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
     """[T, K] of each rank to the [R, T, K] that a dispatch would deliver."""
     return jnp.where(routing.rows >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
@@ -108,7 +130,8 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
     routing = primals[2].routing
 
     def forward(routing: Routing, sent: Any) -> Any:
-        return scatter(group, sent[0], routing), _sent(group, sent[1], routing)
+        d_tokens, d_weights = sent
+        return dispatch_tangent(group, d_tokens, d_weights, routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_rows, d_arrived = cotangents
@@ -124,10 +147,7 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> A
     out = checkpoint_name(combine_chunks(group, chunks, expert_outputs, weights, routing), COMBINED)
 
     def forward(known: Any, changes: Any) -> list[jax.Array]:
-        (outputs, weights, routing), (d_outputs, d_weights) = known, changes
-        by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
-        by_weights = combine_chunks(group, chunks, outputs, d_weights, routing)
-        return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
+        return combine_tangent(group, *known, *changes, chunks=chunks)
 
     def backward(known: Any, cotangents: list[jax.Array]) -> Any:
         outputs, weights, routing = known

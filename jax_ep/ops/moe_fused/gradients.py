@@ -1,8 +1,9 @@
-"""The fused ops with their backward passes: five products and two exchanges for a layer of gate, up and down.
+"""The fused ops with their derivatives: backward, five products and two exchanges for a layer of gate, up and down.
 
 Kept for the backward pass, each once: dispatched rows and their routing, the products before the activation, what it
 makes of them, and the product that is combined. Products by the transposed right operands go with the exchanges
 (chain.py); the gradients of the right operands, grouped by the contraction, wait for nothing but their operands.
+Forward, tangents go by the ops of the chain. An operand in float8 has none.
 """
 
 import dataclasses
@@ -10,28 +11,39 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import zero_from_primal
 
 from jax_ep._core.float8 import Float8Rows, Float8Weights
-from jax_ep.ops.matmul.api import rhs_gradient
+from jax_ep._core.linear import linear
+from jax_ep.ops.matmul.api import product_tangent, rhs_gradient
 from jax_ep.ops.matmul.float8 import widened
+from jax_ep.ops.moe.gradients import combine_tangent, dispatch_tangent
 from jax_ep.ops.moe.types import Dispatched, Routing
 from jax_ep.ops.moe_fused import chain
 from jax_ep.ops.moe_fused.types import FirstCall, LastCall, Matrices, Matrix, Rows, outcome
 
 
-def _dispatch_dot(
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def dispatch_dot(
     call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
 ) -> tuple[Any, Dispatched]:
     out, _, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs, keep_products=False)
     return out, _delivered(call, tokens.dtype, dispatched)
 
 
-def _dispatch_dot_fwd(
-    call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
-) -> Any:
+@dispatch_dot.defjvp
+def _dispatch_dot_jvp(call: FirstCall, primals: Any, tangents: Any) -> Any:
+    (tokens, expert_ids, weights, rhs), (d_tokens, _, d_weights, d_rhs) = primals, tangents
     keep = call.activation is not None
     out, products, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs, keep_products=keep)
-    return (out, _delivered(call, tokens.dtype, dispatched)), (rhs, products if keep else None, dispatched)
+    kept = (rhs, products if keep else None, dispatched)
+    changes = (d_tokens, d_weights, tuple(map(_tangent, rhs, d_rhs)))
+    d_out, d_rows, d_arrived = linear(partial(_dispatch_dot_on, call), partial(_dispatch_dot_back, call), kept, changes)
+    delivered = _delivered(call, tokens.dtype, dispatched)
+    nothing = zero_from_primal(delivered)  # for its integers
+    routing = dataclasses.replace(nothing.routing, weights=d_arrived)
+    return (out, delivered), (d_out, nothing._replace(tokens=d_rows, routing=routing))
 
 
 def _delivered(call: FirstCall, dtype: Any, dispatched: Dispatched) -> Dispatched:
@@ -40,8 +52,24 @@ def _delivered(call: FirstCall, dtype: Any, dispatched: Dispatched) -> Dispatche
     return dispatched._replace(tokens=widened(dispatched.tokens, dtype), routing=routing)
 
 
-def _dispatch_dot_bwd(call: FirstCall, residuals: Any, cotangents: tuple[Any, Dispatched]) -> Any:
-    (rhs, products, dispatched), (d_products, arrived) = residuals, cotangents
+def _tangent(operand: Any, tangent: Any) -> Any:
+    return None if isinstance(operand, Float8Rows | Float8Weights) else tangent
+
+
+def _dispatch_dot_on(call: FirstCall, kept: Any, changes: Any) -> Any:
+    (rhs, products, dispatched), (d_tokens, d_weights, d_rhs) = kept, changes
+    d_rows, d_arrived = dispatch_tangent(call.dispatch.group, d_tokens, d_weights, dispatched.routing)
+    d_out = tuple(
+        product_tangent(dispatched.tokens, matrix, dispatched.group_sizes, d_rows, d_matrix)
+        for matrix, d_matrix in zip(rhs, d_rhs, strict=True)
+    )
+    if call.activation is not None:
+        d_out = jax.jvp(partial(outcome, call.activation), (products,), (d_out,))[1]
+    return d_out, d_rows, d_arrived
+
+
+def _dispatch_dot_back(call: FirstCall, kept: Any, cotangents: Any) -> Any:
+    (rhs, products, dispatched), (d_products, d_rows, d_arrived) = kept, cotangents
     if call.activation is not None:
         (d_products,) = jax.vjp(partial(outcome, call.activation), products)[1](d_products)
     d_rhs = tuple(
@@ -49,9 +77,9 @@ def _dispatch_dot_bwd(call: FirstCall, residuals: Any, cotangents: tuple[Any, Di
         for matrix, each in zip(rhs, d_products, strict=True)
     )
     d_tokens, d_weights = chain.multiply_return(
-        call.dispatch.group, d_products, rhs, arrived.tokens, arrived.routing.weights, dispatched.routing
+        call.dispatch.group, d_products, rhs, d_rows, d_arrived, dispatched.routing
     )
-    return d_tokens, None, d_weights, d_rhs
+    return d_tokens, d_weights, d_rhs
 
 
 def _rhs_gradient(rows: Rows, rhs: Matrix, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array | None:
@@ -61,23 +89,30 @@ def _rhs_gradient(rows: Rows, rhs: Matrix, cotangent: jax.Array, group_sizes: ja
     return rhs_gradient(widened(rows, cotangent.dtype), cotangent, group_sizes)
 
 
-def _dot_combine(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def dot_combine(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> jax.Array:
     return chain.multiply_combine(call, lhs, rhs, weights, routing)[0]
 
 
-def _dot_combine_fwd(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> Any:
+@dot_combine.defjvp
+def _dot_combine_jvp(call: LastCall, primals: Any, tangents: Any) -> Any:
+    (lhs, rhs, weights, routing), (d_lhs, d_rhs, d_weights, _) = primals, tangents
     combined, product = chain.multiply_combine(call, lhs, rhs, weights, routing)
-    return combined, (lhs, rhs, product, weights, routing)
+    kept = (lhs, rhs, product, weights, routing)
+    changes = (_tangent(lhs, d_lhs), _tangent(rhs, d_rhs), d_weights)
+    return combined, linear(partial(_dot_combine_on, call), partial(_dot_combine_back, call), kept, changes)
 
 
-def _dot_combine_bwd(call: LastCall, residuals: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs, product, weights, routing = residuals
+def _dot_combine_on(call: LastCall, kept: Any, changes: Any) -> jax.Array:
+    (lhs, rhs, product, weights, routing), (d_lhs, d_rhs, d_weights) = kept, changes
+    if d_lhs is None:
+        d_product = jnp.zeros_like(product)
+    else:
+        d_product = product_tangent(lhs, rhs, routing.group_sizes, d_lhs, d_rhs)
+    return combine_tangent(call.group, product, weights, routing, d_product, d_weights)[0]
+
+
+def _dot_combine_back(call: LastCall, kept: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs, product, weights, routing = kept
     d_lhs, d_product, d_weights = chain.scatter_multiply(call.group, cotangent, rhs, product, weights, routing)
-    d_rhs = _rhs_gradient(lhs, rhs, d_product, routing.group_sizes)
-    return None if isinstance(lhs, Float8Rows) else d_lhs, d_rhs, d_weights, None
-
-
-dispatch_dot = jax.custom_vjp(_dispatch_dot, nondiff_argnums=(0,))
-dot_combine = jax.custom_vjp(_dot_combine, nondiff_argnums=(0,))
-dispatch_dot.defvjp(_dispatch_dot_fwd, _dispatch_dot_bwd)
-dot_combine.defvjp(_dot_combine_fwd, _dot_combine_bwd)
+    return _tangent(lhs, d_lhs), _rhs_gradient(lhs, rhs, d_product, routing.group_sizes), d_weights

@@ -5,6 +5,7 @@ the ranks that hold it, to which the others send theirs, and which writes the su
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from jax_ep._core import checks
 from jax_ep._core.checks import Implementation, OnOverflow
+from jax_ep._core.linear import linear
 from jax_ep._core.undelivered import nan_on_overflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, nodes, xla
@@ -143,20 +145,24 @@ def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method,
     return xla.match(config, group.axis_name, *operands, find=index_match if on_gpu else xla.search)
 
 
-def _reduce_by_kernels(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
     if group.intranode is not None:
         return nodes.reduce(group, config, values, union)
     return kernels.sparse_reduce(group, config, values, union, config.slots_kept(values.shape[0]))
 
 
-_reduce = jax.custom_vjp(_reduce_by_kernels, nondiff_argnums=(0, 1))
+@_reduce.defjvp
+def _reduce_jvp(group: Group, config: SparseConfig, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    values, union = primals
+
+    def forward(union: Union, values: jax.Array) -> jax.Array:
+        return _reduce(group, config, values, union)
+
+    return _reduce(group, config, values, union), linear(forward, partial(_back, group, config), union, tangents[0])
 
 
-def _reduce_fwd(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> Any:
-    return _reduce(group, config, values, union), union
-
-
-def _reduce_bwd(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> Any:
+def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:
     """Every entry takes the cotangent of its row, from the rank that has it."""
     axis_name, dtype = group.axis_name, cotangent.dtype
     slots = xla.slots_of_entries(union, axis_name)
@@ -176,7 +182,4 @@ def _reduce_bwd(group: Group, config: SparseConfig, union: Union, cotangent: jax
         kept = config.slots_kept(slots.shape[0])
         counts = xla.entries_of_slots(union, kept).at[slots].get(mode="clip")
         taken = taken / jnp.maximum(counts, 1)[:, None]
-    return taken.astype(dtype), None
-
-
-_reduce.defvjp(_reduce_fwd, _reduce_bwd)
+    return taken.astype(dtype)

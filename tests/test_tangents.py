@@ -1,0 +1,227 @@
+"""Forward mode of all ops: `jax.jvp` and `jax.linearize` against differences, and against the backward pass."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import pytest
+import sparse_cases
+import test_vmap
+from conftest import OpenGroup
+from matmul_cases import OPS, served
+
+import jax_ep
+from jax_ep import Group, Implementation, SparseRows
+from jax_ep._core import gemm
+
+SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 5, 2, 16, 8
+
+Body = Callable[..., jax.Array]
+
+
+def per_operand(rng: np.random.Generator, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [rng.standard_normal(x.shape).astype(x.dtype) for x in operands]
+
+
+def assert_tangents(
+    group: Group, body: Body, operands: Sequence[np.ndarray], rng: np.random.Generator, *known: np.ndarray
+) -> None:
+    """Of body(*operands, *known) on each rank: J v by differences, and <w, J v> = <J^T w, v>, summed over ranks."""
+    there, back = assert_steps(group, body, operands, rng, *known, backward=True)
+    np.testing.assert_allclose(there, back, rtol=1e-4, atol=1e-4)
+
+
+def assert_steps(
+    group: Group,
+    body: Body,
+    operands: Sequence[np.ndarray],
+    rng: np.random.Generator,
+    *known: np.ndarray,
+    backward: bool = False,
+) -> tuple[float, float]:
+    """J v by differences; returns <w, J v> and, if `backward`, <J^T w, v>."""
+
+    def products(primals: Any, tangents: Any, known: Any) -> Any:
+        def function(*primals: jax.Array) -> jax.Array:
+            return body(*primals, *known)
+
+        moved = jax.jvp(function, primals, tangents)[1]
+        out, linear = jax.linearize(function, *primals)
+        step = 2.0**-8
+        ends = [function(*(p + s * step * t for p, t in zip(primals, tangents, strict=True))) for s in (1, -1)]
+        weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        pulled = jax.vjp(function, *primals)[1](helpers.vary(weight)) if backward else tangents
+        back = sum(jnp.sum(a * b) for a, b in zip(pulled, tangents, strict=True))
+        return moved, linear(*tangents), (ends[0] - ends[1]) / (2 * step), jnp.sum(weight * moved), back
+
+    tangents = per_operand(rng, operands)
+    program = helpers.per_rank(products, group.mesh)
+    moved, linear, steps, there, back = helpers.fetch(program(tuple(operands), tuple(tangents), known))
+    assert np.abs(moved).max() > 0.1
+    np.testing.assert_array_equal(moved, linear)
+    np.testing.assert_allclose(moved, steps, rtol=0, atol=5e-3 * np.abs(moved).max())
+    return there.sum(), back.sum()
+
+
+def test_dispatch_and_combine(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(test_vmap.SIZE)
+    *operands, ids = (x[:, 0] for x in test_vmap.draw(rng))
+    assert_tangents(group, test_vmap.there_and_back(group, implementation), operands, rng, ids)
+
+
+def draw_layer(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    """Tokens, weights, gate, up and down; and ids, of which some skip or name an expert twice."""
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    case.ids[0, 0, 0] = -1
+    case.ids[1, :, 1] = case.ids[1, :, 0]
+    return list(moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)), case.ids
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jnp.tanh], ids=["by name", "of the user"])
+def test_layers(
+    activation: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group = open_group(SIZE)
+    operands, ids = draw_layer(rng)
+
+    def layer(tokens: Any, weights: Any, gate: Any, up: Any, down: Any, ids: Any) -> jax.Array:
+        given: dict[str, Any] = {"group": group, "activation": activation, "implementation": implementation}
+        return jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, **given)
+
+    assert_tangents(group, layer, operands, rng, ids)
+
+
+@pytest.mark.usefixtures("native")
+def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Forward over reverse; reverse over reverse `jax.lax.ragged_dot` has none."""
+    group = open_group(SIZE)
+    operands, ids = draw_layer(rng)
+
+    def gradient(tokens: Any, weights: Any, gate: Any, up: Any, down: Any, ids: Any) -> jax.Array:
+        def loss(*operands: jax.Array) -> jax.Array:
+            tokens, weights, *matrices = operands
+            return jnp.sum(jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group) ** 2)
+
+        gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))(tokens, weights, gate, up, down)
+        return jnp.concatenate([x.reshape(-1) for x in gradients])
+
+    assert_steps(group, gradient, operands, rng, ids)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_in_float8(frozen: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Straight through the rounding: <w, J v> = <J^T w, v>, of both forms; differences would see the rounding."""
+    group = open_group(SIZE)
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, 128)
+    operands = list(moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 128))
+    tangents = per_operand(rng, operands)
+    moving = 2 if frozen else len(operands)
+
+    def products(fused: bool, ids: Any, primals: Any, tangents: Any) -> Any:
+        def layer(*moved: jax.Array) -> jax.Array:
+            given: Any = (*moved, *map(jax_ep.quantize_weights, primals[moving:]))
+            tokens, weights, *matrices = given
+            return jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group, precision="float8", fused=fused)
+
+        moved = jax.jvp(layer, primals[:moving], tangents[:moving])[1]
+        pulled = jax.vjp(layer, *primals[:moving])[1](jnp.cos(moved))
+        return moved, jnp.sum(jnp.cos(moved) * moved), sum(map(jnp.vdot, pulled, tangents[:moving]))
+
+    for fused in (True, False):
+        program = helpers.per_rank(partial(products, fused), group.mesh)
+        moved, there, back = helpers.fetch(program(case.ids, tuple(operands), tuple(tangents)))
+        assert np.abs(moved).max() > 0.1
+        np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4, atol=1e-3)
+
+
+def test_what_a_fused_op_dispatched(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """All that is returned has its tangent: products without an activation, rows, weights."""
+    group = open_group(SIZE)
+    (tokens, weights, gate, *_), ids = draw_layer(rng)
+
+    def everything(tokens: Any, weights: Any, gate: Any, ids: Any) -> jax.Array:
+        given: dict[str, Any] = {"group": group, "num_experts": EXPERTS, "implementation": implementation}
+        out, (rows, _, routing) = jax_ep.dispatch_ragged_dot(tokens, ids, weights, gate, **given)
+        return jnp.concatenate([x.reshape(-1) for x in (jnp.tanh(out), rows**2, routing.weights**2)])
+
+    assert_tangents(group, everything, [tokens, weights, gate], rng, ids)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_products(op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) for _ in range(2))
+    if not served(group, implementation, (16, 16), a.dtype):
+        pytest.skip("kernels on a GPU take 16-bit operands alone")
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return helpers.vary(OPS[op](a, b, group=group, implementation=implementation))
+
+    assert_tangents(group, product, [a, b], rng)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_products(
+    op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """Forward over reverse."""
+    group = open_group(SIZE)
+    a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) / 4 for _ in range(2))
+    if not served(group, implementation, (16, 16), a.dtype):
+        pytest.skip("kernels on a GPU take 16-bit operands alone")
+
+    def gradient(a: jax.Array, b: jax.Array) -> jax.Array:
+        def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.sum(helpers.vary(OPS[op](a, b, group=group, implementation=implementation)) ** 2)
+
+        return jnp.concatenate(jax.grad(loss, argnums=(0, 1))(a, b))
+
+    assert_tangents(group, gradient, [a, b], rng)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("op", sparse_cases.OPS)
+def test_sparse_sums(
+    op: str, sharded: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    group, rows = open_group(SIZE), 12
+    ids = sparse_cases.zipf(rng, SIZE, 7, rows)
+    ids[0, 0] = rows
+    values = sparse_cases.draw_values(rng, ids, 3)
+    options: dict[str, Any] = {"op": op, "sharded": sharded, "capacity": 12, "implementation": implementation}
+
+    def total(values: jax.Array, ids: jax.Array) -> jax.Array:
+        entries = SparseRows.from_entries(ids, values, num_rows=rows)
+        return helpers.vary(jax_ep.sparse_all_reduce(entries, group=group, **options).values)
+
+    assert_tangents(group, total, [values], rng, ids)
+
+
+def test_ragged_dot_as_on_hopper(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Where the core is chosen when lowered; float32 results of 16-bit operands, whose sums are exact."""
+    if not gemm.has_gemm():
+        monkeypatch.setattr(gemm, "has_gemm", lambda: True)
+    lhs, d_lhs = (rng.integers(-4, 5, (30, 16)).astype(jnp.bfloat16) for _ in range(2))
+    rhs, d_rhs = (rng.integers(-4, 5, (3, 16, 24)).astype(jnp.bfloat16) for _ in range(2))
+    sizes = jnp.array([10, 5, 12])
+
+    def product(lhs: Any, rhs: Any) -> jax.Array:
+        return jax_ep.lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float32)
+
+    both = ((lhs, rhs), (d_lhs, d_rhs))
+    out, moved = jax.jit(lambda primals, tangents: jax.jvp(product, primals, tangents))(*both)
+    expert = np.repeat(np.arange(4), [10, 5, 12, 3])
+    wide = [x.astype(np.float32) for x in (*both[0], *both[1])]
+    of_rows = [np.concatenate([x, np.zeros((1, 16, 24), np.float32)])[expert] for x in (wide[1], wide[3])]
+    np.testing.assert_array_equal(out, np.einsum("mk,mkn->mn", wide[0], of_rows[0]))
+    wanted = np.einsum("mk,mkn->mn", wide[2], of_rows[0]) + np.einsum("mk,mkn->mn", wide[0], of_rows[1])
+    np.testing.assert_array_equal(moved, wanted)
+    np.testing.assert_array_equal(jax.linearize(product, *both[0])[1](*both[1]), wanted)
