@@ -10,7 +10,8 @@ namespace {
 
 // By the dtype of the result; whether b is stored [k, n]. A gradient has the dtype of its operands.
 template <class In, class Out, bool kMn>
-constexpr Variant kKernel{std::tuple(kDType<Out>, kMn), &swapped_kernel<In, Out, kMn>, int{sizeof(SwapMemory)}};
+constexpr Variant kKernel{std::tuple(kDType<Out>, kMn), &swapped_kernel<In, Out, kMn>,
+                          int{sizeof(typename PlainSums<In, kMn>::Memory)}};
 template <class In>
 constexpr std::array kKernels{kKernel<In, In, true>, kKernel<In, float, true>, kKernel<In, In, false>};
 
