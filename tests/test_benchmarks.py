@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from jax.profiler import ProfileData
 
 from jax_ep.__main__ import load
 
@@ -143,13 +144,30 @@ def test_layer_in_float8(benchmark: Callable[[str], ModuleType], capsys: pytest.
 
 
 def test_overlap(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark("overlap").main(["--repeats", "1", "--quick"]) == 0
+    assert benchmark("overlap").main(["--repeats", "1", "--quick", "--shapes", "narrow"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert len(rows) == 4
     for row in rows:
         names = ("exchange alone, us", "in order, us", "asynchronous, us")
         exchange, in_order, apart = (number(row[name]) for name in names)
         assert number(row["hidden"][:-2]) == pytest.approx(100 * (in_order - apart) / exchange, abs=1, rel=0.01)
+
+
+def test_stream_trace(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Two streams of a GPU: one is busy for 6 us, 2 of them beside the other. A second GPU is not looked at."""
+    line = 'lines { name: "Stream #%d" timestamp_ns: 5000 events { metadata_id: 1 offset_ps: %d duration_ps: %d } }'
+    lines = [line % each for each in ((1, 0, 4 * 10**6), (1, 4 * 10**6, 2 * 10**6), (2, 3 * 10**6, 2 * 10**6))]
+    meta = 'event_metadata { key: 1 value { id: 1 name: "gemm" } }'
+    planes = [f'planes {{ name: "/device:GPU:{i}" {" ".join(lines)} {meta} }}' for i in range(2)]
+    (tmp_path / "a.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(" ".join(planes)))
+    streams = benchmark("stream_trace")
+    found = streams.read(tmp_path)
+    assert found == [("Stream #1", "gemm", 0, 4), ("Stream #2", "gemm", 3, 5), ("Stream #1", "gemm", 4, 6)]
+    text = "\n".join(streams.table(found))
+    assert [row["start, us"] for row in rows_of(text.split("\n\n")[0])] == ["0.0", "3.0", "4.0"]
+    assert "- Stream #1: 6.0 us, 33 % of it beside another stream's kernels" in text
+    streams.draw(found, "two streams", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
 def test_phases(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
