@@ -18,7 +18,7 @@ from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.matmul.straight_through import float8_ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.moe.types import Routing
-from jax_ep.ops.moe_fused.api import dispatch_ragged_dot, ragged_dot_combine
+from jax_ep.ops.moe_fused.api import combine_beside, dispatch_ragged_dot, ragged_dot_combine
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, Precision, activated, gate_and_up
 
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
@@ -215,17 +215,20 @@ def moe_mlp(
     if activates:
         of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))
         inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
-    always = None
+    hidden = None
     if shared is not None:
         hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)
         if apart:  # the first two products beside the dispatch, the last beside the combine
             inner, hidden = _both(inner, hidden)
-        always = jnp.dot(hidden, shared[2])
     if by_fused_ops and bias_down is None:
-        out = ragged_dot_combine(inner, down, routing, precision=precision, **where)
+        if apart:
+            out, hidden = combine_beside(inner, down, routing, hidden, precision=precision, **where)
+        else:
+            out = ragged_dot_combine(inner, down, routing, precision=precision, **where)
     else:
         out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
-    if always is not None:
+    if shared is not None and hidden is not None:
+        always = jnp.dot(hidden, shared[2])
         if apart:  # else XLA adds in the product's epilogue, which then waits for the combine
             out, always = _both(out, always)
         out = out + always

@@ -67,9 +67,17 @@ def combine_gradient(
     chunks: Chunks = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents [T, H'] of a combine, of its chunks, to that of its rows [C, H'] and of `weights` [R, T, K]."""
+    arrived = scatter_all(group, cotangents, chunks.cut(routing))
+    return gradient_by_arrived(arrived, expert_outputs, weights, routing)
+
+
+def gradient_by_arrived(
+    arrived: jax.Array, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """`combine_gradient`, behind the exchange: `arrived` [C, H'] has at each row the cotangent of its token."""
     present = routing.rows >= 0
     place = jnp.where(present, routing.rows, routing.config.capacity)
-    arrived = scatter_all(group, cotangents, chunks.cut(routing)).astype(jnp.float32)
+    arrived = arrived.astype(jnp.float32)
     row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[place].set(weights, mode="drop")
     d_outputs = (arrived * row_weights[:, None]).astype(expert_outputs.dtype)
     products = jnp.sum(arrived * expert_outputs.astype(jnp.float32), axis=1)

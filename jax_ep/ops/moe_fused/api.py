@@ -160,6 +160,22 @@ def ragged_dot_combine(
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
       JaxEpError: as for `jax_ep.combine`.
     """
+    options: Any = {"group": group, "precision": precision, "implementation": implementation}
+    return combine_beside(lhs, rhs, routing, None, **options)[0]
+
+
+def combine_beside(
+    lhs: Rows,
+    rhs: Matrix,
+    routing: Routing,
+    beside: jax.Array | None,
+    *,
+    group: Group,
+    precision: Precision | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array | None]:
+    """`ragged_dot_combine`, and `beside` as it is, whose cotangent asynchronous ops compute beside the backward pass'
+    exchange."""
     op = "ragged_dot_combine"
     check_group(op, group)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
@@ -180,8 +196,8 @@ def ragged_dot_combine(
     by_kernels = group.resolve(op, implementation) == "ffi"
     call = LastCall(group, in_float8)
     if by_kernels and group.intranode is None:
-        return gradients.dot_combine(call, lhs, rhs, routing.weights, routing)
-    return unfused.dot_combine(call, lhs, rhs, routing, by_kernels=by_kernels)
+        return gradients.dot_combine(call, lhs, rhs, routing.weights, routing, beside)
+    return unfused.dot_combine(call, lhs, rhs, routing, by_kernels=by_kernels), beside
 
 
 def _in_float8(op: str, precision: Any, *operands: Any) -> bool:

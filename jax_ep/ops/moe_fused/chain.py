@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep.group import Group
 from jax_ep.ops.matmul.api import gated_product, lhs_gradient, ragged_dot
 from jax_ep.ops.matmul.float8 import rounded_product, widened
-from jax_ep.ops.moe.gradients import combine, combine_gradient, dispatch, return_rows
+from jax_ep.ops.moe.gradients import combine, dispatch, gradient_by_arrived, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused import kernels
 from jax_ep.ops.moe_fused.types import (
@@ -95,8 +95,22 @@ def multiply_combine(
 
 
 def scatter_multiply(
-    group: Group, cotangent: jax.Array, rhs: Matrix, product: jax.Array, weights: jax.Array, routing: Routing
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward pass of `multiply_combine`, but for its right operand: cotangents of lhs, product and weights."""
-    d_product, d_weights = combine_gradient(group, product, weights, routing, cotangent)
-    return lhs_gradient(d_product, widened(rhs, d_product.dtype), routing.group_sizes), d_product, d_weights
+    group: Group,
+    cotangent: jax.Array,
+    rhs: Matrix,
+    product: jax.Array,
+    weights: jax.Array,
+    routing: Routing,
+    beside: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The backward pass of `multiply_combine`, but for its right operand: cotangents of lhs, product and weights.
+
+    `beside` is returned as it is. Nothing uses the rows that arrive before it is there: else XLA would compute it
+    behind an asynchronous exchange, not beside it.
+    """
+    arrived = scatter_all(group, [cotangent], [routing])
+    if beside is not None:
+        arrived, beside = jax.lax.optimization_barrier((arrived, beside))
+    d_product, d_weights = gradient_by_arrived(arrived, product, weights, routing)
+    d_lhs = lhs_gradient(d_product, widened(rhs, d_product.dtype), routing.group_sizes)
+    return d_lhs, d_product, d_weights, beside

@@ -90,29 +90,35 @@ def _rhs_gradient(rows: Rows, rhs: Matrix, cotangent: jax.Array, group_sizes: ja
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def dot_combine(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> jax.Array:
-    return chain.multiply_combine(call, lhs, rhs, weights, routing)[0]
+def dot_combine(
+    call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing, beside: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`beside` is returned as it is: see `chain.scatter_multiply`."""
+    return chain.multiply_combine(call, lhs, rhs, weights, routing)[0], beside
 
 
 @dot_combine.defjvp
 def _dot_combine_jvp(call: LastCall, primals: Any, tangents: Any) -> Any:
-    (lhs, rhs, weights, routing), (d_lhs, d_rhs, d_weights, _) = primals, tangents
+    (lhs, rhs, weights, routing, beside), (d_lhs, d_rhs, d_weights, _, d_beside) = primals, tangents
     combined, product = chain.multiply_combine(call, lhs, rhs, weights, routing)
     kept = (lhs, rhs, product, weights, routing)
-    changes = (_tangent(lhs, d_lhs), _tangent(rhs, d_rhs), d_weights)
-    return combined, linear(partial(_dot_combine_on, call), partial(_dot_combine_back, call), kept, changes)
+    changes = (_tangent(lhs, d_lhs), _tangent(rhs, d_rhs), d_weights, d_beside)
+    d_out = linear(partial(_dot_combine_on, call), partial(_dot_combine_back, call), kept, changes)
+    return (combined, beside), d_out
 
 
-def _dot_combine_on(call: LastCall, kept: Any, changes: Any) -> jax.Array:
-    (lhs, rhs, product, weights, routing), (d_lhs, d_rhs, d_weights) = kept, changes
+def _dot_combine_on(call: LastCall, kept: Any, changes: Any) -> Any:
+    (lhs, rhs, product, weights, routing), (d_lhs, d_rhs, d_weights, d_beside) = kept, changes
     if d_lhs is None:
         d_product = jnp.zeros_like(product)
     else:
         d_product = product_tangent(lhs, rhs, routing.group_sizes, d_lhs, d_rhs)
-    return combine_tangent(call.group, product, weights, routing, d_product, d_weights)[0]
+    return combine_tangent(call.group, product, weights, routing, d_product, d_weights)[0], d_beside
 
 
-def _dot_combine_back(call: LastCall, kept: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs, product, weights, routing = kept
-    d_lhs, d_product, d_weights = chain.scatter_multiply(call.group, cotangent, rhs, product, weights, routing)
-    return _tangent(lhs, d_lhs), _rhs_gradient(lhs, rhs, d_product, routing.group_sizes), d_weights
+def _dot_combine_back(call: LastCall, kept: Any, cotangents: Any) -> Any:
+    (lhs, rhs, product, weights, routing), (cotangent, d_beside) = kept, cotangents
+    d_lhs, d_product, d_weights, d_beside = chain.scatter_multiply(
+        call.group, cotangent, rhs, product, weights, routing, d_beside
+    )
+    return _tangent(lhs, d_lhs), _rhs_gradient(lhs, rhs, d_product, routing.group_sizes), d_weights, d_beside
