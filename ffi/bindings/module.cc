@@ -193,6 +193,12 @@ class Handle {
     if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_ctas());
     recorder_->start();
   }
+  // For tests: the op and the phase that a rank has entered last, while its ops are recorded.
+  std::optional<std::pair<std::string, std::string>> last_phase(int line, int rank) const {
+    const auto last = recorder_ ? recorder_->last_of({line, rank}) : std::nullopt;
+    if (!last) return std::nullopt;
+    return std::pair{name_of(last->op), name_of(last->phase)};
+  }
   std::vector<PyRecording> stop_recording() {
     std::vector<PyRecording> all;
     if (!recorder_) return all;
@@ -250,6 +256,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("history", &Handle::history, unlocked)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
+      .def("last_phase", &Handle::last_phase, unlocked)
       .def("launch_config", &Handle::launch_config)
       .def("stall", &Handle::stall)
       .def("stage_all", &Handle::stage_all);

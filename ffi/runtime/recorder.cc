@@ -24,6 +24,7 @@ void switch_to(int device, Heap* heap, const Timeline* timeline) {
 }
 
 Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 << kOpBit) - 1)); }
+OpKind op_of(const Event& event) { return static_cast<OpKind>(event.what >> kOpBit & 0xff); }
 
 // The events of a track from number `first` on, out of its ring.
 std::vector<Event> read_events(int device, const Track& track, uint64_t first) {
@@ -40,7 +41,7 @@ Span span_between(const Event& event, const Event& next, std::size_t track, cons
   return {static_cast<int>(track / kTrackRoles),
           static_cast<int>(track % kTrackRoles),
           event.what >> kEpochBit,
-          static_cast<OpKind>(event.what >> kOpBit & 0xff),
+          op_of(event),
           phase_of(event),
           clock.of(event.ns),
           clock.of(next.ns)};
@@ -100,6 +101,19 @@ std::vector<Recording> Recorder::stop() {
   std::vector<Recording> recordings;
   for (const Rank& rank : ranks_) recordings.push_back(read(rank));
   return recordings;
+}
+
+std::optional<Moment> Recorder::last_of(Seat seat) const {
+  for (const Rank& rank : ranks_) {
+    if (rank.seat.line != seat.line || rank.seat.rank != seat.rank) continue;
+    Track track;
+    copy_array<Track>(rank.device, &track, rank.tracks, 1);
+    if (track.count == 0) return std::nullopt;
+    Event event;
+    copy_array<Event>(rank.device, &event, track.events + ((track.count - 1) & track.mask), 1);
+    return Moment{op_of(event), phase_of(event)};
+  }
+  return std::nullopt;
 }
 
 Recording Recorder::read(const Rank& rank) const {

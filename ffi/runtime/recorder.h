@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/timeline.h"
@@ -28,6 +29,12 @@ struct Recording {
   uint64_t unfinished;  // tracks that were inside an op when the recording ended
 };
 
+// What a rank has entered last.
+struct Moment {
+  OpKind op;
+  Phase phase;  // none: between ops
+};
+
 class Recorder {
  public:
   // For ops of up to `ctas` CTAs. Throws std::runtime_error, as start and stop do.
@@ -36,6 +43,9 @@ class Recorder {
   // Ops that begin from now on are recorded.
   void start();
   std::vector<Recording> stop();
+
+  // By the first track of a rank of this process, while ops run; nothing before its first event.
+  std::optional<Moment> last_of(Seat seat) const;
 
  private:
   struct Rank {

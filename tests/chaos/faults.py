@@ -1,10 +1,11 @@
-"""SIGKILL and SIGSTOP of a process at any moment of any op, of groups over several processes.
+"""SIGKILL and SIGSTOP of a process in every phase of every op, of groups over several processes.
 
     python -m tests.chaos.faults --configurations 200 --seed 1
 
-A configuration is one fault. A stop shorter than the timeout may cost nothing. After a longer one, and after a kill,
-every other process must get a typed error in time, close its group, open another among those that are left, and go on
-with right numbers; so must the stopped one, when it is continued.
+A configuration is one fault. It strikes when the victim enters that phase, among those of its ops, that was struck
+least so far; a table counts them. A stop shorter than the timeout may cost nothing. After a longer one, and after a
+kill, every other process must get a typed error in time, close its group, open another among those that are left, and
+go on with right numbers; so must the stopped one, when it is continued.
 """
 
 import dataclasses
@@ -29,22 +30,20 @@ KINDS = ("stop shortly", "stop", "kill")
 
 @dataclasses.dataclass
 class Fault:
-    """What is done to whom, how long after all processes have begun."""
+    """What is done to whom."""
 
     kind: str
     victim: int
-    delay: float
     pause: float  # until a stopped process is continued
 
     @classmethod
     def draw(cls, rng: np.random.Generator, members: list[int]) -> "Fault":
         kind = KINDS[rng.choice(3, p=(0.4, 0.25, 0.35))]
-        delay = float(10 ** rng.uniform(-4, -0.5))
         pause = float(rng.uniform(0.01, 0.4) * TIMEOUT if kind == "stop shortly" else rng.uniform(1.3, 3) * TIMEOUT)
-        return cls(kind, int(rng.choice(members)), delay, pause)
+        return cls(kind, int(rng.choice(members)), pause)
 
     def __str__(self) -> str:
-        return f"{self.kind} process {self.victim} after {self.delay * 1e3:.2f} ms for {self.pause:.2f} s"
+        return f"{self.kind} process {self.victim} for {self.pause:.2f} s"
 
 
 class Trial:
@@ -89,23 +88,34 @@ class Trial:
     def draw_seed(self) -> list[int]:
         return self.rng.integers(2**31, size=2).tolist()
 
-    def stop_shortly(self, lineup: Lineup, fault: Fault) -> None:
+    def run_and_strike(self, lineup: Lineup, fault: Fault, number: signal.Signals, count: int) -> dict[str, Any] | None:
+        """All run so many rounds; returns when the victim has got the signal, with its answer if that came before."""
         victim, seed = lineup.members[fault.victim], self.draw_seed()
         for process in lineup.members.values():
-            process.send("rounds", seed=seed, count=40)
-        time.sleep(fault.delay)
-        victim.signal(signal.SIGSTOP)
+            strike = {"number": number, "struck": self.report.struck} if process is victim else None
+            process.send("rounds", seed=seed, count=count, strike=strike)
+        early = None
+        while "struck" not in (answer := victim.answer(10 * TIMEOUT)):
+            early = answer
+        self.report.struck[answer["struck"]] += 1
+        self.doing += f" in {answer['struck']}"
+        return early
+
+    def stop_shortly(self, lineup: Lineup, fault: Fault) -> None:
+        early = self.run_and_strike(lineup, fault, signal.SIGSTOP, count=100)
         time.sleep(fault.pause)
+        victim = lineup.members[fault.victim]
         victim.signal(signal.SIGCONT)
-        self.assert_nothing_lost({i: process.answer(10 * TIMEOUT) for i, process in lineup.members.items()})
+        answers = {
+            i: early if early and process is victim else process.answer(10 * TIMEOUT)
+            for i, process in lineup.members.items()
+        }
+        self.assert_nothing_lost(answers)
 
     def lose(self, lineup: Lineup, fault: Fault) -> None:
         """Stops or kills the victim; the others must notice, and go on without it."""
-        victim, seed = lineup.members[fault.victim], self.draw_seed()
-        for process in lineup.members.values():
-            process.send("rounds", seed=seed, count=FOREVER)
-        time.sleep(fault.delay)
-        victim.signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        victim = lineup.members[fault.victim]
+        self.run_and_strike(lineup, fault, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP, FOREVER)
         began = time.monotonic()
         del lineup.members[fault.victim]
         allowed = 2.0 if fault.kind == "kill" else TIMEOUT + 1

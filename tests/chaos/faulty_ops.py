@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import fused_cases
 import helpers
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import sparse_cases
 
 import jax_ep
 from jax_ep import Group
+from jax_ep._core import gemm
 from jax_ep.lax import ragged_all_to_all
 
 from .ragged import place
@@ -60,6 +62,69 @@ def round_trip(
     routed = equal(*(getattr(out, name) for name in ("tokens", "group_sizes", "targets", "rows", "weights", "counts")))
     routed += equal(out.dropped, out.invalid)
     return Op(helpers.dispatch_combine(group, implementation="ffi", **options), [*case], [*routed, combined])
+
+
+def float8_rows(rng: np.random.Generator, group: Group) -> Op:
+    """Rows that stay in float8, and combine of what they stand for."""
+    size, experts = group.size, EXPERTS_EACH * group.size
+    case = draw_case(rng, size, 24, 256)
+    capacity = size * 24 * 2
+    expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=True)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False}
+        out = jax_ep.dispatch(
+            tokens, ids, weights, group=group, num_experts=experts, capacity=capacity, implementation="ffi", **options
+        )
+        values, scales = out.tokens
+        rows = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
+        return rows, jax_ep.combine(rows, out.routing, group=group, implementation="ffi")
+
+    combined = Value(
+        oracle.combine(expected.tokens, expected.targets, case.weights),
+        oracle.combine(np.abs(expected.tokens), expected.targets, np.abs(case.weights)),
+        4,
+    )
+    return Op(helpers.per_rank(body, group.mesh), [*case], [*equal(expected.tokens), combined])
+
+
+def fused(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
+    """A dispatch and its product in one kernel, where there is one; and combine with the product before it."""
+    size, experts = group.size, EXPERTS_EACH * group.size
+    case = draw_case(rng, size, tokens, 16)._replace(
+        tokens=rng.integers(-2, 3, (size, tokens, 16)).astype(helpers.DTYPES[0])
+    )
+    first, last = (
+        rng.integers(-2, 3, (size, EXPERTS_EACH, *shape)).astype(case.tokens.dtype) for shape in ((16, 24), (24, 8))
+    )
+    capacity, one_kernel = size * tokens * 2, group.platform == "cpu" or gemm.has_gemm()
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, first: jax.Array, last: jax.Array) -> Any:
+        inner, out = jax_ep.dispatch_ragged_dot(
+            tokens,
+            ids,
+            weights,
+            first,
+            group=group,
+            num_experts=experts,
+            capacity=capacity,
+            implementation="fused" if one_kernel else "ffi",
+        )
+        combined = jax_ep.ragged_dot_combine(inner, last, out.routing, group=group, implementation="ffi")
+        return inner, out.group_sizes, combined
+
+    expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity)
+    inner = fused_cases.product_of(expected, first)
+    sums, sizes = (
+        fused_cases.product_of(expected._replace(tokens=f(inner)), f(last)).astype(np.float32)
+        for f in (np.asarray, np.abs)
+    )
+    combined = Value(
+        oracle.combine(sums, expected.targets, case.weights),
+        oracle.combine(sizes, expected.targets, np.abs(case.weights)),
+        4,
+    )
+    return Op(helpers.per_rank(body, group.mesh), [*case, first, last], [*equal(inner, expected.group_sizes), combined])
 
 
 def gradients(rng: np.random.Generator, group: Group) -> Op:
@@ -138,6 +203,9 @@ OPS: dict[str, Callable[[np.random.Generator, Group], Op]] = {
     "sparse, sharded": partial(sparse, sharded=True, op="mean_by_count"),
     **{op: partial(product, op=op) for op in matmul_cases.OPS},
     "ragged": ragged,
+    "float8 rows": float8_rows,
+    "fused": fused,
+    "fused, late tokens": partial(fused, tokens=helpers.LATE_TOKENS),
 }
 
 

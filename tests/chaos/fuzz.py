@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax_ep import Group, Implementation
 from jax_ep._core import ffi
 
+from .fused import Fused
 from .mlp import MoeMlp
 from .products import Product
 from .programs import Program
@@ -36,6 +37,7 @@ PROGRAMS: tuple[type[Program], ...] = (
     MoeMlp,
     AllReduce,
     Float8,
+    Fused,
     Product,
     Coalesce,
 )

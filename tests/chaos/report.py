@@ -1,6 +1,7 @@
 """The command line of the scripts, and the table they end with."""
 
 import argparse
+import collections
 import dataclasses
 import os
 import time
@@ -42,6 +43,7 @@ class Report:
     longest_seconds: float = 0.0  # from a fault to the error that it must give
     wrong: int = 0
     lost: int = 0  # results, groups or processes that a fault may not cost
+    struck: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # faults by op and phase
     began: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -65,12 +67,15 @@ class Report:
 
     def finish(self) -> int:
         """Prints the table; the exit code."""
+        for phase, count in sorted(self.struck.items()):
+            print(f"struck in {phase}: {count}")
         columns = {
             "script": self.script,
             "seed": self.seed,
             "configurations": self.configurations,
             "programs": self.programs,
             "faults injected": self.faults,
+            "phases struck": len(self.struck),
             "longest s to the error": f"{self.longest_seconds:.2f}",
             "wrong values": self.wrong,
             "lost": self.lost,

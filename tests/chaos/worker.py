@@ -1,6 +1,7 @@
 """A process of a lineup (lineup.py), run by jax_ep.launch: opens groups and runs ops as it is told, line by line.
 
 Process 0 takes no part: it holds the coordinator of jax.distributed, whose end would end all others.
+A process that shall be killed or stopped does that to itself, in the middle of a phase of an op.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -23,6 +25,7 @@ from .faulty_ops import Op, draw_ops
 
 OPEN_SECONDS = 30.0  # for a group: a busy machine needs more than the timeout of its ops
 OPS_AT_ONCE = 3  # of a group: each is compiled
+LOOK_SECONDS, LATEST_SECONDS = 0.03, 0.3  # for phases to strike in, and until one of them comes again
 AWAITING = (jax.errors.JaxRuntimeError, ValueError)  # the latter where a program runs inline, on one device
 
 
@@ -52,26 +55,56 @@ class Prepared:
         assert bits == self.first, f"{self.name}: other bits than before; shards with NaN: {sum(strange)}"
 
 
+class Strike(threading.Thread):
+    """Sends a signal to its own process when a rank of it enters the phase that was struck least so far."""
+
+    def __init__(self, group: Group, number: int, struck: dict[str, int]):
+        super().__init__(daemon=True)
+        self.group, self.number, self.struck = group, number, struck
+        self.rank = next(i for i, d in enumerate(group.mesh.devices.flat) if d.process_index == jax.process_index())
+        self.start()
+
+    def run(self) -> None:
+        began, seen, target, entered = time.monotonic(), set[str](), None, "no op"
+        while (waited := time.monotonic() - began) < LATEST_SECONDS and (target is None or entered != target):
+            assert self.group._native is not None
+            entered = " ".join(self.group._native.last_phase(0, self.rank) or ("no op",))
+            if waited < LOOK_SECONDS:
+                seen.add(entered)
+            elif target is None:
+                target = min(sorted(seen), key=lambda phase: self.struck.get(phase, 0))
+            time.sleep(0)  # others want to run
+        os.write(1, f"@{json.dumps({'struck': entered})}\n".encode())
+        os.kill(os.getpid(), self.number)
+
+
 class Member:
     """The part of this process in the groups of its lineup."""
 
     group: Group
+    strike: Strike | None = None
     ops: list[Prepared]
 
     def open(self, members: list[int], seed: list[int], timeout: float, poison: bool) -> dict[str, Any]:
         os.environ["JAX_EP_DEBUG_POISON"] = str(int(poison))
         devices = [device for device in jax.devices() if device.process_index in members]
         self.group = Group(Mesh(np.array(devices), ("ep",)), "ep", timeout=timeout, open_timeout=OPEN_SECONDS)
+        assert self.group._native is not None
+        self.group._native.start_recording()  # for last_phase
         drawn = draw_ops(np.random.default_rng(seed), self.group, OPS_AT_ONCE)
         self.ops = [Prepared(name, op, self.group.mesh) for name, op in drawn.items()]
         return {"ops": list(drawn)}
 
     def close(self) -> dict[str, Any]:
+        if self.strike:
+            self.strike.join()
         self.group.close()
         return {}
 
-    def rounds(self, seed: list[int], count: int) -> dict[str, Any]:
-        """Runs ops, all processes the same ones, until one fails."""
+    def rounds(self, seed: list[int], count: int, strike: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Runs ops, all processes the same ones, until one fails, or this process strikes itself."""
+        if strike:
+            self.strike = Strike(self.group, **strike)
         rng, done = np.random.default_rng(seed), 0
         found: dict[str, Any] = {"error": None, "wrong": None}
         while done < count and not found["error"] and not found["wrong"]:

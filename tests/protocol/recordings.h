@@ -65,6 +65,10 @@ inline void recordings_of_running_ops() {
     });
   running = false;
   recording.join();
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto last = recorder.last_of({0, rank});
+    expect(last && last->op == OpKind::dispatch && last->phase == Phase::none, "a rank has left its last op");
+  }
   expect(spans > 0, "ops are recorded");
   expect(!group->take_error(), "recording does not disturb them");
 }
