@@ -16,12 +16,15 @@ from jax_ep import (
     Group,
     MismatchError,
     PeerLostError,
+    SparseRows,
     dispatch,
     group as group_module,
     matmul_all_reduce,
+    sparse_all_reduce,
 )
+from jax_ep.lax import ragged_all_to_all
 
-EXPERTS, TOP_K = 8, 2
+EXPERTS, TOP_K, ROWS = 8, 2, 50
 
 
 def dispatched(group: Group, x: jax.Array, experts: int = EXPERTS) -> jax.Array:
@@ -33,6 +36,21 @@ def dispatched(group: Group, x: jax.Array, experts: int = EXPERTS) -> jax.Array:
 def multiplied(group: Group, x: jax.Array) -> jax.Array:
     x = x.astype(jnp.bfloat16)
     return jnp.sum(matmul_all_reduce(x, x.T, group=group, implementation="ffi").astype(jnp.float32), axis=1)
+
+
+def reduced(group: Group, x: jax.Array) -> jax.Array:
+    ids = jnp.arange(x.shape[0], dtype=jnp.int32) % ROWS
+    rows = SparseRows.from_entries(ids, x, num_rows=ROWS)
+    out = sparse_all_reduce(rows, group=group, capacity=ROWS, method="bitmap", implementation="ffi")
+    return jnp.sum(out.values.astype(jnp.float32), axis=1)
+
+
+def exchanged(group: Group, x: jax.Array) -> jax.Array:
+    """A row to and from each rank."""
+    ranks = jnp.arange(group.size, dtype=jnp.int32)
+    own, one = jax.lax.axis_index("ep").astype(jnp.int32) * jnp.ones_like(ranks), jnp.ones_like(ranks)
+    out = ragged_all_to_all(x, x, ranks, one, own, one, axis_name="ep", group=group, implementation="ffi")
+    return jnp.sum(out.astype(jnp.float32), axis=1)
 
 
 # By name: what even and what odd processes run, as (op, tokens, dtype), and what the error says of the odd ones.
@@ -47,6 +65,9 @@ CASES: dict[str, tuple[Call, Call, str]] = {
         f"K=2 H=16 E={2 * EXPERTS} ",
     ),
     "op": ((dispatched, 64, np.float32), (multiplied, 64, np.float32), "matmul_all_reduce bfloat16 M=64 "),
+    "entries": ((reduced, 64, np.float32), (reduced, 40, np.float32), "sparse_all_reduce N=40 "),
+    "rows": ((exchanged, 64, np.float32), (exchanged, 40, np.float32), "ragged_all_to_all "),
+    "sparse or ragged": ((reduced, 64, np.float32), (exchanged, 64, np.float32), "ragged_all_to_all "),
 }
 
 

@@ -2,6 +2,8 @@
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import helpers
@@ -13,7 +15,7 @@ import pytest
 from conftest import OpenGroup
 from test_processes import CPU_DEVICES, ON_CPU, PROCESSES, launch_script
 
-from jax_ep import MismatchError, dispatch
+from jax_ep import MismatchError
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -29,23 +31,54 @@ def test_processes_that_differ(tmp_path: Path) -> None:
         assert any("all ranks must run the same ops" in error for error in errors), errors
 
 
+OPS = {"dispatch": worker.dispatched, "sparse_all_reduce": worker.reduced, "ragged_all_to_all": worker.exchanged}
+
+
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's ranks of one process meet in the kernel, as those of several do")
-def test_a_diverging_branch(open_group: OpenGroup) -> None:
-    """Half of the ranks dispatch 4 tokens, half 6: each finds the others at another call."""
-    group = open_group(4, timeout=1.0)
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("dispatch", "dispatch"),
+        ("sparse_all_reduce", "sparse_all_reduce"),
+        ("ragged_all_to_all", "ragged_all_to_all"),
+        ("ragged_all_to_all", "dispatch"),
+    ],
+)
+def test_a_diverging_branch(left: str, right: str, open_group: OpenGroup) -> None:
+    """Half of the ranks call an op with 4 rows, half one with 6: each finds the others at another call."""
+    group = open_group(4, timeout=0.5)
 
-    def send(x: jax.Array) -> jax.Array:
-        ids = jnp.zeros((x.shape[0], 1), jnp.int32)
-        return dispatch(x, ids, group=group, num_experts=4, capacity=32, implementation="ffi").tokens
+    def body(x: jax.Array, takes_left: jax.Array) -> jax.Array:
+        def run(op: str, x: jax.Array) -> jax.Array:
+            return jnp.sum(OPS[op](group, x))
 
-    def body(x: jax.Array, left: jax.Array) -> jax.Array:
-        return jax.lax.cond(left, lambda: send(x), lambda: send(x[:4]))
+        return jax.lax.cond(takes_left, lambda: run(left, x), lambda: run(right, x[:4]))
 
+    operands = np.ones((4, 6, 8), np.float32), np.array([True, False, True, False])
+    program = helpers.per_rank(body, group.mesh).lower(*operands).compile()
     start = time.monotonic()
     with pytest.raises(jax.errors.JaxRuntimeError):
-        helpers.fetch(
-            helpers.per_rank(body, group.mesh)(np.ones((4, 6, 8), np.float32), np.array([True, False, True, False]))
-        )
+        helpers.fetch(program(*operands))
     assert time.monotonic() - start < group.timeout + 2
-    with pytest.raises(MismatchError, match=r"dispatch float32 T=(4|6) .*waits in dispatch float32 T=(4|6)"):
+    either = f"({left}|{right})"
+    with pytest.raises(MismatchError, match=f"^{either} .*waits in {either} ") as caught:
         group.check()
+    assert left in str(caught.value)
+    assert right in str(caught.value)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="two threads put their ops on GPUs in no order")
+def test_threads_that_run_different_ops(open_group: OpenGroup) -> None:
+    """On a CPU their calls are told apart, and run in one order on all ranks: neither disturbs the other."""
+    group, x = open_group(4), np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
+    programs = {name: helpers.per_rank(partial(op, group), group.mesh) for name, op in OPS.items()}
+    wanted = {name: helpers.fetch(program(x)) for name, program in programs.items()}
+
+    def repeat(name: str) -> list[np.ndarray]:
+        return [helpers.fetch(programs[name](x)) for _ in range(20)]
+
+    with ThreadPoolExecutor(len(OPS)) as threads:
+        for name, found in zip(OPS, threads.map(repeat, OPS), strict=True):
+            for each in found:
+                np.testing.assert_array_equal(each, wanted[name], name)
+    group.check()
