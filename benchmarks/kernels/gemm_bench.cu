@@ -3,7 +3,7 @@
 // library).
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
-//   build/gemm_bench check | time | rows | sweep | float8
+//   build/gemm_bench check | time | rows | contractions | sweep | float8
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>
@@ -148,28 +148,59 @@ void sweep_all() {
   sweep("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), cublas);
 }
 
+struct GroupedShape {
+  int m, n, k, groups;
+};
+
+// All three kinds of sizes of the groups, with a name for each.
+template <class Each>
+void for_each_kind(const char* what, const GroupedShape& shape, int divided, Each each) {
+  const std::string name = std::string(what) + " " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
+                           std::to_string(shape.k) + ", " + std::to_string(shape.groups) + " ";
+  each(name + "drawn", drawn_sizes(divided, shape.groups));
+  each(name + "equal", equal_sizes(divided, shape.groups));
+  each(name + "Zipf", zipf_sizes(divided, shape.groups));
+}
+
 // Rows in groups, by tiles of fixed height and by those that have no more rows than they need.
 void time_rows() {
   Cublas cublas;
-  for (const auto& [m, n, k, groups] : std::vector<std::array<int, 4>>{{32768, 4096, 7168, 64},
-                                                                       {32768, 7168, 2048, 64},
-                                                                       {32768, 2048, 7168, 128},
-                                                                       {32768, 7168, 2048, 128},
-                                                                       {65536, 768, 2048, 64},
-                                                                       {65536, 2048, 768, 64},
-                                                                       {32768, 2880, 2880, 64},
-                                                                       {16384, 14336, 4096, 4},
-                                                                       {1024, 2048, 7168, 128}})
-    for (const auto& [kind, sizes] : std::vector<std::pair<std::string, std::vector<int>>>{
-             {"drawn", drawn_sizes(m, groups)}, {"equal", equal_sizes(m, groups)}, {"Zipf", zipf_sizes(m, groups)}}) {
-      const std::string name = "rows " + std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) +
-                               ", " + std::to_string(groups) + " " + kind;
-      const Case each = by_rows(m, n, k, sizes);
+  for (const GroupedShape& shape : {GroupedShape{32768, 4096, 7168, 64},
+                                    {32768, 7168, 2048, 64},
+                                    {32768, 2048, 7168, 128},
+                                    {32768, 7168, 2048, 128},
+                                    {65536, 768, 2048, 64},
+                                    {65536, 2048, 768, 64},
+                                    {32768, 2880, 2880, 64},
+                                    {16384, 14336, 4096, 4},
+                                    {1024, 2048, 7168, 128}})
+    for_each_kind("rows", shape, shape.m, [&](const std::string& name, const std::vector<int>& sizes) {
+      const Case each = by_rows(shape.m, shape.n, shape.k, sizes);
       const jax_ep::HardwareModel& model = jax_ep::hardware_model("sm_90");
-      const Config fixed = plan_fixed({each.grouping, m, n, k, groups}, model), swapped{256, 8, 132, false, true};
+      const Config fixed = plan_fixed({each.grouping, shape.m, shape.n, shape.k, shape.groups}, model),
+                   swapped{256, 8, 132, false, true};
       time_case(name.c_str(), each, cublas, &fixed);
       time_case(name.c_str(), each, cublas, &swapped);
-    }
+    });
+}
+
+// Contractions in groups, by tiles of every width: the gradients of experts' weights.
+void time_contractions() {
+  Cublas cublas;
+  for (const GroupedShape& shape : {GroupedShape{7168, 4096, 32768, 64},
+                                    {7168, 2048, 32768, 128},
+                                    {7168, 2048, 32768, 256},
+                                    {2048, 768, 65536, 64},
+                                    {2048, 768, 65536, 128},
+                                    {2880, 2880, 32768, 64},
+                                    {2880, 2880, 32768, 128},
+                                    {4096, 14336, 16384, 4}})
+    for_each_kind("contraction", shape, shape.k, [&](const std::string& name, const std::vector<int>& sizes) {
+      for (const int block_n : {192, 256}) {
+        const Config config{block_n, 8, 132, false};
+        time_case(name.c_str(), by_contraction(shape.m, shape.n, shape.k, sizes), cublas, &config);
+      }
+    });
 }
 
 // Products in float8: the bits of tiles of both kinds, then their times in turns.
@@ -201,5 +232,6 @@ int main(int count, char** words) {
   if (what == "sweep") sweep_all();
   if (what == "rows") time_rows();
   if (what == "float8") float8_all();
+  if (what == "contractions") time_contractions();
   return wrong_cases() ? 1 : 0;
 }
