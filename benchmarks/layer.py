@@ -302,11 +302,11 @@ def plot(results: list[Result], path: Path) -> None:
     grouped_bars([panel("forward", FORWARD), panel("training step", STEP)], "ms per call", path)
 
 
-def chosen_models(on_cpu: bool, name_contains: str, tokens: int | None) -> list[Model]:
-    models = [
-        dataclasses.replace(model, shape=dataclasses.replace(model.shape, tokens=tokens or model.shape.tokens))
-        for model in (CPU_MODELS if on_cpu else MODELS)
-    ]
+def chosen_models(on_cpu: bool, name_contains: str, tokens: int | None, experts: int | None = None) -> list[Model]:
+    def changed(shape: Shape) -> Shape:
+        return dataclasses.replace(shape, tokens=tokens or shape.tokens, experts=experts or shape.experts)
+
+    models = [dataclasses.replace(model, shape=changed(model.shape)) for model in (CPU_MODELS if on_cpu else MODELS)]
     chosen = [model for model in models if name_contains in str(model)]
     if not chosen:
         raise SystemExit(f"no shape's name has {name_contains!r}")
@@ -319,10 +319,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help=f"uniform routing only, no training step of {PADDED}")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
     parser.add_argument("--tokens", type=int, help="of each rank, in place of the shapes' own")
+    parser.add_argument(
+        "--experts", type=int, help="of all ranks: so many as a rank of a larger group has, for one GPU"
+    )
     parser.add_argument("--kernel", action="store_true", help=f"{KERNEL}, too")
     add_plot(parser, "layer")
     options = parser.parse_args(arguments)
-    models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens)
+    models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
     repeats = options.repeats or (2 if options.quick else 5)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
