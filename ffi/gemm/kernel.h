@@ -279,7 +279,7 @@ JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensor
     if (warp == kConsumerWarps) {
       produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, share);
     } else if constexpr (!std::is_empty_v<Aux>) {
-      hooks.run_aux(warp - kConsumerWarps - 1, share);
+      hooks.run_aux(share);
     }
   }
 }

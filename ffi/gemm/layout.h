@@ -21,7 +21,8 @@ constexpr int kConsumerWarps = 8;
 constexpr int kWarpgroup = 4;  // warps
 constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kAuxWarps = 3;  // the producer is one of four
+constexpr int kAuxWarps = 3;  // the producer is one of four, the first
+constexpr int kFirstAuxWarp = kConsumerWarps + 1;
 constexpr int kOutRows = 16;  // of a warp, stored at once: lines of 128 bytes again
 constexpr int kOutBytes = kOutRows * kLineBytes;
 

@@ -3,31 +3,68 @@
 
 #include "comm/platform.h"
 #include "gemm/layout.h"
+#include "gemm/ptx/warps.h"
 
 namespace jax_ep {
 
 constexpr int kWarpsPerCta = gemm::kThreads / 32;
 
-// A role of a kernel's warps: so many in each of some CTAs share its work. How many coops take part in an op follows
-// from its roles: see Op::finish. Where the warps of a role in a CTA meet (Coop::cta_sync), they do so at its named
-// barrier; 0 is that of all warps.
+JAX_EP_FN int this_warp() { return gemm::uniform(threadIdx.x / Coop::lanes); }  // all lanes call
+
+// Where the warps of a role meet. Those that multiply meet at 1 and 2.
+enum Barrier { kLoneWarps = 3, kCommunicators = 4, kWholeCtas = 5 };
+
+// A role of a kernel's warps: those of each of some CTAs from `first_warp` on share its work. How many coops take part
+// in an op follows from its roles: see Op::finish. Where the warps of a role in a CTA meet (Coop::cta_sync), they do so
+// at its named barrier, never at 0, that of all threads.
 struct Role {
-  int warps, first_cta, ctas;
+  int first_warp, warps, first_cta, ctas;
   int barrier;
 
   JAX_EP_FN int coops() const { return warps * ctas; }
-  JAX_EP_FN bool has(int cta) const { return first_cta <= cta && cta < first_cta + ctas; }
+  // Whether this warp has it.
+  JAX_EP_FN bool is_mine() const {
+    const int warp = this_warp() - first_warp, cta = static_cast<int>(blockIdx.x) - first_cta;
+    return 0 <= warp && warp < warps && 0 <= cta && cta < ctas;
+  }
 
-  // One of its warps in this CTA, which has the role. `memory` is the warp's own. At most one warp of a CTA may be
-  // given a `track` of the timeline.
-  JAX_EP_FN Coop coop(int warp, int track = -1, char* memory = nullptr, int bytes = 0) const {
-    const int cta = static_cast<int>(blockIdx.x) - first_cta, lane = threadIdx.x % Coop::lanes;
+  // This warp, which has the role, among those that share it. `memory`: so many bytes for each of the CTA's.
+  JAX_EP_FN Coop coop(bool is_tracked = false, char* memory = nullptr, int bytes = 0) const {
+    const int warp = this_warp() - first_warp, cta = static_cast<int>(blockIdx.x) - first_cta;
     const Part all{warp * ctas + cta, coops()};
-    return {all.index, all.count, all, all, {cta, ctas}, {warp, warps}, lane, memory, bytes, track, barrier};
+    const int track = is_tracked && warp == 0 ? 0 : -1;  // of the timeline: at most one warp of a CTA has it
+    const int lane = threadIdx.x % Coop::lanes;
+    return {all.index, all.count, all,    all, {cta, ctas}, {warp, warps}, lane, memory + warp * bytes,
+            bytes,     track,     barrier};
   }
 };
 
-// One warp of every CTA. Those that multiply meet at barriers 1 and 2.
-JAX_EP_FN Role one_warp_a_cta() { return {1, 0, static_cast<int>(gridDim.x), /*barrier=*/3}; }
+// Roles of a kernel, by number. A warp has no two of them at a time.
+template <int kCount>
+struct Roles {
+  struct Mine {
+    int number;  // -1: none
+    Role role;
+  };
+  Role all[kCount];
+
+  JAX_EP_FN int coops() const {
+    int coops = 0;
+#pragma unroll
+    for (const Role& role : all) coops += role.coops();
+    return coops;
+  }
+  // That of this warp.
+  JAX_EP_FN Mine mine() const {
+    Mine found{-1, {}};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (all[i].is_mine()) found = {i, all[i]};
+    return found;
+  }
+};
+
+// One warp of every CTA.
+JAX_EP_FN Role one_warp_a_cta(int warp) { return {warp, 1, 0, static_cast<int>(gridDim.x), kLoneWarps}; }
 
 }  // namespace jax_ep

@@ -93,6 +93,13 @@ JAX_EP_FN int lowest_bit(uint64_t bits) { return __ffsll(static_cast<long long>(
 JAX_EP_FN int count_bits(uint32_t bits) { return __popc(bits); }
 JAX_EP_FN int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 
+namespace ptx {
+// `threads` of the CTA meet; barrier 0 is __syncthreads'.
+JAX_EP_FN void sync_some(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
 struct Match {
   int below;
   int total;
@@ -111,9 +118,7 @@ struct Coop {
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
-  JAX_EP_FN void cta_sync() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(member.count * lanes) : "memory");
-  }
+  JAX_EP_FN void cta_sync() const { ptx::sync_some(barrier, member.count * lanes); }
   JAX_EP_FN uint64_t ballot(bool value) const { return __ballot_sync(~0u, value); }
   template <class V>
   JAX_EP_FN V from_lane(V value, int source) const {

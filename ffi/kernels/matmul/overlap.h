@@ -29,15 +29,14 @@ struct Work {
   CUtensorMap own;          // of a gather: this rank's rows where they are
 };
 
-// The roles that products have in common. Those that multiply meet at barriers 1 and 2.
-template <class Args>
-JAX_EP_FN Role all_that_communicate(const Work<Args>& work) {
-  return {kWarpsPerCta, work.first_communicating, work.communicating, /*barrier=*/0};
+// The roles that products have in common: an aux warp of every CTA, and the other two of those that communicate; when
+// results are poisoned, all warps of these.
+JAX_EP_FN Role attendants() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
+constexpr int kOtherAuxWarps = gemm::kAuxWarps - 1;
+JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
+  return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
-template <class Args>
-JAX_EP_FN Role communicators(const Work<Args>& work) {
-  return {gemm::kAuxWarps - 1, work.first_communicating, work.communicating, /*barrier=*/4};
-}
+JAX_EP_FN Role whole_ctas(int first_cta, int ctas) { return {0, kWarpsPerCta, first_cta, ctas, kWholeCtas}; }
 
 // The results of the op: MatmulExchangeArgs have no spec of their own.
 JAX_EP_FN Results<MatmulReduceArgs> results_of(const Comm& comm, const MatmulReduceArgs& args) {
@@ -51,9 +50,9 @@ JAX_EP_FN Results<GatherMatmulArgs> results_of(const Comm& comm, const GatherMat
 // they multiply. They wait for each other, so all must find an SM.
 template <class Args>
 JAX_EP_FN void poison_results(const Work<Args>& work) {
-  const Role role = all_that_communicate(work);
-  if (!work.comm.poison || !role.has(blockIdx.x)) return;
-  const Coop coop = role.coop(threadIdx.x / Coop::lanes);
+  const Role role = whole_ctas(work.first_communicating, work.communicating);
+  if (!work.comm.poison || !role.is_mine()) return;
+  const Coop coop = role.coop();
   Op(work.comm, coop, kind_of(work.args)).poison(results_of(work.comm, work.args));
 }
 
@@ -131,17 +130,24 @@ struct GatherHooks {
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
-    if (warp == 0)
-      look_out(share);
-    else if (communicators(work).has(share.cta))
-      spread(warp - 1);
+  // In the end a warp stands for all of its CTA that multiply.
+  enum { kLookouts, kSpreaders, kMultipliers };
+  JAX_EP_FN Roles<3> roles() const {
+    return {attendants(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
   }
-  // Called by the lookouts, by a warp for all of its CTA that multiply, and by the spreaders.
-  JAX_EP_FN void finish(Op& op) const {
-    const Role lookouts = one_warp_a_cta(), multipliers = one_warp_a_cta(), spreaders = communicators(work);
-    op.finish(results_of(work.comm, work.args), lookouts.coops() + multipliers.coops() + spreaders.coops());
+  JAX_EP_FN void run_aux(gemm::Share share) const {
+    const auto [number, role] = roles().mine();
+    if (number < 0) return;
+    const Coop coop = role.coop(/*is_tracked=*/number == kSpreaders);
+    Op op(work.comm, coop, kind_of(work.args));
+    if (number == kLookouts)
+      look_out(op, share);
+    else
+      spread(op);
+    finish(op);
   }
+  // Called by all warps that have a role.
+  JAX_EP_FN void finish(Op& op) const { op.finish(results_of(work.comm, work.args), roles().coops()); }
 
  private:
   JAX_EP_FN Range rows_of(const gemm::Tile& tile) const {
@@ -154,25 +160,19 @@ struct GatherHooks {
   // Debug: nothing may be written before the result is poisoned, which every flag stands for.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
-  JAX_EP_FN void look_out(gemm::Share share) const {
-    const Coop coop = one_warp_a_cta().coop(0);
-    Op op(work.comm, coop, kind_of(work.args));
+  JAX_EP_FN void look_out(Op& op, gemm::Share share) const {
     gemm::Schedule schedule(problem, work.block_n, share);
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (!must_wait(tile)) continue;
       wait_rows(op, work.args, rows_of(tile));
       ptx::proxy_fence();
-      if (coop.lane == 0) ptx::count_one(&aux.here);
+      if (op.coop.lane == 0) ptx::count_one(&aux.here);
     }
-    finish(op);
   }
 
-  JAX_EP_FN void spread(int warp) const {
-    const Coop coop = communicators(work).coop(warp, /*track=*/warp == 0 ? 0 : -1);
-    Op op(work.comm, coop, kind_of(work.args));
+  JAX_EP_FN void spread(Op& op) const {
     op.post(posted(work.args, work.comm.size));
     spread_rows(op, work.args);
-    finish(op);
   }
 };
 
@@ -186,18 +186,18 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work
                                                       operands.problem, hooks, gemm::this_share());
   if (threadIdx.x >= gemm::kConsumers) return;
   ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
-  if (threadIdx.x >= Coop::lanes) return;
-  const Coop coop = one_warp_a_cta().coop(0);
+  const auto [number, role] = hooks.roles().mine();
+  if (number < 0) return;
+  const Coop coop = role.coop();
   Op op(work.comm, coop, kind_of(work.args));
   hooks.finish(op);
 }
 
-constexpr int kReducersPerCta = gemm::kAuxWarps - 1;
 constexpr int kReducerBytes = 128 + 8 * 2048;  // two batches to write, six to read
 
 // What the aux warps of a CTA share in a reduction.
 struct Reducers {
-  alignas(128) char memory[kReducersPerCta][kReducerBytes];
+  alignas(128) char memory[kOtherAuxWarps][kReducerBytes];
   uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp: one may be ahead of another
 };
 
@@ -229,24 +229,24 @@ struct ReduceHooks {
     ptx::count_one(&aux.written[warp]);
   }
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
-    if (warp == 0)
-      announce(share);
-    else if (communicators(work).has(share.cta))
-      reduce(warp - 1);
+  JAX_EP_FN void run_aux(gemm::Share share) const {
+    enum { kAnnouncers, kReducers };
+    const Roles<2> roles{attendants(), other_aux_warps(work.first_communicating, work.communicating)};
+    const auto [number, role] = roles.mine();
+    if (number < 0) return;
+    const Coop coop = role.coop(/*is_tracked=*/number == kReducers, aux.memory[0], kReducerBytes);
+    Op op(work.comm, coop, kind_of(work.args));
+    if (number == kAnnouncers)
+      announce(op, share);
+    else
+      reduce(op);
+    op.finish(results_of(work.comm, work.args), roles.coops());
   }
 
  private:
-  JAX_EP_FN void finish(Op& op) const {
-    const Role announcers = one_warp_a_cta(), reducers = communicators(work);
-    op.finish(results_of(work.comm, work.args), announcers.coops() + reducers.coops());
-  }
-
   // A row block is announced when all of its tiles are written.
-  JAX_EP_FN void announce(gemm::Share share) const {
+  JAX_EP_FN void announce(Op& op, gemm::Share share) const {
     const MatmulReduceArgs& args = work.args;
-    const Coop coop = one_warp_a_cta().coop(0);
-    Op op(work.comm, coop, kind_of(args));
     const RowBlocks row_blocks(args.m);
     gemm::Schedule schedule(problem, work.block_n, share);
     int tiles_seen = 0;
@@ -258,23 +258,17 @@ struct ReduceHooks {
                         (problem.split_k ? gemm::kCluster : 1);
       op.deliver(row_blocks.chunk_of(tile.row), 1, tiles);
     }
-    finish(op);
   }
 
-  JAX_EP_FN void reduce(int warp) const {
-    const Coop coop = communicators(work).coop(warp, /*track=*/warp == 0 ? 0 : -1, aux.memory[warp], kReducerBytes);
-    Op op(work.comm, coop, kind_of(work.args));
+  JAX_EP_FN void reduce(Op& op) const {
     op.post(posted(work.args, work.comm.size));
-    if (all_begin(coop, &op.heap->members, coop.count)) {
+    const bool stays = all_begin(op.coop, &op.heap->members, op.coop.count);
+    if (stays) {
       op.wait_posted();
-      MatmulReduce<T> sums(op, work.args);
-      sums.reduce();
-      conclude_reduction<T>(op, work.args);
-      sums.wait_concluded();
-    } else {
-      conclude_reduction<T>(op, work.args);
+      MatmulReduce<T>(op, work.args).reduce();
     }
-    finish(op);
+    conclude_reduction<T>(op, work.args);
+    if (stays) wait_concluded(op, work.args);
   }
 };
 

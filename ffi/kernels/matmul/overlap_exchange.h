@@ -65,24 +65,25 @@ struct ExchangeHooks {
     ptx::wait_count(&aux.landed, 1);
     if (tiles > 0) {
       wait_written(aux.written, kBlockN, tiles - 1);
-      exchange.add(one_warp_a_cta().coop(0), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
+      exchange.add(one_warp_a_cta(this_warp()).coop(), {row, row + gemm::kOutRows}, {tile.out_col, tile.out_end});
     }
     count(&aux.added[warp]);
   }
-  JAX_EP_FN void run_aux(int warp, gemm::Share) const {
-    const Role announcers = one_warp_a_cta(), adders{kAdders, 0, ctas, /*barrier=*/4};
-    const Coop coop = warp == 0 ? announcers.coop(0) : adders.coop(warp - 1);
+  JAX_EP_FN void run_aux(gemm::Share) const {
+    enum { kAnnouncers, kAdders };
+    const Roles<2> roles{attendants(), other_aux_warps(0, ctas)};
+    const auto [number, role] = roles.mine();
+    if (number < 0) return;
+    const Coop coop = role.coop();
     Op op(work.comm, coop, kind_of(work.args));
-    if (warp == 0)
+    if (number == kAnnouncers)
       announce_tiles(op);
     else
-      add_tiles(op, warp - 1);
-    op.finish(results_of(work.comm, work.args), announcers.coops() + adders.coops());
+      add_tiles(op);
+    op.finish(results_of(work.comm, work.args), roles.coops());
   }
 
  private:
-  static constexpr int kAdders = gemm::kAuxWarps - 1;
-
   JAX_EP_FN static void count(uint32_t* counter) {
     __syncwarp();
     if (threadIdx.x % Coop::lanes == 0) ptx::count_one(counter);
@@ -107,8 +108,8 @@ struct ExchangeHooks {
   }
 
   // Adds its part of the rows of every tile but the last, as the peer's tiles come.
-  JAX_EP_FN void add_tiles(Op& op, int adder) const {
-    const Range part = share(gemm::kBlockM, adder, kAdders);
+  JAX_EP_FN void add_tiles(Op& op) const {
+    const Range part = share(gemm::kBlockM, op.coop.member.index, kOtherAuxWarps);
     gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {
@@ -123,7 +124,7 @@ struct ExchangeHooks {
 // Debug: the result is filled before anything is stored there, by all CTAs.
 JAX_EP_FN void poison_results(const Work<MatmulExchangeArgs>& work) {
   if (!work.comm.poison) return;
-  const Coop coop = Role{kWarpsPerCta, 0, static_cast<int>(gridDim.x), /*barrier=*/0}.coop(threadIdx.x / Coop::lanes);
+  const Coop coop = whole_ctas(0, static_cast<int>(gridDim.x)).coop();
   Op(work.comm, coop, kind_of(work.args)).poison(results_of(work.comm, work.args));
 }
 

@@ -64,6 +64,11 @@ JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
   });
 }
 
+// Behind it: waits until every rank has written its sums here, and fetches nothing any more.
+JAX_EP_FN void wait_concluded(Op& op, const MatmulReduceArgs& args) {
+  op.wait_delivered(SummedRows(op.comm, args).row_blocks.chunks);
+}
+
 // Made when all ranks have posted.
 template <class T>
 class MatmulReduce {
@@ -109,9 +114,6 @@ class MatmulReduce {
       sums_.drop();
     sums_.complete_to(sums_.mark());
   }
-
-  // Waits until every rank has written its sums here, and fetches nothing any more. Behind conclude_reduction().
-  JAX_EP_FN void wait_concluded() { op_.wait_delivered(rows_.row_blocks.chunks); }
 
  private:
   // Small batches: as many ranks as there may be have some on their way to a coop.
@@ -160,10 +162,9 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
     op.deliver(row_block, 1, op.coop.count);
   }
   op.wait_posted();
-  MatmulReduce<T> sums(op, args);
-  sums.reduce();
+  MatmulReduce<T>(op, args).reduce();
   conclude_reduction<T>(op, args);
-  sums.wait_concluded();
+  wait_concluded(op, args);
 }
 
 // A reduction of two ranks is one exchange. A rank leaves what it keeps of its product in its result, and pushes what

@@ -31,9 +31,13 @@ struct DotLookout {
 // The warps that dispatch: as many of a CTA as a dispatch alone has, which meet at a barrier of their own.
 constexpr int kDispatchers = gemm::kConsumerWarps;
 static_assert(kDispatchers <= kMaxCtaCoops, "the scratch of routing has room for no more");
+JAX_EP_FN Role dispatchers(const DotWork& work) { return {0, kDispatchers, 0, work.dispatching, kCommunicators}; }
+JAX_EP_FN Role finishers() { return one_warp_a_cta(0); }
+JAX_EP_FN Role lookouts() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
+JAX_EP_FN Role tellers() { return one_warp_a_cta(gemm::kConsumerWarps); }
 
 JAX_EP_FN Coop dispatching_coop(const DotWork& work, char* memory, int bytes) {
-  const int cta = blockIdx.x, ctas = work.dispatching, warp = threadIdx.x / Coop::lanes;
+  const int cta = blockIdx.x, ctas = work.dispatching, warp = this_warp();
   return {cta * kDispatchers + warp,
           ctas * kDispatchers,
           sender_part(cta, ctas, warp, work.senders_per_cta),
@@ -44,14 +48,14 @@ JAX_EP_FN Coop dispatching_coop(const DotWork& work, char* memory, int bytes) {
           memory + warp * bytes,
           bytes,
           track_of(warp, work.senders_per_cta),
-          /*barrier=*/4};
+          kCommunicators};
 }
 
-// Called by those that dispatch, and by one warp of every CTA when its tiles are stored: then nobody in the CTA
-// waits for rows.
+// Called by the dispatchers, and by the finisher of every CTA when its tiles are stored: then nobody in the CTA waits
+// for rows.
 JAX_EP_FN void finish(Op& op, const DotWork& work) {
-  const int coops = work.dispatching * kDispatchers + one_warp_a_cta().coops();
-  op.finish(Results<DispatchDotArgs>(work.args, work.comm.size), coops);
+  const Roles<2> roles{dispatchers(work), finishers()};
+  op.finish(Results<DispatchDotArgs>(work.args, work.comm.size), roles.coops());
 }
 
 struct DotHooks {
@@ -69,9 +73,9 @@ struct DotHooks {
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  JAX_EP_FN void run_aux(int warp, gemm::Share share) const {
-    if (warp > 0) return;
-    const Coop coop = one_warp_a_cta().coop(0);
+  JAX_EP_FN void run_aux(gemm::Share share) const {
+    if (!lookouts().is_mine()) return;
+    const Coop coop = lookouts().coop();
     Op op(work.comm, coop, kind_of(work.args));
     const ReadyRows ready(op, work.args);
     gemm::Schedule schedule(problem, block_n, share);
@@ -98,9 +102,9 @@ JAX_EP_FN void dispatch_here(const DotWork& work, char* memory, int bytes) {
   ptx::proxy_fence();  // before the product's loads overwrite what was left there
 }
 
-// By one warp of every CTA. Both CTAs of a cluster multiply or none does, so both are told what each has found.
+// By the tellers. Both CTAs of a cluster multiply or none does, so both are told what each has found.
 JAX_EP_FN void tell_whether_rows_come(const DotWork& work, DotLookout& aux) {
-  const Coop coop = one_warp_a_cta().coop(0);
+  const Coop coop = tellers().coop();
   Op op(work.comm, coop, kind_of(work.args));
   const bool rows = ReadyRows(op, work.args).await_sizes();
   if (coop.lane < gemm::kCluster) gemm::store_at_peer(&aux.rows[blockIdx.x % gemm::kCluster], coop.lane, rows);
@@ -113,12 +117,11 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
                         const __grid_constant__ DotWork work) {
   extern __shared__ __align__(1024) char memory[];
   DotLookout& aux = reinterpret_cast<gemm::Shared<kBlockN, DotLookout>*>(memory)->aux;
-  const int warp = threadIdx.x / Coop::lanes;
   if (threadIdx.x == 0) aux.here = 0;
   gemm::sync_cluster();  // both CTAs run, so each may write to the other
-  if (warp < kDispatchers && static_cast<int>(blockIdx.x) < work.dispatching)
+  if (dispatchers(work).is_mine())
     dispatch_here(work, memory, static_cast<int>(reinterpret_cast<char*>(&aux) - memory));
-  else if (warp == kDispatchers)
+  else if (tellers().is_mine())
     tell_whether_rows_come(work, aux);
   gemm::sync_cluster();
   if (aux.rows[0] && aux.rows[1]) {
@@ -128,8 +131,8 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
     if (threadIdx.x >= gemm::kConsumers) return;
     ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
   }
-  if (warp > 0) return;
-  const Coop coop = one_warp_a_cta().coop(0);
+  if (!finishers().is_mine()) return;
+  const Coop coop = finishers().coop();
   Op op(work.comm, coop, kind_of(work.args));
   finish(op, work);
 }

@@ -1,4 +1,5 @@
-// How some of the warps of a CTA wait for each other, on Hopper and elsewhere.
+// How some of the warps of a CTA tell others what they did, on Hopper and elsewhere; they meet by sync_some() of
+// cuda.h.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +7,6 @@
 #include "comm/target/ptx/mbarrier.h"
 
 namespace jax_ep::ptx {
-
-// `threads` of the CTA meet; barrier 0 is __syncthreads'.
-JAX_EP_FN void sync_some(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 // A count in shared memory by which warps of a CTA tell others what they did before. The wait is bounded as they are.
 JAX_EP_FN void count_one(uint32_t* counter) {
