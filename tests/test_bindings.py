@@ -257,7 +257,7 @@ BUFFERS = {
 
 def call_grouped(name: str, operands: list[Any], result: Any, **change: Any) -> Any:
     settings = {"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change}
-    workspace = [] if name == "grouped_outer" else [jax.ShapeDtypeStruct((256,), np.uint8)]
+    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if name in ("grouped_matmul", "gated_matmul") else []
     attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings.items()}
     return jax.jit(lambda *x: jax.ffi.ffi_call(f"jax_ep_{name}", [result, *workspace])(*x, **attributes))(*operands)
 

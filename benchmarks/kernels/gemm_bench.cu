@@ -3,14 +3,13 @@
 // library).
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
-//   build/gemm_bench check | time | rows | contractions | sweep | float8
+//   build/gemm_bench check | time | rows | contractions | sweep
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>
 
 #include "gemm_bench.h"
 #include "gemm_bench_cublas.h"
-#include "gemm_bench_float8.h"
 
 namespace {
 
@@ -203,26 +202,6 @@ void time_contractions() {
     });
 }
 
-// Products in float8: the bits of tiles of both kinds, then their times in turns.
-void float8_all() {
-  for (const int n : {128, 384, 640})
-    for (const DType out : {DType::bfloat16, DType::float32}) {
-      compare_float8({192, n, 128, {192}, out});
-      compare_float8({64, n, 256, {70, 3}, out});                            // more than there are
-      compare_float8({1300, n, 640, {0, 1, 127, 0, 600, 317, 0, 16}, out});  // 239 rows belong to no group
-      compare_float8({1152, n, 384, {384, 512, 256}, out});
-    }
-  std::vector<int> rows;
-  for (int size = 1; size <= 400; size += 13) rows.push_back(size);
-  compare_float8({std::accumulate(rows.begin(), rows.end(), 0) + 300, 512, 1152, rows, DType::bfloat16});
-  if (wrong_cases()) return;
-  for (const auto& [m, n, k, groups] : std::vector<std::array<int, 4>>{
-           {32768, 4096, 7168, 64}, {32768, 7168, 2048, 64}, {32768, 2048, 7168, 128}, {8192, 8192, 8192, 1}})
-    for (const auto& [kind, sizes] : std::vector<std::pair<std::string, std::vector<int>>>{
-             {"drawn", drawn_sizes(m, groups)}, {"equal", equal_sizes(m, groups)}, {"Zipf", zipf_sizes(m, groups)}})
-      if (groups > 1 || kind == "equal") time_float8(kind.c_str(), {m, n, k, sizes, DType::bfloat16});
-}
-
 }  // namespace
 
 int main(int count, char** words) {
@@ -231,7 +210,6 @@ int main(int count, char** words) {
   if (what == "time") time_all();
   if (what == "sweep") sweep_all();
   if (what == "rows") time_rows();
-  if (what == "float8") float8_all();
   if (what == "contractions") time_contractions();
   return wrong_cases() ? 1 : 0;
 }

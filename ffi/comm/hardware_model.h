@@ -38,8 +38,6 @@ struct GemmRates {
   int store_columns = 40000;
   int load_columns = 12;
   int least_split = 1024;  // a contraction that two CTAs share: gemm_bench time, products of 64 and 128 rows
-  // Whether products in float8 may have tiles of no more rows than they need. Not timed yet: gemm_bench float8.
-  bool float8_swaps = false;
 };
 
 // Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.

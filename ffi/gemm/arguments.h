@@ -49,7 +49,6 @@ struct Float8Arguments {
   const float* b_scales;       // [groups, n / 128, k / 128]
   void* out_data;              // [m, n]
   const int32_t* group_sizes;  // on the device
-  uint32_t* counter;           // memory on the device, of this product alone while it runs
 };
 
 }  // namespace jax_ep::gemm

@@ -32,12 +32,11 @@ struct StoreGated {
   T* out;
   int chunks = 0;
 
-  template <class Memory>
   JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
-                            Memory& shared, int warp, int lane) {
+                            SwapMemory& shared, int warp, int lane) {
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
-    for (int chunk = 0; chunk < kMostRows / kChunkRows; ++chunk) {
+    for (int chunk = 0; chunk < kRowSlices; ++chunk) {
       const int first = chunk * kChunkRows;
       if (first >= tile.rows) break;
       const int buffer = chunks++ % 2 * kChunkBytes;
@@ -64,8 +63,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                  const __grid_constant__ CUtensorMap up, int up_column, void* out, uint32_t* counter,
                  const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped(memory, rows, GateAndUp{gate, up, up_column}, PlainSums<T, true>{},
-                   StoreGated<T, kActivation>{static_cast<T*>(out)}, counter, problem);
+  multiply_swapped<T>(memory, rows, GateAndUp{gate, up, up_column}, StoreGated<T, kActivation>{static_cast<T*>(out)},
+                      counter, problem);
 }
 
 }  // namespace jax_ep::gemm

@@ -24,9 +24,6 @@ std::optional<std::string> launch(const GatedArguments& arguments, cudaStream_t 
 
 std::optional<std::string> launch(const Float8Arguments& arguments, cudaStream_t stream);
 
-// By a config of plan_float8, or one that plan_width or plan_swapped would make for tiles of its size.
-std::optional<std::string> launch(const Float8Arguments& arguments, const Config& config, cudaStream_t stream);
-
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
 cudaError_t load_swapped();

@@ -1,5 +1,7 @@
 #include "gemm/plan.h"
 
+#include "gemm/row_schedule.h"
+
 namespace jax_ep::gemm {
 namespace {
 
@@ -29,14 +31,14 @@ int cost_of(const Shape& shape, const HardwareModel& model, int block_n) {
 
 // Alike, with the operands swapped: half a step of rows is lost per group, and whoever is done first takes the next
 // tile.
-int swapped_tiles(const Shape& shape, int columns, int most_rows) {
-  return (ceil_div(shape.m, most_rows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
+int swapped_tiles(const Shape& shape, int columns) {
+  return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
 }
-int swapped_cost(const Shape& shape, const HardwareModel& model, int most_rows) {
+int swapped_cost(const Shape& shape, const HardwareModel& model) {
   const int rows = shape.m + shape.groups * kRowStep / 2, columns = ceil_div(shape.n, kTileColumns);
   const int lost = columns_lost(shape, model, /*stores_alone=*/true);
-  const int64_t all = int64_t{rows} * columns + int64_t{swapped_tiles(shape, kTileColumns, most_rows)} * lost;
-  return larger(static_cast<int>(all / model.sms), smaller(shape.m, most_rows) + lost);
+  const int64_t all = int64_t{rows} * columns + int64_t{swapped_tiles(shape, kTileColumns)} * lost;
+  return larger(static_cast<int>(all / model.sms), smaller(shape.m, kMostRows) + lost);
 }
 
 }  // namespace
@@ -48,20 +50,13 @@ bool should_split(const GemmRates& rates, int block_n, int k, int tiles, int sms
 Config plan(const Shape& shape, const HardwareModel& model) {
   const Config fixed = plan_fixed(shape, model);
   if (shape.grouping != Grouping::m_grouped || fixed.split_k) return fixed;
-  if (swapped_cost(shape, model, kMostRows) >= cost_of(shape, model, fixed.block_n)) return fixed;
+  if (swapped_cost(shape, model) >= cost_of(shape, model, fixed.block_n)) return fixed;
   return plan_swapped(shape, model, kTileColumns);
 }
 
-Config plan_float8(const Shape& shape, const HardwareModel& model) {
-  const Config fixed = plan_width(shape, model, kFloat8Columns);
-  if (!model.gemm.float8_swaps) return fixed;
-  if (swapped_cost(shape, model, kFloat8Rows) >= cost_of(shape, model, kFloat8Columns)) return fixed;
-  return plan_swapped(shape, model, kTileColumns, kFloat8Rows);
-}
-
-Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns, int most_rows) {
-  const int pairs = swapped_tiles(shape, tile_columns, most_rows) / kCluster;
-  return {most_rows, model.gemm.band, smaller(pairs, model.sms / kCluster) * kCluster, false, /*swap_ab=*/true};
+Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns) {
+  const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
+  return {kMostRows, model.gemm.band, smaller(pairs, model.sms / kCluster) * kCluster, false, /*swap_ab=*/true};
 }
 
 Config plan_fixed(const Shape& shape, const HardwareModel& model) {

@@ -4,11 +4,9 @@
 #include <string>
 
 #include "comm/hardware_model.h"
-#include "gemm/row_schedule.h"
+#include "gemm/problem.h"
 
 namespace jax_ep::gemm {
-
-constexpr int kFloat8Columns = 192;  // of tiles of fixed height: as kFloat8Rows
 
 // As in Problem.
 struct Shape {
@@ -18,7 +16,7 @@ struct Shape {
 };
 
 struct Config {
-  int block_n;  // tiles are kBlockM x block_n; with swap_ab, the most rows of a tile
+  int block_n;  // tiles are kBlockM x block_n
   int band;     // see Problem
   int blocks;   // an even number
   bool split_k;
@@ -33,10 +31,7 @@ Config plan(const Shape& shape, const HardwareModel& model);
 Config plan_fixed(const Shape& shape, const HardwareModel& model);
 
 // With tiles of no more rows than they need, and so many columns.
-Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns, int most_rows = kMostRows);
-
-// A grouped product of float8 operands: in tiles of kBlockM x kFloat8Columns, or with the operands swapped.
-Config plan_float8(const Shape& shape, const HardwareModel& model);
+Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns);
 
 // With tiles of this width.
 Config plan_width(const Shape& shape, const HardwareModel& model, int block_n);

@@ -9,8 +9,7 @@
 namespace jax_ep::gemm {
 
 constexpr int kRowStep = 16;       // rows by which tiles differ
-constexpr int kMostRows = 256;     // of a tile of 16-bit operands: what its sums take of the registers
-constexpr int kFloat8Rows = 192;   // of a tile in float8: its sums, and those of a block beside them
+constexpr int kMostRows = 256;     // of a tile: what its sums take of the registers
 constexpr int kTileColumns = 128;  // where there is one right operand
 
 // A CTA's share of one step: out[row.., col..], of which the rows up to `row_end` are the group's.
@@ -26,9 +25,8 @@ struct RowTile {
 // its own.
 class RowTiles {
  public:
-  // Tiles have `tile_columns` columns and at most `most_rows` rows.
-  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns, int most_rows = kMostRows)
-      : problem_(problem), tile_columns_(tile_columns), most_rows_(most_rows) {
+  // Tiles have `tile_columns` columns.
+  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns) : problem_(problem), tile_columns_(tile_columns) {
     columns_ = ceil_div(problem.n, tile_columns * kCluster);
     open_group(0);
   }
@@ -52,7 +50,7 @@ class RowTiles {
     const int left = problem_.m - row_;
     row_end_ += group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
     steps_ = ceil_div(row_end_ - row_, kRowStep);
-    tiles_ = ceil_div(steps_, most_rows_ / kRowStep);
+    tiles_ = ceil_div(steps_, kMostRows / kRowStep);
   }
 
   // Down the tiles of a band, then to the next columns. The first tiles have a step more where they cannot be equal.
@@ -71,7 +69,7 @@ class RowTiles {
   }
 
   const Problem& problem_;
-  int tile_columns_, most_rows_;
+  int tile_columns_;
   int columns_;                    // of tile pairs
   int first_ = 0;                  // tile pair of the open group
   int group_, row_, row_end_ = 0;  // the open one

@@ -5,8 +5,7 @@
 // A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Both CTAs of a cluster have the same
 // rows, which they load once. The pipeline is that of kernel.h.
 //
-// Weights say where a tile's columns of weights are (one matrix here, two in gated.h), Sums how its sums come about
-// (scaled by blocks in float8_swapped.h), and Store what becomes of them.
+// Weights say where a tile's columns of weights are (one matrix here, two in gated.h), and Store what becomes of sums.
 #pragma once
 
 #include "gemm/kernel.h"
@@ -21,19 +20,17 @@ struct TileQueue {
   uint32_t pair[kAhead];
 };
 
-// `Extra`: what Sums keep there.
-template <int kRows, class Extra = Nothing>
-struct SwapMemory : Shared<kRows> {
+struct SwapMemory : Shared<kMostRows> {
   TileQueue queue;
-  Extra extra;
 };
+constexpr int kRowSlices = kMostRows / kSlice;
 constexpr int kTileWarps = kConsumerWarps + 1;  // of a CTA that work on tiles
 
 // One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs: tiles differ in height, and whoever
 // is done first takes the next.
-template <class Weights, class Sums>
+template <class Weights>
 JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* counter, int lane) {
-  RowTiles tiles(problem, Weights::kColumns, Sums::kRows);
+  RowTiles tiles(problem, Weights::kColumns);
   RowTile tile;
   bool is_last = false;
   for (Position<TileQueue::kAhead> at; !is_last; at.advance()) {
@@ -45,14 +42,11 @@ JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* co
 }
 
 // The tiles of a CTA for one of its warps.
-template <class Weights, class Sums>
+template <class Weights>
 class TakenTiles {
  public:
   JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem)
-      : queue_(queue),
-        tiles_(problem, Weights::kColumns, Sums::kRows),
-        rank_(blockIdx.x % kCluster),
-        lane_(threadIdx.x % 32) {}
+      : queue_(queue), tiles_(problem, Weights::kColumns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
 
   // False behind the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
@@ -87,13 +81,12 @@ struct OneMatrix {
   }
 };
 
-template <class Sums, class Weights>
-__device__ void produce_swapped(typename Sums::Memory& shared, const Weights& weights, const CUtensorMap& rows,
+template <class Weights>
+__device__ void produce_swapped(SwapMemory& shared, const Weights& weights, const CUtensorMap& rows,
                                 const Problem& problem) {
-  using Memory = typename Sums::Memory;
   const int rank = blockIdx.x % kCluster;
-  Position<Memory::kStages> at;
-  TakenTiles<Weights, Sums> tiles(shared.queue, problem);
+  Position<SwapMemory::kStages> at;
+  TakenTiles<Weights> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
     const int slices = weights.slices(problem, tile), lines = ceil_div(tile.rows, kSlice);
     for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
@@ -103,57 +96,44 @@ __device__ void produce_swapped(typename Sums::Memory& shared, const Weights& we
       if (!elect_lane()) continue;
       ptx::arrive_expecting(full, (slices + lines) * kSliceBytes);
       weights.load(stage, tile, k, slices, full);
-      load_slices<false, Sums::kRows / kSlice>(stage + kSlicesA * kSliceBytes, rows, tile.row, k, 0, lines,
-                                               /*once=*/false,
-                                               /*shared=*/true, rank, full);
+      load_slices<false, kRowSlices>(stage + kSlicesA * kSliceBytes, rows, tile.row, k, 0, lines, /*once=*/false,
+                                     /*shared=*/true, rank, full);
     }
   }
-  for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())
+  for (int stage = 0; stage < SwapMemory::kStages; ++stage, at.advance())
     wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
 }
 
-// Sums of products of 16-bit operands.
+// d = the sums of a warpgroup's 64 columns and kRows rows.
+template <class In, int kRows, bool kMn, int kCount>
+JAX_EP_FN int multiply_rows(float (&d)[1][kCount], SwapMemory& shared, const RowTile& tile,
+                            Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
+  if constexpr (kRows > kMostRows) {
+    return -1;
+  } else {
+    if (tile.rows > kRows) return multiply_rows<In, kRows + kRowStep, kMn>(d, shared, tile, at, warpgroup, lane);
+    return multiply_stages<In, kRows, 1, kMn, false>(d, shared, 0, tile.k_end, at, warpgroup, lane);
+  }
+}
+
 template <class In, bool kMn>
-struct PlainSums {
-  static constexpr int kRows = kMostRows, kAccumulators = kRows / 2;
-  using Memory = SwapMemory<kRows>;
-  using At = Position<Memory::kStages>;
-
-  // d = those of a warpgroup's 64 columns and the tile's rows.
-  JAX_EP_FN void operator()(float (&d)[1][kRows / 2], Memory& shared, const Problem&, const RowTile& tile, At& at,
-                            int warp, int lane) const {
-    if (tile.k_end == 0) {
+JAX_EP_FN void accumulate_swapped(float (&d)[1][kMostRows / 2], SwapMemory& shared, const RowTile& tile,
+                                  Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
+  if (tile.k_end == 0) {
 #pragma unroll
-      for (float& value : d[0]) value = 0;
-      return;
-    }
-    leave_undefined(d[0]);
-    const int running = multiply_rows<kRowStep>(d, shared, tile, at, warp / kWarpgroup, lane);
-    wait_multiplies<0>();
-    settle(d[0]);
-    if (running >= 0) release(&shared.empty[running], lane);
+    for (float& value : d[0]) value = 0;
+    return;
   }
-
- private:
-  // Of kHeight rows, if these are as many as the tile has.
-  template <int kHeight>
-  JAX_EP_FN int multiply_rows(float (&d)[1][kRows / 2], Memory& shared, const RowTile& tile, At& at, int warpgroup,
-                              int lane) const {
-    if constexpr (kHeight > kRows) {
-      return -1;
-    } else {
-      if (tile.rows > kHeight) return multiply_rows<kHeight + kRowStep>(d, shared, tile, at, warpgroup, lane);
-      return multiply_stages<In, kHeight, 1, kMn, false>(d, shared, 0, tile.k_end, at, warpgroup, lane);
-    }
-  }
-};
+  leave_undefined(d[0]);
+  const int running = multiply_rows<In, kRowStep, kMn>(d, shared, tile, at, warpgroup, lane);
+  wait_multiplies<0>();
+  settle(d[0]);
+  if (running >= 0) release(&shared.empty[running], lane);
+}
 
 // Results leave in chunks of 64 rows and a line of columns, through two buffers of each warpgroup.
 constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kLineBytes;
-template <class Memory>
-JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
-  return shared.out[warpgroup * kWarpgroup][0];
-}
+JAX_EP_FN char* chunks_of(SwapMemory& shared, int warpgroup) { return shared.out[warpgroup * kWarpgroup][0]; }
 
 // A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
 // two rows of column lane / 4, the same of that column + 8.
@@ -182,13 +162,13 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
 // A warpgroup's 64 columns of a tile, in chunks of 64 rows and a line: its warps stage their columns, then each stores
 // 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns: `chunks` counts those of all
 // tiles, so that the next one begins with the buffer that was read first.
-template <class Out, int kCount>
+template <class Out>
 JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
-                             const float (&d)[kCount], char* buffers, int& chunks, int warp, int lane) {
+                             const float (&d)[kMostRows / 2], char* buffers, int& chunks, int warp, int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
-  for (int chunk = 0; chunk < 2 * kCount / kChunkRows * (kSlice / kColumns); ++chunk) {
+  for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
     const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
     if (first >= tile.rows) break;
     const int col = tile.col + warpgroup * kSlice + part, column = warp % kWarpgroup * 16 - part;
@@ -217,19 +197,17 @@ struct StoreSums {
   Out* out;
   int chunks = 0;
 
-  template <int kCount, class Memory>
-  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kCount], Memory& shared,
-                            int warp, int lane) {
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
+                            SwapMemory& shared, int warp, int lane) {
     store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
   }
 };
 
-template <class Weights, class Sums, class Store>
-__device__ void consume_swapped(typename Sums::Memory& shared, const Problem& problem, const Weights& weights,
-                                Sums sums, Store store) {
+template <class In, class Weights, class Store>
+__device__ void consume_swapped(SwapMemory& shared, const Problem& problem, const Weights& weights, Store store) {
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
-  Position<Sums::Memory::kStages> at;
-  TakenTiles<Weights, Sums> tiles(shared.queue, problem);
+  Position<SwapMemory::kStages> at;
+  TakenTiles<Weights> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
     if (warpgroup >= weights.slices(problem, tile)) {
       for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
@@ -238,19 +216,19 @@ __device__ void consume_swapped(typename Sums::Memory& shared, const Problem& pr
       }
       continue;
     }
-    float d[1][Sums::kRows / 2];
-    sums(d, shared, problem, tile, at, warp, lane);
+    float d[1][kMostRows / 2];
+    accumulate_swapped<In, Weights::kMn>(d, shared, tile, at, warpgroup, lane);
     store(problem, tile, d[0], shared, warp, lane);
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
 }
 
 // The whole part of a CTA. `rows` [M, K] maps slices; `counter` is zero.
-template <class Weights, class Sums, class Store>
-JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Weights& weights, const Sums& sums,
-                                const Store& store, uint32_t* counter, const Problem& problem) {
-  using Wanted = Registers<Nothing, Sums::kAccumulators>;
-  auto& shared = *reinterpret_cast<typename Sums::Memory*>(memory);
+template <class In, class Weights, class Store>
+JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Weights& weights, const Store& store,
+                                uint32_t* counter, const Problem& problem) {
+  using Wanted = Registers<Nothing, kMostRows / 2>;
+  auto& shared = *reinterpret_cast<SwapMemory*>(memory);
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0)
     for (int i = 0; i < TileQueue::kAhead; ++i) {
@@ -260,12 +238,12 @@ JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Wei
   open_pipeline(shared, kConsumerWarps);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
-    consume_swapped(shared, problem, weights, sums, store);
+    consume_swapped<In>(shared, problem, weights, store);
   } else {
     give_registers<Wanted::kOther>();
-    if (warp == kConsumerWarps) produce_swapped<Sums>(shared, weights, rows, problem);
+    if (warp == kConsumerWarps) produce_swapped(shared, weights, rows, problem);
     if (warp == kConsumerWarps + 1 && blockIdx.x % kCluster == 0)
-      take_tiles<Weights, Sums>(shared.queue, problem, counter, threadIdx.x % 32);
+      take_tiles<Weights>(shared.queue, problem, counter, threadIdx.x % 32);
   }
   sync_cluster();  // until nobody arrives at barriers of the other CTA
 }
@@ -277,8 +255,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                    const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
                    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped(memory, rows, OneMatrix<kMn>{weights}, PlainSums<In, kMn>{},
-                   StoreSums<Out>{out_map, static_cast<Out*>(out)}, counter, problem);
+  multiply_swapped<In>(memory, rows, OneMatrix<kMn>{weights}, StoreSums<Out>{out_map, static_cast<Out*>(out)}, counter,
+                       problem);
 }
 
 }  // namespace jax_ep::gemm

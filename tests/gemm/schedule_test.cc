@@ -100,17 +100,17 @@ void check_head(const Problem& problem, const Config& config, Share share) {
 
 // Tiles whose height follows the rows: by both CTAs of a cluster, each element is in one tile, and no tile has a step
 // of rows too many.
-void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int columns, int most_rows) {
+void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int columns) {
   const auto ranges = ranges_of(sizes, problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n);
   for (int rank = 0; rank < kCluster; ++rank) {
-    RowTiles tiles(problem, columns, most_rows);
+    RowTiles tiles(problem, columns);
     RowTile tile{};
     for (int pair = 0; tiles.find(pair, rank, &tile); ++pair) {
       const Range range = ranges[tile.group];
       require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
       require(tile.k_end == (tile.group == problem.groups ? 0 : problem.k), "a tile has its contraction");
-      require(tile.rows % kRowStep == 0 && tile.rows > 0 && tile.rows <= most_rows, "a tile has a height for wgmma");
+      require(tile.rows % kRowStep == 0 && tile.rows > 0 && tile.rows <= kMostRows, "a tile has a height for wgmma");
       require(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
       for (int row = tile.row; row < std::min(tile.row + tile.rows, tile.row_end); ++row)
         for (int col = tile.col; col < std::min(tile.col + columns, problem.n); ++col)
@@ -159,8 +159,7 @@ int main() {
     problem.pair_parts = order.parts;
     if (grouping == Grouping::none) sizes = {m};
     if (grouping == Grouping::m_grouped) {
-      for (const int columns : {64, kTileColumns}) check_row_tiles(problem, sizes, columns, kMostRows);
-      check_row_tiles(problem, sizes, kTileColumns, kFloat8Rows);
+      for (const int columns : {64, kTileColumns}) check_row_tiles(problem, sizes, columns);
       check_any_pairs(problem, random);
     }
     const Share all_at_once{0, config.blocks};

@@ -167,7 +167,6 @@ struct OpSpec<Float8DotArgs> : GroupedSpec {
     visit(operand("the scales of rhs", Values::float32, x.groups, x.n / gemm::kFloat8Block, blocks), &Args::b_scales);
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
     visit(result("product", values_of(x.out), x.m, x.n), &Args::out_data);
-    visit(scratch("counter", Values::int32, 1), &Args::counter);
   }
 };
 

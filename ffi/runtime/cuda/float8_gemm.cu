@@ -1,7 +1,7 @@
 // Products of float8 operands. Compiled for sm_90a alone, which has wgmma.
 #include <climits>
 
-#include "gemm/float8_swapped.h"
+#include "gemm/float8.h"
 #include "gemm/gemm.h"
 #include "gemm/tensor_map.h"
 #include "runtime/cuda/gemm_launch.h"
@@ -9,16 +9,12 @@
 namespace jax_ep::gemm {
 namespace {
 
-constexpr int kBlockN = kFloat8Columns;
+constexpr int kBlockN = 192;  // so wide that its sums and those of a block fill the registers
 
 template <class Out>
 constexpr Variant kKernel{std::tuple(kDType<Out>), &float8_kernel<Out, kBlockN>,
                           int{sizeof(SharedFor<kBlockN, NoHooks>)}};
 constexpr std::array kKernels{kKernel<float>, kKernel<__nv_bfloat16>};
-
-template <class Out>
-constexpr Variant kSwapped{std::tuple(kDType<Out>), &float8_swapped_kernel<Out>, int{sizeof(Float8Sums::Memory)}};
-constexpr std::array kSwappedKernels{kSwapped<float>, kSwapped<__nv_bfloat16>};
 
 std::optional<std::string> check(const Float8Arguments& x) {
   if (x.m < 1 || x.groups < 1) return "there must be at least one row and one group";
@@ -44,36 +40,21 @@ std::optional<std::string> describe(const Float8Arguments& x, Maps* maps) {
 
 }  // namespace
 
-std::optional<std::string> launch(const Float8Arguments& x, const Config& config, cudaStream_t stream) {
+std::optional<std::string> launch(const Float8Arguments& x, cudaStream_t stream) {
   if (const auto error = check(x)) return error;
-  const auto* const fixed = find(kKernels, x.out);
-  const auto* const swapped = find(kSwappedKernels, x.out);
-  if (!fixed || !swapped) return "the result must be bfloat16 or float32";
+  const auto* const chosen = find(kKernels, x.out);
+  if (!chosen) return "the result must be bfloat16 or float32";
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  const Problem problem{Grouping::m_grouped, x.m, x.n, x.k / 2, x.groups, x.group_sizes, config.band};
-  const Float8Scales scales{x.a_scales, x.b_scales};
-  cudaError_t error;
-  if (!config.swap_ab) {
-    error = start(fixed->kernel, config.blocks, fixed->shared_bytes, stream, maps.a, maps.b, maps.out, x.out_data,
-                  problem, scales);
-  } else {
-    if (!x.counter) return "there must be a counter of tiles";
-    error = cudaMemsetAsync(x.counter, 0, sizeof(uint32_t), stream);
-    if (error == cudaSuccess)
-      error = start(swapped->kernel, config.blocks, swapped->shared_bytes, stream, maps.a, maps.b, maps.out, x.out_data,
-                    x.counter, problem, scales);
-  }
-  const auto described = describe_error(error);
-  return described ? std::optional(config.describe() + ": " + *described) : std::nullopt;
-}
-
-std::optional<std::string> launch(const Float8Arguments& x, cudaStream_t stream) {
   HardwareModel model;
   if (const auto error = describe_error(current_model(&model))) return error;
-  return launch(x, plan_float8({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model), stream);
+  const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, kBlockN);
+  const Problem problem{Grouping::m_grouped, x.m, x.n, x.k / 2, x.groups, x.group_sizes, config.band};
+  const auto error = describe_error(start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.a, maps.b,
+                                          maps.out, x.out_data, problem, Float8Scales{x.a_scales, x.b_scales}));
+  return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
-cudaError_t load_float8() { return load_all(kKernels, kSwappedKernels); }
+cudaError_t load_float8() { return load_all(kKernels); }
 
 }  // namespace jax_ep::gemm

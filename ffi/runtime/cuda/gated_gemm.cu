@@ -8,8 +8,7 @@ namespace jax_ep::gemm {
 namespace {
 
 template <class T, Activation kActivation>
-constexpr Variant kKernel{std::tuple(kActivation), &gated_kernel<T, kActivation>,
-                          int{sizeof(typename PlainSums<T, true>::Memory)}};
+constexpr Variant kKernel{std::tuple(kActivation), &gated_kernel<T, kActivation>, int{sizeof(SwapMemory)}};
 template <class T>
 constexpr std::array kKernels{kKernel<T, Activation::silu>, kKernel<T, Activation::gelu>, kKernel<T, Activation::relu>};
 

@@ -10,8 +10,7 @@ namespace {
 
 // By the dtype of the result; whether b is stored [k, n]. A gradient has the dtype of its operands.
 template <class In, class Out, bool kMn>
-constexpr Variant kKernel{std::tuple(kDType<Out>, kMn), &swapped_kernel<In, Out, kMn>,
-                          int{sizeof(typename PlainSums<In, kMn>::Memory)}};
+constexpr Variant kKernel{std::tuple(kDType<Out>, kMn), &swapped_kernel<In, Out, kMn>, int{sizeof(SwapMemory)}};
 template <class In>
 constexpr std::array kKernels{kKernel<In, In, true>, kKernel<In, float, true>, kKernel<In, In, false>};
 
