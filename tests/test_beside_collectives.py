@@ -70,4 +70,5 @@ def test_scan_and_remat(groups: str, rng: np.random.Generator) -> None:
 
 def test_in_several_processes(tmp_path: Path) -> None:
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
-    test_processes.launch_script(Path(worker.__file__), f"--cpu-devices={test_processes.CPU_DEVICES}")
+    shared = [] if test_processes.ON_CPU or test_processes.GPUS >= test_processes.PROCESSES else ["--shared"]
+    test_processes.launch_script(Path(worker.__file__), f"--cpu-devices={test_processes.CPU_DEVICES}", *shared)
