@@ -235,7 +235,7 @@ class Handle {
 
 PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
-  module.attr("max_experts") = kMaxExperts;
+  module.attr("max_experts") = kMailCounts;
   module.attr("max_ranks") = kMaxRanks;
   module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);

@@ -8,13 +8,8 @@
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
-constexpr int kMaxExperts = 4096;
-constexpr int kChunkTokens = 512;
-constexpr int kMaxChunks = 16;
-constexpr int kMaxFlags = 1024;  // chunks of tokens are few; row blocks of a matrix are many
-constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
-constexpr int kFewAssignments = kMaxExperts;
-constexpr int kEagerTokens = 1024;  // of many: so many travel while the rows of all are worked out
+constexpr int kMaxFlags = 1024;    // chunks of a source that are announced apart: row blocks of a matrix are many
+constexpr int kMailCounts = 4096;  // numbers in a box
 constexpr int kMailBuffers = 5;
 
 enum class OpKind : int32_t;  // kernels/ops.h
@@ -53,8 +48,8 @@ struct Posted {
 // What a source rank leaves at a peer when an op begins: where the peer may write, and what it will send.
 struct Mail {
   void* buffers[kMailBuffers];  // as the peer sees them
-  int32_t counts[kMaxExperts];  // or, of few tokens, the experts that they chose
-  float weights[kFewAssignments];
+  int32_t counts[kMailCounts];  // what they stand for is the op's affair
+  float weights[kMailCounts];
 };
 
 // A barrier among some CTAs of a rank. CTAs that meet at another barrier have words of their own.
@@ -82,6 +77,11 @@ constexpr int kCounters = 64;  // so many CTAs, at least, count apart: one word 
 // A flag holds the stamp of the last op that it stands for: the op's epoch, and in the low bits the tag of what it was
 // called with. So nothing is ever reset between ops, and a rank that runs another op is noticed where it is waited for.
 constexpr int kTagBits = 24;
+
+// All ops share one pad, whose flags are told apart by what they stand for. `chosen`, `laid_out`, `placed` and what is
+// named for routers are used where ranks first tell each other what they will send: today by dispatches alone. They
+// stand here and not with the kernels that raise them: a pad has one layout, which peers of other processes map, and an
+// op that had words of its own would need room of its own in it.
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain

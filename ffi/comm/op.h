@@ -3,7 +3,7 @@
 
 #include "comm/ctas.h"
 #include "comm/heap.h"
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "comm/notes_to_host.h"
 #include "comm/result.h"
 #include "comm/timeline.h"

@@ -1,4 +1,4 @@
-// One of the parts that work is divided into. Included by the targets, behind their function prefixes.
+// The parts and ranges that work is divided into. Included by the targets, behind their function prefixes.
 #pragma once
 
 namespace jax_ep {
@@ -25,5 +25,17 @@ JAX_EP_CONSTANT_FN Part receiver_part(int cta, int ctas, int coop, int coops, in
 
 // Which track of its CTA's timeline a coop writes: the first sender 0, the first receiver 1, others none.
 JAX_EP_CONSTANT_FN int track_of(int coop, int senders) { return coop == 0 ? 0 : coop == senders ? 1 : -1; }
+
+struct Range {
+  int begin, end;
+};
+
+// The contiguous share of `items` that one coop of `count` takes.
+JAX_EP_FN Range share(int items, int index, int count) {
+  return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
+}
+
+// The most coops of a CTA: what is sized by them is sized alike everywhere.
+constexpr int kMaxCtaCoops = 8;
 
 }  // namespace jax_ep

@@ -1,7 +1,7 @@
 // Pushing, shared among the coops of a rank: who takes which item, and how the peers learn of a chunk.
 #pragma once
 
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "comm/op.h"
 
 namespace jax_ep {

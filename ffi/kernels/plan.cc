@@ -2,8 +2,9 @@
 
 #include <algorithm>
 
-#include "comm/heap.h"
-#include "comm/layout.h"
+#include "kernels/moe/layout.h"
+#include "kernels/sparse/args.h"
+#include "rows/movers.h"
 
 namespace jax_ep {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "comm/copy.h"
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "rows/lineup.h"
 #include "rows/numeric.h"
 #include "rows/pack.h"

@@ -1,11 +1,25 @@
 // How a coop turns values into float8 and back, in registers: a message at a time, whose blocks have a scale each.
 #pragma once
 
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "rows/numeric.h"
 #include "rows/pack.h"
 
 namespace jax_ep {
+
+// Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
+constexpr int kScaleBlock = 128;
+constexpr int kWireValues = 2048;
+JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
+// Where the message that begins with value `first` of a row lies in its landing slot, and the size of a landing slot.
+JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {
+  return int64_t{first / kWireValues} * wire_message_bytes(kWireValues);
+}
+JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
+  return wire_offset(hidden) + wire_message_bytes(hidden % kWireValues);
+}
+
+JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
 
 constexpr float kFloat8Max = 448.0f;
 

@@ -25,6 +25,9 @@
 #include "comm/platform.h"
 namespace jax_ep {
 
+// A coop's shared memory, where rows come in bulk, begins with barriers.
+constexpr int kBarrierBytes = 128;
+
 // begin, begin + step, ... below end, then -1.
 struct Stride {
   int begin, end, step;

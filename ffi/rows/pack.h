@@ -2,7 +2,7 @@
 #pragma once
 
 #include "comm/copy.h"
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "rows/numeric.h"
 
 namespace jax_ep {

@@ -1,7 +1,7 @@
 // Rows that come in batches, one job after another: while a job is done, the batches of the next are on their way.
 #pragma once
 
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "rows/lineup.h"
 #include "rows/movers.h"
 

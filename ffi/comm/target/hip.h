@@ -14,13 +14,11 @@
 
 namespace jax_ep {
 
-constexpr int kRouterAssignments = 2048;
 // How long a rank that gives up waits for peers to say that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
 // How long it waits for a peer that has begun the op, which may be in the middle of a row, or whose process has just
 // been taken off the GPU.
 constexpr uint64_t kBegunGraceNs = 10'000'000'000;
-constexpr int kBatchTokens = 8;
 constexpr int kLanePacks = 4, kRowPacks = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {

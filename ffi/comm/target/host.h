@@ -19,13 +19,9 @@
 
 namespace jax_ep {
 
-// Assignments that make it worth while for one more CTA to take part in routing.
-constexpr int kRouterAssignments = 256;
 // How long a rank that gives up waits for peers to say that they write no more. No result depends on it here: those of
 // one process are held back until all its ranks have left the op (CpuGroup), and other processes write to staging.
 constexpr uint64_t kGraceNs = 100'000'000, kBegunGraceNs = kGraceNs;
-// Tokens that a coop takes at a time when it expands or reduces.
-constexpr int kBatchTokens = 64;
 // Packs of a row that one lane has in flight.
 constexpr int kLanePacks = 1, kRowPacks = 1;
 

@@ -5,7 +5,7 @@
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
-#include "comm/layout.h"
+#include "comm/integers.h"
 #include "comm/platform.h"
 #include "kernels/op_spec.h"
 

@@ -7,8 +7,8 @@
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/matmul/args.h"
-#include "kernels/plain_product.h"
 #include "rows/movers.h"
+#include "rows/plain_product.h"
 
 namespace jax_ep {
 

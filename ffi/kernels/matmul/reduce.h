@@ -7,8 +7,8 @@
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/matmul/args.h"
-#include "kernels/plain_product.h"
 #include "rows/pack.h"
+#include "rows/plain_product.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {

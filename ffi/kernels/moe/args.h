@@ -7,9 +7,10 @@
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
-#include "comm/layout.h"
 #include "gemm/problem.h"
+#include "kernels/moe/layout.h"
 #include "kernels/op_spec.h"
+#include "rows/float8_message.h"
 
 namespace jax_ep {
 
@@ -48,6 +49,14 @@ struct DispatchArgs {
   int eager;      // tokens, the first: they land in landing slots by source and token, and go to their rows from there
   char* landing;  // [R, eager] landing slots
 };
+
+// Bytes of a token's landing slot: messages in float8, values in float8 and behind them their scales, or values as they
+// are.
+JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
+  if (a.wire_float8 && !a.rows_float8) return wire_bytes(a.hidden);
+  return a.rows_float8 ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
+                       : int64_t{a.hidden} * size_of(a.dtype);
+}
 
 // DispatchArgs for kernels of their own, by how tokens travel: as they are, in float8 to be decoded where they land, or
 // in float8 to stay so.
@@ -158,7 +167,6 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;
     const bool straight = a.eager < tokens;
     const Values rows = a.rows_float8 ? Values::float8 : values_of(a.dtype);
-    const int64_t slot = landing_slot_bytes(a.hidden, size_of(a.dtype), a.wire_float8, a.rows_float8);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
     visit(operand("weights", Values::float32, tokens, top_k), &Args::weights);
@@ -172,7 +180,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(result("counts", Values::int32, ranks, local).undelivered_as(Undelivered::size), &Args::counts);
     visit(result("dropped", Values::int32, 1).undelivered_as(Undelivered::size), &Args::dropped);
     visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);
-    visit(scratch("landing", Values::uint8, ranks, a.eager, slot).for_peers(), &Args::landing);
+    visit(scratch("landing", Values::uint8, ranks, a.eager, landing_slot_bytes(a)).for_peers(), &Args::landing);
     visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, ranks, a.drop)), &Args::scratch);
   }
 };

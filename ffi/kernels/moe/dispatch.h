@@ -24,7 +24,7 @@ class Landing {
       : op_(op),
         args_(args),
         row_bytes_(int64_t{args.hidden} * value_bytes),
-        slot_bytes_(landing_slot_bytes(args.hidden, value_bytes, args.wire_float8, args.rows_float8)),
+        slot_bytes_(landing_slot_bytes(args)),
         by_owner_(args.num_experts / op.comm.size),
         rows_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::received>),
         scales_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::scales>),

@@ -5,7 +5,7 @@
 
 #include "gemm/schedule.h"
 #include "kernels/moe/dispatch.h"
-#include "kernels/plain_product.h"
+#include "rows/plain_product.h"
 
 namespace jax_ep {
 

@@ -3,16 +3,17 @@
 #pragma once
 
 #include "comm/heap.h"
-#include "comm/layout.h"
 #include "comm/op.h"
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/layout.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
 
-static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
+// Tokens that a coop takes at a time when it expands or reduces.
+constexpr int kBatchTokens = Coop::lanes == 1 ? 64 : 8;
 
 // How a rank's tokens are cut up: chunks, each announced to the peers by a flag of its own so that they can go on while
 // later ones travel, and batches, the parts of a chunk that one coop takes at a time. Few tokens are a chunk each.

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "comm/heap.h"
-#include "comm/layout.h"
 #include "comm/op.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/layout.h"
 
 namespace jax_ep {
 

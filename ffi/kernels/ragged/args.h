@@ -32,7 +32,7 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     visit("row_bytes", "row bytes", &Args::row_bytes);
   }
   static const char* fault(const Args& args, int) {
-    if (args.slices > kMaxExperts) return "there are more slices than a mailbox holds";
+    if (args.slices > kMailCounts) return "there are more slices than a mailbox holds";
     if (!fits_int32(args.operand_rows) || !fits_int32(args.result_rows)) return "there must be fewer than 2**31 rows";
     return args.row_bytes >> 32 ? "a row must be smaller than 4 GiB" : nullptr;
   }

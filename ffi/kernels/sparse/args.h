@@ -8,7 +8,7 @@
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
-#include "comm/layout.h"
+#include "comm/platform.h"
 #include "kernels/op_spec.h"
 
 namespace jax_ep {
@@ -57,6 +57,27 @@ struct SparseReduceArgs {
   char* landing;          // of parts from peers
   float* partials;        // [N, D] sums over entries of this rank, at the first of them
 };
+
+// The most coops of a rank that count ids of sparse_union: its scratch is sized the same everywhere.
+constexpr int kMaxCoops = 1024;
+
+// Scratch of sparse_union, in int32: a bit per row of the table and one more, ids below each word, ids per coop.
+JAX_EP_CONSTANT_FN int bitmap_words(int num_rows) { return num_rows / 32 + 1; }
+JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_words(num_rows); }
+JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
+JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
+
+// The landing of sparse_reduce: where the part of each holder lies, by slot, then room for parts of every other rank.
+// None where the result is sharded: its owners would have little left to do but to wait.
+JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
+  return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
+}
+JAX_EP_CONSTANT_FN int64_t landing_table_bytes(int ranks, int slots) {
+  return (int64_t{ranks} * slots * 4 + 127) / 128 * 128;
+}
+JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t row_bytes) {
+  return landing_table_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
+}
 
 constexpr OpKind kind_of(const SparseUnionArgs&) { return OpKind::sparse_union; }
 constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce; }

@@ -15,6 +15,15 @@
 
 namespace jax_ep {
 
+// The owner of a row among its holders, a bit per rank: each in turn, but mixed by a hash, so that no pattern of ids
+// gives one rank more than its share.
+JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
+  const uint32_t mixed = static_cast<uint32_t>(slot) * 0x9e3779b1u;
+  int left = static_cast<int>((uint64_t{mixed} * static_cast<uint32_t>(count_bits(holders))) >> 32);
+  for (; left > 0; --left) holders &= holders - 1;
+  return lowest_bit(holders);
+}
+
 // Where an owner takes in what the other holders of its rows add to them. Each holder has some room at each owner,
 // which it fills in no order; what finds no room stays with the holder, where the owner fetches it.
 class SparseLanding {

@@ -9,6 +9,12 @@
 
 namespace jax_ep {
 
+// A rank's contiguous range of the rows of a table; empty behind the last.
+JAX_EP_FN Range row_range(int num_rows, int rank, int ranks) {
+  const int64_t rows = (int64_t{num_rows} + ranks - 1) / ranks, begin = rank * rows, end = begin + rows;
+  return {static_cast<int>(begin < num_rows ? begin : num_rows), static_cast<int>(end < num_rows ? end : num_rows)};
+}
+
 class SparseUnion {
  public:
   JAX_EP_FN SparseUnion(Op& op, const SparseUnionArgs& args)

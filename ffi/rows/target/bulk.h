@@ -5,7 +5,6 @@
 // the stages of a RowMover, or those of a RowWriter and then those of a RowReader.
 #pragma once
 
-#include "comm/layout.h"
 #include "comm/target/ptx/bulk.h"
 #include "rows/target/plain.h"
 

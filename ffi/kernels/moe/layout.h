@@ -1,21 +1,25 @@
-// Who gets what, where: the only arithmetic on rows, segments and shares.
+// How what a dispatch routes is numbered, cut up and laid out: the only arithmetic on rows and segments, and the sizes
+// of its scratch. Kernels and the host reckon with the same.
 #pragma once
 
 #include <cstdint>
 
+#include "comm/heap.h"
 #include "comm/integers.h"
 #include "comm/platform.h"
 
 namespace jax_ep {
 
-struct Range {
-  int begin, end;
-};
+constexpr int kMaxExperts = kMailCounts;
+constexpr int kChunkTokens = 512;
+constexpr int kMaxChunks = 16;
+constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
+constexpr int kFewAssignments = kMailCounts;
+constexpr int kEagerTokens = 1024;  // of many: so many travel while the rows of all are worked out
+static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 
-// The contiguous share of `items` that one coop of `count` takes.
-JAX_EP_FN Range share(int items, int index, int count) {
-  return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
-}
+// Assignments that make it worth while for one more CTA to take part in routing.
+constexpr int kRouterAssignments = Coop::lanes == 1 ? 256 : 2048;
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
 struct Target {
@@ -64,9 +68,6 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
   return start;
 }
 
-// The most coops of a rank that count ids of sparse_union, and of any CTA: scratch is sized the same everywhere.
-constexpr int kMaxCoops = 1024, kMaxCtaCoops = 8;
-
 // Scratch of routing, in int32: a histogram per coop of the router CTAs and per router CTA, then per expert the first
 // row of this rank's share and the rows of all ranks, then per rank the rows it needs; where rows may be dropped, two
 // tables more (kernels/moe/segments.h). A histogram has a bin per expert, and one for invalid ids.
@@ -103,63 +104,6 @@ struct RouteScratch {
 JAX_EP_FN int router_ctas(int assignments, int per_cta, int ctas) {
   const int wanted = ceil_div(assignments, per_cta);
   return larger(1, smaller(wanted, smaller(ctas, kMaxRouters)));
-}
-
-// A rank's contiguous range of the rows of a table; empty behind the last.
-JAX_EP_FN Range row_range(int num_rows, int rank, int ranks) {
-  const int64_t rows = (int64_t{num_rows} + ranks - 1) / ranks, begin = rank * rows, end = begin + rows;
-  return {static_cast<int>(begin < num_rows ? begin : num_rows), static_cast<int>(end < num_rows ? end : num_rows)};
-}
-
-// The owner of a row among its holders, a bit per rank: each in turn, but mixed by a hash, so that no pattern of ids
-// gives one rank more than its share.
-JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
-  const uint32_t mixed = static_cast<uint32_t>(slot) * 0x9e3779b1u;
-  int left = static_cast<int>((uint64_t{mixed} * static_cast<uint32_t>(count_bits(holders))) >> 32);
-  for (; left > 0; --left) holders &= holders - 1;
-  return lowest_bit(holders);
-}
-
-// Scratch of sparse_union, in int32: a bit per row of the table and one more, ids below each word, ids per coop.
-JAX_EP_CONSTANT_FN int bitmap_words(int num_rows) { return num_rows / 32 + 1; }
-JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_words(num_rows); }
-JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
-JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
-
-// The landing of sparse_reduce: where the part of each holder lies, by slot, then room for parts of every other rank.
-// None where the result is sharded: its owners would have little left to do but to wait.
-JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
-  return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
-}
-JAX_EP_CONSTANT_FN int64_t landing_table_bytes(int ranks, int slots) {
-  return (int64_t{ranks} * slots * 4 + 127) / 128 * 128;
-}
-JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t row_bytes) {
-  return landing_table_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
-}
-
-// A coop's shared memory, where rows come in bulk, begins with barriers.
-constexpr int kBarrierBytes = 128;
-
-// Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
-constexpr int kScaleBlock = 128;
-constexpr int kWireValues = 2048;
-JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
-// Where the message that begins with value `first` of a row lies in its landing slot, and the size of a landing slot.
-JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {
-  return int64_t{first / kWireValues} * wire_message_bytes(kWireValues);
-}
-JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
-  return wire_offset(hidden) + wire_message_bytes(hidden % kWireValues);
-}
-
-JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
-
-// Bytes of a token's landing slot: messages in float8, values in float8 and behind them their scales, or values as they
-// are.
-JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(int hidden, int value_bytes, bool wire_float8, bool rows_float8) {
-  if (wire_float8 && !rows_float8) return wire_bytes(hidden);
-  return rows_float8 ? (int64_t{hidden} + scale_row_bytes(hidden) + 15) / 16 * 16 : int64_t{hidden} * value_bytes;
 }
 
 }  // namespace jax_ep
