@@ -22,7 +22,8 @@ del DISPATCH["local_experts"]
 
 
 def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
-    return ffi.library(ffi.library_name(jax.devices()[0])).result_types(name, RANKS, **settings)
+    _, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
+    return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
 def test_results_follow_from_the_settings() -> None:
@@ -38,6 +39,25 @@ def test_results_follow_from_the_settings() -> None:
     found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | float8)}
     assert found["received"] == ("float8_e4m3fn", [8, 256])
     assert found["scales"] == ("float32", [8, 2])
+
+
+UNION = {"entries": 3, "num_rows": 7, "capacity": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "op", "alike"),
+    [
+        ("sparse_union", UNION | {"sharded": False}, "sparse_all_reduce", {"indices", "slots", "bounds", "all_missing"}),
+        ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", {"slots", "bounds", "all_missing"}),
+        ("scatter", {"dtype": "float32", "onto": False} | SCATTER, "combine's backward pass", set()),
+    ],
+)
+def test_a_call_says_its_op_and_what_ranks_have_alike(
+    name: str, settings: dict[str, Any], op: str, alike: set[str]
+) -> None:
+    found, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
+    assert found == op
+    assert {result for result, _, _, on_all_ranks in types if on_all_ranks} == alike
 
 
 def test_a_workspace_is_the_last_result_and_aligned() -> None:

@@ -15,6 +15,13 @@ struct ResultType {
   std::string name;
   const char* dtype;
   std::vector<int64_t> shape;
+  bool alike;  // on all ranks
+};
+
+// What users know an op as, and the results of a call in its order.
+struct CallTypes {
+  std::string op;
+  std::vector<ResultType> results;
 };
 
 struct BoundOp {
@@ -23,8 +30,8 @@ struct BoundOp {
   // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream. Null for
   // an op that needs no group.
   XLA_FFI_Handler* uncaptured;
-  // The results of a call with these settings, in its order; throws std::invalid_argument.
-  std::vector<ResultType> (*result_types)(const Settings& settings, int ranks);
+  // Of a call with these settings; throws std::invalid_argument.
+  CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 
 // Each family instantiates it in a file of its own: on the CPU that holds the kernels, and a compiler takes long.

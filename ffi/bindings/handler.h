@@ -69,18 +69,18 @@ LaunchResult execute_alone(Call call, ffi::RemainingArgs operands, ffi::Remainin
 }
 
 template <class Args>
-std::vector<ResultType> result_types(const Settings& settings, int ranks) {
+CallTypes call_types(const Settings& settings, int ranks) {
   Args args{};
   if (const auto error = read_settings(settings, ranks, kSendsAhead, &args))
     throw std::invalid_argument(wrong_call(args, *error));
-  std::vector<ResultType> types;
+  CallTypes types{name_of(kind_of(args)), {}};
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
     if (!spec.present || !spec.is_result()) return;
-    types.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
-                     std::vector<int64_t>(spec.sizes, spec.sizes + spec.rank)});
+    types.results.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
+                             std::vector<int64_t>(spec.sizes, spec.sizes + spec.rank), spec.is_alike});
   });
   if (const int64_t bytes = for_each_part(args, ranks, [](auto, int64_t) {}))
-    types.push_back({"workspace", name_of(Values::uint8), {bytes}});
+    types.results.push_back({"workspace", name_of(Values::uint8), {bytes}, false});
   return types;
 }
 
@@ -90,7 +90,7 @@ BoundOp bind() {
                          {kTraits});
   XLA_FFI_DEFINE_HANDLER(uncaptured, execute<Args>,
                          ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs());
-  return {OpSpec<Args>::kTarget, handler, uncaptured, result_types<Args>};
+  return {OpSpec<Args>::kTarget, handler, uncaptured, call_types<Args>};
 }
 
 template <class Args>

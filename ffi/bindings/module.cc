@@ -71,16 +71,20 @@ class Keywords final : public Settings {
   const py::kwargs& all_;
 };
 
-// The results of a call of an op by so many ranks: (name, dtype, shape) in its order. The dtype is None where a result
-// begins as an operand, of which it has the type.
-using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>>;
-std::vector<PyResultType> result_types(const std::string& target, int ranks, const py::kwargs& settings) {
-  std::vector<PyResultType> types;
+// What a call of an op by so many ranks is: what users know the op as, and its results (name, dtype, shape, alike) in
+// order. The dtype is None where a result begins as an operand, of which it has the type.
+using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
+using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
+PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
+  PyCallTypes found;
   for (const BoundOp& op : bound_ops())
-    if (target == op.target)
-      for (const ResultType& type : op.result_types(Keywords(settings), ranks))
-        types.emplace_back(type.name, type.dtype, type.shape);
-  return types;
+    if (target == op.target) {
+      const CallTypes types = op.call_types(Keywords(settings), ranks);
+      found.first = types.op;
+      for (const ResultType& type : types.results)
+        found.second.emplace_back(type.name, type.dtype, type.shape, type.alike);
+    }
+  return found;
 }
 
 py::dict types() {
@@ -242,7 +246,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
   module.def("types", &types);
-  module.def("result_types", &result_types);
+  module.def("call_types", &call_types);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,

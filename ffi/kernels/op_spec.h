@@ -54,6 +54,7 @@ struct BufferSpec {
   bool posted = false;   // its address is in the mail, where the buffers that are posted stand in the order of the spec
   bool reached = false;  // and peers use it in this call
   Undelivered undelivered = Undelivered::nan;
+  bool is_alike = false;  // a result that all ranks have alike
 
   // Absent buffers are null, and neither operands nor results of the call.
   JAX_EP_CONSTANT_FN BufferSpec when(bool is_present) const {
@@ -70,6 +71,12 @@ struct BufferSpec {
   JAX_EP_CONSTANT_FN BufferSpec undelivered_as(Undelivered fill) const {
     BufferSpec spec = *this;
     spec.undelivered = fill;
+    return spec;
+  }
+
+  JAX_EP_CONSTANT_FN BufferSpec alike(bool on_all_ranks = true) const {
+    BufferSpec spec = *this;
+    spec.is_alike = on_all_ranks;
     return spec;
   }
 

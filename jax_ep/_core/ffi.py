@@ -108,7 +108,6 @@ def call(
     group: Ranks,
     op: str = "",
     updated: jax.Array | None = None,
-    alike: Sequence[str] = (),
     computes: bool = False,
     **settings: bool | int | float | np.dtype,
 ) -> dict[str, jax.Array]:
@@ -119,9 +118,8 @@ def call(
 
     Args:
       name: of the FFI target, without prefix.
-      op: what the user knows it as, if not by this name.
+      op: what the user knows it as, if not by the name that the library has for it.
       updated: the operand behind the others as which a result begins.
-      alike: results that all ranks have alike, by name.
       computes: it is a product with a collective, which stays on XLA's compute stream.
 
     Returns:
@@ -129,17 +127,17 @@ def call(
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _plain(value) for key, value in settings.items()}
-    types = library(group.platform).result_types(name, group.size, **plain)
+    known_as, types = library(group.platform).call_types(name, group.size, **plain)
     results: list[jax.ShapeDtypeStruct] = []
     aliases: dict[int, int] = {}
-    for result, dtype, shape in types:
-        like, unvarying = operands[0], frozenset(checks.axes_of(group.axis_name) if result in alike else ())
+    for _, dtype, shape, alike in types:
+        like, unvarying = operands[0], frozenset(checks.axes_of(group.axis_name) if alike else ())
         if dtype is None:
             like = operands[-1]
             aliases[len(operands) - 1], dtype, shape = len(results), like.dtype, like.shape
         results.append(checks.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
-    operands = tuple(checks.on_these_devices(op or name, x, group.mesh) for x in operands)
-    names = [result for result, _, _ in types if result != WORKSPACE]
+    operands = tuple(checks.on_these_devices(op or known_as, x, group.mesh) for x in operands)
+    names = [result for result, *_ in types if result != WORKSPACE]
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         attributes = {key: _attribute(value) for key, value in plain.items()}

@@ -81,7 +81,7 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
   template <class Visit>
   static constexpr void settings(Visit visit) {
     ProductSpec::settings(visit);
-    visit("scatter", nullptr, &Args::reduce_scatter);
+    visit("reduce_scatter", nullptr, &Args::reduce_scatter);
   }
   static const char* fault(const Args& args, int ranks) {
     if (args.reduce_scatter && args.m % ranks) return "the rows must be a multiple of the ranks";
@@ -92,8 +92,8 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     factors(a, visit);
     visit(scratch("partial", values_of(a.dtype), a.m, a.n).for_peers(), &Args::partial);
-    visit(result("sums", values_of(a.dtype), a.reduce_scatter ? a.m / ranks : a.m, a.n).for_peers(!a.reduce_scatter),
-          &Args::result);
+    const bool all = !a.reduce_scatter;
+    visit(result("sums", values_of(a.dtype), all ? a.m : a.m / ranks, a.n).for_peers(all).alike(all), &Args::result);
   }
 };
 

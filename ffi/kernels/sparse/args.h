@@ -108,10 +108,10 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     visit(operand("ids", Values::int32, a.entries), &Args::ids);
     visit(operand("missing", Values::int32, kMissing), &Args::missing);
-    visit(result("indices", Values::int32, a.capacity), &Args::indices);
-    visit(result("slots", Values::int32, ranks, a.entries).for_peers(), &Args::slots);
-    visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size), &Args::bounds);
-    visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size), &Args::all_missing);
+    visit(result("indices", Values::int32, a.capacity).alike(!a.sharded), &Args::indices);
+    visit(result("slots", Values::int32, ranks, a.entries).for_peers().alike(), &Args::slots);
+    visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size).alike(), &Args::bounds);
+    visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size).alike(), &Args::all_missing);
     visit(scratch("scratch", Values::int32, bitmap_scratch_ints(a.num_rows)), &Args::scratch);
   }
 };
@@ -147,7 +147,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit(operand("values", values, a.entries, a.hidden).for_peers(), &Args::values);
     visit(operand("slots", Values::int32, ranks, a.entries), &Args::slots);
     visit(operand("bounds", Values::int32, ranks + 1), &Args::bounds);
-    visit(result("sums", values, a.capacity, a.hidden).for_peers(), &Args::result);
+    visit(result("sums", values, a.capacity, a.hidden).for_peers().alike(!a.sharded), &Args::result);
     visit(scratch("partials", Values::float32, a.entries, a.hidden).for_peers(), &Args::partials);
     visit(scratch("landing", Values::uint8, landing).for_peers(), &Args::landing);
     visit(scratch("runs", Values::int32, ranks, a.slots_kept, 2), &Args::runs);

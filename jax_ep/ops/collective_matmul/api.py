@@ -116,7 +116,7 @@ def _call(
     elif op == "all_gather_matmul":
         out = _gather(Config(group, dtype), a, b)
     else:
-        out = _reduce(Config(group, dtype, scatter=op == "matmul_reduce_scatter"), a, b)
+        out = _reduce(Config(group, dtype, reduce_scatter=op == "matmul_reduce_scatter"), a, b)
     return out if bias is None else out + bias.astype(dtype)
 
 
@@ -176,9 +176,9 @@ def _gather(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
     return kernels.gather_matmul(config, a, b)[0]
 
 
-def _backwards(config: Config, a: jax.Array, *, scatter: bool = False) -> Config:
+def _backwards(config: Config, a: jax.Array, *, reduce_scatter: bool = False) -> Config:
     """The config of the product with the transpose of the same matrix."""
-    return Config(config.group, np.dtype(a.dtype), not config.transpose_b, scatter)
+    return Config(config.group, np.dtype(a.dtype), not config.transpose_b, reduce_scatter)
 
 
 def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
@@ -208,7 +208,7 @@ def _reduce_on(config: Config, factors: Any, changes: Any) -> jax.Array:
 
 def _reduce_back(config: Config, factors: Any, cotangent: jax.Array) -> Any:
     a, b = factors
-    if config.scatter:
+    if config.reduce_scatter:
         d_a, cotangent = _gather_both(_backwards(config, a), cotangent.astype(a.dtype), b)
     else:
         cotangent = _of_every_rank(config, cotangent).astype(a.dtype)
@@ -257,5 +257,5 @@ def _gather_on(config: Config, factors: Any, changes: Any) -> tuple[jax.Array, j
 def _gather_back(config: Config, factors: Any, cotangent: jax.Array) -> Any:
     gathered, b = factors
     cotangent = cotangent.astype(gathered.dtype)
-    d_a = _reduce(_backwards(config, gathered, scatter=True), cotangent, b)
+    d_a = _reduce(_backwards(config, gathered, reduce_scatter=True), cotangent, b)
     return d_a, _matrix_gradient(config, gathered, cotangent, b.dtype)

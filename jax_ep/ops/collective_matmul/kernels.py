@@ -15,7 +15,7 @@ class Config(NamedTuple):
     group: Group
     dtype: np.dtype  # of the result
     transpose_b: bool = False  # b is [N, K]
-    scatter: bool = False
+    reduce_scatter: bool = False
 
 
 def matmul_reduce(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -24,17 +24,15 @@ def matmul_reduce(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
         "matmul_reduce",
         a,
         b,
-        op="matmul_reduce_scatter" if config.scatter else "matmul_all_reduce",
         group=config.group,
         computes=True,
-        alike=() if config.scatter else ("sums",),
         dtype=config.dtype,
         operand_dtype=a.dtype,
         m=a.shape[0],
         n=b.shape[0 if config.transpose_b else 1],
         k=a.shape[1],
         transpose_b=config.transpose_b,
-        scatter=config.scatter,
+        reduce_scatter=config.reduce_scatter,
     )
     return called["sums"]
 
@@ -45,7 +43,6 @@ def gather_matmul(config: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array
         "gather_matmul",
         a,
         b,
-        op="all_gather_matmul",
         group=config.group,
         computes=True,
         dtype=config.dtype,

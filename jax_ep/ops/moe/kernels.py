@@ -56,7 +56,6 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         routing.targets,
         routing.rows,
         *([routing.counts] if onto is None else []),
-        op="combine's backward pass",
         group=group,
         updated=onto,
         onto=onto is not None,
