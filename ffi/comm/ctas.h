@@ -31,16 +31,17 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
 // more. A kernel that runs beside others may get SMs for some of its CTAs only; the rest begin when these have ended,
 // and must not be waited for.
 
-// How long the first CTAs wait for the others, which usually begin within a microsecond.
+// How long the first CTAs wait for the others, which usually begin within a microsecond: a choice, that `residency`
+// runs with all SMs but one taken. Threads of a CPU, which outnumber its cores, get longer.
 constexpr uint64_t kJoinNs = Coop::lanes == 1 ? 10'000'000 : 20'000;
 
-// Returns the part of this CTA among the members; none if they were settled before it began. One lane of a CTA calls.
-// `words` is one word of the heap: CTAs that have begun in its low half, members in its high half.
+// Returns the part of this CTA among the members; an empty one if they were settled before it began. One lane of a CTA
+// calls. `words` is one word of the heap: CTAs that have begun in its low half, members in its high half.
 JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   const auto settled = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
   const uint64_t before = fetch_add(words, uint64_t{1});
-  if (settled(before)) return Part::none_of(settled(before));
+  if (settled(before)) return {};
   const int index = begun(before);
   uint64_t since = 0;
   for (unsigned tries = 0;; ++tries) {
@@ -92,12 +93,17 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   return joined;
 }
 
-// This coop, numbered as if the member CTAs were all CTAs. It takes no part where its CTA does not. A thread of the CPU
-// both sends and receives.
+// A part that some coops of all CTAs have, in sender_part()'s order, once the members alone have one.
+JAX_EP_FN Part among_members(Part part, Part cta, Part member) {
+  const int of_cta = part.count / cta.count;  // parts
+  return of_cta == 0 ? Part{} : Part{part.index / cta.count * member.count + member.index, of_cta * member.count};
+}
+
+// This coop, numbered as if the member CTAs were all CTAs. It has no part in the op where its CTA has none. A thread of
+// the CPU both sends and receives.
 JAX_EP_FN Coop as_member(Coop coop, Part cta) {
-  if (!cta.takes_part()) {
-    coop.sender = coop.receiver = Part::none_of(1);
-    coop.cta = cta;
+  if (cta.empty()) {
+    coop.sender = coop.receiver = coop.cta = {};
     return coop;
   }
   if constexpr (Coop::lanes == 1) {
@@ -106,19 +112,18 @@ JAX_EP_FN Coop as_member(Coop coop, Part cta) {
     coop.sender = coop.receiver = coop.cta = cta;
     return coop;
   }
-  const int senders = coop.sender.count / coop.cta.count;
   coop.index = cta.index * coop.member.count + coop.member.index;
   coop.count = cta.count * coop.member.count;
-  coop.sender = sender_part(cta.index, cta.count, coop.member.index, senders);
-  coop.receiver = receiver_part(cta.index, cta.count, coop.member.index, coop.member.count, senders);
+  coop.sender = among_members(coop.sender, coop.cta, cta);
+  coop.receiver = among_members(coop.receiver, coop.cta, cta);
   coop.cta = cta;
   return coop;
 }
 
-// This coop among those of all CTAs of its rank that have begun. Its CTA takes no part if it came too late: then it
-// only finishes the op.
+// This coop among those of all CTAs of its rank that have begun. Its CTA has no part if it came too late: then it only
+// finishes the op.
 JAX_EP_FN Coop join_op(const Comm& comm, const Coop& coop) {
-  return as_member(coop, join_cta(coop, &comm.heaps[comm.rank]->members, coop.cta.count));
+  return as_member(coop, join_cta(coop, &comm.own_heap()->members, coop.cta.count));
 }
 
 }  // namespace jax_ep

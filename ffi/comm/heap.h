@@ -8,6 +8,7 @@
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
+// Both are choices; the second bounds the experts and the slices of an op.
 constexpr int kMaxFlags = 1024;    // chunks of a source that are announced apart: row blocks of a matrix are many
 constexpr int kMailCounts = 4096;  // numbers in a box
 constexpr int kMailBuffers = 5;
@@ -109,6 +110,17 @@ struct alignas(128) Heap {
   Mail mail[2][kMaxRanks];
 };
 
+// Clears what counts within an op, by one lane when nobody else is left in it.
+JAX_EP_FN void clear_counts(Heap* heap) {
+  store_relaxed(&heap->routers.arrived, uint64_t{0});
+  store_relaxed(&heap->everyone.arrived, uint64_t{0});
+  store_relaxed(&heap->exited, uint64_t{0});
+  store_relaxed(&heap->routers_begun, uint64_t{0});
+  store_relaxed(&heap->members, uint64_t{0});
+  store_relaxed(&heap->ticket, uint64_t{0});
+  store_relaxed(&heap->push_ticket, uint64_t{0});
+}
+
 // Handed to every kernel by value. A launch finds its arguments in lines of 64 bytes, none of them cached: what all
 // coops need at once stands in the first.
 struct Comm {
@@ -124,6 +136,8 @@ struct Comm {
   // For the flight recorder alone, hence last.
   Signature signature;
   int32_t site;
+
+  JAX_EP_FN Heap* own_heap() const { return heaps[rank]; }
 };
 
 }  // namespace jax_ep

@@ -15,7 +15,7 @@ class Op {
   JAX_EP_FN Op(const Comm& comm, const Coop& coop, OpKind kind)
       : comm(comm),
         coop(coop),
-        heap(comm.heaps[comm.rank]),
+        heap(comm.own_heap()),
         epoch(load_relaxed(&heap->epoch) + 1),
         stamp_(epoch << kTagBits | comm.tag),
         kind_(kind),
@@ -33,10 +33,6 @@ class Op {
   JAX_EP_FN void enter(Phase phase) const {
     if (track_) append(track_, epoch, kind_, phase);
   }
-
-  // The box in which `source` leaves its mail at `rank` for this op.
-  JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
-  JAX_EP_FN const Mail* mail_from(int source) const { return mail(comm.rank, source); }
 
   // Waits for all coops of the rank. Every coop calls it, even if its op has failed.
   JAX_EP_FN void barrier() {
@@ -210,6 +206,14 @@ class Op {
   }
 
  private:
+  template <class T>
+  friend class Window;
+  friend class SentMail;
+  friend class ReceivedMail;
+
+  // The box in which `source` leaves its mail at `rank` for this op: see window.h.
+  JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
+
   template <class Results>
   JAX_EP_FN void finish_last(const Results& results) {
     coop.sync();  // what lane 0 has seen of the other coops, all lanes see
@@ -228,13 +232,7 @@ class Op {
     if (undelivered) fill(results, {0, 1});
     if (comm.poison && !failed) poison_mail();
     if (coop.lane != 0) return;
-    store_relaxed(&heap->routers.arrived, uint64_t{0});
-    store_relaxed(&heap->everyone.arrived, uint64_t{0});
-    store_relaxed(&heap->exited, uint64_t{0});
-    store_relaxed(&heap->routers_begun, uint64_t{0});
-    store_relaxed(&heap->members, uint64_t{0});
-    store_relaxed(&heap->ticket, uint64_t{0});
-    store_relaxed(&heap->push_ticket, uint64_t{0});
+    clear_counts(heap);
     if (!failed || has_record()) {  // else it never began
       OpRecord* const record = record_of_op();
       store_relaxed(&record->end_ns, failed ? clock_ns() : now);

@@ -3,28 +3,32 @@
 
 namespace jax_ep {
 
+// One of `count` parts; empty if that is 0.
 struct Part {
-  int index;
-  int count;
+  int index = 0;
+  int count = 0;
 
-  JAX_EP_CONSTANT_FN static Part none_of(int count) { return {-1, count}; }
-  JAX_EP_CONSTANT_FN bool takes_part() const { return index >= 0; }
+  JAX_EP_CONSTANT_FN bool empty() const { return count == 0; }
 };
 
 // The first `senders` coops of a CTA send: neighbouring parts are in different CTAs, to spread few rows ...
 JAX_EP_CONSTANT_FN Part sender_part(int cta, int ctas, int coop, int senders) {
-  return {coop < senders ? coop * ctas + cta : -1, ctas * senders};
+  return coop < senders ? Part{coop * ctas + cta, ctas * senders} : Part{};
 }
 
 // ... and the others receive, or all of them where there are no others.
 JAX_EP_CONSTANT_FN Part receiver_part(int cta, int ctas, int coop, int coops, int senders) {
   const int receivers = senders < coops ? coops - senders : coops;
   const int first = senders < coops ? senders : 0;
-  return {coop >= first ? (coop - first) * ctas + cta : -1, ctas * receivers};
+  return coop >= first ? Part{(coop - first) * ctas + cta, ctas * receivers} : Part{};
 }
 
-// Which track of its CTA's timeline a coop writes: the first sender 0, the first receiver 1, others none.
-JAX_EP_CONSTANT_FN int track_of(int coop, int senders) { return coop == 0 ? 0 : coop == senders ? 1 : -1; }
+// Which track of its CTA's timeline a coop writes: the first sender and the first receiver have one each.
+enum class TrackRole : int { sender, receiver, none };
+
+JAX_EP_CONSTANT_FN TrackRole track_of(int coop, int senders) {
+  return coop == 0 ? TrackRole::sender : coop == senders ? TrackRole::receiver : TrackRole::none;
+}
 
 struct Range {
   int begin, end;

@@ -42,7 +42,7 @@ struct alignas(32) Track {
 };
 
 // The tracks of one rank: one per role of each CTA.
-constexpr int kTrackRoles = 2;  // sender, receiver
+constexpr int kTrackRoles = static_cast<int>(TrackRole::none);
 struct Timeline {
   uint64_t ctas;  // further ones are not recorded
   Track* tracks;
@@ -59,8 +59,9 @@ JAX_EP_FN Track* find_track(const Heap* heap, const Coop& coop) {
   if (coop.lane != 0 || !load_relaxed(&heap->timeline)) return nullptr;
   const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&heap->timeline));
   if (!timeline) return nullptr;  // the recording ended just now
-  if (coop.track < 0 || static_cast<uint64_t>(coop.cta.index) >= timeline->ctas) return nullptr;
-  return &timeline->tracks[coop.cta.index * kTrackRoles + coop.track];
+  if (coop.track == TrackRole::none || coop.cta.empty()) return nullptr;
+  if (static_cast<uint64_t>(coop.cta.index) >= timeline->ctas) return nullptr;
+  return &timeline->tracks[coop.cta.index * kTrackRoles + static_cast<int>(coop.track)];
 }
 
 JAX_EP_FN void append(Track* track, uint64_t epoch, OpKind op, Phase phase) {

@@ -1,6 +1,9 @@
-// Peers' memory. A window is a buffer that a rank posts when an op begins, so that its peers may write or read it: from
-// when they have seen it posted (Op::wait_posted) until they deliver the last that the rank waits for. Windows are
-// numbered in the order of the op's spec.
+// The only way to a peer's memory, but for the flags that Op raises there.
+//
+// A window is a buffer that a rank posts when an op begins, so that its peers may write or read it: from when they have
+// seen it posted (Op::wait_posted) until they deliver the last that the rank waits for. Windows are numbered in the
+// order of the op's spec. The rest of the mail is numbers that a rank leaves at its peers before it raises a flag
+// there.
 #pragma once
 
 #include "comm/op.h"
@@ -14,7 +17,7 @@ class Window {
   JAX_EP_FN Window(const Op& op, int number) : op_(op), number_(number) {}
 
   // Where it begins at a rank, which has posted: a load from the mail.
-  JAX_EP_FN T* peer(int rank) const { return static_cast<T*>(op_.mail_from(rank)->buffers[number_]); }
+  JAX_EP_FN T* peer(int rank) const { return static_cast<T*>(op_.mail(op_.comm.rank, rank)->buffers[number_]); }
 
  private:
   const Op& op_;
@@ -43,6 +46,30 @@ class LaneWindow {
   const Op& op_;
   const Window<T> window_;
   T* mine_;
+};
+
+// Where this rank leaves numbers for its peers, kMailCounts of each kind, before it posts or tells them.
+class SentMail {
+ public:
+  JAX_EP_FN explicit SentMail(const Op& op) : op_(op) {}
+
+  JAX_EP_FN int32_t* counts(int peer) const { return op_.mail(peer, op_.comm.rank)->counts; }
+  JAX_EP_FN float* weights(int peer) const { return op_.mail(peer, op_.comm.rank)->weights; }
+
+ private:
+  const Op& op_;
+};
+
+// What the sources have left here. Read behind the wait for their flags.
+class ReceivedMail {
+ public:
+  JAX_EP_FN explicit ReceivedMail(const Op& op) : boxes_(op.mail(op.comm.rank, 0)) {}
+
+  JAX_EP_FN const int32_t* counts(int source) const { return boxes_[source].counts; }
+  JAX_EP_FN const float* weights(int source) const { return boxes_[source].weights; }
+
+ private:
+  const Mail* boxes_;
 };
 
 }  // namespace jax_ep

@@ -9,9 +9,10 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // a choice: more would leave a thread fewer than 255 registers
 // Shared memory of a coop: barriers, then a row of 7168 values in float8 to write and three halves of one in 16 bits to
-// read, or four such halves, or seven batches of 4 KiB, or a ring of three parts of a row.
+// read, or four such halves, or seven batches of 4 KiB, or a ring of three parts of a row. Eight times that is all that
+// a CTA may have on sm_90.
 constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
 static_assert(RowRates{}.union_blocks * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 

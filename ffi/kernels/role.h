@@ -32,7 +32,8 @@ struct Role {
   JAX_EP_FN Coop coop(bool is_tracked = false, char* memory = nullptr, int bytes = 0) const {
     const int warp = this_warp() - first_warp, cta = static_cast<int>(blockIdx.x) - first_cta;
     const Part all{warp * ctas + cta, coops()};
-    const int track = is_tracked && warp == 0 ? 0 : -1;  // of the timeline: at most one warp of a CTA has it
+    // At most one warp of a CTA writes the timeline.
+    const TrackRole track = is_tracked && warp == 0 ? TrackRole::sender : TrackRole::none;
     const int lane = threadIdx.x % Coop::lanes;
     return {all.index, all.count, all,    all, {cta, ctas}, {warp, warps}, lane, memory + warp * bytes,
             bytes,     track,     barrier};

@@ -10,7 +10,8 @@
 
 namespace jax_ep {
 
-// `kRows`: how many rows have packs in flight at once. The fewer rows, the more packs of each.
+// `kRows`: how many rows have packs in flight at once. The fewer rows, the more packs of each: 16 a lane, a choice,
+// which python -m jax_ep bench sparse times.
 template <class In, class Out, int kRows = 4>
 class DirectSum {
  private:

@@ -7,7 +7,8 @@
 
 namespace jax_ep {
 
-// The most values of a message whose values and scales are apart: half a row of 7168.
+// The most values of a message whose values and scales are apart: half a row of 7168. A choice,
+// which kernels_bench 2 times.
 constexpr int kApartValues = 3584;
 
 // The sinks of a row whose values and scales are apart.

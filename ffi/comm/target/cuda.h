@@ -21,7 +21,9 @@ constexpr uint64_t kGraceNs = 300'000'000;
 // How long it waits for a peer that has begun the op, which may be in the middle of a row, or whose process has just
 // been taken off the GPU.
 constexpr uint64_t kBegunGraceNs = 10'000'000'000;
-constexpr int kLanePacks = 8, kRowPacks = 14;  // half a row of 7168 values of 16 bits
+// Packs of a row that a lane has in flight: choices, which kernels_bench 2 times. kRowPacks of all lanes are half a row
+// of 7168 values of 16 bits.
+constexpr int kLanePacks = 8, kRowPacks = 14;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
   uint64_t value;
@@ -111,7 +113,7 @@ struct Coop {
   int lane;
   char* shared;  // this coop's own shared memory
   int shared_bytes;
-  int track;    // which track of its CTA's timeline it writes; -1: none
+  TrackRole track;
   int barrier;  // the named barrier of those coops of its CTA that run the op: others may run beside them
   static constexpr int lanes = 32;
 
@@ -148,6 +150,8 @@ struct Coop {
   }
 };
 
+constexpr int kCtaBarrier = 1;  // of all coops of a CTA, in kernels that have no others: 0 is __syncthreads'
+
 // The first coops of every CTA send, the others receive; `shared_bytes` of dynamic shared memory belong to each.
 JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {
   extern __shared__ __attribute__((aligned(128))) char shared[];
@@ -163,7 +167,7 @@ JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {
           shared + coop * shared_bytes,
           shared_bytes,
           track_of(coop, senders_per_cta),
-          /*barrier=*/0};
+          kCtaBarrier};
 }
 
 }  // namespace jax_ep

@@ -19,6 +19,7 @@ constexpr uint64_t kGraceNs = 300'000'000;
 // How long it waits for a peer that has begun the op, which may be in the middle of a row, or whose process has just
 // been taken off the GPU.
 constexpr uint64_t kBegunGraceNs = 10'000'000'000;
+// Packs of a row that a lane has in flight: choices, never timed.
 constexpr int kLanePacks = 4, kRowPacks = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
@@ -87,7 +88,7 @@ struct Coop {
   int lane;
   char* shared;  // this coop's own shared memory
   int shared_bytes;
-  int track;  // which track of its CTA's timeline it writes; -1: none
+  TrackRole track;
   static constexpr int lanes = 64;
 
   JAX_EP_FN void sync() const {

@@ -131,7 +131,7 @@ struct Coop {
   static constexpr Part member = {0, 1};  // of the CTA
   static constexpr char* shared = nullptr;
   static constexpr int shared_bytes = 0;
-  static constexpr int track = 0;  // of the timeline
+  static constexpr TrackRole track = TrackRole::sender;
   static constexpr int lane = 0;
   static constexpr int lanes = 1;
 

@@ -116,7 +116,8 @@ class MatmulReduce {
   }
 
  private:
-  // Small batches: as many ranks as there may be have some on their way to a coop.
+  // Small batches: as many ranks as there may be have some on their way to a coop. All three are choices, which
+  // overlap_bench times.
   static constexpr int kPacks = kLanePacks < 4 ? kLanePacks : 4;
   static constexpr int kTicketsPerCoop = 8;
   static constexpr int kMostBatches = Coop::lanes == 1 ? 512 : 8;
@@ -217,7 +218,7 @@ class MatmulExchange {
   }
 
  private:
-  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;  // loads of a lane under way, of each operand
+  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;  // loads of a lane under way, of each operand: a choice
 
   struct PackSpan {
     int64_t first;

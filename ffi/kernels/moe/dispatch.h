@@ -123,7 +123,7 @@ class PlainDispatch {
   }
 
   JAX_EP_FN void expand() {
-    if (const Part receiver = op_.coop.receiver; receiver.takes_part()) {
+    if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
       op_.enter(Phase::expand);
       copy(op_.comm.rank, {receiver.index, args_.eager, receiver.count},
            [&](int token, int) { return args_.tokens + token * bytes_; });
@@ -291,8 +291,8 @@ template <class Dispatch, class Expand>
 JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args, Expand expand) {
   const Routed routed(op, args);
   Dispatch dispatch(op, args);
-  if (op.ok() && op.coop.sender.takes_part()) dispatch.push({op, args, routed});
-  if (op.coop.receiver.takes_part()) dispatch.pad(routed.counts());
+  if (op.ok() && !op.coop.sender.empty()) dispatch.push({op, args, routed});
+  if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
   if (routed.settled())
     expand(dispatch);
   else  // peers that learn of the lack of room later still push

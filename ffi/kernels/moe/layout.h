@@ -11,14 +11,15 @@
 namespace jax_ep {
 
 constexpr int kMaxExperts = kMailCounts;
-constexpr int kChunkTokens = 512;
-constexpr int kMaxChunks = 16;
-constexpr int kFewTokens = 512;  // so many, or fewer, are announced one by one
 constexpr int kFewAssignments = kMailCounts;
+// How tokens are cut up. All four are choices, which kernels_bench 2 times; `kernels_bench 2 few` those of few tokens.
+constexpr int kFewTokens = 512;    // so many, or fewer, are announced one by one
+constexpr int kChunkTokens = 512;  // of many: so many are announced together, at least
+constexpr int kMaxChunks = 16;
 constexpr int kEagerTokens = 1024;  // of many: so many travel while the rows of all are worked out
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 
-// Assignments that make it worth while for one more CTA to take part in routing.
+// Assignments that make it worth while for one more CTA to route. A choice, which kernels_bench 2 times.
 constexpr int kRouterAssignments = Coop::lanes == 1 ? 256 : 2048;
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.

@@ -108,7 +108,7 @@ class Router {
   // What prepare(part) of every router did is seen by whoever sees that the rows are laid out.
   template <class Prepare>
   JAX_EP_FN void route(Prepare prepare) {
-    if (!tally_.takes_part()) return;
+    if (!tally_.routes()) return;
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
     op_.wait_told(&Heap::chosen);
@@ -137,14 +137,15 @@ class Router {
                    if (e == args_.num_experts)
                      *args_.invalid = total;
                    else
-                     for (int peer = 0; peer < op_.comm.size; ++peer) op_.mail(peer, op_.comm.rank)->counts[e] = total;
+                     for (int peer = 0; peer < op_.comm.size; ++peer) SentMail(op_).counts(peer)[e] = total;
                  });
   }
 
   // From all ranks' counts: the segments of every rank, and in them the first row of this rank's share.
   JAX_EP_FN void lay_out() {
     const Comm& comm = op_.comm;
-    const auto count = [&](int source, int e) { return op_.mail_from(source)->counts[e]; };
+    const ReceivedMail mail(op_);
+    const auto count = [&](int source, int e) { return mail.counts(source)[e]; };
     const auto rows_before = [&](int rank, int e) {
       int rows = 0;
       for (int source = 0; source < rank; ++source) rows += count(source, e);
@@ -222,7 +223,7 @@ class FewRouter {
 
   // Other coops do not wait for it before they need what it finds: see Routed.
   JAX_EP_FN void route() {
-    if (!tally_.takes_part()) return;
+    if (!tally_.routes()) return;
     send_choices();
     op_.wait_told(&Heap::chosen);
     const LatePost posted(op_, tally_.is_responsible());
@@ -252,12 +253,13 @@ class FewRouter {
         choices[i] = {args_.expert_ids[item], args_.weights[item]};
       }
       for (int peer = 0; peer < op_.comm.size; ++peer) {
-        Mail* box = op_.mail(peer, op_.comm.rank);
+        int32_t* const experts = SentMail(op_).counts(peer);
+        float* const weights = SentMail(op_).weights(peer);
         for (int i = 0; i < kAhead; ++i) {
           const int item = first + i * step;
           if (item >= per_rank_) continue;
-          box->counts[item] = choices[i].expert;
-          box->weights[item] = choices[i].weight;
+          experts[item] = choices[i].expert;
+          weights[item] = choices[i].weight;
         }
       }
     }
@@ -268,8 +270,8 @@ class FewRouter {
   // An item of all ranks' assignments in order.
   JAX_EP_FN Choice choice(int item) const {
     const int source = by_rank_.quotient(item), at = item - source * per_rank_;
-    const Mail* box = op_.mail_from(source);
-    return {box->counts[at], box->weights[at]};
+    const ReceivedMail mail(op_);
+    return {mail.counts(source)[at], mail.weights(source)[at]};
   }
 
   JAX_EP_FN void count() {

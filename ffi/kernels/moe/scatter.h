@@ -26,7 +26,7 @@ struct BoundedCounts {
 
 // Zeroes what holds no row. All lanes call.
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
-  if (!op.coop.receiver.takes_part()) return;
+  if (op.coop.receiver.empty()) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
   // One block beyond the capacity, so that more rows than it are seen.
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
@@ -59,7 +59,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   op.post(posted(args, comm.size));
   RowMover mover(coop);
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::rows, args.capacity);
-  if (coop.sender.takes_part()) {
+  if (!coop.sender.empty()) {
     const ScatteredTokens tokens(op, args.num_tokens);
     op.wait_posted();
     const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::received>);

@@ -5,6 +5,7 @@
 
 #include "comm/heap.h"
 #include "comm/op.h"
+#include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/layout.h"
 
@@ -71,14 +72,14 @@ struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the rank, and the one that works this out, as all do
   int capacity, alignment;
-  int assignments;   // of each source
-  bool few;          // tokens: their choices are counted into `ends`
-  const Mail* mail;  // a box for each source
-  int32_t* sizes;    // [L] group sizes of `rank`
+  int assignments;  // of each source
+  bool few;         // tokens: their choices are counted into `ends`
+  ReceivedMail mail;
+  int32_t* sizes;  // [L] group sizes of `rank`
 
   JAX_EP_FN int at(int source, int expert) const { return source * scratch.num_experts + expert; }
   JAX_EP_FN int count(int source, int expert) const {
-    return few ? scratch.ends()[at(source, expert)] : mail[source].counts[expert];
+    return few ? scratch.ends()[at(source, expert)] : mail.counts(source)[expert];
   }
 };
 
@@ -90,7 +91,7 @@ JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, 
   coop.sync();
   for (int source = 0; source < over.scratch.ranks; ++source)
     for (int i = coop.lane; i < over.assignments; i += Coop::lanes)
-      if (const int e = over.mail[source].counts[i]; e >= first && e < end) atomic_add(&counts[over.at(source, e)], 1);
+      if (const int e = over.mail.counts(source)[i]; e >= first && e < end) atomic_add(&counts[over.at(source, e)], 1);
   coop.sync();
 }
 
@@ -216,7 +217,7 @@ class Segments {
     return {scratch_,         owner,
             op_.comm.rank,    args_.capacity,
             args_.alignment,  args_.num_tokens * args_.top_k,
-            args_.few,        op_.mail_from(0),
+            args_.few,        ReceivedMail(op_),
             args_.group_sizes};
   }
 

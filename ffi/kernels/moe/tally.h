@@ -28,7 +28,7 @@ class Tally {
         mine_(share_of(items)) {}
 
   // Whether this coop is one of the routers.
-  JAX_EP_FN bool takes_part() const { return coop_.cta.takes_part(); }
+  JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
   // Among the routers: whether this coop is the first, and its part.
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
   JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
@@ -82,7 +82,7 @@ class Tally {
   // This coop among those of the CTAs that route; one CTA needs nobody to come.
   JAX_EP_FN static Coop as_router(Op& op, int wanted) {
     const Coop& coop = op.coop;
-    if (coop.cta.index >= wanted) return as_member(coop, Part::none_of(wanted));
+    if (coop.cta.index >= wanted) return as_member(coop, {});
     if (wanted == 1) return as_member(coop, {0, 1});
     return as_member(coop, join_cta(coop, &op.heap->routers_begun, wanted));
   }
@@ -101,6 +101,7 @@ class Tally {
 
   JAX_EP_FN Range share_of(int items) const {
     const Coop& coop = coop_;
+    if (!routes()) return {0, 0};
     const Range cta = share(items, coop.cta.index, ctas_);
     const Range mine = share(cta.end - cta.begin, coop.member.index, coop.member.count);
     return {cta.begin + mine.begin, cta.begin + mine.end};

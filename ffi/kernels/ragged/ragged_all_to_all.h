@@ -27,7 +27,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
 }
 
 JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
-  if (!op.coop.sender.takes_part()) return;
+  if (op.coop.sender.empty()) return;
   op.enter(Phase::send);
   RowMover mover(op.coop);
   const Window<char> results(op, kWindow<&RaggedArgs::result>);
@@ -49,8 +49,9 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
 // What peers said they send must be what this rank was told it receives.
 JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   if (!op.ok() || op.coop.index != 0) return;
+  const ReceivedMail mail(op);
   for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes) {
-    const int source = i / args.slices, sent = op.mail_from(source)->counts[i % args.slices];
+    const int source = i / args.slices, sent = mail.counts(source)[i % args.slices];
     if (sent == args.recv_sizes[i])
       op.count_received(source, larger(0, sent) * args.row_bytes);
     else
@@ -61,7 +62,7 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
 JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
   if (op.ok() && op.coop.index == 0)
     for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes)
-      op.mail(i / args.slices, op.comm.rank)->counts[i % args.slices] = args.send_sizes[i];
+      SentMail(op).counts(i / args.slices)[i % args.slices] = args.send_sizes[i];
   op.post(posted(args, op.comm.size));
   op.wait_posted();
   check_sizes(op, args);
@@ -72,7 +73,7 @@ JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
 JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::ragged_all_to_all);
-  if (coop.cta.takes_part()) exchange_slices(op, args);
+  if (!coop.cta.empty()) exchange_slices(op, args);
   const Results<RaggedArgs> results(args, comm.size);
   op.finish(results, all.count);
 }

@@ -138,7 +138,7 @@ class SparseReduce {
   // Zeroes what holds no row.
   JAX_EP_FN void pad() const {
     const Part receiver = op_.coop.receiver;
-    if (!op_.ok() || !receiver.takes_part()) return;
+    if (!op_.ok() || receiver.empty()) return;
     op_.enter(Phase::pad);
     const Range slots = slots_of(op_.comm.rank);
     for (int row = slots.end - slots.begin + receiver.index; row < args_.capacity; row += receiver.count)
@@ -146,7 +146,8 @@ class SparseReduce {
   }
 
  private:
-  // Slots that a coop takes at a time; few, where there are few, so that all have work to the end.
+  // Slots that a coop takes at a time; few, where there are few, so that all have work to the end. A choice, which
+  // python -m jax_ep bench sparse times.
   static constexpr int kBatchesPerCoop = 8;
   static constexpr int kBatchSlots = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
   static constexpr int kParts = 0, kSums = 1;  // what is delivered
@@ -310,7 +311,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const 
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::sparse_reduce);
   const Results<SparseReduceArgs> results(args, comm.size);
-  if (coop.cta.takes_part()) {
+  if (!coop.cta.empty()) {
     op.poison(results);
     reduce_rows<T>(op, args);
   }

@@ -79,7 +79,8 @@ class SparseRuns {
 // Lists of the entries of this rank that name the same row: side by side among the members, and in order.
 class RunLists {
  public:
-  // Entries of a short list, which are found by their chain and added up by one coop.
+  // Entries of a short list, which are found by their chain and added up by one coop. This and the other sizes here are
+  // choices, which python -m jax_ep bench sparse times.
   static constexpr int kShort = 32;
 
   JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
@@ -122,7 +123,8 @@ class RunLists {
   JAX_EP_FN Range at(int position) const { return of(runs_.slot_of(op_.comm.rank, member(position))); }
 
  private:
-  static constexpr int kWindows = Coop::lanes == 1 ? 16 : 64;  // in flight, where a coop looks through many entries
+  static constexpr int kAhead =
+      Coop::lanes == 1 ? 16 : 64;  // slots of a lane in flight, where a coop looks through all
 
   // Every entry of a short list counts the smaller ones in its chain.
   JAX_EP_FN void list_entry(int i) const {
@@ -139,12 +141,12 @@ class RunLists {
   JAX_EP_FN void list_slice(int slot, Range slice) const {
     const Coop& coop = op_.coop;
     int before = 0;
-    look_through({0, slice.begin}, [&](int, const int(&slots)[kWindows]) {
+    look_through({0, slice.begin}, [&](int, const int(&slots)[kAhead]) {
       for (const int each : slots) before += each == slot;
     });
     int position = args_.begins[slot] + coop.sum(before);
-    look_through(slice, [&](int first, const int(&slots)[kWindows]) {
-      for (int w = 0; w < kWindows; ++w) {
+    look_through(slice, [&](int first, const int(&slots)[kAhead]) {
+      for (int w = 0; w < kAhead; ++w) {
         const uint64_t found = coop.ballot(slots[w] == slot);
         if (slots[w] == slot)
           args_.members[position + count_bits(found & ((uint64_t{1} << coop.lane) - 1))] =
@@ -158,9 +160,9 @@ class RunLists {
   // Coop::lanes-th, or -1.
   template <class Visit>
   JAX_EP_FN void look_through(Range entries, Visit visit) const {
-    for (int first = entries.begin; first < entries.end; first += kWindows * Coop::lanes) {
-      int slots[kWindows];
-      for (int w = 0; w < kWindows; ++w) {
+    for (int first = entries.begin; first < entries.end; first += kAhead * Coop::lanes) {
+      int slots[kAhead];
+      for (int w = 0; w < kAhead; ++w) {
         const int i = first + w * Coop::lanes + op_.coop.lane;
         slots[w] = i < entries.end ? runs_.slot_of(op_.comm.rank, i) : -1;
       }
@@ -201,7 +203,7 @@ class RunSums {
 
  private:
   static constexpr int kPart = RunLists::kShort;
-  static constexpr int kWindowsPerCoop = 4;  // at least, so that all have about as much to read
+  static constexpr int kRangesPerCoop = 4;  // of positions, at least, so that all have about as much to read
   // A part has few rows, often two: of each, several packs come at once. A long list has many parts.
   using PartSum = DirectSum<T, float>;
   using LongSum = DirectSum<float, float, 16>;
@@ -219,17 +221,17 @@ class RunSums {
     return {begin, smaller(begin + kColumns<Sum>, args_.hidden)};
   }
 
-  // A coop takes the parts that begin in a window of positions, in a range of columns: about as many rows as positions.
+  // A coop takes the parts that begin in a range of positions, in a range of columns: about as many rows as positions.
   JAX_EP_FN void sum_parts() const {
     op_.enter(Phase::reduce);
     const Coop& coop = op_.coop;
     const int listed = lists_.count(), ranges = column_ranges<PartSum>();
-    const int64_t fair = int64_t{listed} * ranges / (coop.count * kWindowsPerCoop);
-    const int window = fair < Coop::lanes ? larger(1, static_cast<int>(fair)) : Coop::lanes;
-    const int64_t windows = (listed + window - 1) / window;
-    for (int64_t i = coop.index; op_.ok() && i < windows * ranges; i += coop.count) {
-      const int first = static_cast<int>(i / ranges) * window, mine = first + coop.lane;
-      const bool here = coop.lane < window && mine < listed;
+    const int64_t fair = int64_t{listed} * ranges / (coop.count * kRangesPerCoop);
+    const int positions = fair < Coop::lanes ? larger(1, static_cast<int>(fair)) : Coop::lanes;
+    const int64_t batches = (listed + positions - 1) / positions;
+    for (int64_t i = coop.index; op_.ok() && i < batches * ranges; i += coop.count) {
+      const int first = static_cast<int>(i / ranges) * positions, mine = first + coop.lane;
+      const bool here = coop.lane < positions && mine < listed;
       const Range list = here ? lists_.at(mine) : Range{0, 0};
       for (uint64_t left = coop.ballot(here && (mine - list.begin) % kPart == 0); left; left &= left - 1) {
         const int lane = lowest_bit(left), position = first + lane;

@@ -31,7 +31,7 @@ class SparseUnion {
     for_my_words([&](int word) { bits_[word] = 0; });
     if (op_.ok() && op_.coop.index == 0)
       for (int peer = op_.coop.lane; peer < op_.comm.size; peer += Coop::lanes)
-        for (int i = 0; i < kMissing; ++i) op_.mail(peer, op_.comm.rank)->counts[i] = args_.missing[i];
+        for (int i = 0; i < kMissing; ++i) SentMail(op_).counts(peer)[i] = args_.missing[i];
     op_.post(posted(args_, op_.comm.size));
     op_.wait_posted();
     push_entries();
@@ -67,7 +67,7 @@ class SparseUnion {
   // This rank's ids, to every rank.
   JAX_EP_FN void push_entries() {
     const Part sender = op_.coop.sender;
-    if (!op_.may_push() || !sender.takes_part()) return;
+    if (!op_.may_push() || sender.empty()) return;
     op_.enter(Phase::send);
     const Range mine = share(args_.entries, sender.index, sender.count);
     const int64_t here = int64_t{op_.comm.rank} * args_.entries;
@@ -144,7 +144,7 @@ class SparseUnion {
       args_.bounds[rank] = ids_below(row_range(args_.num_rows, rank, op_.comm.size).begin);
     for (int i = op_.coop.lane; i < kMissing; i += Coop::lanes) {
       int over_ranks = 0;
-      for (int rank = 0; rank < op_.comm.size; ++rank) over_ranks += op_.mail_from(rank)->counts[i];
+      for (int rank = 0; rank < op_.comm.size; ++rank) over_ranks += ReceivedMail(op_).counts(rank)[i];
       args_.all_missing[i] = over_ranks;
     }
   }
@@ -162,7 +162,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const C
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::sparse_union);
   const Results<SparseUnionArgs> results(args, comm.size);
-  if (coop.cta.takes_part()) {
+  if (!coop.cta.empty()) {
     op.poison(results);
     SparseUnion(op, args).run();
   }
