@@ -147,7 +147,7 @@ def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float =
 def median_microseconds(
     loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, hot: bool = False
 ) -> list[float]:
-    """Of executions that follow others, without what the first takes to start: a millisecond or more.
+    """The time of executions that follow others, without what the first takes to start: a millisecond or more.
 
     `hot`: a loop has run for a while before the calls that count, so that no loop profits from those before it.
     """

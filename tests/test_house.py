@@ -1,6 +1,6 @@
 """The rules of the house (docs/design.md), by reading includes, imports and a few keywords.
 
-Those of the Python package stand in python_rules.py.
+Those of the Python package stand in python_rules.py, those of sentences in prose_rules.py.
 
 Every rule is a function from a root folder to the places that break it, and is shown to fail on a tree that does.
 """
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import prose_rules
 import pytest
 import python_rules
 
@@ -280,6 +281,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (files_are_short, "ffi/kernels/a.h", "\n" * LONGEST_FILE),
     (files_are_short, "tests/a.py", "\n" * LONGEST_FILE),
     *python_rules.BROKEN,
+    *prose_rules.BROKEN,
 ]
 
 # What must pass, for no rule may be so strict that it cannot be kept.

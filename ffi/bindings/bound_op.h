@@ -30,7 +30,7 @@ struct BoundOp {
   // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream. Null for
   // an op that needs no group.
   XLA_FFI_Handler* uncaptured;
-  // Of a call with these settings; throws std::invalid_argument.
+  // Those of a call with these settings; throws std::invalid_argument.
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 

@@ -47,7 +47,7 @@ class Float8Weights(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weights before they were quantized: [..., K, N]."""
+        """That of the weights before they were quantized: [..., K, N]."""
         *others, n, k = self.values.shape
         return (*others, k, n)
 

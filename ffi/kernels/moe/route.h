@@ -207,7 +207,7 @@ class Router {
   const int local_;
 };
 
-// Of few tokens: every rank tells all which experts its tokens chose, and works out alone where everything goes. So
+// For few tokens: every rank tells all which experts its tokens chose, and works out alone where everything goes. So
 // ranks talk once, before any row is on its way; the rows set off while it is worked out, to where they land by source
 // and token.
 class FewRouter {

@@ -1,5 +1,5 @@
-// Moving rows along a routing: each token once per rank, its further rows there by the receiver. Of a routing that a
-// user hands back, no value is followed that is out of bounds.
+// Moving rows along a routing: each token once per rank, its further rows there by the receiver. No value of a
+// routing that a user hands back is followed where it is out of bounds.
 #pragma once
 
 #include "comm/heap.h"

@@ -108,7 +108,7 @@ def combine(
     """For each token of this rank, the weighted sum of its experts' output rows.
 
     Each peer sums its rows of a token in float32 and sends one row; the token's rank adds those and its own rows in
-    float32, in rank order. The same inputs give the same bits. Differentiable in `expert_outputs` and in
+    float32, in rank order. Equal inputs give equal bits. Differentiable in `expert_outputs` and in
     `routing.weights`.
 
     Args:

@@ -185,7 +185,7 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NodeRouting(Routing):
-    """Where every assignment of a dispatch over several nodes went. Of N nodes with L ranks each; R = N L.
+    """Where every assignment of a dispatch over several nodes went. There are N nodes with L ranks each; R = N L.
 
     `targets` [N B, K], `rows` and `weights` [L, N B, K] are those of the dispatch inside this node, as is `config`: its
     sources are the ranks of the node, each with the N B tokens that it took in from the nodes, in their order. B is T,

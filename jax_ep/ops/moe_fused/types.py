@@ -44,7 +44,7 @@ class LastCall(NamedTuple):
 
 
 def gate_and_up(products: Products) -> Products:
-    """Of two products, or of one with the columns of gate in front."""
+    """Gate and up, of two products or of one with the columns of gate in front."""
     return products if len(products) == 2 else tuple(jnp.split(products[0], 2, axis=1))
 
 
