@@ -42,13 +42,19 @@ def test_results_follow_from_the_settings() -> None:
 
 
 UNION = {"entries": 3, "num_rows": 7, "capacity": 4}
+ALIKE = {"slots", "bounds", "all_missing"}
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "op", "alike"),
     [
-        ("sparse_union", UNION | {"sharded": False}, "sparse_all_reduce", {"indices", "slots", "bounds", "all_missing"}),
-        ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", {"slots", "bounds", "all_missing"}),
+        (
+            "sparse_union",
+            UNION | {"sharded": False},
+            "sparse_all_reduce",
+            {"indices", "slots", "bounds", "all_missing"},
+        ),
+        ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", ALIKE),
         ("scatter", {"dtype": "float32", "onto": False} | SCATTER, "combine's backward pass", set()),
     ],
 )
