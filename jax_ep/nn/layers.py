@@ -261,8 +261,8 @@ def _biased(product: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax
 def _weighed(rows: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
     """Rows times their weights, and a routing by which they are summed up as they are."""
     present, capacity = routing.rows >= 0, routing.config.capacity
-    place = jnp.where(present, routing.rows, capacity)
-    weights = jnp.zeros_like(routing.weights, shape=(capacity,)).at[place].set(routing.weights, mode="drop")
+    row = jnp.where(present, routing.rows, capacity)
+    weights = jnp.zeros_like(routing.weights, shape=(capacity,)).at[row].set(routing.weights, mode="drop")
     rows = (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
     return rows, dataclasses.replace(routing, weights=present.astype(jnp.float32))
 

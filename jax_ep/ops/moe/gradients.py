@@ -31,17 +31,17 @@ return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
 
 
 def scatter_all(
-    group: Group, tokens: Sequence[jax.Array], pieces: Sequence[Routing], by: Callable[..., jax.Array] = scatter
+    group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing], by: Callable[..., jax.Array] = scatter
 ) -> jax.Array:
-    """`scatter` of tokens in chunks, along the pieces of one routing, into the same rows; or its tangent.
+    """`scatter` of tokens in chunks, along the routings that one was cut into, into the same rows; or its tangent.
 
     Rows of several chunks are zeroed first, as each call leaves those of the others.
     """
-    if len(pieces) == 1:
-        return by(group, tokens[0], pieces[0])
-    received = jnp.zeros_like(tokens[0], shape=(pieces[0].config.capacity, tokens[0].shape[1]))
-    for chunk, piece in zip(tokens, pieces, strict=True):
-        received = by(group, chunk, piece, received)
+    if len(routings) == 1:
+        return by(group, tokens[0], routings[0])
+    received = jnp.zeros_like(tokens[0], shape=(routings[0].config.capacity, tokens[0].shape[1]))
+    for chunk, routing in zip(tokens, routings, strict=True):
+        received = by(group, chunk, routing, received)
     return received
 
 
@@ -54,8 +54,8 @@ def combine_chunks(
     group: Group, chunks: Chunks, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
 ) -> list[jax.Array]:
     """The sums of each chunk's tokens."""
-    pieces = chunks.cut(dataclasses.replace(routing, weights=weights))
-    return [kernels.combine(group, expert_outputs, piece.weights, piece) for piece in pieces]
+    routings = chunks.cut(dataclasses.replace(routing, weights=weights))
+    return [kernels.combine(group, expert_outputs, part.weights, part) for part in routings]
 
 
 def combine_gradient(
@@ -76,12 +76,12 @@ def gradient_by_arrived(
 ) -> tuple[jax.Array, jax.Array]:
     """`combine_gradient`, behind the exchange: `arrived` [C, H'] has at each row the cotangent of its token."""
     present = routing.rows >= 0
-    place = jnp.where(present, routing.rows, routing.config.capacity)
+    row = jnp.where(present, routing.rows, routing.config.capacity)
     arrived = arrived.astype(jnp.float32)
-    row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[place].set(weights, mode="drop")
+    row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[row].set(weights, mode="drop")
     d_outputs = (arrived * row_weights[:, None]).astype(expert_outputs.dtype)
     products = jnp.sum(arrived * expert_outputs.astype(jnp.float32), axis=1)
-    d_weights = jnp.where(present, products.at[place].get(mode="clip"), 0)
+    d_weights = jnp.where(present, products.at[row].get(mode="clip"), 0)
     return d_outputs, d_weights
 
 

@@ -113,10 +113,10 @@ def _chosen(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Arr
     """For each node the first B tokens with an expert there, padded with T: [N, B]; and the most that a node needs."""
     nodes, num_tokens, _ = of_nodes.shape
     wanted = (of_nodes >= 0).any(axis=2)
-    place = jnp.cumsum(wanted, axis=1) - 1
-    place = jnp.where(wanted & (place < node_capacity), place, node_capacity)
+    position = jnp.cumsum(wanted, axis=1) - 1
+    position = jnp.where(wanted & (position < node_capacity), position, node_capacity)
     sent = jnp.full((nodes, node_capacity), num_tokens, jnp.int32)
-    sent = sent.at[jnp.arange(nodes)[:, None], place].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
+    sent = sent.at[jnp.arange(nodes)[:, None], position].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
     return sent, wanted.sum(axis=1, dtype=jnp.int32).max()
 
 
@@ -298,11 +298,11 @@ def _summed(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_t
     parts = [x.reshape(nodes, x.shape[0] // nodes, x.shape[1]) for x in chunks]
     if sent is None:
         return jnp.concatenate([sum_over_nodes(part, group.node_axes) for part in parts])
-    place = jnp.full((nodes, num_tokens), sent.shape[1], jnp.int32)
-    place = place.at[jnp.arange(nodes)[:, None], sent].set(jnp.arange(sent.shape[1], dtype=jnp.int32), mode="drop")
+    number = jnp.full((nodes, num_tokens), sent.shape[1], jnp.int32)
+    number = number.at[jnp.arange(nodes)[:, None], sent].set(jnp.arange(sent.shape[1], dtype=jnp.int32), mode="drop")
 
     def taken(part: jax.Array, node: int) -> jax.Array:
-        return part.at[place[node]].get(mode="fill", fill_value=0)
+        return part.at[number[node]].get(mode="fill", fill_value=0)
 
     # A token may be in another chunk for each node: so all come before any is added.
     arrived = jnp.concatenate([jax.lax.all_to_all(part, group.node_axes, 0, 0) for part in parts], axis=1)

@@ -106,10 +106,10 @@ def dispatch(
 def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Rows [T, H] along a routing that is already known: [capacity, H]."""
     capacity, (size, num_tokens, top_k) = routing.config.capacity, routing.rows.shape
-    place = jnp.where(routing.rows >= 0, routing.rows, capacity).reshape(-1)
+    row = jnp.where(routing.rows >= 0, routing.rows, capacity).reshape(-1)
     all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
-    nobody, source = all_tokens.shape[0], jnp.arange(place.size, dtype=jnp.int32) // max(top_k, 1)
-    source_of_row = jnp.full(capacity, nobody, jnp.int32).at[place].set(source, mode="drop")
+    nobody, source = all_tokens.shape[0], jnp.arange(row.size, dtype=jnp.int32) // max(top_k, 1)
+    source_of_row = jnp.full(capacity, nobody, jnp.int32).at[row].set(source, mode="drop")
     return all_tokens.at[source_of_row].get(mode="fill", fill_value=0)  # unlike a scatter, it has a transpose
 
 

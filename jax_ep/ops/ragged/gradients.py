@@ -42,10 +42,10 @@ def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tu
         """Where slices overlap one would overwrite another: each rank takes back one at a time, and adds them up."""
         each = here[0] // size
         me = jax.lax.axis_index(group.axis_name)
-        peer, piece = jnp.divmod(jnp.arange(here[0]), each)
+        peer, number = jnp.divmod(jnp.arange(here[0]), each)
 
         def add(total: jax.Array, turn: jax.Array) -> tuple[jax.Array, None]:
-            away, mine = turn // each, piece == turn % each
+            away, mine = turn // each, number == turn % each
             back = jnp.where(mine & (peer == (me - away) % size), recv_sizes, 0)
             taken = jnp.where(mine & (peer == (me + away) % size), send_sizes, 0)
             part = ragged_all_to_all(group, cotangent, nothing, arrived_at, back, came_from, taken)

@@ -27,16 +27,16 @@ def ragged_all_to_all(
         return jax.lax.all_gather(x, axis_name).reshape(size, size, -1)[:, me]
 
     operands = jax.lax.all_gather(operand, axis_name)
-    starts, sizes, places = map(chunks_for_me, (input_offsets, send_sizes, output_offsets))
+    starts, sizes, offsets = map(chunks_for_me, (input_offsets, send_sizes, output_offsets))
     fits = (send_sizes >= 0) & (input_offsets >= 0) & (input_offsets <= operand.shape[0] - send_sizes)
     fits &= (output_offsets >= 0) & (output_offsets <= output.shape[0] - send_sizes)
     wrong = jnp.any((send_sizes != 0) & ~fits) | jnp.any(sizes.reshape(-1) != recv_sizes)
     index = jnp.arange(output.shape[0])
     result = output
     for source in range(size):
-        for piece in range(starts.shape[1]):
-            offset = index - places[source, piece]
-            inside = (offset >= 0) & (offset < sizes[source, piece])
-            picked = operands[source].at[offset + starts[source, piece]].get(mode="clip")
+        for i in range(starts.shape[1]):
+            offset = index - offsets[source, i]
+            inside = (offset >= 0) & (offset < sizes[source, i])
+            picked = operands[source].at[offset + starts[source, i]].get(mode="clip")
             result = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), picked, result)
     return result, jax.lax.psum(wrong.astype(jnp.int32), axis_name) > 0

@@ -44,9 +44,9 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
 
 
 def slots_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """For sorted ids [N], where `num_rows` stands for none: each one's place among the different ids, and their number.
+    """For sorted ids [N], where `num_rows` stands for none: the slot of each among the different ids, and their number.
 
-    The place of `num_rows` is 2**31 - 1, outside of everything.
+    The slot of `num_rows` is 2**31 - 1, outside of everything.
     """
     valid = ids < num_rows
     first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])

@@ -28,9 +28,9 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
 
     Rows without room are left out, also where `config.drop` is False.
     """
-    places = _places(config, union)
-    entries = _entries_owned(group, places)
-    parts = _sums_for_owners(group, config, values, union, places)
+    at = _at_owners(config, union)
+    entries = _entries_owned(group, at)
+    parts = _sums_for_owners(group, config, values, union, at)
 
     def held(part: jax.Array, node: int) -> jax.Array:
         return jnp.where(entries[node][:, None] > 0, part, 0)
@@ -43,7 +43,7 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
     return jnp.pad(sums, ((0, config.capacity - sums.shape[0]), (0, 0)))
 
 
-class _Places(NamedTuple):
+class _AtOwners(NamedTuple):
     """Where the entries of all ranks are added up.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Places(NamedTuple):
     rows: int
 
 
-def _places(config: SparseConfig, union: Union) -> _Places:
+def _at_owners(config: SparseConfig, union: Union) -> _AtOwners:
     slots = union.slots
     if config.sharded:
         rows = min(config.capacity, config.rank_rows, slots.size)
@@ -67,25 +67,25 @@ def _places(config: SparseConfig, union: Union) -> _Places:
         rows = -(-min(config.capacity, config.num_rows, slots.size) // config.size)
         owner, row = slots // rows, slots % rows
     present = (slots < union.bounds[-1]) & (owner < config.size) & (row < rows)
-    return _Places(owner, jnp.where(present, row, rows), rows)
+    return _AtOwners(owner, jnp.where(present, row, rows), rows)
 
 
-def _entries_owned(group: Group, places: _Places) -> jax.Array:
+def _entries_owned(group: Group, at: _AtOwners) -> jax.Array:
     """[nodes, S] int32: how many entries of each node each slot has that this rank owns."""
-    mine = jnp.where(places.owner == jax.lax.axis_index(group.axis_name), places.row, places.rows)
+    mine = jnp.where(at.owner == jax.lax.axis_index(group.axis_name), at.row, at.rows)
     node = jnp.arange(group.nodes)[:, None]
-    return jnp.zeros((group.nodes, places.rows), jnp.int32).at[node, mine.reshape(group.nodes, -1)].add(1, mode="drop")
+    return jnp.zeros((group.nodes, at.rows), jnp.int32).at[node, mine.reshape(group.nodes, -1)].add(1, mode="drop")
 
 
-def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, union: Union, places: _Places) -> jax.Array:
+def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, union: Union, at: _AtOwners) -> jax.Array:
     """[nodes, S, D] float32: node by node, the sums of this node's entries that the rank of this index there owns.
 
     A slot that this node has no entry for holds anything.
     """
     assert group.intranode is not None
-    size, nodes, rows = group.intranode.size, group.nodes, places.rows
-    of_rank = places.owner % size * nodes + places.owner // size  # by index, then by node
-    slots = jnp.where(places.row < rows, of_rank * rows + places.row, group.size * rows)
+    size, nodes, rows = group.intranode.size, group.nodes, at.rows
+    of_rank = at.owner % size * nodes + at.owner // size  # by index, then by node
+    slots = jnp.where(at.row < rows, of_rank * rows + at.row, group.size * rows)
     slots = slots.reshape(nodes, size, -1)[jax.lax.axis_index(group.node_axes)]
     bounds = jnp.arange(size + 1, dtype=jnp.int32) * (nodes * rows)
     values, slots, bounds = checks.vary_alike(group.axis_name, values.astype(jnp.float32), slots, bounds)

@@ -15,7 +15,7 @@ from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
 def search(union: jax.Array, ids: jax.Array) -> jax.Array:
-    """[N] int32: the place of each id in the sorted union; that of the padding is where it begins."""
+    """[N] int32: the slot of each id, its number in the sorted union; that of the padding is where it begins."""
     return jnp.searchsorted(union, ids).astype(jnp.int32)
 
 
@@ -30,8 +30,8 @@ def match(
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
     first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)
-    place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
-    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[place].set(all_ids, mode="drop")
+    slot_of_id = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
+    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[slot_of_id].set(all_ids, mode="drop")
 
     starts = np.minimum(np.arange(config.size + 1) * config.rank_rows, config.num_rows).astype(np.int32)
     bounds = search(union, jnp.asarray(starts))
@@ -54,9 +54,9 @@ def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: 
     rows = jax.lax.psum(rows.at[slots].add(values.astype(jnp.float32), mode="drop"), axis_name)
     rows = rows * (1 / jnp.maximum(entries_of_slots(union, kept), 1)[:, None] if config.by_count else config.scale)
     if config.sharded:
-        place = jnp.arange(config.capacity, dtype=jnp.int32)
-        mine = rows.at[union.bounds[jax.lax.axis_index(axis_name)] + place].get(mode="clip")
-        present = place < union.needed(config)[jax.lax.axis_index(axis_name)]
+        row = jnp.arange(config.capacity, dtype=jnp.int32)
+        mine = rows.at[union.bounds[jax.lax.axis_index(axis_name)] + row].get(mode="clip")
+        present = row < union.needed(config)[jax.lax.axis_index(axis_name)]
         rows = jnp.where(present[:, None], mine, 0)
     return rows.astype(values.dtype)
 
