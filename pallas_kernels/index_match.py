@@ -58,12 +58,12 @@ def index_match(global_ids: jax.Array, local_ids: jax.Array, *, block: int = 128
 
 def _match_kernel(global_ref: Any, local_ref: Any, out_ref: Any, *, size: int, count: int, block: int) -> None:
     # The last block repeats the last id instead of masking what lies behind it.
-    place = jnp.minimum(pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32), count - 1)
-    ids = local_ref[place]
+    position = jnp.minimum(pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32), count - 1)
+    ids = local_ref[position]
     smaller = jnp.zeros(block, jnp.int32)  # at least so many of the global ids are smaller
     for step in reversed([1 << bit for bit in range(size.bit_length())]):
         probe = smaller + step
         below = global_ref[jnp.minimum(probe, size) - 1] < ids
         smaller = jnp.where((probe <= size) & below, probe, smaller)
     found = global_ref[jnp.minimum(smaller, size - 1)] == ids
-    out_ref[place] = jnp.where(found, smaller, size)
+    out_ref[position] = jnp.where(found, smaller, size)

@@ -1,6 +1,6 @@
-// Counting by the routers, the first CTAs of a rank that have begun: how many items each bin has, and which place an
-// item takes among those of its bin, whatever the number of coops. A CTA's coops keep their histograms in shared
-// memory.
+// Counting by the routers, the first CTAs of a rank that have begun: how many items each bin has, and which
+// position an item takes among those of its bin, whatever the number of coops. A CTA's coops keep their histograms in
+// shared memory.
 #pragma once
 
 #include "comm/ctas.h"
@@ -56,8 +56,8 @@ class Tally {
     barrier();
   }
 
-  // Calls visit(item, bin, place, weight) for this coop's share, where first_of(expert) is the place of the first in a
-  // bin. All lanes call together, with item -1 beyond the last and bin -1 for an assignment that is skipped.
+  // Calls visit(item, bin, position, weight) for this coop's share, where first_of(expert) is the position of the first
+  // in a bin. All lanes call together, with item -1 beyond the last and bin -1 for an assignment that is skipped.
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.member.index);
@@ -72,7 +72,7 @@ class Tally {
         if (const int e = first + i * Coop::lanes; e < num_experts_) mine[e] += starts[i];
     }
     coop_.sync();
-    for_each(choice_of, [&](int item, int bin, float weight) { visit(item, bin, take_place(mine, bin), weight); });
+    for_each(choice_of, [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
   }
 
   // Values that a lane reads before it uses the first.
@@ -134,8 +134,8 @@ class Tally {
     }
   }
 
-  // The next place in this lane's bin, behind those of the lanes before it.
-  JAX_EP_FN int take_place(int32_t* mine, int bin) const {
+  // The next position in this lane's bin, behind those of the lanes before it.
+  JAX_EP_FN int take_position(int32_t* mine, int bin) const {
     const Coop& coop = coop_;
     const Match match = coop.match(bin);
     const int next = bin < 0 ? 0 : mine[bin] + match.below;

@@ -47,7 +47,7 @@ class SparseUnion {
     number_ids();
     op_.barrier();
     op_.enter(Phase::place);
-    place();
+    write_slots();
   }
 
  private:
@@ -120,7 +120,7 @@ class SparseUnion {
     return prefix_[id / 32] + count_bits(bits_[id / 32] & ((1u << id % 32) - 1));
   }
 
-  JAX_EP_FN void place() {
+  JAX_EP_FN void write_slots() {
     if (!op_.ok()) return;
     for_my_entries([&](int64_t i) { args_.slots[i] = ids_below(args_.slots[i]); });
     const Range range =
