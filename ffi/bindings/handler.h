@@ -97,7 +97,7 @@ template <class Args>
 BoundOp bind_one_alone() {
   XLA_FFI_DEFINE_HANDLER(handler, execute_alone<Args>,
                          ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(), {kTraits});
-  return {OpSpec<Args>::kTarget, handler, nullptr, result_types<Args>};
+  return {OpSpec<Args>::kTarget, handler, nullptr, call_types<Args>};
 }
 
 }  // namespace jax_ep

@@ -168,11 +168,11 @@ def call_alone(name: str, *operands: jax.Array, **settings: bool | int | str | n
       Its results by name.
     """
     plain = {key: _plain(value) for key, value in settings.items()}
-    types = library("cuda" if is_built("cuda") else "cpu").result_types(name, 1, **plain)  # both know them
-    results = [checks.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape in types]
+    _, types = library("cuda" if is_built("cuda") else "cpu").call_types(name, 1, **plain)  # both know them
+    results = [checks.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
     attributes = {key: _attribute(value) for key, value in plain.items()}
     called = jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)
-    return {result: array for (result, _, _), array in zip(types, called, strict=True) if result != WORKSPACE}
+    return {result: array for (result, *_), array in zip(types, called, strict=True) if result != WORKSPACE}
 
 
 def _plain(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
