@@ -28,7 +28,7 @@ void check_row_plan(const RowShape& shape, const HardwareModel& model) {
   const int coops = config.threads / model.warp_lanes;
   int pushing = 0;
   for (int coop = 0; coop < coops; ++coop)
-    pushing += sender_part(0, config.blocks, coop, config.senders_per_cta).index >= 0;
+    pushing += !sender_part(0, config.blocks, coop, config.senders_per_cta).empty();
   const int counted = sender_part(0, config.blocks, 0, config.senders_per_cta).count;
   expect(config.blocks >= 1 && config.blocks <= model.row_sms, "blocks are within the SMs", model, words);
   expect(counted == pushing * config.blocks, "every sender that is counted exists", model, words);
