@@ -36,12 +36,18 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
   return caller;
 }
 
+// What users know an op as.
+template <class Args>
+std::string op_name(const Args& args) {
+  if constexpr (kIsAlone<Args>)
+    return OpSpec<Args>::kTarget;
+  else
+    return name_of(kind_of(args));
+}
+
 template <class Args>
 std::string wrong_call(const Args& args, const std::string& what) {
-  if constexpr (kIsAlone<Args>)
-    return std::string(OpSpec<Args>::kTarget) + ": " + what;
-  else
-    return std::string(name_of(kind_of(args))) + ": " + what;
+  return op_name(args) + ": " + what;
 }
 
 template <class Args>
@@ -73,7 +79,7 @@ CallTypes call_types(const Settings& settings, int ranks) {
   Args args{};
   if (const auto error = read_settings(settings, ranks, kSendsAhead, &args))
     throw std::invalid_argument(wrong_call(args, *error));
-  CallTypes types{name_of(kind_of(args)), {}};
+  CallTypes types{op_name(args), {}};
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
     if (!spec.present || !spec.is_result()) return;
     types.results.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
