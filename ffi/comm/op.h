@@ -94,12 +94,14 @@ class Op {
   JAX_EP_FN void note(uint64_t* flag, bool teller) {
     if (ok() && teller && coop.lane == 0) store_release_here(flag, stamp_);
   }
-  // A lane adds to a word that began as zero: whoever makes it `whole`, less than a stamp, notes it as a flag.
-  JAX_EP_FN void note_when_whole(uint64_t* word, int whole) const {
-    if (fetch_add(word, uint64_t{1}) + 1 == static_cast<uint64_t>(whole)) store_release_here(word, stamp_);
+  // A lane adds its share to a word that began as zero: whoever makes it `whole`, less than a stamp, notes it as a
+  // flag.
+  JAX_EP_FN void note_when_whole(uint64_t* word, int share, int whole) const {
+    const auto added = static_cast<uint64_t>(share);
+    if (fetch_add(word, added) + added == static_cast<uint64_t>(whole)) store_release_here(word, stamp_);
   }
-  JAX_EP_FN void wait_noted(const uint64_t* flag) {
-    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
+  JAX_EP_FN void wait_noted(const uint64_t* flags, int count = 1) {
+    wait_each(count, [&](int) { return comm.rank; }, [&](int i) { return &flags[i]; });
   }
   JAX_EP_FN void wait_told(Flags flags) {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });

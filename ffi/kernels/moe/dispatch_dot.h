@@ -3,49 +3,27 @@
 // dispatches never waits for whoever multiplies.
 #pragma once
 
-#include "gemm/schedule.h"
 #include "kernels/moe/dispatch.h"
-#include "rows/plain_product.h"
+#include "kernels/moe/plain_tiles.h"
+#include "kernels/moe/ready_rows.h"
 
 namespace jax_ep {
 
-// A word for each row block, kBlockM rows of the result from a multiple of kBlockM on: it counts rows that hold their
-// tokens, and becomes a flag with the last. The routers clear it, before rows are laid out.
-class ReadyRows {
- public:
-  JAX_EP_FN ReadyRows(Op& op, const DispatchDotArgs& args) : op_(op), args_(args) {}
-
-  JAX_EP_FN void clear(Part part) const {
-    const int words = ceil_div(args_.capacity, gemm::kBlockM), step = part.count * Coop::lanes;
-    for (int i = part.index * Coop::lanes + op_.coop.lane; i < words; i += step) args_.ready[i] = 0;
-  }
-
-  // Waits until it is known how many rows each expert has here. Returns whether rows will come: none do if the op has
-  // failed, or some rank has no room. Called before await().
-  JAX_EP_FN bool await_sizes() const {
-    op_.wait_noted(&op_.heap->laid_out);
-    return op_.ok() && (args_.drop || Segments(op_, args_).rank_without_room() < 0);
-  }
-
-  // Waits until these rows are here: at once, if the op has failed.
-  JAX_EP_FN void await(Range rows) const {
-    if (rows.begin >= rows.end) return;
-    for (int block = rows.begin / gemm::kBlockM; block <= (rows.end - 1) / gemm::kBlockM; ++block)
-      op_.wait_noted(&args_.ready[block]);
-  }
-
- protected:
-  Op& op_;
-  const DispatchDotArgs& args_;
-};
+// Waits until it is known how many rows each expert has here. Returns whether rows will come: none do if the op has
+// failed, or some rank has no room. Called before anybody waits for rows.
+JAX_EP_FN bool await_sizes(Op& op, const DispatchDotArgs& args) {
+  op.wait_noted(&op.heap->laid_out);
+  return op.ok() && (args.drop || Segments(op, args).rank_without_room() < 0);
+}
 
 // For a receiver: counts the rows of the tokens that it has put when they are written, that is while the next are on
 // their way.
 template <class Mover>
-class RowCounter : ReadyRows {
+class RowCounter {
  public:
   // Made when it is known how many rows each expert has.
-  JAX_EP_FN RowCounter(Op& op, const DispatchDotArgs& args, Mover& mover) : ReadyRows(op, args), mover_(mover) {
+  JAX_EP_FN RowCounter(Op& op, const DispatchDotArgs& args, Mover& mover)
+      : op_(op), args_(args), ready_(op, args.ready, args.capacity), mover_(mover) {
     const int local = args.num_experts / op.comm.size;
     for (int first = 0; first < local; first += Coop::lanes)
       end_ += op.coop.sum(first + op.coop.lane < local ? args.group_sizes[first + op.coop.lane] : 0);
@@ -74,12 +52,13 @@ class RowCounter : ReadyRows {
     if (put.tokens.begin >= put.tokens.end) return;
     mover_.complete_to(put.mark);
     const int32_t* const table = args_.rows + int64_t{put.source} * args_.num_tokens * args_.top_k;
-    for (int i = put.tokens.begin * args_.top_k + op_.coop.lane; i < put.tokens.end * args_.top_k; i += Coop::lanes) {
-      const int block = table[i] / gemm::kBlockM;
-      if (table[i] >= 0) op_.note_when_whole(&args_.ready[block], smaller(gemm::kBlockM, end_ - block * gemm::kBlockM));
-    }
+    for (int i = put.tokens.begin * args_.top_k + op_.coop.lane; i < put.tokens.end * args_.top_k; i += Coop::lanes)
+      if (table[i] >= 0) ready_.count(table[i], end_);
   }
 
+  Op& op_;
+  const DispatchDotArgs& args_;
+  const ReadyRows ready_;
   Mover& mover_;
   int end_ = 0;  // behind the last row that will be here
   Put put_;
@@ -88,42 +67,21 @@ class RowCounter : ReadyRows {
 // What the coops do that dispatch, up to the end of the op.
 JAX_EP_FN void dispatch_rows(Op& op, const DispatchDotArgs& args) {
   post_dispatch(op, args);
-  Router(op, args).route([&](Part part) { ReadyRows(op, args).clear(part); });
+  Router(op, args).route([&](Part part) { clear_words(op.coop, args.ready, ReadyRows::blocks(args.capacity), part); });
   op.wait_posted();
   send_tokens<PlainDispatch>(op, args, [&](PlainDispatch& dispatch) {
     dispatch.expand_counted([&](RowMover& mover) { return RowCounter<RowMover>(op, args, mover); });
   });
 }
 
-// The rows that a tile multiplies: none behind the last expert's, where the product is zero.
-JAX_EP_FN Range rows_of(const gemm::Tile& tile) {
-  if (tile.k_begin >= tile.k_end) return {tile.row, tile.row};
-  return {tile.row, smaller(tile.row + gemm::kBlockM, tile.row_end)};
-}
-
-// Where the product is computed by plain loops: the share of both CTAs of a cluster, in tiles as wide as the result.
+// Where the product is computed by plain loops: the share of both CTAs of a cluster.
 template <class T>
 JAX_EP_FN void multiply_arrived(Op& op, const DispatchDotArgs& args, gemm::Share share) {
-  const ReadyRows ready(op, args);
-  if (!ready.await_sizes()) return;
-  const gemm::Problem problem = product_of(args, op.comm.size, /*band=*/1);
-  for (const int last = share.cta + gemm::kCluster; share.cta < last; ++share.cta) {
-    gemm::Schedule schedule(problem, args.columns, share);
-    for (gemm::Tile tile; schedule.next(&tile);) {
-      if (tile.col >= args.columns) continue;
-      const Range rows = rows_of(tile);
-      T* const out = reinterpret_cast<T*>(args.product) + int64_t{tile.row} * args.columns;
-      ready.await(rows);
-      const int64_t matrix = int64_t{args.hidden} * args.columns;
-      if (rows.begin < rows.end)
-        multiply_rows(reinterpret_cast<const T*>(args.received) + int64_t{tile.row} * args.hidden,
-                      Factor{args.rhs + tile.group * matrix * int64_t{sizeof(T)}, args.hidden, args.columns, false},
-                      out, rows.end - rows.begin);
-      else
-        for (int64_t i = 0; i < int64_t{smaller(gemm::kBlockM, tile.row_end - tile.row)} * args.columns; ++i)
-          from_float(0.0f, &out[i]);
-    }
-  }
+  if (!await_sizes(op, args)) return;
+  const ReadyRows ready(op, args.ready, args.capacity);
+  multiply_plainly<T>(
+      product_of(args, op.comm.size, /*band=*/1), args.received, args.rhs, args.product, share,
+      [&](const gemm::Tile& tile) { ready.await(multiplied_rows(tile)); }, [](const gemm::Tile&) {});
 }
 
 // A coop plays a whole cluster here. The first ones, about half of them, dispatch before they multiply.

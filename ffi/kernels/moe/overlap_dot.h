@@ -77,18 +77,20 @@ struct DotHooks {
     if (!lookouts().is_mine()) return;
     const Coop coop = lookouts().coop();
     Op op(work.comm, coop, kind_of(work.args));
-    const ReadyRows ready(op, work.args);
+    const ReadyRows ready(op, work.args.ready, work.args.capacity);
     gemm::Schedule schedule(problem, block_n, share);
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (!must_wait(tile)) continue;
-      ready.await(rows_of(tile));
+      ready.await(multiplied_rows(tile));
       ptx::proxy_fence();
       if (coop.lane == 0) ptx::count_one(&aux.here);
     }
   }
 
  private:
-  JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return rows_of(tile).begin < rows_of(tile).end; }
+  JAX_EP_FN bool must_wait(const gemm::Tile& tile) const {
+    return multiplied_rows(tile).begin < multiplied_rows(tile).end;
+  }
 };
 
 // The part of a CTA that dispatches, by its first kDispatchers warps, in the first `bytes` of its shared memory.
@@ -106,7 +108,7 @@ JAX_EP_FN void dispatch_here(const DotWork& work, char* memory, int bytes) {
 JAX_EP_FN void tell_whether_rows_come(const DotWork& work, DotLookout& aux) {
   const Coop coop = tellers().coop();
   Op op(work.comm, coop, kind_of(work.args));
-  const bool rows = ReadyRows(op, work.args).await_sizes();
+  const bool rows = await_sizes(op, work.args);
   if (coop.lane < gemm::kCluster) gemm::store_at_peer(&aux.rows[blockIdx.x % gemm::kCluster], coop.lane, rows);
 }
 
