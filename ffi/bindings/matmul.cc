@@ -1,7 +1,8 @@
-// The FFI handlers of the matrix products with a collective or a dispatch.
+// The FFI handlers of the matrix products with a collective, a dispatch or a combine.
 #include "bindings/handler.h"
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/dot_combine_args.h"
 
 namespace jax_ep {
 

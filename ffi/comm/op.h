@@ -94,8 +94,7 @@ class Op {
   JAX_EP_FN void note(uint64_t* flag, bool teller) {
     if (ok() && teller && coop.lane == 0) store_release_here(flag, stamp_);
   }
-  // A lane adds its share to a word that began as zero: whoever makes it `whole`, less than a stamp, notes it as a
-  // flag.
+  // A lane adds to a word that began as zero: whoever makes it `whole`, less than a stamp, notes it as a flag.
   JAX_EP_FN void note_when_whole(uint64_t* word, int share, int whole) const {
     const auto added = static_cast<uint64_t>(share);
     if (fetch_add(word, added) + added == static_cast<uint64_t>(whole)) store_release_here(word, stamp_);

@@ -8,6 +8,7 @@
 #include "kernels/moe/combine.h"
 #include "kernels/moe/dispatch.h"
 #include "kernels/moe/dispatch_dot.h"
+#include "kernels/moe/dot_combine.h"
 #include "kernels/moe/scatter.h"
 #include "kernels/ragged/ragged_all_to_all.h"
 #include "kernels/sparse/reduce.h"

@@ -16,7 +16,8 @@ enum class OpKind : int32_t {
   matmul_all_reduce,
   matmul_reduce_scatter,
   all_gather_matmul,
-  dispatch_ragged_dot
+  dispatch_ragged_dot,
+  ragged_dot_combine
 };
 
 }  // namespace jax_ep
@@ -26,7 +27,7 @@ enum class OpKind : int32_t {
 #define JAX_EP_RAGGED_OPS(X) X(RaggedArgs)
 #define JAX_EP_SPARSE_OPS(X) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
-#define JAX_EP_MOE_PRODUCT_OPS(X) X(DispatchDotArgs)
+#define JAX_EP_MOE_PRODUCT_OPS(X) X(DispatchDotArgs) X(DotCombineArgs)
 
 // Those that need no group of ranks. Hopper GPUs alone have their kernels.
 #define JAX_EP_ALONE_OPS(X) X(GroupedDotArgs) X(GroupedOuterArgs) X(GatedDotArgs) X(Float8DotArgs)

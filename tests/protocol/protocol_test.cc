@@ -1,6 +1,7 @@
 // The kernels on bare threads, without XLA: several ranks, several coops a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
 #include "dispatch_dot.h"
+#include "dot_combine.h"
 #include "drops.h"
 #include "late.h"
 #include "matmul.h"
@@ -81,6 +82,10 @@ int main() {
   for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_dots(jax_ep::kMostTokens, late);
   for (const int capacity : {1, 128, 500}) jax_ep::full_dots(capacity);
   for (int i = 0; i < 3; ++i) jax_ep::lost_dot_rank();
+  for (const int tokens : {0, 1, 40, jax_ep::kMostTokens}) jax_ep::dot_combines(tokens, 3);
+  for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_dot_combines(jax_ep::kMostTokens, late);
+  for (const int tokens : {40, jax_ep::kMostTokens}) jax_ep::dot_combine_out_of_bounds(tokens);
+  for (int i = 0; i < 3; ++i) jax_ep::lost_dot_combine_rank(jax_ep::kMostTokens);
   std::puts("protocol: all checks passed");
   return 0;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/moe/args.h"
+#include "kernels/moe/dot_combine_args.h"
 
 namespace jax_ep {
 namespace {
