@@ -50,7 +50,7 @@ struct OpSpec<DotCombineArgs> : OpDefaults {
   static constexpr KindName kKinds[] = {{OpKind::ragged_dot_combine, "ragged_dot_combine"}};
 
   template <class Visit>
-  static void settings(Visit visit) {
+  static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, of_combine(&Args::dtype));
     visit("num_tokens", "T", of_combine(&Args::num_tokens));
     visit("top_k", "K", of_combine(&Args::top_k));

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
-from jax_ep._core.checks import FusedImplementation, Implementation, OnOverflow
+from jax_ep._core.checks import FusedImplementation, OnOverflow
 from jax_ep._core.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group, check_group
 from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_operands, check_weights, without_gradient
@@ -87,8 +87,7 @@ def dispatch_ragged_dot(
     op = "dispatch_ragged_dot"
     check_group(op, group)
     in_float8 = _in_float8(op, precision, *(rhs if _is_pair(rhs) else (rhs,)))
-    if in_float8 and implementation == "fused":
-        raise ValueError(f"{op}: precision must be None where implementation='fused', got {precision!r}")
+    _check_fused_precision(op, implementation, precision, in_float8=in_float8)
     config = dispatch_config(
         op,
         tokens,
@@ -109,7 +108,10 @@ def dispatch_ragged_dot(
     name, function = _activation(op, activation)
     by_kernels = group.resolve(op, implementation) == "ffi"
     if implementation == "fused":
-        check_fused(op, group, config, tokens, matrices)
+        if config.wire_dtype is not None:
+            raise ValueError(f"{op}: wire_dtype must be None where implementation='fused', got {config.wire_dtype}")
+        sizes = (("H", tokens.shape[1]), ("the columns of rhs", matrices[0].shape[2]))
+        check_fused(op, group, "tokens", tokens, sizes)
     leaves, treedef = jax.tree.flatten(matrices)
     tokens, expert_ids, weights, *leaves = operands(group, tokens, expert_ids, weights, *leaves)
     matrices = tuple(without_gradient(op, "rhs", matrix) for matrix in jax.tree.unflatten(treedef, leaves))
@@ -134,7 +136,7 @@ def ragged_dot_combine(
     *,
     group: Group,
     precision: Precision | None = None,
-    implementation: Implementation = "auto",
+    implementation: FusedImplementation = "auto",
 ) -> jax.Array:
     """The product of rows with the matrices of their experts, and `jax_ep.combine` of it.
 
@@ -151,7 +153,9 @@ def ragged_dot_combine(
       precision: None, or "float8", which operands in float8 stand for: a product of operands that are quantized first,
         if they are not yet: F and H' are multiples of 128. Rows come back, and gradients pass straight through the
         rounding, in the dtype of `lhs`. `Float8Weights` have no gradient.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the product and the
+        combine are one kernel, and the backward pass is the chain's. As for `dispatch_ragged_dot` it has not been
+        timed, and is for a Hopper GPU or a CPU, one node, and `precision` None.
 
     Returns:
       [T, H'] in the dtype of `lhs`, or of rows in float8 bfloat16.
@@ -178,8 +182,9 @@ def combine_beside(
     exchange."""
     op = "ragged_dot_combine"
     check_group(op, group)
-    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+    checks.check_one_of(op, "implementation", implementation, checks.FUSED_IMPLEMENTATIONS)
     in_float8 = _in_float8(op, precision, lhs, rhs)
+    _check_fused_precision(op, implementation, precision, in_float8=in_float8)
     if isinstance(lhs, Float8Rows):
         check_operands(op, lhs, rhs, None, ndim=3)
         rows = lhs.values
@@ -194,7 +199,9 @@ def combine_beside(
     lhs, rhs, routing = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     lhs, rhs = without_gradient(op, "lhs", lhs), without_gradient(op, "rhs", rhs)
     by_kernels = group.resolve(op, implementation) == "ffi"
-    call = LastCall(group, in_float8)
+    if implementation == "fused":
+        check_fused(op, group, "lhs", rows, (("F", rows.shape[1]), ("the columns of rhs", rhs.shape[2])))
+    call = LastCall(group, in_float8, fused=implementation == "fused")
     if by_kernels and group.intranode is None:
         return gradients.dot_combine(call, lhs, rhs, routing.weights, routing, beside)
     return unfused.dot_combine(call, lhs, rhs, routing, by_kernels=by_kernels), beside
@@ -205,6 +212,11 @@ def _in_float8(op: str, precision: Any, *operands: Any) -> bool:
     if precision is not None and precision != "float8":
         raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
     return precision is not None or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
+
+
+def _check_fused_precision(op: str, implementation: str, precision: Any, *, in_float8: bool) -> None:
+    if in_float8 and implementation == "fused":
+        raise ValueError(f"{op}: precision must be None where implementation='fused', got {precision!r}")
 
 
 def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array, *, is_gated: bool) -> Matrices:

@@ -1,4 +1,4 @@
-"""The kernel of a dispatch and the product of its rows as an FFI call, and what it can be called with."""
+"""The kernels of a dispatch and the product of its rows, and of a product and its combine, as FFI calls."""
 
 import jax
 import numpy as np
@@ -7,8 +7,7 @@ from jax_ep._core import ffi, gemm
 from jax_ep.errors import PlatformError
 from jax_ep.group import Group
 from jax_ep.ops.moe.kernels import delivered
-from jax_ep.ops.moe.types import DispatchConfig, Dispatched
-from jax_ep.ops.moe_fused.types import Matrices
+from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
 
 def dispatch_dot(
@@ -40,21 +39,49 @@ def dispatch_dot(
     return called["product"], delivered(called, config)
 
 
-def check_fused(op: str, group: Group, config: DispatchConfig, tokens: jax.Array, matrices: Matrices) -> None:
-    """Raises PlatformError, TypeError or ValueError where implementation="fused" cannot be."""
+def dot_combine(
+    group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """Rows times `rhs` [E / R, F, H], summed up at their tokens: the sums [T, H], and the product [C, H]."""
+    called = ffi.call(
+        "ragged_dot_combine",
+        lhs,
+        rhs,
+        routing.group_sizes,
+        weights,
+        routing.targets,
+        routing.rows,
+        group=group,
+        computes=True,
+        dtype=lhs.dtype,
+        num_tokens=routing.targets.shape[0],
+        top_k=routing.targets.shape[1],
+        hidden=rhs.shape[2],
+        capacity=lhs.shape[0],
+        contraction=lhs.shape[1],
+        local_experts=rhs.shape[0],
+    )
+    return called["combined"], called["product"]
+
+
+def check_fused(op: str, group: Group, name: str, rows: jax.Array, sizes: tuple[tuple[str, int], ...]) -> None:
+    """Raises PlatformError, TypeError or ValueError where implementation="fused" cannot be.
+
+    Args:
+      name: of `rows`, the left operand of the product.
+      sizes: of what is contracted and of the result's rows, by their names.
+    """
     if group.intranode is not None:
         raise PlatformError(f"{op}: implementation='fused' does not leave a node, and group {group!r} is across nodes")
     if group.platform == "hip" or (group.platform == "cuda" and not gemm.has_gemm()):
         raise PlatformError(f"{op}: implementation='fused' has kernels for CPUs and Hopper GPUs alone")
-    if config.wire_dtype is not None:
-        raise ValueError(f"{op}: wire_dtype must be None where implementation='fused', got {config.wire_dtype}")
-    if group.platform == "cuda" and np.dtype(tokens.dtype) not in gemm.CORE_DTYPES:
+    if group.platform == "cuda" and np.dtype(rows.dtype) not in gemm.CORE_DTYPES:
         raise TypeError(
-            f"{op}: tokens must be bfloat16 or float16 where implementation='fused' on a GPU, got {tokens.dtype}"
+            f"{op}: {name} must be bfloat16 or float16 where implementation='fused' on a GPU, got {rows.dtype}"
         )
     multiple = gemm.CORE_MULTIPLE if group.platform == "cuda" else 1
-    for name, size in (("H", tokens.shape[1]), ("the columns of rhs", matrices[0].shape[2])):
+    for size_name, size in sizes:
         if size == 0 or size % multiple:
             raise ValueError(
-                f"{op}: {name} must be a positive multiple of {multiple} where implementation='fused', got {size}"
+                f"{op}: {size_name} must be a positive multiple of {multiple} where implementation='fused', got {size}"
             )

@@ -41,6 +41,7 @@ class LastCall(NamedTuple):
 
     group: Group
     in_float8: bool = False  # a product of operands that are quantized, if not yet
+    fused: bool = False  # by one kernel
 
 
 def gate_and_up(products: Products) -> Products:
