@@ -77,11 +77,12 @@ struct ExchangeRates {
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
-// Rates of dispatch_ragged_dot: kernels/moe/plan.cc. Guesses: it has not been timed.
+// Rates of dispatch_ragged_dot and ragged_dot_combine: kernels/moe/plan.cc. Guesses: they have not been timed.
 struct DotRates {
   int dispatching = 32;        // blocks that dispatch before they multiply
   double bytes_per_us = 60e3;  // of rows that such a block sends and takes in
   double early = 0.5;          // the part of that time in which tiles have all their rows: tokens come in their order
+  int leaving = 32;            // blocks that combine while others multiply
 };
 
 struct HardwareModel {

@@ -181,8 +181,8 @@ JAX_EP_FN void store(const CUtensorMap& map, Out* out, const Problem& problem, c
 }
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__device__ void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
-                        const Hooks& hooks, Share share) {
+JAX_EP_FN void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map, Out* out, const Problem& problem,
+                       const Hooks& hooks, Share share) {
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<SharedFor<kBlockN, Hooks>::kStages> at;
   Schedule schedule(problem, kBlockN, share);

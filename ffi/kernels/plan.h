@@ -11,6 +11,7 @@
 namespace jax_ep {
 
 struct DispatchDotArgs;
+struct DotCombineArgs;
 struct GatherMatmulArgs;
 struct MatmulReduceArgs;
 
@@ -92,5 +93,22 @@ struct DotConfig {
 };
 
 DotConfig plan(const DotShape& shape, const HardwareModel& model);
+
+// What ragged_dot_combine is planned by.
+struct DotCombineShape : DotShape {};
+
+DotCombineShape shape_of(const DotCombineArgs& args, int ranks);
+
+// All blocks combine when they have multiplied. The first `leaving` blocks, an even number, do so when each pair of
+// them has multiplied `body` tile pairs; the others multiply what is left.
+struct DotCombineConfig {
+  gemm::Config product;  // of narrow tiles; split as in DotConfig
+  int leaving;
+  int body;
+
+  std::string describe() const;
+};
+
+DotCombineConfig plan(const DotCombineShape& shape, const HardwareModel& model);
 
 }  // namespace jax_ep

@@ -68,4 +68,7 @@ struct Roles {
 // One warp of every CTA.
 JAX_EP_FN Role one_warp_a_cta(int warp) { return {warp, 1, 0, static_cast<int>(gridDim.x), kLoneWarps}; }
 
+// All warps of some CTAs, which poison results.
+JAX_EP_FN Role whole_ctas(int first_cta, int ctas) { return {0, kWarpsPerCta, first_cta, ctas, kWholeCtas}; }
+
 }  // namespace jax_ep

@@ -3,14 +3,12 @@
 // exchange of two ranks.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "comm/op.h"
 #include "comm/platform.h"
 #include "comm/target/ptx/bulk.h"
 #include "comm/target/ptx/cta.h"
 #include "gemm/kernel.h"
+#include "gemm/row_of.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/gather.h"
 #include "kernels/matmul/reduce.h"
@@ -29,14 +27,12 @@ struct Work {
   CUtensorMap own;          // of a gather: this rank's rows where they are
 };
 
-// The roles that products have in common: an aux warp of every CTA, and the other two of those that communicate; when
-// results are poisoned, all warps of these.
+// The roles that products have in common: an aux warp of every CTA, and the other two of those that communicate.
 JAX_EP_FN Role attendants() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
 constexpr int kOtherAuxWarps = gemm::kAuxWarps - 1;
 JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
-JAX_EP_FN Role whole_ctas(int first_cta, int ctas) { return {0, kWarpsPerCta, first_cta, ctas, kWholeCtas}; }
 
 // The results of the op: MatmulExchangeArgs have no spec of their own.
 JAX_EP_FN Results<MatmulReduceArgs> results_of(const Comm& comm, const MatmulReduceArgs& args) {
@@ -61,20 +57,6 @@ JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int
   const gemm::Storing by = gemm::storing(block_n, tile);
   ptx::wait_counts(written + by.first, by.warps, by.tiles);
 }
-
-// The row format that goes by another name here.
-template <class T>
-struct RowOf {
-  using Type = T;
-};
-template <>
-struct RowOf<__nv_bfloat16> {
-  using Type = BFloat16;
-};
-template <>
-struct RowOf<__half> {
-  using Type = Float16;
-};
 
 // All arguments of a kernel but its op's.
 struct Operands {

@@ -1,6 +1,7 @@
 #include "kernels/plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/moe/args.h"
 #include "kernels/moe/dot_combine_args.h"
@@ -10,12 +11,28 @@ namespace {
 
 int even(int blocks) { return std::max(blocks / gemm::kCluster, 1) * gemm::kCluster; }
 
+double tile_us(const gemm::Shape& product, const HardwareModel& model, int block_n) {
+  return 2.0 * gemm::kBlockM * block_n * product.k / model.gather.flops_per_us;
+}
+
 // How many tile pairs a pair of blocks multiplies while others still dispatch: as long as whole tiles are here.
 int head_of(const DotShape& shape, const HardwareModel& model, int block_n, int dispatching) {
   const double bytes = double{1} * shape.num_tokens * shape.top_k * shape.row_bytes;
   const double early_us = model.dot.early * bytes / (dispatching * model.dot.bytes_per_us);
-  const double tile_us = 2.0 * gemm::kBlockM * block_n * shape.product.k / model.gather.flops_per_us;
-  return static_cast<int>(early_us / tile_us);
+  return static_cast<int>(early_us / tile_us(shape.product, model, block_n));
+}
+
+// How many tile pairs a pair of blocks multiplies before it combines: such that all end together, where each expert
+// has as many rows as another. `share` is that of the blocks that go on.
+int body_of(const DotShape& shape, const HardwareModel& model, const DotCombineConfig& config, double share) {
+  const auto& [block_n, band, blocks, split_k, swap_ab] = config.product;
+  const double kept = std::pow(1.0 - 1.0 / shape.ranks, shape.top_k);  // of a rank's tokens, that another has none of
+  const double bytes = (shape.ranks - 1) * (1 - kept) * shape.num_tokens * shape.row_bytes;
+  const double sending_us = bytes / (config.leaving * model.dot.bytes_per_us);
+  const double rows = std::min(1.0 * shape.product.m, 1.0 * shape.num_tokens * shape.top_k);
+  const double tiles = (rows / gemm::kBlockM + shape.product.groups / 2.0) * ceil_div(shape.product.n, block_n);
+  const double turns = tiles * (split_k ? 2 : 1) / blocks;
+  return std::max(0, static_cast<int>(turns - share * sending_us / tile_us(shape.product, model, block_n)));
 }
 
 }  // namespace
@@ -41,6 +58,34 @@ DotConfig plan(const DotShape& shape, const HardwareModel& model) {
   if (config.product.blocks > config.dispatching)
     config.head = head_of(shape, model, config.product.block_n, config.dispatching);
   return config;
+}
+
+DotCombineShape shape_of(const DotCombineArgs& args, int ranks) {
+  const gemm::Problem product = product_of(args, ranks, /*band=*/1);
+  return {{{product.grouping, product.m, product.n, product.k, product.groups},
+           ranks,
+           args.num_tokens,
+           args.top_k,
+           args.hidden * size_of(args.dtype)}};
+}
+
+DotCombineConfig plan(const DotCombineShape& shape, const HardwareModel& model) {
+  HardwareModel whole = model;
+  whole.sms = model.device_sms;  // what an op may take must not change the sums
+  const gemm::Config split = gemm::plan_fixed(shape.product, whole);
+  DotCombineConfig config{split.split_k ? split : gemm::plan_width(shape.product, whole, 128), 0, 0};
+  int& blocks = config.product.blocks;
+  blocks = std::max(std::min(blocks, even(model.sms)), gemm::kCluster);
+  const int leaving = std::min(model.dot.leaving, blocks / 4) / gemm::kCluster * gemm::kCluster;
+  if (shape.ranks == 1 || leaving == 0) return config;  // nothing is sent
+  config.leaving = leaving;
+  config.body = body_of(shape, model, config, 1.0 * (blocks - leaving) / blocks);
+  return config;
+}
+
+std::string DotCombineConfig::describe() const {
+  return product.describe() + ", of which " + std::to_string(leaving) + " combine after " + std::to_string(body) +
+         " tile pairs";
 }
 
 std::string DotConfig::describe() const {

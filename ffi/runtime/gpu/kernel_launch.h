@@ -32,7 +32,7 @@ std::optional<std::string> start_alone(gpu::Stream stream, const Args& args);
 template <class Args>
 using PlanOf = decltype(plan(shape_of(std::declval<const Args&>(), 1), std::declval<const HardwareModel&>()));
 
-// The kernel of a product with a collective or a dispatch, which only the library for CUDA has. Defined in
+// The kernel of a product with a collective, a dispatch or a combine, which only the library for CUDA has. Defined in
 // overlap_launch.h, for the file of each, or in that file.
 template <class Args>
 struct ProductKernel {
@@ -48,6 +48,11 @@ std::optional<std::string> ProductKernel<DispatchDotArgs>::start(const DotConfig
                                                                  const Comm& comm, const DispatchDotArgs& args);
 template <>
 gpu::Error ProductKernel<DispatchDotArgs>::load();
+template <>
+std::optional<std::string> ProductKernel<DotCombineArgs>::start(const DotCombineConfig& config, gpu::Stream stream,
+                                                                const Comm& comm, const DotCombineArgs& args);
+template <>
+gpu::Error ProductKernel<DotCombineArgs>::load();
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
