@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 import jax_ep
+from jax_ep._core.checks import FusedImplementation
 
 from . import padded_all_to_all as padded, ragged_formulation as ragged
 
@@ -69,9 +70,9 @@ def ragged_all_to_all(experts: int, capacity: int, exchange: ragged.Exchange) ->
     return Formulation("ragged_all_to_all", dispatch, combine)
 
 
-def in_one_kernel(group: jax_ep.Group, room: int) -> Callable[..., jax.Array]:
+def in_kernels(group: jax_ep.Group, room: int, second: FusedImplementation) -> Callable[..., jax.Array]:
     """The layer on a rank, (ids, weights, gate, up, down, tokens) -> [T, H]: the dispatch and the first product are one
-    kernel."""
+    kernel; and the last product and the combine, if `second` says so."""
 
     def layer(
         ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
@@ -81,6 +82,6 @@ def in_one_kernel(group: jax_ep.Group, room: int) -> Callable[..., jax.Array]:
         inner, (_, _, routing) = jax_ep.dispatch_ragged_dot(
             tokens, ids, weights, (gate, up), group=group, num_experts=experts, **options
         )
-        return jax_ep.ragged_dot_combine(inner, down, routing, group=group)
+        return jax_ep.ragged_dot_combine(inner, down, routing, group=group, implementation=second)
 
     return layer

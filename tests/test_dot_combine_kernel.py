@@ -46,8 +46,9 @@ def both_ways(group: Group, lhs: Any, rhs: Any, routing: Any) -> list[Any]:
     ]
 
 
-def assert_right(fused: np.ndarray, chain: np.ndarray, dispatched: Dispatched, case: Case, rhs: np.ndarray) -> None:
+def assert_right(results: tuple[np.ndarray, np.ndarray, Dispatched], case: Case, rhs: np.ndarray) -> None:
     """The bits of the chain; and numpy's values, for what arrived."""
+    fused, chain, dispatched = results
     np.testing.assert_array_equal(helpers.wide(fused), helpers.wide(chain))
     assert fused.dtype == rhs.dtype
     arrived = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.tokens.shape[1])
@@ -63,7 +64,7 @@ def test_values(dtype: np.dtype, size: int, tokens: int, open_group: OpenGroup, 
     call = program(group, capacity=size * tokens * TOP_K)
     for _ in range(3):
         case, rhs = draw(rng, size, tokens, dtype)
-        assert_right(*helpers.fetch(call(*case, rhs)), case, rhs)
+        assert_right(helpers.fetch(call(*case, rhs)), case, rhs)
 
 
 @pytest.mark.parametrize("routing", ["one expert gets all", "everything is skipped", "one expert gets nothing"])
@@ -75,15 +76,15 @@ def test_skewed(routing: str, open_group: OpenGroup, rng: np.random.Generator) -
         case.ids[case.ids == 1] = 2
     else:
         case.ids[:] = 5 if routing == "one expert gets all" else -1
-    assert_right(*helpers.fetch(program(group, capacity=size * tokens * TOP_K)(*case, rhs)), case, rhs)
+    assert_right(helpers.fetch(program(group, capacity=size * tokens * TOP_K)(*case, rhs)), case, rhs)
 
 
 def test_drops(open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(2)
     case, rhs = draw(rng, 2, 600, BFLOAT16)
-    fused, chain, dispatched = helpers.fetch(program(group, capacity=1000, on_overflow="drop")(*case, rhs))
-    assert dispatched.routing.dropped.any()
-    assert_right(fused, chain, dispatched, case, rhs)
+    results = helpers.fetch(program(group, capacity=1000, on_overflow="drop")(*case, rhs))
+    assert results[2].routing.dropped.any()
+    assert_right(results, case, rhs)
 
 
 def test_gradients_of_the_chain(open_group: OpenGroup, rng: np.random.Generator) -> None:

@@ -102,7 +102,7 @@ def test_dispatch_ragged_dot(
         ({"rhs": FIRST}, ValueError, r"rhs must have shape \[E / R, F, H'\] = \(2, 8, 8\), got \(2, 16, 8\)"),
         ({"rhs": LAST.astype(jnp.float16)}, TypeError, "rhs must be of dtype float32, got float16"),
         ({"routing": None}, TypeError, "routing must be the Routing of a dispatch, got NoneType"),
-        ({"implementation": 1}, ValueError, "implementation must be one of 'auto', 'ffi', 'xla'; got 1"),
+        ({"implementation": 1}, ValueError, "implementation must be one of 'auto', 'ffi', 'xla', 'fused'; got 1"),
     ],
     ids=str,
 )

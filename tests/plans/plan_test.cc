@@ -91,6 +91,23 @@ void check_dot_plan(const DotShape& shape, const HardwareModel& whole) {
   }
 }
 
+void check_dot_combine_plan(const DotCombineShape& shape, const HardwareModel& whole) {
+  const gemm::Config product = gemm::plan_fixed(shape.product, whole);
+  for (const int most : {1, 2, 24, 1000}) {
+    const HardwareModel model = limit_sms(whole, most);
+    const DotCombineConfig config = plan(shape, model);
+    const std::string words = config.describe();
+    expect(config.product.blocks <= std::max(model.sms, gemm::kCluster), "blocks are within the SMs", model, words);
+    expect(config.product.blocks % gemm::kCluster == 0 && config.leaving % gemm::kCluster == 0, "whole clusters", model,
+           words);
+    expect(config.body >= 0 && config.leaving < config.product.blocks, "somebody multiplies what is left", model,
+           words);
+    expect(shape.ranks > 1 || config.leaving == 0, "nobody leaves who sends nothing", model, words);
+    expect(config.product.block_n == 128 && config.product.split_k == product.split_k, "sums have one order", model,
+           words);
+  }
+}
+
 void check_dot_plans(const HardwareModel& model) {
   for (const int tokens : {0, 1, 512, 8192})
     for (const int n : {8, 768, 14336})
@@ -98,6 +115,7 @@ void check_dot_plans(const HardwareModel& model) {
         for (const int ranks : {1, 2, 8}) {
           const gemm::Shape product{gemm::Grouping::m_grouped, ranks * tokens * 8, n, k, 32};
           check_dot_plan({product, ranks, tokens, 8, k * 2}, model);
+          check_dot_combine_plan({{product, ranks, tokens, 8, n * 2}}, model);
         }
 }
 

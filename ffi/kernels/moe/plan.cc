@@ -25,14 +25,14 @@ int head_of(const DotShape& shape, const HardwareModel& model, int block_n, int 
 // How many tile pairs a pair of blocks multiplies before it combines: such that all end together, where each expert
 // has as many rows as another. `share` is that of the blocks that go on.
 int body_of(const DotShape& shape, const HardwareModel& model, const DotCombineConfig& config, double share) {
-  const auto& [block_n, band, blocks, split_k, swap_ab] = config.product;
+  const gemm::Config& product = config.product;
   const double kept = std::pow(1.0 - 1.0 / shape.ranks, shape.top_k);  // of a rank's tokens, that another has none of
   const double bytes = (shape.ranks - 1) * (1 - kept) * shape.num_tokens * shape.row_bytes;
   const double sending_us = bytes / (config.leaving * model.dot.bytes_per_us);
   const double rows = std::min(1.0 * shape.product.m, 1.0 * shape.num_tokens * shape.top_k);
-  const double tiles = (rows / gemm::kBlockM + shape.product.groups / 2.0) * ceil_div(shape.product.n, block_n);
-  const double turns = tiles * (split_k ? 2 : 1) / blocks;
-  return std::max(0, static_cast<int>(turns - share * sending_us / tile_us(shape.product, model, block_n)));
+  const double tiles = (rows / gemm::kBlockM + shape.product.groups / 2.0) * ceil_div(shape.product.n, product.block_n);
+  const double turns = tiles * (product.split_k ? 2 : 1) / product.blocks;
+  return std::max(0, static_cast<int>(turns - share * sending_us / tile_us(shape.product, model, product.block_n)));
 }
 
 }  // namespace

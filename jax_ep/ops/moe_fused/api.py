@@ -176,7 +176,7 @@ def combine_beside(
     *,
     group: Group,
     precision: Precision | None = None,
-    implementation: Implementation = "auto",
+    implementation: FusedImplementation = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """`ragged_dot_combine`, and `beside` as it is, whose cotangent asynchronous ops compute beside the backward pass'
     exchange."""

@@ -90,8 +90,9 @@ def multiply_combine(
 ) -> tuple[jax.Array, jax.Array]:
     """Rows times the matrices of their experts, summed up at their tokens: the sums, and the product."""
     if call.fused:
-        operands: Any = (lhs, rhs)  # where products are not in float8
-        combined, product = kernels.dot_combine(call.group, *operands, weights, routing)
+        left: Any = lhs
+        right: Any = rhs  # neither is in float8
+        combined, product = kernels.dot_combine(call.group, left, right, weights, routing)
         return checkpoint_name(combined, COMBINED), checkpoint_name(product, LAST_PRODUCT)
     multiply = rounded_product if call.in_float8 else ragged_dot
     product = checkpoint_name(multiply(lhs, rhs, routing.group_sizes), LAST_PRODUCT)
