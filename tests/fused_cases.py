@@ -1,4 +1,4 @@
-"""What the tests of dispatch_ragged_dot(implementation="fused") share: operands, the program, and what must come out.
+"""What the tests of implementation="fused" share: operands, the program, and what must come out.
 
 Operands are small integers, so every product is exact in float32 whatever the order of its sum, on GPUs and on CPUs.
 """
@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 from helpers import Case
 
-from jax_ep import Group, dispatch_ragged_dot
+from jax_ep import Dispatched, Group, dispatch, dispatch_ragged_dot, ragged_dot_combine
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 16, 24
 
@@ -49,3 +49,27 @@ def assert_right(out: np.ndarray, dispatched: Any, case: Case, rhs: np.ndarray) 
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.shape[1])
     helpers.assert_dispatched(dispatched, expected)
     np.testing.assert_array_equal(helpers.wide(out), helpers.wide(product_of(expected, rhs)))
+
+
+def combine_program(group: Group, **options: Any) -> Any:
+    """For all ranks, (tokens, ids, weights, rhs) -> (sums of one kernel, sums of the chain, Dispatched)."""
+
+    def body(tokens: Any, ids: Any, weights: Any, rhs: Any) -> Any:
+        dispatched = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+        fused, chain = (
+            ragged_dot_combine(dispatched.tokens, rhs, dispatched.routing, group=group, implementation=implementation)
+            for implementation in ("fused", "ffi")
+        )
+        return fused, chain, dispatched
+
+    return helpers.per_rank(body, group.mesh)
+
+
+def assert_combined(results: tuple[np.ndarray, np.ndarray, Dispatched], case: Case, rhs: np.ndarray) -> None:
+    """The bits of the chain; and numpy's values, for what arrived."""
+    fused, chain, dispatched = results
+    np.testing.assert_array_equal(helpers.wide(fused), helpers.wide(chain))
+    assert fused.dtype == rhs.dtype
+    arrived = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.tokens.shape[1])
+    arrived = arrived._replace(tokens=dispatched.tokens, group_sizes=dispatched.group_sizes)
+    helpers.assert_combined(fused, product_of(arrived, rhs), np.asarray(dispatched.routing.targets), case.weights)

@@ -81,7 +81,7 @@ def product_of(size: int) -> matmul_cases.Operands:
 
 
 def fused_of(size: int) -> tuple[helpers.Case, np.ndarray]:
-    """For dispatch_ragged_dot in one kernel: tokens and matrices."""
+    """For the fused ops, each in one kernel: tokens and matrices."""
     return fused_cases.draw(np.random.default_rng(helpers.SEED), size, FUSED_TOKENS, np.dtype(ml_dtypes.bfloat16))
 
 
@@ -109,6 +109,7 @@ def results(group: Group) -> dict[str, Any]:
         found[op] = run(matmul_cases.program(op, group, implementation="ffi"), product_of(group.size))
     case, rhs = fused_of(group.size)
     found["fused"] = run(fused_cases.program(group, capacity=case.ids.size), (*case, rhs))
+    found["fused combine"] = run(fused_cases.combine_program(group, capacity=case.ids.size), (*case, rhs))
     operand, output, slices = slices_of(group.size)
     found["ragged"] = run(test_lax.exchange(group), (operand, output, *slices))
     group.check()

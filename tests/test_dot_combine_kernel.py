@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
 from conftest import OpenGroup
-from fused_cases import EXPERTS, HIDDEN, TOP_K, WIDTH, draw, product_of
-from helpers import DTYPES, Case
+from fused_cases import EXPERTS, HIDDEN, TOP_K, WIDTH, assert_combined, combine_program, draw
+from helpers import DTYPES
 
-from jax_ep import Dispatched, Group, InvalidRoutingError, dispatch, ragged_dot_combine
+from jax_ep import InvalidRoutingError, dispatch, ragged_dot_combine
 from jax_ep._core import ffi, gemm
 
 ON_GPU = ffi.library_name(jax.devices()[0]) != "cpu"
@@ -29,42 +28,15 @@ pytestmark = [
 SHAPES = [(1, 6), (1, 600), (2, 6), (2, 600), (4, 6), (4, 600), (EXPERTS, 6)]
 
 
-def program(group: Group, **options: Any) -> Any:
-    """For all ranks, (tokens, ids, weights, rhs) -> (sums of one kernel, sums of the chain, Dispatched)."""
-
-    def body(tokens: Any, ids: Any, weights: Any, rhs: Any) -> Any:
-        dispatched = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
-        return *both_ways(group, dispatched.tokens, rhs, dispatched.routing), dispatched
-
-    return helpers.per_rank(body, group.mesh)
-
-
-def both_ways(group: Group, lhs: Any, rhs: Any, routing: Any) -> list[Any]:
-    return [
-        ragged_dot_combine(lhs, rhs, routing, group=group, implementation=implementation)
-        for implementation in ("fused", "ffi")
-    ]
-
-
-def assert_right(results: tuple[np.ndarray, np.ndarray, Dispatched], case: Case, rhs: np.ndarray) -> None:
-    """The bits of the chain; and numpy's values, for what arrived."""
-    fused, chain, dispatched = results
-    np.testing.assert_array_equal(helpers.wide(fused), helpers.wide(chain))
-    assert fused.dtype == rhs.dtype
-    arrived = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.tokens.shape[1])
-    arrived = arrived._replace(tokens=dispatched.tokens, group_sizes=dispatched.group_sizes)
-    helpers.assert_combined(fused, product_of(arrived, rhs), np.asarray(dispatched.routing.targets), case.weights)
-
-
 @pytest.mark.parametrize(("size", "tokens"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES[:2] if ON_GPU else DTYPES, ids=str)
 def test_values(dtype: np.dtype, size: int, tokens: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Many calls of one program: nothing of a call remains for the next."""
     group = open_group(size)
-    call = program(group, capacity=size * tokens * TOP_K)
+    call = combine_program(group, capacity=size * tokens * TOP_K)
     for _ in range(3):
         case, rhs = draw(rng, size, tokens, dtype)
-        assert_right(helpers.fetch(call(*case, rhs)), case, rhs)
+        assert_combined(helpers.fetch(call(*case, rhs)), case, rhs)
 
 
 @pytest.mark.parametrize("routing", ["one expert gets all", "everything is skipped", "one expert gets nothing"])
@@ -76,15 +48,15 @@ def test_skewed(routing: str, open_group: OpenGroup, rng: np.random.Generator) -
         case.ids[case.ids == 1] = 2
     else:
         case.ids[:] = 5 if routing == "one expert gets all" else -1
-    assert_right(helpers.fetch(program(group, capacity=size * tokens * TOP_K)(*case, rhs)), case, rhs)
+    assert_combined(helpers.fetch(combine_program(group, capacity=size * tokens * TOP_K)(*case, rhs)), case, rhs)
 
 
 def test_drops(open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(2)
     case, rhs = draw(rng, 2, 600, BFLOAT16)
-    results = helpers.fetch(program(group, capacity=1000, on_overflow="drop")(*case, rhs))
+    results = helpers.fetch(combine_program(group, capacity=1000, on_overflow="drop")(*case, rhs))
     assert results[2].routing.dropped.any()
-    assert_right(results, case, rhs)
+    assert_combined(results, case, rhs)
 
 
 def test_gradients_of_the_chain(open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -112,7 +84,7 @@ def test_row_out_of_bounds(open_group: OpenGroup, rng: np.random.Generator) -> N
     """It is not followed, no rank delivers, and the group remains usable."""
     group, capacity = open_group(2), 2 * 600 * TOP_K
     case, rhs = draw(rng, 2, 600, BFLOAT16)
-    *_, dispatched = helpers.fetch(program(group, capacity=capacity)(*case, rhs))
+    *_, dispatched = helpers.fetch(combine_program(group, capacity=capacity)(*case, rhs))
 
     def body(lhs: Any, rhs: Any, routing: Any) -> Any:
         return ragged_dot_combine(lhs, rhs, routing, group=group, implementation="fused")
@@ -133,4 +105,4 @@ def test_no_columns(open_group: OpenGroup, rng: np.random.Generator) -> None:
     assert rhs.shape[2:] == (HIDDEN, WIDTH)
     message = "^ragged_dot_combine: the columns of rhs must be a positive multiple of . where implementation='fused'"
     with pytest.raises(ValueError, match=message):
-        program(group)(*case, rhs[..., :0])
+        combine_program(group)(*case, rhs[..., :0])
