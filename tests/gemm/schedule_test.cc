@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -17,9 +16,9 @@ using namespace jax_ep::gemm;
 
 namespace {
 
-void require(bool truth, const std::string& what) {
+void require(bool truth, const char* what) {
   if (truth) return;
-  std::printf("FAILED: %s\n", what.c_str());
+  std::printf("FAILED: %s\n", what);
   std::exit(1);
 }
 
