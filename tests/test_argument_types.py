@@ -50,8 +50,15 @@ def product(group: Group, a: Any = SQUARE, b: Any = SQUARE, **options: Any) -> A
     return jax_ep.matmul_all_reduce(a, b, group=group, **options)
 
 
+def mesh_of(group: Group) -> Any:
+    """In place of a group, as in other libraries."""
+    return group.mesh
+
+
 # What is called on every rank of a group, and what it says.
 ON_RANKS: list[tuple[Call, str]] = [
+    (lambda g: dispatch(mesh_of(g)), "dispatch: group must be an open jax_ep.Group(mesh, axis_name), got Mesh"),
+    (lambda g: product(mesh_of(g)), "matmul_all_reduce: group must be an open jax_ep.Group(mesh, axis_name), got Mesh"),
     (lambda g: dispatch(g, [[1.0]]), "dispatch: tokens must be an array, got list"),
     (lambda g: dispatch(g, ids=[[1]]), "dispatch: expert_ids must be an array, got list"),
     (lambda g: dispatch(g, weights=1.0), "dispatch: weights must be an array, got float"),

@@ -1,5 +1,6 @@
 """ragged_all_to_all where it stands for `jax.lax`'s: the cases of JAX's own tests of it, and its derivatives."""
 
+import itertools
 from typing import Any
 
 import helpers
@@ -9,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from test_lax import ROWS, draw_slices
 
 from jax_ep import Group, Implementation
@@ -110,12 +111,38 @@ def test_vmap_inside(
         np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("shard_axis", [0, 1])
+def test_vmap_of_parts(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """`jax.lax`'s own refuses a batch where there are axis_index_groups."""
+    group, batch = open_group(SIZE), 2
+    operand, output = draw_rows(rng, 2, SIZE, batch)
+    drawn = [[draw_slices(rng, 1, 2) for _ in range(batch)] for _ in range(2)]  # for each part
+    slices = [
+        np.concatenate([np.stack([each[name] for each in part], axis=1) for part in drawn])
+        for name in range(len(oracle.Slices._fields))
+    ]
+    body = jax.vmap(exchange(group, implementation, axis_index_groups=((0, 1), (2, 3))))
+    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, *slices))
+    for i, (part, ranks) in itertools.product(range(batch), enumerate((slice(0, 2), slice(2, 4)))):
+        wanted = oracle.ragged_all_to_all(operand[ranks, i], output[ranks, i], drawn[part][i])
+        np.testing.assert_array_equal(actual[ranks, i], wanted)
+
+
+@pytest.mark.parametrize(
+    ("axis", "shard_axis", "spread"), [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False), (0, 0, True)]
+)
 def test_vmap_outside(
-    axis: int, shard_axis: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    axis: int,
+    shard_axis: int,
+    spread: bool,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
 ) -> None:
-    """A jitted shard_map over one axis of two is batched along either axis of its operands."""
+    """A jitted shard_map over one axis of two is batched along either axis of its operands.
+
+    Args:
+      spread: whether the batch lies on the other axis.
+    """
     batch = 2
     mesh = helpers.mesh_of(ep=2, y=2)
     group = open_group(mesh=mesh)
@@ -129,7 +156,10 @@ def test_vmap_outside(
 
     mapped = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
     laid_out = [x if shard_axis == 0 else x.swapaxes(1, 2) for x in stacked]  # ranks along the sharded axis
-    batched = helpers.fetch(jax.vmap(mapped, in_axes=axis)(*(np.moveaxis(x, 0, axis) for x in laid_out)))
+    given = [np.moveaxis(x, 0, axis) for x in laid_out]
+    if spread:
+        given = [jax.device_put(x, NamedSharding(mesh, P("y", "ep"))) for x in given]
+    batched = helpers.fetch(jax.vmap(mapped, in_axes=axis)(*given))
     actual = batched if shard_axis == 0 else batched.swapaxes(1, 2)
     for i, slices in enumerate(drawn):
         np.testing.assert_array_equal(actual[i], oracle.ragged_all_to_all(operand[i], output[i], slices))
