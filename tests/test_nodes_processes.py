@@ -1,15 +1,19 @@
 """Groups across nodes, each of which is a process: kernels inside, XLA's collectives between; lost processes."""
 
+import re
 from pathlib import Path
 
 import helpers
 import jax
 import nodes_worker as worker
+import numpy as np
 import pytest
 from test_processes import launch_script
 
 ON_CPU = jax.default_backend() == "cpu"
-SHAPES = [(2, 4), (4, 2)] if ON_CPU else [(helpers.largest_size(), 1)]  # processes, and the devices of each
+GPUS = helpers.largest_size()
+# Nodes, the processes of each, and the devices of each of these. NCCL wants a GPU for every process.
+SHAPES = [(2, 1, 4), (4, 1, 2)] if ON_CPU else [(GPUS, 1, 1)] + [(2, GPUS // 2, 1)] * (GPUS >= 4)
 
 pytestmark = [
     pytest.mark.usefixtures("native"),
@@ -18,13 +22,26 @@ pytestmark = [
 ]
 
 
-def launch(what: str, processes: int, devices: int) -> str:
-    return launch_script(Path(worker.__file__), what, f"--cpu-devices={devices}", processes=processes)
+def launch(what: str, nodes: int, devices: int, *, processes: int = 1) -> str:
+    """Runs the worker in `processes` for each of `nodes`, with `devices` each."""
+    options = (what, f"--cpu-devices={devices}", f"--nodes={nodes}")
+    return launch_script(Path(worker.__file__), *options, processes=nodes * processes)
 
 
-@pytest.mark.parametrize(("processes", "devices"), SHAPES)
-def test_as_one_group_of_all_ranks(processes: int, devices: int) -> None:
-    launch("all", processes, devices)
+@pytest.mark.parametrize(("nodes", "processes", "devices"), SHAPES)
+def test_as_one_group_of_all_ranks(nodes: int, processes: int, devices: int) -> None:
+    launch("all", nodes, devices, processes=processes)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="one process has too few GPUs to compare with")
+def test_the_language_model_on_two_nodes() -> None:
+    """The demo's losses are those of one process and one node."""
+    losses = worker.losses_of_the_demo(None)
+    assert losses[-1] < losses[0]
+    printed = re.findall(r"^losses (.*)$", launch("demo", 2, 4), re.MULTILINE)
+    assert len(printed) == 2
+    for line in printed:
+        np.testing.assert_allclose([float(x) for x in line.split()], losses, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("how", "lost"), [("kill", 1), ("stop", 1), ("stop the coordinator", 0)])
