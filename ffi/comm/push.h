@@ -115,13 +115,14 @@ class Announcer {
     after(token, rows);
   }
 
-  // Everything was put, so far. If there are no items at all, the first sender announces all chunks.
+  // Everything was put, so far. If there are no items at all, every sender announces all chunks: any may be the only
+  // one that takes part.
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);
     begun_ = -1;
     announce(rows.mark(), rows);
-    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0 && op_.coop.sender.index == 0)
+    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
   }
 

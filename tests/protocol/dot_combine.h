@@ -2,6 +2,8 @@
 // what was multiplied, whoever begins late; errors; and a rank that never comes.
 #pragma once
 
+#include <numeric>
+
 #include "late.h"
 #include "moe.h"
 
@@ -38,13 +40,16 @@ inline void route(const Group& group, std::vector<DotCombineRank>& ranks, std::m
     for (auto* const values : {&rank.lhs, &rank.rhs})
       for (float& x : *values) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
     for (uint64_t& word : rank.words) word = random() + (uint64_t{random()} << 32);  // a workspace holds anything
-    for (int i = 0; i < kMostTokens * kTopK; ++i) {                                  // -1 skips, kExperts is invalid
+    for (int32_t& item : rank.order) item = static_cast<int32_t>(random());
+    for (int i = 0; i < kMostTokens * kTopK; ++i) {  // -1 skips, kExperts is invalid
       const int id = skew == Skew::one_expert ? 5 : static_cast<int>(random() % (kExperts + 2)) - 1;
       rank.ids[i] = i < rank.count * kTopK && (skew != Skew::one_token || i < kTopK) ? id : -1;
     }
   }
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
+    DispatchArgs args = ranks[rank].dispatch_args(Way::straight);
+    args.num_experts = kLocal * comm.size;
+    run_in_float32(comm, args, coop);
   });
 }
 
@@ -88,10 +93,12 @@ inline void dot_combines(int tokens, int times) {
   expect(!group->take_error(), "no error is reported");
 }
 
-// A coop that begins when all others have ended: they leave their sums to it.
-inline void late_dot_combines(int tokens, int late) {
-  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  std::vector<DotCombineRank> ranks(kRanks, DotCombineRank(tokens));
+// A coop that begins when all others have ended: they leave their sums to it, also where no rank sends anything.
+inline void late_dot_combines(int tokens, int late, int size) {
+  std::vector<int> line(size);
+  std::iota(line.begin(), line.end(), 0);
+  Group group({line}, 20.0, /*poison=*/false);
+  std::vector<DotCombineRank> ranks(size, DotCombineRank(tokens));
   std::mt19937 random(12);
   route(group, ranks, random, Skew::none);
   on_all_ranks_late(group, late, [&](const Comm& comm, int rank, const Coop& coop) {

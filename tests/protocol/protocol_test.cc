@@ -83,7 +83,8 @@ int main() {
   for (const int capacity : {1, 128, 500}) jax_ep::full_dots(capacity);
   for (int i = 0; i < 3; ++i) jax_ep::lost_dot_rank();
   for (const int tokens : {0, 1, 40, jax_ep::kMostTokens}) jax_ep::dot_combines(tokens, 3);
-  for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_dot_combines(jax_ep::kMostTokens, late);
+  for (int late = 1; late < jax_ep::kCoops; ++late)
+    for (const int size : {1, jax_ep::kRanks}) jax_ep::late_dot_combines(jax_ep::kMostTokens, late, size);
   for (const int tokens : {40, jax_ep::kMostTokens}) jax_ep::dot_combine_out_of_bounds(tokens);
   for (int i = 0; i < 3; ++i) jax_ep::lost_dot_combine_rank(jax_ep::kMostTokens);
   std::puts("protocol: all checks passed");

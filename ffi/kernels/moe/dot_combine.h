@@ -145,12 +145,13 @@ JAX_EP_FN bool await_words(Op& op) {
   return op.ok();
 }
 
-// By the coops of a CTA of `ctas` when all of its tiles are written and counted. Whoever does not see all CTAs begin
-// leaves, as the others may need its SM; the last to begin never does.
+// By each coop of a CTA of `ctas` when all of the CTA's tiles are written and counted. A coop that does not see all
+// CTAs begin leaves, as the others may need its SM; those of the last to begin never do.
 template <class T, int kPacks = kLanePacks>
 JAX_EP_FN void combine_product(Op& op, const DotCombineArgs& args, int ctas) {
   if (!all_begun(op.coop, &op.heap->members, ctas) || !await_words(op)) return;
   if (SendingOrder::is_needed(args)) SendingOrder(op, args).work_out();
+  if (!op.ok()) return;  // then the order may not be written
   Combine<T, kPacks, ProductRows> combine(op, args, ProductRows(op, args));
   combine.push();
   combine.reduce();

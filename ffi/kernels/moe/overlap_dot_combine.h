@@ -1,6 +1,6 @@
 // One kernel on Hopper for a product and its combine. All CTAs multiply; the warps that do so combine afterwards, in
-// the shared memory of the stages. The first CTAs multiply less. Whoever multiplies waits for nobody but the CTA that
-// clears the words, which begins first.
+// the shared memory of the stages. The first CTAs multiply less. Whoever multiplies waits for nobody, but once, before
+// it counts its first tile, for the first CTA to have cleared the words.
 #pragma once
 
 #include "comm/target/ptx/bulk.h"
@@ -23,7 +23,8 @@ struct DotCombineWork {
   }
 };
 
-// The warps that multiply, and then combine; and the one that loads, which begins the op before it does.
+// The warps that multiply, and then combine; and the one that loads: before it does, that of the first CTA clears the
+// words, and all note that they have begun.
 JAX_EP_FN Role combiners() { return {0, gemm::kConsumerWarps, 0, static_cast<int>(gridDim.x), kCommunicators}; }
 JAX_EP_FN Role beginners() { return one_warp_a_cta(gemm::kConsumerWarps); }
 
@@ -52,7 +53,7 @@ class DotCombineHooks {
                   align_up(args_.hidden, kDotCombineColumns));
     }
   }
-  // Here rather than behind the product: what multiplies has the most registers.
+  // Combines inside the branch of those that multiply: only there a thread has 224 registers.
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {
     ptx::proxy_fence();                   // before bulk copies overwrite what was left there
     ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
@@ -71,6 +72,7 @@ JAX_EP_FN void poison_results(const DotCombineWork& work) {
   if (!work.comm.poison) return;
   const Coop coop = whole_ctas(0, static_cast<int>(gridDim.x)).coop();
   Op(work.comm, coop, kind_of(work.args)).poison(Results<DotCombineArgs>(work.args, work.comm.size));
+  ptx::proxy_fence();  // before bulk copies write there
 }
 
 JAX_EP_FN void begin_product(const DotCombineWork& work) {

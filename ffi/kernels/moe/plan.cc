@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "kernels/moe/args.h"
 #include "kernels/moe/dot_combine_args.h"
@@ -22,17 +23,26 @@ int head_of(const DotShape& shape, const HardwareModel& model, int block_n, int 
   return static_cast<int>(early_us / tile_us(shape.product, model, block_n));
 }
 
-// How many tile pairs a pair of blocks multiplies before it combines: such that all end together, where each expert
-// has as many rows as another. `share` is that of the blocks that go on.
-int body_of(const DotShape& shape, const HardwareModel& model, const DotCombineConfig& config, double share) {
-  const gemm::Config& product = config.product;
+// How many tile pairs a pair of blocks multiplies before it combines, if `leaving` blocks do so early: such that all
+// end as soon as they can, where each expert has as many rows as another. None where it is best that nobody does.
+std::optional<int> body_of(const DotCombineShape& shape, const HardwareModel& model, const gemm::Config& product,
+                           int leaving) {
   const double kept = std::pow(1.0 - 1.0 / shape.ranks, shape.top_k);  // of a rank's tokens, that another has none of
   const double bytes = (shape.ranks - 1) * (1 - kept) * shape.num_tokens * shape.row_bytes;
-  const double sending_us = bytes / (config.leaving * model.dot.bytes_per_us);
   const double rows = std::min(1.0 * shape.product.m, 1.0 * shape.num_tokens * shape.top_k);
-  const double tiles = (rows / gemm::kBlockM + shape.product.groups / 2.0) * ceil_div(shape.product.n, product.block_n);
-  const double turns = tiles * (product.split_k ? 2 : 1) / product.blocks;
-  return std::max(0, static_cast<int>(turns - share * sending_us / tile_us(shape.product, model, product.block_n)));
+  const double tiles = (rows / gemm::kBlockM + shape.product.groups / 2.0) *
+                       ceil_div(shape.product.n, product.block_n) * (product.split_k ? 2 : 1);
+  const double one_us = tile_us(shape.product, model, product.block_n) / (product.split_k ? 2 : 1);
+  const auto sending_us = [&](int blocks) { return bytes / (blocks * model.dot.bytes_per_us); };
+  const double turns = std::ceil(tiles / product.blocks);
+  double best_us = turns * one_us + sending_us(product.blocks);
+  std::optional<int> best;
+  for (int body = 0; body < turns; ++body) {
+    const double others_us = std::ceil((tiles - leaving * body) / (product.blocks - leaving)) * one_us;
+    const double us = std::max(others_us, body * one_us + sending_us(leaving));
+    if (us < best_us) best_us = us, best = body;
+  }
+  return best;
 }
 
 }  // namespace
@@ -78,12 +88,15 @@ DotCombineConfig plan(const DotCombineShape& shape, const HardwareModel& model) 
   blocks = std::max(std::min(blocks, even(model.sms)), gemm::kCluster);
   const int leaving = std::min(model.dot.leaving, blocks / 4) / gemm::kCluster * gemm::kCluster;
   if (shape.ranks == 1 || leaving == 0) return config;  // nothing is sent
-  config.leaving = leaving;
-  config.body = body_of(shape, model, config, 1.0 * (blocks - leaving) / blocks);
+  if (const std::optional<int> body = body_of(shape, model, config.product, leaving)) {
+    config.leaving = leaving;
+    config.body = *body;
+  }
   return config;
 }
 
 std::string DotCombineConfig::describe() const {
+  if (leaving == 0) return product.describe() + ", which then combine";
   return product.describe() + ", of which " + std::to_string(leaving) + " combine after " + std::to_string(body) +
          " tile pairs";
 }
