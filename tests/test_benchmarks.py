@@ -125,14 +125,16 @@ def test_matmul(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: 
 
 
 def test_float8(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark("matmul_float8").main(["--repeats", "1", "--quick"]) == 0
+    float8 = benchmark("matmul_float8")
+    assert float8.main(["--repeats", "1", "--quick"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert [row["product"] for row in rows] == ["[256, 128] x [1, 128, 256]", "[256, 256] x [8, 256, 128], drawn"]
     for row, columns in zip(rows, (128 * 256, 256 * 128), strict=True):
         assert float(row["jax_ep, TFLOP/s"]) == pytest.approx(
             2e-6 * 256 * columns / number(row["jax_ep, us"]), abs=0.01
         )
-        assert float(row["of bfloat16"]) > 0
+    times = {float8.OURS: 2.0, float8.BFLOAT16: 3.0, float8.DENSE: 1.0}
+    assert float8.line(float8.CPU_CASES[0], times).split("|")[-2] == " 1.50 "
 
 
 def test_layer_in_float8(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
