@@ -60,7 +60,8 @@ class Group:
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, or one
         axis shall cross nodes.
-      TypeError: max_sms is no int, across_nodes no bool, or a timeout no number.
+      TypeError: max_sms is no int, across_nodes or async_ops no bool, or a timeout no number.
+      RuntimeError: this is traced code.
       PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
     """

@@ -42,8 +42,10 @@ def moe_mlp(group: Group, **changes: Any) -> Any:
     return jax_ep.moe_mlp(**arguments, group=group)
 
 
-def exchange(operand: Any = SQUARE, output: Any = SQUARE, offsets: Any = INDICES) -> Any:
-    return ragged_all_to_all(operand, output, offsets, *[INDICES] * 3, axis_name="ep")
+def exchange(
+    operand: Any = SQUARE, output: Any = SQUARE, offsets: Any = INDICES, axis_name: Any = "ep", parts: Any = None
+) -> Any:
+    return ragged_all_to_all(operand, output, offsets, *[INDICES] * 3, axis_name=axis_name, axis_index_groups=parts)
 
 
 def product(group: Group, a: Any = SQUARE, b: Any = SQUARE, **options: Any) -> Any:
@@ -60,6 +62,10 @@ ON_RANKS: list[tuple[Call, str]] = [
     (lambda g: dispatch(mesh_of(g)), "dispatch: group must be an open jax_ep.Group(mesh, axis_name), got Mesh"),
     (lambda g: product(mesh_of(g)), "matmul_all_reduce: group must be an open jax_ep.Group(mesh, axis_name), got Mesh"),
     (lambda g: dispatch(g, [[1.0]]), "dispatch: tokens must be an array, got list"),
+    (
+        lambda g: dispatch(g, jax.random.split(jax.random.key(0), (6, HIDDEN))),
+        "dispatch: tokens must be of dtype bfloat16, float16, float32, got key<fry>",
+    ),
     (lambda g: dispatch(g, ids=[[1]]), "dispatch: expert_ids must be an array, got list"),
     (lambda g: dispatch(g, weights=1.0), "dispatch: weights must be an array, got float"),
     (lambda g: dispatch(g, wire_dtype="foo"), "dispatch: wire_dtype must be a dtype or None, got 'foo'"),
@@ -73,6 +79,14 @@ ON_RANKS: list[tuple[Call, str]] = [
     (lambda g: exchange([1.0]), "ragged_all_to_all: operand must be an array, got list"),
     (lambda g: exchange(output=1), "ragged_all_to_all: output must be an array, got int"),
     (lambda g: exchange(offsets=(0, 0)), "ragged_all_to_all: input_offsets must be an array, got tuple"),
+    (
+        lambda g: exchange(axis_name=0),
+        "ragged_all_to_all: axis_name must be an axis of the mesh or a tuple of axes, got int",
+    ),
+    (
+        lambda g: exchange(parts=[0, 1]),
+        "ragged_all_to_all: axis_index_groups must be None, or a sequence of sequences of ranks, got list",
+    ),
     (lambda g: product(g, [[1.0]]), "matmul_all_reduce: a must be an array, got list"),
     (lambda g: product(g, b="b"), "matmul_all_reduce: b must be an array, got str"),
     (lambda g: product(g, bias=[0.0] * 8), "matmul_all_reduce: bias must be an array, got list"),

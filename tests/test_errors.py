@@ -71,6 +71,7 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
         ("wire_dtype", jnp.bfloat16, ValueError),
         ("wire_dtype", jnp.float8_e4m3fn, ValueError),  # 16 values are no block of 128
         ("on_overflow", "ignore", ValueError),
+        ("on_overflow", np.array(["raise", "drop"]), ValueError),
         ("implementation", "nccl", ValueError),
     ],
 )

@@ -133,7 +133,8 @@ def test_ids_and_weights_are_cast(
 
 
 @pytest.mark.parametrize(
-    ("factor", "alignment", "wanted"), [(1, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (1e6, 1, 72)]
+    ("factor", "alignment", "wanted"),
+    [(1, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (1e6, 1, 72), pytest.param(10**400, 1, 72, id="huge")],
 )
 def test_capacity_factor(
     factor: float,

@@ -56,7 +56,7 @@ def check_shape(op: str, name: str, x: jax.Array, shape: tuple[int, ...], layout
 
 def check_dtype(op: str, name: str, x: jax.Array, allowed: Sequence[np.dtype]) -> None:
     check_array(op, name, x)
-    if np.dtype(x.dtype) not in allowed:
+    if x.dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
 
@@ -112,7 +112,7 @@ def canonical_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype | N
 
 
 def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -125,6 +125,12 @@ def canonical_axis(axis_name: Any) -> Any:
     if isinstance(axis_name, list | tuple):
         return axis_name[0] if len(axis_name) == 1 else tuple(axis_name)
     return axis_name
+
+
+def check_axis(op: str, axis_name: Any) -> None:
+    axes = axes_of(axis_name) if isinstance(axis_name, str | list | tuple) else ()
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"{op}: axis_name must be an axis of the mesh or a tuple of axes, got {describe(axis_name)}")
 
 
 def check_mesh(mesh: Any, axis_name: Any) -> None:
@@ -142,9 +148,8 @@ def check_mesh(mesh: Any, axis_name: Any) -> None:
         )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh, got {describe(mesh)}; call Group(mesh, axis_name)")
-    axes = axes_of(axis_name) if isinstance(axis_name, str | list | tuple) else ()
-    if not axes or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"{op}: axis_name must be an axis of the mesh or a tuple of axes, got {describe(axis_name)}")
+    check_axis(op, axis_name)
+    axes = axes_of(axis_name)
     if not set(axes) <= set(mesh.axis_names):
         raise ValueError(f"{op}: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
     if len(set(axes)) < len(axes):

@@ -13,7 +13,7 @@ DEFAULT_TIMEOUT = 300.0  # seconds, as of jax.distributed.initialize; the first 
 
 def seconds(name: str, value: float) -> float:
     checks.check_seconds("Group", name, value)
-    return min(float(value), LONGEST_TIMEOUT)
+    return float(min(value, LONGEST_TIMEOUT))  # an int may be larger than any float
 
 
 class Deadline(float):

@@ -101,7 +101,7 @@ def balanced_capacity(op: str, factor: float, assignments: int, alignment: int) 
         raise TypeError(f"{op}: capacity_factor must be a number or None, got {checks.describe(factor)}")
     if not 0 < factor < math.inf:
         raise ValueError(f"{op}: capacity_factor must be positive and finite, got {factor}")
-    return max(1, math.ceil(factor * assignments / alignment)) * alignment
+    return max(1, math.ceil(min(factor, 2.0**31) * assignments / alignment)) * alignment  # no rank takes 2^31 rows
 
 
 def operands(

@@ -1,5 +1,6 @@
 """ragged_all_to_all: `jax.lax`'s, on every platform of jax_ep, with its derivatives."""
 
+import operator
 from typing import Any
 
 import jax
@@ -85,6 +86,7 @@ def ragged_all_to_all(
 
 
 def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
+    checks.check_axis(op, axis_name)
     found: Group = open_groups.find(op, axis_name) if group is None else group
     check_group(op, found)
     if checks.canonical_axis(axis_name) != found.axis_name:
@@ -126,7 +128,13 @@ def _check_slices(op: str, entries: int, size: int) -> None:
 
 def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.ndarray:
     """[size, ranks of a part]: for each rank, the ranks of the part that it is in."""
-    parts = [list(part) for part in axis_index_groups]
+    try:
+        parts = [[operator.index(rank) for rank in part] for part in axis_index_groups]
+    except TypeError:
+        what = checks.describe(axis_index_groups)
+        raise TypeError(
+            f"{op}: axis_index_groups must be None, or a sequence of sequences of ranks, got {what}"
+        ) from None
     if len({len(part) for part in parts}) > 1:
         raise ValueError("Replica groups must be equally sized")
     if sorted(rank for part in parts for rank in part) != list(range(size)):
