@@ -17,6 +17,11 @@ SIZE, TOKENS, EXPERTS, K = 4, 20, 16, 4
 zeros: Any = np.zeros
 
 
+def no(value: Any) -> Any:
+    """What types forbid."""
+    return value
+
+
 def test_losses(rng: np.random.Generator) -> None:
     logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
     ids = np.asarray(nn.softmax_top_k(logits, K).ids)
@@ -134,15 +139,46 @@ def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: nn.balance_loss(zeros((3, 4)), zeros((2, 1), int)), r"balance_loss: logits and ids must be \[T, E\]"),
+        (
+            lambda: nn.balance_loss(zeros((3, 4)), zeros((2, 1), int)),
+            r"balance_loss: ids must be of the 3 tokens of logits, got \(2, 1\)",
+        ),
         (
             lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1), int), score="tanh"),  # pyright: ignore[reportArgumentType]
             "balance_loss: score must be one of",
         ),
         (lambda: nn.z_loss(zeros((3, 4)), zeros(4, bool)), r"z_loss: mask must have shape \[T\] = \(3,\), got \(4,\)"),
-        (lambda: nn.balanced_bias(zeros(3), zeros(4)), "balanced_bias: load must have the shape of bias"),
+        (lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1))), "balance_loss: ids must be of an integer dtype, got"),
+        (lambda: nn.z_loss(zeros(3)), r"z_loss: logits must have shape \[T, E\], got \(3,\)"),
+        (lambda: nn.z_loss(zeros((3, 4)), zeros(3)), "z_loss: mask must be of dtype bool, got float64"),
+        (lambda: nn.balanced_bias(zeros(3), zeros(4)), r"balanced_bias: load must have shape that of bias = \(3,\)"),
+        (lambda: nn.balanced_bias(zeros(3), zeros(3), rate=no("0.1")), "balanced_bias: rate must be a number, got str"),
+        (lambda: nn.balanced_bias(zeros(3, int), zeros(3)), "balanced_bias: bias must be of a float dtype, got int64"),
+        (lambda: nn.expert_load(zeros((3, 2)), 4), "expert_load: ids must be of an integer dtype, got float64"),
+        (lambda: nn.expert_load(zeros((3, 2), int), -1), "expert_load: num_experts must be at least 1, got -1"),
+        (lambda: nn.expert_load(zeros((3, 2), int), 2**31), r"expert_load: num_experts must be below 2\*\*31, got"),
+        (
+            lambda: nn.expert_load(zeros(3, int), 4, axis_name=no(0)),
+            "expert_load: axis_name must be an axis of the mesh",
+        ),
+        (lambda: nn.load_stats(zeros(0)), r"load_stats: load must be of one expert at least, got \(0,\)"),
+        (
+            lambda: nn.load_stats(zeros(8, complex)),
+            "load_stats: load must be of an integer or float dtype, got complex",
+        ),
+        (lambda: nn.load_stats(no([1, 2])), "load_stats: load must be an array, got list"),
+        (lambda: nn.load_stats(zeros(8), ranks=3), "load_stats: ranks must divide the 8 experts, got 3"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], match: str) -> None:
-    with pytest.raises(ValueError, match=f"^{match}"):
+    with pytest.raises((ValueError, TypeError), match=f"^{match}"):
         call()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint64])
+def test_ids_of_any_integer_dtype(dtype: Any) -> None:
+    """Also where it does not hold the number of experts."""
+    ids = np.array([[0, 7], [7, -1 if dtype is np.int8 else 255]]).astype(dtype)
+    wanted = np.bincount(ids[(ids >= 0) & (ids < 200)], minlength=200)
+    np.testing.assert_array_equal(nn.expert_load(ids, 200), wanted)
+    np.testing.assert_allclose(nn.balance_loss(zeros((2, 200)), ids), 1, rtol=1e-5)

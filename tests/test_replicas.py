@@ -80,11 +80,51 @@ def test_replicas_change_no_result(
         ([1, float("nan")], 1, 2, "load must be"),
         ([1, 1, 1], 2, 2, "num_slots must be a multiple of 2 ranks and at least 3, got 2"),
         ([1, 1, 1], 2, 5, "num_slots must be a multiple of 2 ranks and at least 3, got 5"),
+        ([1, 1], 0, 2, "num_ranks must be at least 1, got 0"),
+        ([1, 1], 2, 2.0, "num_slots must be a Python int, .* got float"),
     ],
 )
-def test_plans_that_are_refused(load: Any, ranks: int, slots: int, match: str) -> None:
-    with pytest.raises(ValueError, match=f"^plan_replicas: {match}"):
+def test_plans_that_are_refused(load: Any, ranks: int, slots: Any, match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^plan_replicas: {match}"):
         nn.plan_replicas(np.array(load, np.float64), num_ranks=ranks, num_slots=slots)
+
+
+def test_a_plan_is_made_on_the_host() -> None:
+    with pytest.raises(TypeError, match=r"^plan_replicas: load must be known on the host, got a traced float32\[4\]"):
+        jax.eval_shape(lambda load: nn.plan_replicas(load, num_ranks=2, num_slots=4), jnp.ones(4))
+
+
+PLAN = nn.plan_replicas(np.ones(200), num_ranks=2, num_slots=400)
+
+
+@pytest.mark.parametrize(
+    ("ids", "plan", "offset", "match"),
+    [
+        ([[0]], PLAN, 0, "ids must be an array, got list"),
+        (np.zeros((1, 1)), PLAN, 0, "ids must be of an integer dtype, got float64"),
+        (np.zeros((1, 1), int), tuple(PLAN), 0, "plan must be the ReplicaPlan of plan_replicas, got tuple"),
+        (
+            np.zeros((1, 1), int),
+            jax.tree.map(lambda x: x[:1], PLAN),
+            0,
+            r"plan.slots must have shape \[E, S - E \+ 1\]",
+        ),
+        (np.zeros((1, 1), int), jax.tree.map(lambda x: x + 0.5, PLAN), 0, "plan.experts must be of an integer dtype"),
+        (np.zeros((1, 1), int), PLAN, 1.5, "offset must be of an integer dtype, got float64"),
+        (np.zeros((1, 1), int), PLAN, np.zeros(3, int), r"offset must have shape \[\] = \(\), got \(3,\)"),
+    ],
+)
+def test_ids_that_are_refused(ids: Any, plan: Any, offset: Any, match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^physical_ids: {match}"):
+        nn.physical_ids(ids, plan, offset=offset)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_ids_that_do_not_hold_the_number_of_slots(dtype: Any) -> None:
+    ids = np.array([[0, 127], [5, 0]])
+    wanted = nn.physical_ids(ids, PLAN)
+    np.testing.assert_array_equal(nn.physical_ids(ids.astype(dtype), PLAN), wanted)
+    np.testing.assert_array_equal(PLAN.experts[np.asarray(wanted)], ids)
 
 
 def test_turns_do_not_follow_the_order_of_tokens(rng: np.random.Generator) -> None:

@@ -12,6 +12,8 @@ from jax_ep import nn
 
 TOKENS, EXPERTS, K = 20, 16, 4
 no_int: Any = 2.0
+no_number: Any = None
+no_bool: Any = "no"
 
 
 @pytest.fixture
@@ -89,11 +91,24 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
         (lambda x: nn.softmax_top_k(x, no_int), "^softmax_top_k: k must be a Python int"),
         (lambda x: nn.softmax_top_k(x.astype(int), 1), "^softmax_top_k: logits must be of dtype .*, got int32"),
         (lambda x: nn.softmax_top_k(x, 4, groups=4, best_of_group=0), "^softmax_top_k: best_of_group must be at least"),
-        (lambda x: nn.sigmoid_top_k(x, 4, groups=3), "^sigmoid_top_k: 3 groups must divide the 16 experts"),
+        (lambda x: nn.sigmoid_top_k(x, 4, groups=3), "^sigmoid_top_k: groups must divide the 16 experts, got 3"),
         (lambda x: nn.sigmoid_top_k(x, 4, bias=jnp.zeros(3)), r"^sigmoid_top_k: bias must have shape \[E\] = \(16,\)"),
         (lambda x: nn.sigmoid_top_k(x, 4, bias=jnp.zeros(16, int)), "^sigmoid_top_k: bias must be of dtype float32"),
-        (lambda x: nn.within_top_groups(x, 4, 4, 5), "^within_top_groups: 4 groups must divide"),
-        (lambda x: nn.sigmoid_top_k(x, 4, groups=8, top_groups=1), "1 of them hold k = 4"),
+        (
+            lambda x: nn.within_top_groups(x, 4, 4, 5),
+            "^within_top_groups: top_groups must be at most the 4 groups, .* 5",
+        ),
+        (lambda x: nn.within_top_groups(x, 0, 4, 1), "^within_top_groups: k must be at least 1, got 0"),
+        (lambda x: nn.within_top_groups(x[0], 1, 4, 1), r"^within_top_groups: scores must have shape \[T, E\], got"),
+        (
+            lambda x: nn.sigmoid_top_k(x, 4, groups=8, top_groups=1),
+            "top_groups must be .* that they hold k = 4 .* got 1",
+        ),
+        (lambda x: nn.sigmoid_top_k(x, 4, scale=no_number), "^sigmoid_top_k: scale must be a number, got NoneType"),
+        (
+            lambda x: nn.softmax_top_k(x, 4, renormalize=no_bool),
+            "^softmax_top_k: renormalize must be True or False, got",
+        ),
     ],
 )
 def test_what_routers_refuse(call: Any, match: str, logits: np.ndarray) -> None:

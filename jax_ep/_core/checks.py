@@ -42,26 +42,26 @@ def check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be an array, got {describe(x)}")
 
 
-def check_rank(op: str, name: str, x: jax.Array, ndim: int, layout: str) -> None:
+def check_rank(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
     check_array(op, name, x)
     if x.ndim != ndim:
         raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
 
 
-def check_shape(op: str, name: str, x: jax.Array, shape: tuple[int, ...], layout: str) -> None:
+def check_shape(op: str, name: str, x: Any, shape: tuple[int, ...], layout: str) -> None:
     check_array(op, name, x)
     if x.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got {x.shape}")
 
 
-def check_dtype(op: str, name: str, x: jax.Array, allowed: Sequence[np.dtype]) -> None:
+def check_dtype(op: str, name: str, x: Any, allowed: Sequence[np.dtype]) -> None:
     check_array(op, name, x)
     if x.dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
 
 
-def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
+def check_whole_bytes(op: str, name: str, x: Any) -> None:
     """Refuses what is narrower than a byte: some platforms pack several values into one, and kernels move bytes."""
     check_array(op, name, x)
     if not is_jax_dtype(x.dtype):
@@ -70,13 +70,13 @@ def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
         raise TypeError(f"{op}: {name} must be of a dtype of whole bytes, such as int8, got {x.dtype}")
 
 
-def check_kind(op: str, name: str, x: jax.Array, kind: Any, what: str) -> None:
+def check_kind(op: str, name: str, x: Any, kind: Any, what: str) -> None:
     check_array(op, name, x)
     if not is_jax_dtype(x.dtype) or not jnp.issubdtype(x.dtype, kind):
         raise TypeError(f"{op}: {name} must be of {what} dtype, got {x.dtype}")
 
 
-def to_int32(indices: jax.Array) -> jax.Array:
+def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
     """What int32 does not hold becomes the nearest that it does: for integers that are out of bounds there too."""
     at = jnp if isinstance(indices, jax.Array) else np  # jax may not hold the array of numpy
     held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
@@ -85,11 +85,21 @@ def to_int32(indices: jax.Array) -> jax.Array:
     return jnp.asarray(indices.astype(np.int32))
 
 
-def check_positive(op: str, name: str, value: int) -> None:
+def check_positive(op: str, name: str, value: int, *, below_32_bits: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{op}: {name} must be a Python int, known when the op is traced; got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+    if value >= 2**31 and below_32_bits:
+        raise ValueError(f"{op}: {name} must be below 2**31, got {value}")
+
+
+def check_number(op: str, name: str, value: Any) -> None:
+    """A real number: Python's, or an array of one, which may be traced."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    kinds = (np.integer, np.floating)
+    if array.ndim or not is_jax_dtype(array.dtype) or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
 
 
 def check_seconds(op: str, name: str, value: float) -> None:

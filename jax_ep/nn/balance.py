@@ -20,9 +20,16 @@ Score = Literal["softmax", "sigmoid"]
 
 def expert_load(ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
     """[E] int32: the assignments [T, K] of each expert; ids outside [0, E) do not count."""
+    return _expert_load("expert_load", ids, num_experts, axis_name)
+
+
+def _expert_load(op: str, ids: Array, num_experts: int, axis_name: AxisName | None) -> jax.Array:
+    checks.check_kind(op, "ids", ids, np.integer, "an integer")
+    checks.check_positive(op, "num_experts", num_experts, below_32_bits=True)
+    ids = checks.to_int32(ids)
     valid = (ids >= 0) & (ids < num_experts)
     load = jnp.bincount(jnp.where(valid, ids, num_experts).reshape(-1), length=num_experts + 1)[:-1].astype(jnp.int32)
-    return _sum(load, axis_name)
+    return _sum(op, load, axis_name)
 
 
 def balance_loss(
@@ -41,28 +48,38 @@ def balance_loss(
     """
     op = "balance_loss"
     checks.check_one_of(op, "score", score, get_args(Score))
-    if ids.ndim != 2 or logits.ndim != 2 or len(ids) != len(logits):
-        raise ValueError(f"{op}: logits and ids must be [T, E] and [T, K], got {logits.shape} and {ids.shape}")
+    checks.check_rank(op, "logits", logits, 2, "[T, E]")
+    checks.check_kind(op, "logits", logits, np.floating, "a float")
+    checks.check_rank(op, "ids", ids, 2, "[T, K]")
+    checks.check_kind(op, "ids", ids, np.integer, "an integer")
+    if len(ids) != len(logits):
+        raise ValueError(f"{op}: ids must be of the {len(logits)} tokens of logits, got {ids.shape}")
+    ids = checks.to_int32(ids)
     experts, wide = logits.shape[1], logits.astype(jnp.float32)
     probabilities = jax.nn.softmax(wide, axis=-1)
     if score == "sigmoid":
         scores = jax.nn.sigmoid(wide)
         probabilities = scores / jnp.maximum(scores.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    load = expert_load(ids, experts, axis_name=axis_name).astype(jnp.float32)
+    load = _expert_load(op, ids, experts, axis_name).astype(jnp.float32)
     going = jnp.any((ids >= 0) & (ids < experts), axis=1)
-    return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * _mean(probabilities, going, axis_name))
+    return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * _mean(op, probabilities, going, axis_name))
 
 
 def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
     """The mean square of log(sum(exp(logits))), which keeps logits small (ST-MoE, 2022).
 
     Args:
+      logits: [T, E].
       mask: [T] bool, tokens that count; None: all.
     """
+    op = "z_loss"
+    checks.check_rank(op, "logits", logits, 2, "[T, E]")
+    checks.check_kind(op, "logits", logits, np.floating, "a float")
+    if mask is not None:
+        checks.check_shape(op, "mask", mask, logits.shape[:1], "[T]")
+        checks.check_dtype(op, "mask", mask, (np.dtype(bool),))
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
-    if mask is not None and mask.shape != squares.shape:
-        raise ValueError(f"z_loss: mask must have shape [T] = {squares.shape}, got {mask.shape}")
-    return _mean(squares, jnp.ones(squares.shape, bool) if mask is None else jnp.asarray(mask, bool), axis_name)
+    return _mean(op, squares, jnp.ones(squares.shape, bool) if mask is None else jnp.asarray(mask), axis_name)
 
 
 def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-3) -> jax.Array:
@@ -71,10 +88,14 @@ def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-
     Balance without an auxiliary loss (Wang et al., 2024; DeepSeek-V3).
 
     Args:
+      bias: [E] of a float dtype.
       load: [E] assignments of all ranks, as by `expert_load` with `axis_name`, or `MoeStats.counts` of a whole layer.
     """
-    if load.shape != bias.shape:
-        raise ValueError(f"balanced_bias: load must have the shape of bias, {bias.shape}, got {load.shape}")
+    op = "balanced_bias"
+    checks.check_kind(op, "bias", bias, np.floating, "a float")
+    _check_load(op, load)
+    checks.check_shape(op, "load", load, bias.shape, "that of bias")
+    checks.check_number(op, "rate", rate)
     load = load.astype(jnp.float32)
     return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)
 
@@ -95,8 +116,13 @@ class LoadStats(NamedTuple):
 
 def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
     """How even a load [E] is over the experts; or, with `ranks`, over the ranks that own E / ranks neighbours each."""
+    op = "load_stats"
+    _check_load(op, load)
     load = load.astype(jnp.float32)
     if ranks is not None:
+        checks.check_positive(op, "ranks", ranks)
+        if load.size % ranks:
+            raise ValueError(f"{op}: ranks must divide the {load.size} experts, got {ranks}")
         load = load.reshape(ranks, -1).sum(axis=1)
     share = load / jnp.maximum(load.sum(), 1)
     entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0))
@@ -107,11 +133,22 @@ def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
     )
 
 
-def _sum(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    return x if axis_name is None else jax.lax.psum(x, axis_name)
+def _check_load(op: str, load: Array) -> None:
+    checks.check_rank(op, "load", load, 1, "[E]")
+    if not load.size:
+        raise ValueError(f"{op}: load must be of one expert at least, got {load.shape}")
+    if not jnp.issubdtype(load.dtype, np.integer):
+        checks.check_kind(op, "load", load, np.floating, "an integer or float")
 
 
-def _mean(x: jax.Array, mask: jax.Array, axis_name: AxisName | None) -> jax.Array:
+def _sum(op: str, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    if axis_name is None:
+        return x
+    checks.check_axis(op, axis_name)
+    return jax.lax.psum(x, axis_name)
+
+
+def _mean(op: str, x: jax.Array, mask: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """The mean of the rows of x [T, ...] where `mask` [T] is set; zero where none is."""
     total = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(axis=0)
-    return _sum(total, axis_name) / jnp.maximum(_sum(mask.sum(dtype=jnp.float32), axis_name), 1)
+    return _sum(op, total, axis_name) / jnp.maximum(_sum(op, mask.sum(dtype=jnp.float32), axis_name), 1)

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from jax_ep._core import checks
 
 Array = jax.Array | np.ndarray
 
@@ -44,15 +47,19 @@ def plan_replicas(load: np.ndarray, *, num_ranks: int, num_slots: int) -> Replic
       num_slots: S, at least E and a multiple of `num_ranks`.
 
     Raises:
-      ValueError: the numbers do not fit, or a load is negative or not finite.
+      ValueError, TypeError: the numbers do not fit, a load is negative or not finite, or it is traced.
     """
+    op = "plan_replicas"
+    checks.check_positive(op, "num_ranks", num_ranks)
+    checks.check_positive(op, "num_slots", num_slots)
+    if isinstance(load, Tracer):
+        raise TypeError(f"{op}: load must be known on the host, got a traced {checks.describe(load)}")
     load = np.asarray(load, np.float64)
     if load.ndim != 1 or not load.size or not np.all(np.isfinite(load)) or (load < 0).any():
-        raise ValueError(f"plan_replicas: load must be [E] finite numbers, none negative, got {load}")
-    if num_ranks < 1 or num_slots % num_ranks or num_slots < load.size:
+        raise ValueError(f"{op}: load must be [E] finite numbers, none negative, got {load}")
+    if num_slots % num_ranks or num_slots < load.size:
         raise ValueError(
-            f"plan_replicas: num_slots must be a multiple of {num_ranks} ranks and at least {load.size}, "
-            f"got {num_slots}"
+            f"{op}: num_slots must be a multiple of {num_ranks} ranks and at least {load.size}, got {num_slots}"
         )
     counts = np.ones(load.size, np.int32)
     for _ in range(num_slots - load.size):
@@ -72,7 +79,7 @@ def plan_replicas(load: np.ndarray, *, num_ranks: int, num_slots: int) -> Replic
 
 
 def physical_ids(ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
-    """The slots [T, K] that stand for experts [T, K] int32.
+    """The slots [T, K] int32 that stand for experts [T, K], which are integers.
 
     The assignments to an expert are dealt to its replicas in turn, in the order of (token, k): what they get differs by
     at most one, whatever the order of the tokens.
@@ -82,14 +89,31 @@ def physical_ids(ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) 
     Args:
       offset: the replica that begins. With the rank, what cannot be divided goes to another one on every rank.
     """
+    op = "physical_ids"
+    checks.check_kind(op, "ids", ids, np.integer, "an integer")
+    _check_plan(op, plan)
+    first = offset if isinstance(offset, jax.Array) else np.asarray(offset)
+    checks.check_kind(op, "offset", first, np.integer, "an integer")
+    checks.check_shape(op, "offset", first, (), "[]")
     num_experts, num_slots = len(plan.counts), len(plan.experts)
-    flat = jnp.asarray(ids).reshape(-1)
+    flat = checks.to_int32(ids).reshape(-1)
     inside = (flat >= 0) & (flat < num_experts)
     expert = jnp.where(inside, flat, 0)
-    turn = _turns(jnp.where(inside, flat, num_experts)) + offset
+    turn = _turns(jnp.where(inside, flat, num_experts)) + checks.to_int32(first)
     slot = jnp.asarray(plan.slots)[expert, turn % jnp.asarray(plan.counts)[expert]]
     slot = jnp.where(inside, slot, jnp.where(flat == -1, -1, num_slots))
     return slot.astype(jnp.int32).reshape(ids.shape)
+
+
+def _check_plan(op: str, plan: ReplicaPlan) -> None:
+    if not isinstance(plan, ReplicaPlan):
+        raise TypeError(f"{op}: plan must be the ReplicaPlan of plan_replicas, got {checks.describe(plan)}")
+    for name, leaf in plan._asdict().items():
+        checks.check_kind(op, f"plan.{name}", leaf, np.integer, "an integer")
+    checks.check_rank(op, "plan.experts", plan.experts, 1, "[S]")
+    checks.check_rank(op, "plan.counts", plan.counts, 1, "[E]")
+    slots, experts = plan.experts.size, plan.counts.size
+    checks.check_shape(op, "plan.slots", plan.slots, (experts, slots - experts + 1), "[E, S - E + 1]")
 
 
 def _turns(ids: jax.Array) -> jax.Array:

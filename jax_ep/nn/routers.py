@@ -51,7 +51,7 @@ def softmax_top_k(
     _check_logits(op, logits, k)
     scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     chosen_by = _within_top_groups(op, scores, k, groups, top_groups, best_of_group)
-    return _take(scores, chosen_by, k, renormalize, scale)
+    return _take(op, scores, chosen_by, k, renormalize, scale)
 
 
 def sigmoid_top_k(
@@ -82,12 +82,16 @@ def sigmoid_top_k(
     _check_bias(op, bias, logits.shape[1])
     biased = scores if bias is None else scores + bias
     chosen_by = _within_top_groups(op, biased, k, groups, top_groups, best_of_group)
-    return _take(scores, chosen_by, k, renormalize, scale)
+    return _take(op, scores, chosen_by, k, renormalize, scale)
 
 
 def within_top_groups(scores: Array, k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
     """Scores [T, E] with minus infinity for the experts outside of each token's `top_groups` best groups."""
-    return _within_top_groups("within_top_groups", jnp.asarray(scores), k, groups, top_groups, best_of_group)
+    op = "within_top_groups"
+    checks.check_rank(op, "scores", scores, 2, "[T, E]")
+    checks.check_kind(op, "scores", scores, np.floating, "a float")
+    checks.check_positive(op, "k", k)
+    return _within_top_groups(op, jnp.asarray(scores), k, groups, top_groups, best_of_group)
 
 
 def _within_top_groups(
@@ -98,9 +102,12 @@ def _within_top_groups(
     top_groups = groups if top_groups is None else top_groups
     checks.check_positive(op, "top_groups", top_groups)
     tokens, experts = scores.shape
-    if experts % groups or top_groups > groups or top_groups * (experts // groups) < k:
+    if experts % groups:
+        raise ValueError(f"{op}: groups must divide the {experts} experts, got {groups}")
+    if top_groups > groups or top_groups * (experts // groups) < k:
         raise ValueError(
-            f"{op}: {groups} groups must divide the {experts} experts, and {top_groups} of them hold k = {k}"
+            f"{op}: top_groups must be at most the {groups} groups, and so many that they hold k = {k} experts; "
+            f"got {top_groups}"
         )
     if top_groups == groups:
         return scores
@@ -110,7 +117,9 @@ def _within_top_groups(
     return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(tokens, experts)
 
 
-def _take(scores: jax.Array, chosen_by: jax.Array, k: int, renormalize: bool, scale: float) -> Routed:
+def _take(op: str, scores: jax.Array, chosen_by: jax.Array, k: int, renormalize: bool, scale: float) -> Routed:
+    checks.check_bool(op, "renormalize", renormalize)
+    checks.check_number(op, "scale", scale)
     ids = jax.lax.top_k(jax.lax.stop_gradient(chosen_by), k)[1]
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if renormalize:
