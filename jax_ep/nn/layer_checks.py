@@ -1,5 +1,6 @@
 """What `moe_mlp` asks of its arguments."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax_ep._core import checks
 from jax_ep._core.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.float8 import check_weights
+from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens
 from jax_ep.ops.moe_fused.types import ACTIVATIONS
 
 Experts = jax.Array | Float8Weights
@@ -55,6 +57,24 @@ def _check_matrix(op: str, name: str, matrix: Any, dtype: Any, shape: tuple[int,
     else:
         checks.check_shape(op, name, matrix, shape, layout)
         checks.check_dtype(op, name, matrix, (np.dtype(dtype),))
+
+
+def check_dispatch(
+    op: str,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None,
+    group: Group,
+    *,
+    num_experts: int,
+    node_capacity: Any,
+    chunks: int,
+    **options: Any,
+) -> None:
+    """The ops that the layer is made of would refuse what is wrong, too, but by their own names."""
+    dispatch_config(op, tokens, expert_ids, weights, group=group, num_experts=num_experts, **options)
+    node_tokens(op, node_capacity, group, num_experts, expert_ids)
+    node_chunks(op, chunks, group, by_kernels=True)
 
 
 def check_biases(op: str, biases: Any, tokens: jax.Array, down: Experts) -> None:
@@ -102,22 +122,39 @@ def check_precision(
             if isinstance(matrix, Float8Weights):
                 raise TypeError(f"{op}: {name} must be an array unless precision='float8', got Float8Weights")
         return
-    if precision != "float8":
+    if not isinstance(precision, str) or precision != "float8":
         raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
-    if wire_dtype is not None and np.dtype(wire_dtype) != np.dtype(jnp.float8_e4m3fn):
+    if checks.canonical_dtype(op, "wire_dtype", wire_dtype) not in (None, np.dtype(jnp.float8_e4m3fn)):
         raise ValueError(f"{op}: wire_dtype must be None or float8_e4m3fn with precision='float8', got {wire_dtype!r}")
     if any(size % BLOCK for size in down.shape[1:]):
         raise ValueError(f"{op}: precision='float8' needs H and F to be multiples of 128, got F, H = {down.shape[1:]}")
 
 
-def check_activation(op: str, activation: Any, gated: Any) -> None:
+def check_activation(op: str, activation: Any, gated: Any) -> tuple[Any, Any]:
+    """Both as given, but that functions which are not known by name check what they return."""
     if gated is not None:
         if not callable(gated):
             raise TypeError(f"{op}: gated must be None or a function of two arrays, got {gated!r}")
         if activation is not jax.nn.silu:
             raise ValueError(f"{op}: activation must be left out where gated is given, got {activation!r}")
+        return activation, _elementwise(op, "gated", gated)
     if isinstance(activation, str):
         checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
-    elif not callable(activation):
+        return activation, None
+    if not callable(activation):
         names = ", ".join(map(repr, ACTIVATIONS))
         raise TypeError(f"{op}: activation must be a function or one of {names}, got {activation!r}")
+    known = any(activation is function for function in ACTIVATIONS.values())
+    return activation if known else _elementwise(op, "activation", activation), None
+
+
+def _elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*operands: jax.Array) -> Any:
+        made, shape = function(*operands), operands[0].shape
+        if not isinstance(made, checks.ARRAYS) or made.shape != shape:
+            raise ValueError(
+                f"{op}: {name} must return an array of the shape {shape} that it is given, got {checks.describe(made)}"
+            )
+        return made
+
+    return checked

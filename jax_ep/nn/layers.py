@@ -172,10 +172,23 @@ def moe_mlp(
     layer_checks.check_experts(op, tokens, gate, up, down, group)
     layer_checks.check_biases(op, biases, tokens, down)
     layer_checks.check_shared(op, tokens, shared)
-    layer_checks.check_activation(op, activation, gated)
+    activation, gated = layer_checks.check_activation(op, activation, gated)
     checks.check_bool(op, "with_stats", with_stats)
     checks.check_bool(op, "weigh_inputs", weigh_inputs)
     layer_checks.check_precision(op, precision, wire_dtype, gate, up, down)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+    if precision == "float8":
+        wire_dtype = jnp.float8_e4m3fn
+    sending: dict[str, Any] = {
+        "num_experts": group.size * gate.shape[0],
+        "capacity": capacity,
+        "capacity_factor": capacity_factor,
+        "node_capacity": node_capacity,
+        "chunks": chunks,
+        "wire_dtype": wire_dtype,
+        "on_overflow": on_overflow,
+    }
+    layer_checks.check_dispatch(op, tokens, expert_ids, weights, group, **sending)
     by_xla = group.resolve(op, implementation) == "xla"
     by_fused_ops = uses_fused_ops(fused, by_xla=by_xla)
     one_by_one = weigh_inputs or not by_fused_ops
@@ -186,17 +199,8 @@ def moe_mlp(
     activates = one_by_one or gated is not None or bias_gate is not None or bias_up is not None
     multiply: Callable[..., jax.Array] = plain_ragged_dot if by_xla else ragged_dot
     if precision == "float8":
-        multiply, wire_dtype = float8_ragged_dot, jnp.float8_e4m3fn
+        multiply = float8_ragged_dot
     where: dict[str, Any] = {"group": group, "implementation": implementation}
-    sending: dict[str, Any] = {
-        "num_experts": group.size * gate.shape[0],
-        "capacity": capacity,
-        "capacity_factor": capacity_factor,
-        "node_capacity": node_capacity,
-        "chunks": chunks,
-        "wire_dtype": wire_dtype,
-        "on_overflow": on_overflow,
-    }
 
     matrices = (gate,) if up is None else (gate, up)
     products: Any  # by gate and up, or what the fused op made of them
@@ -241,7 +245,7 @@ def uses_fused_ops(fused: bool | Literal["auto"], *, by_xla: bool) -> bool:
     "auto" takes the fused ops wherever kernels run: they hold less for the backward pass than JAX's own derivative, and
     nothing is slower. implementation="xla" stays the plain formulation that others are checked against.
     """
-    if not isinstance(fused, bool) and fused != "auto":
+    if not isinstance(fused, bool) and not (isinstance(fused, str) and fused == "auto"):
         raise ValueError(f"moe_mlp: fused must be True, False or 'auto', got {fused!r}")
     return not by_xla if fused == "auto" else bool(fused)
 
