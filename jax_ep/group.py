@@ -80,7 +80,7 @@ class Group:
         checks.check_mesh(mesh, axis_name)
         checks.check_bool("Group", "async_ops", async_ops)
         if max_sms is not None:
-            checks.check_positive("Group", "max_sms", max_sms)
+            checks.check_int("Group", "max_sms", max_sms, below_32_bits=True)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
         open_timeout = timeouts.opening(open_timeout, timeout)
         platforms = {device.platform for device in mesh.devices.flat}
@@ -226,6 +226,9 @@ class Group:
 
     def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
         """What `node_capacity="auto"` stands for: how many tokens of a rank go to each node."""
+        for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
+            checks.check_int("node_plan", name, number, least=0)
+        checks.check_int("node_plan", "num_experts", num_experts)
         return nodes.plan(self.nodes, num_tokens, top_k, num_experts)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.arguments import check_array, check_block
 from pallas_kernels.varying import result_type, vary_alike
 
 
@@ -28,16 +29,15 @@ def index_match(global_ids: jax.Array, local_ids: jax.Array, *, block: int = 128
       [N] int32 in [0, U].
 
     Raises:
-      ValueError: the ids are not vectors of one integer dtype, or `block` is not a power of two.
+      ValueError, TypeError: the ids are not vectors of one integer dtype, or `block` is not a power of two.
     """
-    if global_ids.ndim != 1 or local_ids.ndim != 1:
-        raise ValueError(f"global_ids and local_ids must be [U] and [N], got {global_ids.shape} and {local_ids.shape}")
+    check_array("global_ids", global_ids, 1, "[U]")
+    check_array("local_ids", local_ids, 1, "[N]")
     if global_ids.dtype != local_ids.dtype or not jnp.issubdtype(local_ids.dtype, jnp.integer):
         raise ValueError(
             f"global_ids and local_ids must be of one integer dtype, got {global_ids.dtype} and {local_ids.dtype}"
         )
-    if block < 1 or block & (block - 1):
-        raise ValueError(f"block must be a power of two, got {block}")
+    check_block(block)
     (size,), (count,) = global_ids.shape, local_ids.shape
     if not size or not count:
         return jnp.zeros(count, jnp.int32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.arguments import check_array, check_block
 from pallas_kernels.varying import result_type, vary_alike
 
 Backend = Literal["auto", "mosaic", "triton"]
@@ -40,13 +41,18 @@ def weighted_row_sum(
       [T, H] in the dtype of `rows`.
 
     Raises:
-      ValueError: the shapes of `index` and `weights` differ, `block` is not a power of two, or `backend` is unknown.
+      ValueError, TypeError: an argument is no such array, the shapes of `index` and `weights` differ, `block` is not a
+        power of two, or `backend` is unknown.
     """
-    if index.shape != weights.shape or index.ndim != 2:
+    check_array("rows", rows, 2, "[C, H]")
+    check_array("index", index, 2, "[T, K]")
+    check_array("weights", weights, 2, "[T, K]")
+    if index.shape != weights.shape:
         raise ValueError(f"index and weights must both be [T, K], got {index.shape} and {weights.shape}")
-    if block < 1 or block & (block - 1):
-        raise ValueError(f"block must be a power of two, got {block}")
-    if backend not in ("auto", "mosaic", "triton"):
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"index must be of an integer dtype, got {index.dtype}")
+    check_block(block)
+    if not isinstance(backend, str) or backend not in ("auto", "mosaic", "triton"):
         raise ValueError(f"backend must be 'auto', 'mosaic' or 'triton', got {backend!r}")
     by_mosaic = not interpret and (backend == "mosaic" or (backend == "auto" and _runs_mosaic()))
     block = max(block, _WARPGROUP) if by_mosaic else block
@@ -55,7 +61,7 @@ def weighted_row_sum(
     rows, index, weights = vary_alike(rows, index, weights)
     padded = jnp.pad(rows, ((0, 0), (0, blocks * block - hidden)))
     out = result_type((num_tokens, blocks * block), rows.dtype, rows)
-    if not num_tokens or not blocks:
+    if not num_tokens or not top_k or not blocks or not rows.shape[0]:
         return jnp.zeros((num_tokens, hidden), rows.dtype)
     sum_block = partial(_sum_block, top_k=top_k, block=block)
     by = _by_mosaic if by_mosaic else partial(_by_triton, interpret=interpret)

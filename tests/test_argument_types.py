@@ -145,6 +145,17 @@ ANYWHERE: list[tuple[Callable[[], Any], str]] = [
         lambda: embedding.adagrad(0.1).update({"a": ROWS, "b": TABLE}, {"a": TABLE, "b": TABLE}),
         "update: gradient must be SparseRows, got float32[12,3]",
     ),
+    (lambda: embedding.sgd(0.1).update({}, ()), "update: gradient must hold SparseRows, got dict"),
+    (
+        lambda: embedding.lazy_adam("0.1"),  # pyright: ignore[reportArgumentType]
+        "lazy_adam: learning_rate must be a number, got str",
+    ),
+    (lambda: embedding.lazy_adam(0.1).update(ROWS, TABLE), "update: state must be a LazyAdamState, got float32[12,3]"),
+    (lambda: embedding.rowwise_adagrad(0.1).update(ROWS, None), "update: state must be an array, got NoneType"),
+    (
+        lambda: jax_ep.sparse_value_and_grad(jnp.sum, None),  # pyright: ignore[reportArgumentType]
+        "sparse_value_and_grad: argnums must be an int or a sequence of them, got None",
+    ),
     (lambda: embedding.apply_updates(TABLE, TABLE), "apply_updates: updates must be SparseRows, got float32[12,3]"),
 ]
 

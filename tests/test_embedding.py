@@ -308,5 +308,13 @@ def test_wrong_arguments_are_named() -> None:
     rows = gradient(table, ids)[1]
     with pytest.raises(ValueError, match=r"table must have the rows of a table of 50 x 6, got \(49, 6\)"):
         embedding.apply_updates(table[1:], rows)
+    with pytest.raises(ValueError, match=r"lookup: table must have at least one row, got \(0, 6\)"):
+        embedding.lookup(table[:0], ids)
+    with pytest.raises(ValueError, match="ids must hold an array at least for every table, got None"):
+        gradient(table, None)
+    with pytest.raises(ValueError, match=r"init: table must have shape \[V, D\], got \(50,\)"):
+        embedding.rowwise_adagrad(0.1).init(table[:, 0])
+    with pytest.raises(ValueError, match="update: state must have the structure of gradient: "):
+        embedding.adagrad(0.1).update([rows], table)
     with pytest.raises(ValueError, match=r"state must have the rows of a table of 50 x 6, got \(50, 5\)"):
         embedding.adagrad(0.1).update(rows, jnp.zeros((V, 5)))

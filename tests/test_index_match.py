@@ -65,16 +65,19 @@ def test_a_large_table_under_jit(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("match", "change"),
     [
-        (r"\[U\] and \[N\], got \(3,\) and \(1, 3\)", {"local_ids": np.zeros((1, 3), np.int32)}),
+        (r"local_ids must have shape \[N\], got \(1, 3\)", {"local_ids": np.zeros((1, 3), np.int32)}),
+        (r"global_ids must be an array, got list", {"global_ids": [0, 1, 2]}),
         (r"one integer dtype, got int32 and int16", {"local_ids": np.zeros(3, np.int16)}),
         (r"one integer dtype, got int32 and float32", {"local_ids": np.zeros(3, np.float32)}),
-        (r"block must be a power of two, got 48", {"block": 48}),
+        (r"block must be a power of two below 2\*\*31, got 48", {"block": 48}),
+        (r"block must be a power of two below 2\*\*31, got 2147483648", {"block": 2**31}),
+        (r"block must be a Python int, got float", {"block": 2.0}),
     ],
 )
 def test_wrong_arguments_are_named(match: str, change: dict) -> None:
     ids = jnp.zeros(3, jnp.int32)
     arguments: dict[str, Any] = {"global_ids": ids, "local_ids": ids} | change
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((ValueError, TypeError), match=match):
         index_match(**arguments)
 
 

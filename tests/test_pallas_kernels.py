@@ -1,7 +1,7 @@
 """The Pallas kernels against numpy, on a CPU in interpret mode."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import compile_only
 import jax
@@ -42,9 +42,30 @@ def test_weighted_row_sum_ignores_rows_that_are_not_picked(rng: np.random.Genera
     np.testing.assert_array_equal(np.asarray(got), np.stack([np.asarray(rows[1]), np.zeros(8)]))
 
 
-def test_weighted_row_sum_refuses_shapes_that_differ() -> None:
-    with pytest.raises(ValueError, match=r"index and weights"):
-        weighted_row_sum(jnp.zeros((2, 4)), jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 1)))
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"weights": jnp.zeros((3, 1))}, r"index and weights must both be \[T, K\], got \(3, 2\) and \(3, 1\)"),
+        ({"rows": jnp.zeros(4)}, r"rows must have shape \[C, H\], got \(4,\)"),
+        ({"rows": None}, "rows must be an array, got NoneType"),
+        ({"index": jnp.zeros((3, 2))}, "index must be of an integer dtype, got float32"),
+        ({"block": "8"}, "block must be a Python int, got str"),
+        ({"block": 24}, "block must be a power of two below"),
+        ({"backend": "cuda"}, "backend must be 'auto', 'mosaic' or 'triton', got 'cuda'"),
+    ],
+)
+def test_what_weighted_row_sum_refuses(change: dict[str, Any], match: str) -> None:
+    arrays = {"rows": jnp.zeros((2, 4)), "index": jnp.zeros((3, 2), jnp.int32), "weights": jnp.zeros((3, 2))}
+    arguments: dict[str, Any] = arrays | change
+    with pytest.raises((ValueError, TypeError), match=f"^{match}"):
+        weighted_row_sum(**arguments, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize(("rows", "top_k"), [(0, 2), (3, 0), (0, 0)])
+def test_weighted_row_sum_of_nothing(rows: int, top_k: int) -> None:
+    index, weights = jnp.full((5, top_k), -1, jnp.int32), jnp.ones((5, top_k))
+    got = weighted_row_sum(jnp.ones((rows, 7)), index, weights, interpret=INTERPRET)
+    np.testing.assert_array_equal(got, np.zeros((5, 7)))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

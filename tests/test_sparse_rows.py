@@ -165,6 +165,12 @@ def test_coalesce_of_bad_arguments() -> None:
     rows = SparseRows(IDS, VALUES, jnp.int32(1), ROWS)
     with pytest.raises(ValueError, match=r"^coalesce: capacity must be at least 1, got 0"):
         coalesce(rows, capacity=0)
+    with pytest.raises(ValueError, match=r"^coalesce: capacity must be below 2\*\*31, got 2147483648"):
+        coalesce(rows, capacity=2**31)
+    with pytest.raises(TypeError, match=r"^SparseRows\.todense: indices must be of dtype int32, int64, got float32"):
+        jax.tree.map(lambda x: x.astype(jnp.float32), rows).todense()
+    with pytest.raises(ValueError, match=r"^SparseRows\.to_bcoo: indices must have shape \[N\], got \(1, "):
+        jax.tree.map(lambda x: x[None], rows).to_bcoo()
     with pytest.raises(TypeError, match=r"^coalesce: values must be of dtype"):
         coalesce(SparseRows(IDS, VALUES > 0, jnp.int32(1), ROWS))
     assert coalesce(SparseRows(IDS[:0], VALUES[:0], jnp.int32(0), ROWS)).indices.shape == (0,)

@@ -85,11 +85,11 @@ def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
     return jnp.asarray(indices.astype(np.int32))
 
 
-def check_positive(op: str, name: str, value: int, *, below_32_bits: bool = False) -> None:
+def check_int(op: str, name: str, value: int, *, least: int = 1, below_32_bits: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{op}: {name} must be a Python int, known when the op is traced; got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     if value >= 2**31 and below_32_bits:
         raise ValueError(f"{op}: {name} must be below 2**31, got {value}")
 

@@ -25,7 +25,7 @@ def expert_load(ids: Array, num_experts: int, *, axis_name: AxisName | None = No
 
 def _expert_load(op: str, ids: Array, num_experts: int, axis_name: AxisName | None) -> jax.Array:
     checks.check_kind(op, "ids", ids, np.integer, "an integer")
-    checks.check_positive(op, "num_experts", num_experts, below_32_bits=True)
+    checks.check_int(op, "num_experts", num_experts, below_32_bits=True)
     ids = checks.to_int32(ids)
     valid = (ids >= 0) & (ids < num_experts)
     load = jnp.bincount(jnp.where(valid, ids, num_experts).reshape(-1), length=num_experts + 1)[:-1].astype(jnp.int32)
@@ -120,7 +120,7 @@ def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
     _check_load(op, load)
     load = load.astype(jnp.float32)
     if ranks is not None:
-        checks.check_positive(op, "ranks", ranks)
+        checks.check_int(op, "ranks", ranks)
         if load.size % ranks:
             raise ValueError(f"{op}: ranks must divide the {load.size} experts, got {ranks}")
         load = load.reshape(ranks, -1).sum(axis=1)

@@ -26,9 +26,15 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _lookup(op: str, table: jax.Array, ids: jax.Array) -> jax.Array:
-    checks.check_rank(op, "table", table, 2, "[V, D]")
+    _check_table(op, table)
     checks.check_dtype(op, "ids", ids, INDEX_DTYPES)
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _check_table(op: str, table: jax.Array) -> None:
+    checks.check_rank(op, "table", table, 2, "[V, D]")
+    if not len(table):
+        raise ValueError(f"{op}: table must have at least one row, got {table.shape}")
 
 
 def sparse_value_and_grad(
@@ -57,13 +63,20 @@ def sparse_value_and_grad(
       ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
     """
     op = "sparse_value_and_grad"
-    further = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    further = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not all(isinstance(n, int) for n in further):
+        raise TypeError(f"{op}: argnums must be an int or a sequence of them, got {argnums!r}")
     if any(n < 1 for n in further):
         raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {further}")
     differentiated = jax.value_and_grad(loss, argnums=(0, *further), has_aux=has_aux)
 
     def value_and_grad(table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Any, Any]:
-        rows = jax.tree.map(lambda one, its_ids: jax.tree.map(partial(_lookup, op, one), its_ids), table, ids)
+        def look_up(one: jax.Array, its_ids: Tree) -> Tree:
+            if not jax.tree.leaves(its_ids):
+                raise ValueError(f"{op}: ids must hold an array at least for every table, got {its_ids!r}")
+            return jax.tree.map(partial(_lookup, op, one), its_ids)
+
+        rows = jax.tree.map(look_up, table, ids)
         value, (by_row, *others) = differentiated(rows, *args, **keywords)
         gradient = jax.tree.map(_sparse_gradient, table, ids, by_row)
         return value, (gradient, *others) if further else gradient
@@ -108,6 +121,7 @@ def apply_updates(table: Tree, updates: Tree) -> Tree:
 
 def sgd(learning_rate: Scalar) -> RowOptimizer:
     """Stochastic gradient descent. It has no state and takes rows as they are, duplicates and all."""
+    checks.check_number("sgd", "learning_rate", learning_rate)
 
     def step(rows: SparseRows) -> tuple[SparseRows]:
         return (_with_values(rows, -learning_rate * rows.values.astype(jnp.float32)),)
@@ -117,9 +131,10 @@ def sgd(learning_rate: Scalar) -> RowOptimizer:
 
 def adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
     """Adagrad (Duchi et al. 2011) with the formula of `optax.adagrad`. Its state is [V, D] per table."""
+    checks.check_number("adagrad", "learning_rate", learning_rate)
 
     def init(table: Tree) -> Tree:
-        return jax.tree.map(lambda x: jnp.full_like(x, initial_accumulator, jnp.float32), table)
+        return _states(lambda x: jnp.full_like(x, initial_accumulator, jnp.float32), table)
 
     return RowOptimizer(init, partial(_adagrad_update, learning_rate, eps, lambda squares: squares))
 
@@ -130,9 +145,10 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
     The optimizer of large recommendation models (Mudigere et al. 2022, "Software-hardware co-design for fast and
     scalable training of deep learning recommendation models").
     """
+    checks.check_number("rowwise_adagrad", "learning_rate", learning_rate)
 
     def init(table: Tree) -> Tree:
-        return jax.tree.map(lambda x: jnp.full_like(x[:, :1], initial_accumulator, jnp.float32), table)
+        return _states(lambda x: jnp.full_like(x[:, :1], initial_accumulator, jnp.float32), table)
 
     row_mean = partial(jnp.mean, axis=1, keepdims=True)
     return RowOptimizer(init, partial(_adagrad_update, learning_rate, eps, row_mean))
@@ -162,12 +178,15 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
     The bias correction counts all updates, as in `torch.optim.SparseAdam` and TensorFlow Addons' `LazyAdam`. While
     every gradient names every row it is `optax.adam`.
     """
+    checks.check_number("lazy_adam", "learning_rate", learning_rate)
 
     def init(table: Tree) -> LazyAdamState:
-        zeros = partial(jax.tree.map, lambda x: jnp.zeros_like(x, jnp.float32))
+        zeros = partial(_states, lambda x: jnp.zeros_like(x, jnp.float32))
         return LazyAdamState(jnp.zeros((), jnp.int32), zeros(table), zeros(table))
 
     def update(gradient: Tree, state: LazyAdamState) -> tuple[Tree, LazyAdamState]:
+        if not isinstance(state, LazyAdamState):
+            raise TypeError(f"update: state must be a LazyAdamState, got {checks.describe(state)}")
         updates = state.updates + 1
         count = updates.astype(jnp.float32)
         first_weight, second_weight = 1 - b1**count, 1 - b2**count  # of all gradients so far
@@ -189,10 +208,23 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
 def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *states: Tree) -> tuple[Any, ...]:
     """`step(rows, *states)` of every table: a tree of each of its results."""
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda x: isinstance(x, SparseRows))
+    if not leaves:
+        raise TypeError(f"update: gradient must hold SparseRows, got {checks.describe(gradient)}")
     for rows in leaves:
         check_sparse_rows("update", "gradient", rows)
-    results = [step(*one) for one in zip(leaves, *map(structure.flatten_up_to, states), strict=True)]
+    try:
+        flat = [structure.flatten_up_to(state) for state in states]
+    except ValueError as error:
+        raise ValueError(f"update: state must have the structure of gradient: {error}") from None
+    results = [step(*one) for one in zip(leaves, *flat, strict=True)]
     return tuple(structure.unflatten(one) for one in zip(*results, strict=True))
+
+
+def _states(of_table: Callable[[jax.Array], jax.Array], table: Tree) -> Tree:
+    """`of_table` of every table."""
+    for one in jax.tree.leaves(table):
+        _check_table("init", one)
+    return jax.tree.map(of_table, table)
 
 
 def _with_different_ids(rows: SparseRows) -> SparseRows:
@@ -227,6 +259,7 @@ def _write(state: jax.Array, rows: SparseRows, values: jax.Array) -> jax.Array:
 
 
 def _check_height(op: str, name: str, array: jax.Array, rows: SparseRows) -> None:
+    checks.check_rank(op, name, array, 2, "[V, D]")
     if array.shape[0] != rows.num_rows or array.shape[1] not in (1, rows.values.shape[1]):
         raise ValueError(
             f"{op}: {name} must have the rows of a table of {rows.num_rows} x {rows.values.shape[1]}, got {array.shape}"

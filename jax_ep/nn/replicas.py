@@ -50,8 +50,8 @@ def plan_replicas(load: np.ndarray, *, num_ranks: int, num_slots: int) -> Replic
       ValueError, TypeError: the numbers do not fit, a load is negative or not finite, or it is traced.
     """
     op = "plan_replicas"
-    checks.check_positive(op, "num_ranks", num_ranks)
-    checks.check_positive(op, "num_slots", num_slots)
+    checks.check_int(op, "num_ranks", num_ranks)
+    checks.check_int(op, "num_slots", num_slots)
     if isinstance(load, Tracer):
         raise TypeError(f"{op}: load must be known on the host, got a traced {checks.describe(load)}")
     load = np.asarray(load, np.float64)

@@ -90,7 +90,7 @@ def within_top_groups(scores: Array, k: int, groups: int, top_groups: int, best_
     op = "within_top_groups"
     checks.check_rank(op, "scores", scores, 2, "[T, E]")
     checks.check_kind(op, "scores", scores, np.floating, "a float")
-    checks.check_positive(op, "k", k)
+    checks.check_int(op, "k", k)
     return _within_top_groups(op, jnp.asarray(scores), k, groups, top_groups, best_of_group)
 
 
@@ -98,9 +98,9 @@ def _within_top_groups(
     op: str, scores: jax.Array, k: int, groups: int, top_groups: int | None, best_of_group: int
 ) -> jax.Array:
     for name, number in (("groups", groups), ("best_of_group", best_of_group)):
-        checks.check_positive(op, name, number)
+        checks.check_int(op, name, number)
     top_groups = groups if top_groups is None else top_groups
-    checks.check_positive(op, "top_groups", top_groups)
+    checks.check_int(op, "top_groups", top_groups)
     tokens, experts = scores.shape
     if experts % groups:
         raise ValueError(f"{op}: groups must divide the {experts} experts, got {groups}")
@@ -130,7 +130,7 @@ def _take(op: str, scores: jax.Array, chosen_by: jax.Array, k: int, renormalize:
 def _check_logits(op: str, logits: Any, k: int) -> None:
     checks.check_rank(op, "logits", logits, 2, "[T, E]")
     checks.check_dtype(op, "logits", logits, checks.TOKEN_DTYPES)
-    checks.check_positive(op, "k", k)
+    checks.check_int(op, "k", k)
     if k > logits.shape[1]:
         raise ValueError(f"{op}: k must be in [1, E = {logits.shape[1]}], got {k}")
 

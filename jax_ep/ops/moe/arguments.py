@@ -40,8 +40,8 @@ def dispatch_config(
     if weights is not None:
         checks.check_kind(op, "weights", weights, np.floating, "a float")
         checks.check_shape(op, "weights", weights, (num_tokens, top_k), "[T, K]")
-    checks.check_positive(op, "num_experts", num_experts)
-    checks.check_positive(op, "alignment", alignment)
+    checks.check_int(op, "num_experts", num_experts)
+    checks.check_int(op, "alignment", alignment)
     checks.check_one_of(op, "on_overflow", on_overflow, checks.ON_OVERFLOW)
     if num_experts % group.size:
         raise ValueError(f"{op}: num_experts must be a multiple of the group's size {group.size}, got {num_experts}")
@@ -60,7 +60,7 @@ def dispatch_config(
     elif capacity_factor is not None:
         raise ValueError(f"{op}: capacity_factor must be None where capacity is given, got {capacity_factor}")
     else:
-        checks.check_positive(op, "capacity", capacity)
+        checks.check_int(op, "capacity", capacity)
         if capacity % alignment:
             raise ValueError(f"{op}: capacity must be a multiple of alignment {alignment}, got {capacity}")
     if group.size * capacity >= 2**31:
@@ -85,13 +85,13 @@ def node_tokens(
     if node_capacity is not None:
         if isinstance(node_capacity, str):
             raise ValueError(f"{op}: node_capacity must be an int, 'auto' or None, got {node_capacity!r}")
-        checks.check_positive(op, "node_capacity", node_capacity)
+        checks.check_int(op, "node_capacity", node_capacity)
     return node_capacity
 
 
 def node_chunks(op: str, chunks: int, group: Group, *, by_kernels: bool) -> Chunks:
     """How tokens are cut on their way. Raises as `dispatch_config` does."""
-    checks.check_positive(op, "chunks", chunks)
+    checks.check_int(op, "chunks", chunks)
     return Chunks(group.nodes, int(chunks) if by_kernels else 1)
 
 

@@ -39,11 +39,9 @@ class DispatchConfig:
         Args:
           empty: there are no assignments: then the capacity may be 0.
         """
-        fields = ["size", "num_experts", "alignment", "capacity"]
-        if empty and self.capacity == 0:
-            fields.remove("capacity")
-        for field in fields:
-            checks.check_positive(op, f"{name}.{field}", getattr(self, field))
+        for field in ("size", "num_experts", "alignment"):
+            checks.check_int(op, f"{name}.{field}", getattr(self, field))
+        checks.check_int(op, f"{name}.capacity", self.capacity, least=0 if empty else 1)
         if self.num_experts % self.size:
             raise ValueError(
                 f"{op}: {name}.num_experts must be a multiple of {self.size} ranks, got {self.num_experts}"
@@ -220,8 +218,8 @@ class NodeRouting(Routing):
 
     def check(self, op: str) -> None:
         self.local.check(op)
-        checks.check_positive(op, "routing.num_tokens + 1", self.num_tokens + 1)
-        checks.check_positive(op, "routing.chunks", self.chunks)
+        checks.check_int(op, "routing.num_tokens", self.num_tokens, least=0)
+        checks.check_int(op, "routing.chunks", self.chunks)
         checks.check_rank(op, "routing.counts", self.counts, 2, "[R, E / R]")
         ranks, pairs = self.counts.shape[0], self.targets.shape[0]
         nodes = max(1, ranks // self.config.size)

@@ -124,7 +124,7 @@ def _config(
     check_sparse_rows(name, "rows", rows)
     if rows.values.shape[1] == 0:
         raise ValueError(f"{name}: values must have at least one column, got {rows.values.shape}")
-    checks.check_positive(name, "capacity", capacity)
+    checks.check_int(name, "capacity", capacity)
     checks.check_one_of(name, "op", op, OPS)
     checks.check_bool(name, "sharded", sharded)
     checks.check_one_of(name, "on_overflow", on_overflow, checks.ON_OVERFLOW)

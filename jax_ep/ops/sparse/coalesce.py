@@ -25,8 +25,7 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     op = "coalesce"
     check_sparse_rows(op, "rows", rows)
     capacity = rows.indices.shape[0] if capacity is None else capacity
-    if capacity != 0 or rows.indices.shape[0]:
-        checks.check_positive(op, "capacity", capacity)
+    checks.check_int(op, "capacity", capacity, least=1 if rows.indices.shape[0] else 0, below_32_bits=True)
     order = jnp.argsort(rows.masked_indices, stable=True)
     ids = rows.masked_indices[order]
     slots, unique = slots_of_sorted(ids, rows.num_rows)

@@ -73,12 +73,14 @@ class SparseRows:
 
     def to_bcoo(self) -> BCOO:
         """As a BCOO matrix of shape [num_rows, D]; padding has the index `num_rows`, which BCOO ignores."""
+        self.check("SparseRows.to_bcoo")
         values = jnp.where(self.present[:, None], self.values, 0)
         shape = (self.num_rows, self.values.shape[1])
         return BCOO((values, self.masked_indices[:, None]), shape=shape)
 
     def todense(self) -> jax.Array:
         """[num_rows, D] in the dtype of `values`; duplicates are added in float32."""
+        self.check("SparseRows.todense")
         table = jnp.zeros((self.num_rows, self.values.shape[1]), jnp.float32)
         table = table.at[self.masked_indices].add(self.values.astype(jnp.float32), mode="drop")
         return table.astype(self.values.dtype)
@@ -107,7 +109,7 @@ class SparseRows:
             raise ValueError(
                 f"{op}: values must have as many rows as indices, {self.indices.shape[0]}, got {self.values.shape}"
             )
-        checks.check_positive(op, "num_rows", self.num_rows)
+        checks.check_int(op, "num_rows", self.num_rows)
         if self.num_rows >= 2**31:
             raise ValueError(f"{op}: num_rows must be below 2**31, got {self.num_rows}")
         for name in ("count", "ignored", "dropped"):
