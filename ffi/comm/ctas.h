@@ -130,7 +130,7 @@ JAX_EP_FN Coop as_member(Coop coop, Part cta) {
 // This coop among those of all CTAs of its rank that have begun. Its CTA has no part if it came too late: then it only
 // finishes the op.
 JAX_EP_FN Coop join_op(const Comm& comm, const Coop& coop) {
-  return as_member(coop, join_cta(coop, &comm.own_heap()->members, coop.cta.count));
+  return as_member(coop, join_cta(coop, &comm.own_heap->members, coop.cta.count));
 }
 
 }  // namespace jax_ep

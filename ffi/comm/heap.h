@@ -122,6 +122,16 @@ JAX_EP_FN void clear_counts(Heap* heap) {
   store_relaxed(&heap->push_ticket, uint64_t{0});
 }
 
+// The signal pads of all ranks, as a rank sees them. Those of few ranks are handed to a kernel with the rest of Comm,
+// so that it waits for no memory before it posts; where there are more, all of them lie in the rank's memory.
+constexpr int kNearRanks = 8;
+struct Heaps {
+  Heap* near[kNearRanks];
+  Heap* const* all;  // null where `near` has all
+
+  JAX_EP_FN Heap* operator[](int rank) const { return rank < kNearRanks ? near[rank] : all[rank]; }
+};
+
 // Handed to every kernel by value. A launch finds its arguments in lines of 64 bytes, none of them cached: what all
 // coops need at once stands in the first.
 struct Comm {
@@ -131,14 +141,13 @@ struct Comm {
   uint32_t tag;  // a hash of the signature, of kTagBits
   uint64_t timeout_ns;
   Report* report;  // host memory
-  Heap* heaps[kMaxRanks];
+  Heap* own_heap;
+  Heaps heaps;  // for kernels: the host asks Group::heap
   // By buffer of the mail: by peer, from the address here to the address there. Null where all are of one process.
   const int64_t* peer_offsets[kMailBuffers];
   // For the flight recorder alone, hence last.
   Signature signature;
   int32_t site;
-
-  JAX_EP_FN Heap* own_heap() const { return heaps[rank]; }
 };
 
 }  // namespace jax_ep

@@ -15,7 +15,7 @@ class Op {
   JAX_EP_FN Op(const Comm& comm, const Coop& coop, OpKind kind)
       : comm(comm),
         coop(coop),
-        heap(comm.own_heap()),
+        heap(comm.own_heap),
         epoch(load_relaxed(&heap->epoch) + 1),
         stamp_(epoch << kTagBits | comm.tag),
         kind_(kind),

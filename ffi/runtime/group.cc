@@ -45,18 +45,31 @@ void Group::open_line(int line, bool poison) {
   comm.size = size();
   comm.poison = poison;
   comm.timeout_ns = static_cast<uint64_t>(timeout_seconds_ * 1e9);
-  if (!local_devices(line).empty())
-    for (int rank = 0; rank < size(); ++rank) comm.heaps[rank] = static_cast<Heap*>(make_heap({line, rank}));
+  const bool is_seen = !local_devices(line).empty();
+  for (int rank = 0; rank < size(); ++rank)
+    heaps_.push_back(is_seen ? static_cast<Heap*>(make_heap({line, rank})) : nullptr);
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
-    comm.report = nullptr;
-    if (is_local({line, comm.rank})) {
-      memory_.push_back(allocate_on_host(sizeof(Report), id_));
-      comm.report = static_cast<Report*>(memory_.back().get());
-    }
+    const Seat seat{line, comm.rank};
     comms_.push_back(comm);
-    if (const Seat seat{line, comm.rank}; sharing_ && is_local(seat))
-      peer_offsets_[index_of(seat)] = std::make_unique<PeerOffsets>(device_of(seat), id_);
+    if (!is_local(seat)) continue;
+    memory_.push_back(allocate_on_host(sizeof(Report), id_));
+    comms_.back().report = static_cast<Report*>(memory_.back().get());
+    comms_.back().own_heap = heap(seat);
+    comms_.back().heaps = heaps_for(seat);
+    if (sharing_) peer_offsets_[index_of(seat)] = std::make_unique<PeerOffsets>(device_of(seat), id_);
   }
+}
+
+Heaps Group::heaps_for(Seat seat) {
+  Heaps heaps{};
+  Heap* const* const all = &heaps_[seat.line * size()];
+  std::copy_n(all, std::min(size(), kNearRanks), heaps.near);
+  if (size() <= kNearRanks) return heaps;
+  memory_.push_back(allocate_on_device(device_of(seat), size() * sizeof(Heap*), id_));
+  auto* const table = static_cast<Heap**>(memory_.back().get());
+  copy_array(device_of(seat), table, all, size());
+  heaps.all = table;
+  return heaps;
 }
 
 void* Group::make_heap(Seat seat) {
@@ -162,13 +175,13 @@ void Group::give_up(Seat seat, GroupError error) {
 void Group::raise_abort(Seat seat, int rank, int culprit) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;  // the heaps may be another group's by now
-  signal_device(device_of(seat), &comm(seat).heaps[rank]->abort, static_cast<uint8_t>(culprit + 1));
+  signal_device(device_of(seat), &heap({seat.line, rank})->abort, static_cast<uint8_t>(culprit + 1));
 }
 
 void Group::raise_acknowledged(Seat seat, int peer) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;
-  signal_device(device_of(seat), &comm(seat).heaps[seat.rank]->acknowledged[peer], 1);
+  signal_device(device_of(seat), &heap(seat)->acknowledged[peer], 1);
 }
 
 std::optional<Seat> Group::find_seat(int ordinal) const {
@@ -188,7 +201,7 @@ Epochs Group::local_epochs() const {
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
       if (const Seat seat{line, rank}; is_local(seat))
-        epochs[index_of(seat)] = read_word(device_of(seat), &comm(seat).heaps[rank]->epoch);
+        epochs[index_of(seat)] = read_word(device_of(seat), &heap(seat)->epoch);
   return epochs;
 }
 

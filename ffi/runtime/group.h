@@ -60,6 +60,8 @@ class Group {
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
   const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
+  // The signal pad of a seat, as the ranks of its line in this process see it; null if there are none.
+  Heap* heap(Seat seat) const { return heaps_[index_of(seat)]; }
 
   int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
   // Whether the device is of this process.
@@ -118,7 +120,8 @@ class Group {
   // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
   void release_regions();
 
-  // The kernels of `rank`, as this seat sees its heap, learn that the group has failed, for want of `culprit`.
+  // The kernels of `rank`, whose heap this seat's device reaches, learn that the group has failed, for want of
+  // `culprit`.
   void raise_abort(Seat seat, int rank, int culprit);
 
  private:
@@ -126,6 +129,7 @@ class Group {
   std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
   void* make_heap(Seat seat);
+  Heaps heaps_for(Seat seat);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
   Region staging(Seat seat, int mail_index, std::size_t bytes);
@@ -160,6 +164,7 @@ class Group {
   const std::vector<std::vector<int>> processes_;
   const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
+  std::vector<Heap*> heaps_;  // by seat
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::condition_variable failed_;

@@ -145,7 +145,7 @@ std::optional<GroupError> Group::error_before(Seat seat) {
 
 std::optional<GroupError> Group::reported(Seat seat) {
   const std::optional<Told> mine = told_by(index_of(seat));
-  if (!mine || mine->report.epoch != comm(seat).heaps[seat.rank]->epoch) return std::nullopt;
+  if (!mine || mine->report.epoch != heap(seat)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
@@ -180,7 +180,7 @@ std::vector<RankHistory> Group::history() const {
 Group::SeenHeap Group::heap_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
-    if (const Seat seat{line, here}; is_local(seat)) return {comm(seat).heaps[rank], device_of(seat)};
+    if (const Seat seat{line, here}; is_local(seat)) return {heap({line, rank}), device_of(seat)};
   return {};
 }
 

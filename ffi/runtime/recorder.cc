@@ -69,7 +69,7 @@ void Recorder::add_rank(Seat seat) {
     group_->keep(memory);
     return memory.get();
   };
-  Rank rank{seat, device, group_->comm(seat).heaps[seat.rank], nullptr, nullptr, {}, {}};
+  Rank rank{seat, device, group_->heap(seat), nullptr, nullptr, {}, {}};
   rank.timeline = static_cast<Timeline*>(allocate(sizeof(Timeline)));
   rank.tracks = static_cast<Track*>(allocate(tracks * sizeof(Track)));
   auto* const events = static_cast<Event*>(allocate(tracks * ring * sizeof(Event)));

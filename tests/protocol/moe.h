@@ -168,7 +168,7 @@ inline void reports_are_whole(int count) {
     for (int i = 1; i <= count; ++i) {
       Report report{static_cast<uint64_t>(i), Failure::capacity, OpKind::dispatch, 0, 5, i, i};
       if (i % 2) report = {report.epoch, Failure::invalid_routing, OpKind::combine, 0, 1, -i, -i};
-      record(comm.heaps[0], comm.report, report);
+      record(comm.own_heap, comm.report, report);
     }
     done = true;
   });
@@ -194,7 +194,7 @@ inline void given_up_between_ops() {
   std::vector<Rank> ranks(kRanks, Rank{40});
   std::mt19937 random(4);
   fill(ranks, random);
-  for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.comm({0, rank}).heaps[rank]->abort, uint64_t{1 + 1});
+  for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.heap({0, rank})->abort, uint64_t{1 + 1});
   const auto dispatch = [&](const Comm& comm, int rank, const Coop& coop) {
     run_in_float32(comm, ranks[rank].dispatch_args(Way::few), coop);
   };

@@ -12,7 +12,7 @@ template <class Ranks, class Run, class ArgsOf>
 void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) { run(comm, args_of(ranks[rank]), coop); });
   for (int rank = 0; rank < group.size(); ++rank) {
-    const Heap& heap = *group.comm({0, rank}).heaps[rank];
+    const Heap& heap = *group.heap({0, rank});
     const auto args = args_of(ranks[rank]);
     int slot = 0;
     OpSpec<std::decay_t<decltype(args)>>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {

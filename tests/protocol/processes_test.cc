@@ -115,8 +115,7 @@ void open_many(int process, const std::vector<int>& sockets) {
     std::vector<int> joined(2, -1);
     joined[1 - process] = sockets[i];
     Group group({line}, 20.0, /*poison=*/false, Neighbours{{{0, 0, 1, 1}}, joined});
-    for (const Heap* heap : group.comm({0, 2 * process}).heaps)
-      if (heap) heaps.insert(heap);
+    for (int rank = 0; rank < kRanks; ++rank) heaps.insert(group.heap({0, rank}));
     const auto body = [&](int rank) { exchange(group, 2 * process + rank, unmappable.data() + 4096 * rank, true); };
     std::thread other([&] { body(1); });
     body(0);

@@ -24,8 +24,11 @@ struct Work {
   int communicating;        // CTAs
   int first_communicating;  // the first of them
   int block_n;              // columns of a tile
-  CUtensorMap own;          // of a gather: this rank's rows where they are
 };
+
+// This rank's rows where they are: only a gather is told.
+template <class Args>
+using OwnMap = std::conditional_t<std::is_same_v<Args, GatherMatmulArgs>, CUtensorMap, gemm::Nothing>;
 
 // The roles that products have in common: an aux warp of every CTA, and the other two of those that communicate.
 JAX_EP_FN Role attendants() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
@@ -59,8 +62,10 @@ JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int
 }
 
 // All arguments of a kernel but its op's.
+template <class Args>
 struct Operands {
   const CUtensorMap &a, &b, &out_map;
+  const OwnMap<Args>& own;
   void* out;
   const gemm::Problem& problem;
 };
@@ -71,15 +76,15 @@ struct AuxOf;
 
 // Each op has one for its arguments.
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
-JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<Args>& work);
+JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const Work<Args>& work);
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::kThreads, 1)
     overlapped_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                      const __grid_constant__ CUtensorMap out_map, void* out,
+                      const __grid_constant__ CUtensorMap out_map, const __grid_constant__ OwnMap<Args> own, void* out,
                       const __grid_constant__ gemm::Problem problem, const __grid_constant__ Work<Args> work) {
   extern __shared__ __align__(1024) char memory[];
-  run_overlapped<In, Out, kBlockN, kMnB>(memory, {a, b, out_map, out, problem}, work);
+  run_overlapped<In, Out, kBlockN, kMnB>(memory, Operands<Args>{a, b, out_map, own, out, problem}, work);
 }
 
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
@@ -101,13 +106,14 @@ struct GatherHooks {
   static constexpr bool kStores = false, kAwaitStores = false;
   using Aux = typename AuxOf<GatherMatmulArgs>::Type;
   const Work<GatherMatmulArgs>& work;
+  const CUtensorMap& own;
   const gemm::Problem& problem;
   Lookout& aux;
   mutable uint32_t awaited = 0;  // of the producer
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
     if (must_wait(tile)) ptx::wait_count(&aux.here, ++awaited);
-    if (is_own(tile)) return {work.own, tile.row - work.comm.rank * work.args.m};
+    if (is_own(tile)) return {own, tile.row - work.comm.rank * work.args.m};
     return {gathered, tile.row};
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
@@ -159,11 +165,12 @@ struct GatherHooks {
 };
 
 template <class In, class Out, int kBlockN, bool kMnB>
-JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<GatherMatmulArgs>& work) {
+JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& operands,
+                              const Work<GatherMatmulArgs>& work) {
   poison_results(work);
   Lookout& aux = reinterpret_cast<gemm::Shared<kBlockN, Lookout>*>(memory)->aux;
   if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
-  const GatherHooks hooks{work, operands.problem, aux};
+  const GatherHooks hooks{work, operands.own, operands.problem, aux};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
                                                       operands.problem, hooks, gemm::this_share());
   if (threadIdx.x >= gemm::kConsumers) return;
@@ -255,7 +262,8 @@ struct ReduceHooks {
 };
 
 template <class In, class Out, int kBlockN, bool kMnB>
-JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<MatmulReduceArgs>& work) {
+JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulReduceArgs>& operands,
+                              const Work<MatmulReduceArgs>& work) {
   using Hooks = ReduceHooks<typename RowOf<Out>::Type>;
   poison_results(work);
   Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;

@@ -129,7 +129,8 @@ JAX_EP_FN void poison_results(const Work<MatmulExchangeArgs>& work) {
 }
 
 template <class In, class Out, int kBlockN, bool kMnB>
-JAX_EP_FN void run_overlapped(char* memory, const Operands& operands, const Work<MatmulExchangeArgs>& work) {
+JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulExchangeArgs>& operands,
+                              const Work<MatmulExchangeArgs>& work) {
   poison_results(work);
   Exchanged& aux = reinterpret_cast<gemm::Shared<kBlockN, Exchanged>*>(memory)->aux;
   if (threadIdx.x == 0) aux = {};  // before all warps meet

@@ -60,15 +60,14 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
 }
 
 std::optional<GroupError> CpuGroup::outcome(Seat seat, const Task& task) {
-  const Comm& here = comm(seat);
-  while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&here.heaps[seat.rank]->abort))
+  while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&heap(seat)->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (std::optional<GroupError> error = perform(task)) {
     give_up(seat, *error);
     return error;
   }
   if (std::optional<GroupError> error = reported(seat)) return error;
-  const uint64_t abort = load_acquire(&here.heaps[seat.rank]->abort);
+  const uint64_t abort = load_acquire(&heap(seat)->abort);
   if (!abort) return std::nullopt;
   fail({"PeerLostError",  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) + " did not answer", true});

@@ -16,6 +16,7 @@
 #include "comm/hardware_model.h"
 #include "gemm/layout.h"
 #include "gemm/plan.h"
+#include "runtime/gpu/parameters.h"
 
 namespace jax_ep::gemm {
 
@@ -92,6 +93,7 @@ cudaError_t load_all(const Tables&... tables) {
 template <class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, cudaStream_t stream,
                   const Arguments&... arguments) {
+  static_assert(parameter_bytes<Parameters...>() <= kMostParameterBytes);
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(blocks);
   launch.blockDim = dim3(kThreads);

@@ -31,13 +31,9 @@ struct Product {
 };
 
 // What only a gather is told: where its own rows are.
-template <class Args>
-std::optional<std::string> prepare(Work<Args>*) {
-  return std::nullopt;
-}
-inline std::optional<std::string> prepare(Work<GatherMatmulArgs>* work) {
-  const GatherMatmulArgs& args = work->args;
-  return gemm::describe_boxes({args.a, args.operand_dtype, args.k, args.m, 1}, gemm::kSlice, &work->own);
+inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
+inline std::optional<std::string> describe_own(const GatherMatmulArgs& args, CUtensorMap* own) {
+  return gemm::describe_boxes({args.a, args.operand_dtype, args.k, args.m, 1}, gemm::kSlice, own);
 }
 
 // Two ranks may exchange their tiles instead of summing them beside the product.
@@ -66,6 +62,8 @@ std::optional<std::string> ProductKernel<Args>::start(const PlanOf<Args>& config
   if (const auto error =
           gemm::describe_boxes(gemm::Matrices{product.out, out, args.n, product.m, 1}, gemm::kOutRows, &out_map))
     return error;
+  OwnMap<Args> own;
+  if (const auto error = describe_own(args, &own)) return error;
   gemm::Problem problem{gemm::Grouping::none, product.m, args.n, args.k, 1, nullptr, config.band};
   problem.split_k = config.split_k;
   problem.pair_first = product.order.first;
@@ -74,10 +72,9 @@ std::optional<std::string> ProductKernel<Args>::start(const PlanOf<Args>& config
   // Gathers send from the first blocks, which start first; reductions wait for peers in the last.
   constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
   const int first = kSends ? 0 : config.blocks() - config.communicating;
-  Work<Args> work{comm, args, config.communicating, first, config.block_n, {}};
-  if (const auto error = prepare(&work)) return error;
+  const Work<Args> work{comm, args, config.communicating, first, config.block_n};
   const auto error = gemm::describe_error(gemm::start(chosen->kernel, config.blocks(), chosen->shared_bytes, stream, a,
-                                                      b, out_map, static_cast<void*>(product.out), problem, work));
+                                                      b, out_map, own, static_cast<void*>(product.out), problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 

@@ -4,6 +4,7 @@
 
 #include "kernels/kernels.h"
 #include "runtime/gpu/kernel_launch.h"
+#include "runtime/gpu/parameters.h"
 
 namespace jax_ep {
 
@@ -14,7 +15,6 @@ static_assert(kMaxThreads / Coop::lanes <= kMaxCtaCoops, "the scratch of routing
 template <class Format, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     kernel(const Comm comm, const Args args, int senders, int warp_bytes) {
-  static_assert(sizeof(comm) + sizeof(args) < 1024, "a launch copies its arguments, and reads them from cold memory");
   run_kernel_on<Format>(comm, args, this_coop(senders, warp_bytes));
 }
 
@@ -28,6 +28,7 @@ struct Kernel {
 template <class Format, class Args>
 gpu::Error Kernel<Format, Args>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
                                        const Args& args) {
+  static_assert(parameter_bytes<Comm, Args, int, int>() <= kMostParameterBytes);
   const int shared = config.threads / Coop::lanes * config.warp_bytes;
   kernel<Format, Args>
       <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.senders_per_cta, config.warp_bytes);

@@ -1,0 +1,19 @@
+// How much a launch hands over: whatever the number of ranks, as it copies its parameters, and all coops read them from
+// cold memory.
+#pragma once
+
+#include <cstddef>
+
+namespace jax_ep {
+
+constexpr std::size_t kMostParameterBytes = 1024;
+
+// Those of a kernel, each as aligned as it wants to be.
+template <class... Parameters>
+constexpr std::size_t parameter_bytes() {
+  std::size_t end = 0;
+  ((end = (end + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) + sizeof(Parameters)), ...);
+  return end;
+}
+
+}  // namespace jax_ep
