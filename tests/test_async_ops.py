@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 from jax_ep import Group, combine, dispatch
-from jax_ep._core import checks, collective_stream, ffi, opening
+from jax_ep._core import checks, collective_stream, ffi, gemm, opening
 
 RANKS, EXPERTS, T, H, K = 2, 8, 2048, 1024, 4
 C = 2 * T * K  # rows of a rank
@@ -219,12 +219,17 @@ def test_of_synchronous_groups(mesh: Mesh) -> None:
 
 
 @overlapped
-def test_shared_expert(group: Group) -> None:
-    """Two of its products beside the dispatch, the third beside the combine."""
-    beside = products_beside(steps_of(partial(layer, group), group.mesh, *SHAPES))
-    assert len(beside) == 2
-    assert beside[0] >= 1
-    assert beside[1] >= 1
+@pytest.mark.parametrize("core", [False, True])
+def test_shared_expert(group: Group, core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of its products, of which XLA makes one, beside the dispatch, the third beside the combine."""
+    monkeypatch.setattr(gemm, "has_gemm", lambda: core)
+
+    def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array, *shared: jax.Array) -> jax.Array:
+        matrices, (gate, up, down) = [experts] * 3, shared
+        return jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group, capacity=C, shared=(gate, up, down))
+
+    beside = products_beside(steps_of(one, group.mesh, *SHAPES, *[SHAPES[4]] * 2))
+    assert beside == [1, 1]
 
 
 @overlapped

@@ -18,7 +18,7 @@ from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.matmul.straight_through import float8_ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.moe.types import Routing
-from jax_ep.ops.moe_fused.api import combine_beside, dispatch_ragged_dot, ragged_dot_combine
+from jax_ep.ops.moe_fused.api import combine_beside, dispatch_beside, ragged_dot_combine
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, Precision, activated, gate_and_up
 
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
@@ -202,28 +202,31 @@ def moe_mlp(
         multiply = float8_ragged_dot
     where: dict[str, Any] = {"group": group, "implementation": implementation}
 
+    hidden = beside = None
+    if shared is not None:
+        hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)
+        beside = hidden if apart else None  # two products beside the dispatch, the third beside the combine
+
     matrices = (gate,) if up is None else (gate, up)
     products: Any  # by gate and up, or what the fused op made of them
     if one_by_one:
         rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
+        if beside is not None:
+            rows, hidden = _both(rows, beside)
         if weigh_inputs:
             rows, routing = _weighed(rows, routing)
         products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
     else:
         rhs: Any = gate if up is None else matrices
         named = None if activates else activation
-        products, (_, sizes, routing) = dispatch_ragged_dot(
-            tokens, expert_ids, weights, rhs, activation=named, precision=precision, **sending, **where
+        products, (_, sizes, routing), beside = dispatch_beside(
+            tokens, expert_ids, weights, rhs, beside, activation=named, precision=precision, **sending, **where
         )
+        hidden = hidden if beside is None else beside
     inner = products
     if activates:
         of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))
         inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
-    hidden = None
-    if shared is not None:
-        hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)
-        if apart:  # the first two products beside the dispatch, the last beside the combine
-            inner, hidden = _both(inner, hidden)
     if by_fused_ops and bias_down is None:
         if apart:
             out, hidden = combine_beside(inner, down, routing, hidden, precision=precision, **where)

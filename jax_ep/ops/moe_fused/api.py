@@ -84,6 +84,47 @@ def dispatch_ragged_dot(
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
       JaxEpError: as for `jax_ep.dispatch`.
     """
+    out, dispatched, _ = dispatch_beside(
+        tokens,
+        expert_ids,
+        weights,
+        rhs,
+        None,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        activation=activation,
+        node_capacity=node_capacity,
+        chunks=chunks,
+        precision=precision,
+        wire_dtype=wire_dtype,
+        on_overflow=on_overflow,
+        implementation=implementation,
+    )
+    return out, dispatched
+
+
+def dispatch_beside(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None,
+    rhs: Matrix | tuple[Matrix, Matrix],
+    beside: jax.Array | None,
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None,
+    capacity_factor: float | None,
+    activation: ActivationName | Activation | None,
+    node_capacity: int | Literal["auto"] | None,
+    chunks: int,
+    precision: Precision | None,
+    wire_dtype: DTypeLike | None,
+    on_overflow: OnOverflow,
+    implementation: FusedImplementation = "auto",
+) -> tuple[Any, Dispatched, jax.Array | None]:
+    """`dispatch_ragged_dot`, and `beside` as it is, which asynchronous ops compute beside the exchange."""
     op = "dispatch_ragged_dot"
     check_group(op, group)
     in_float8 = _in_float8(op, precision, *(rhs if _is_pair(rhs) else (rhs,)))
@@ -119,14 +160,14 @@ def dispatch_ragged_dot(
     sent = DispatchCall(group, config, to_nodes, cut, by_kernels)
     call = FirstCall(sent, name, fused=implementation == "fused", in_float8=in_float8)
     if by_kernels and group.intranode is None:
-        out, dispatched = gradients.dispatch_dot(call, tokens, expert_ids, weights, matrices)
+        out, dispatched, beside = gradients.dispatch_dot(call, tokens, expert_ids, weights, matrices, beside)
     else:
         out, dispatched = unfused.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     if name is None and function is not None:
         out = activated(function, *gate_and_up(out))
     elif name is None and len(matrices) == 1:
         (out,) = out
-    return out, dispatched
+    return out, dispatched, beside
 
 
 def ragged_dot_combine(

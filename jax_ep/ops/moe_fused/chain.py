@@ -37,15 +37,16 @@ def dispatch_multiply(
     expert_ids: jax.Array,
     weights: jax.Array,
     rhs: Matrices,
+    beside: jax.Array | None,
     *,
     keep_products: bool,
-) -> tuple[Any, Products, Dispatched]:
+) -> tuple[Any, Products, Dispatched, jax.Array | None]:
     """Tokens to their experts, and the rows that arrived times each right operand: the first in the kernel of the
     dispatch, if that is asked for; both with the activation in one kernel, if no backward pass wants them.
 
     Returns:
-      The result (`outcome` of the products), the products if `keep_products`, and what was dispatched: in float8, if
-      so are the products.
+      The result (`outcome` of the products), the products if `keep_products`, what was dispatched, in float8 if so are
+      the products, and `beside` as it is. As in `scatter_multiply` nothing uses the rows before it is there.
     """
     group, config = call.dispatch.group, call.dispatch.config
     config = dataclasses.replace(config, dequantize=not call.in_float8)
@@ -57,14 +58,17 @@ def dispatch_multiply(
         first, rhs = (product,), rhs[1:]
     else:
         dispatched = dispatch(group, config, tokens, expert_ids, weights)
+    if beside is not None:
+        rows, beside = jax.lax.optimization_barrier((dispatched.tokens, beside))
+        dispatched = dispatched._replace(tokens=rows)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
     if call.activation is not None and not keep_products and not call.fused and not call.in_float8:
         composed = partial(_gated, call.activation)
         out = gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *arrays)
-        return out, (), dispatched
+        return out, (), dispatched, beside
     products = first + tuple(multiply(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
-    return outcome(call.activation, products), products, dispatched
+    return outcome(call.activation, products), products, dispatched, beside
 
 
 def _gated(activation: ActivationName, rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array) -> jax.Array:

@@ -26,24 +26,31 @@ from jax_ep.ops.moe_fused.types import FirstCall, LastCall, Matrices, Matrix, Ro
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def dispatch_dot(
-    call: FirstCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, rhs: Matrices
-) -> tuple[Any, Dispatched]:
-    out, _, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs, keep_products=False)
-    return out, _delivered(call, tokens.dtype, dispatched)
+    call: FirstCall,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    rhs: Matrices,
+    beside: jax.Array | None,
+) -> tuple[Any, Dispatched, jax.Array | None]:
+    """`beside` is returned as it is: see `chain.dispatch_multiply`."""
+    operands = (tokens, expert_ids, weights, rhs, beside)
+    out, _, dispatched, beside = chain.dispatch_multiply(call, *operands, keep_products=False)
+    return out, _delivered(call, tokens.dtype, dispatched), beside
 
 
 @dispatch_dot.defjvp
 def _dispatch_dot_jvp(call: FirstCall, primals: Any, tangents: Any) -> Any:
-    (tokens, expert_ids, weights, rhs), (d_tokens, _, d_weights, d_rhs) = primals, tangents
+    (tokens, _, _, rhs, _), (d_tokens, _, d_weights, d_rhs, d_beside) = primals, tangents
     keep = call.activation is not None
-    out, products, dispatched = chain.dispatch_multiply(call, tokens, expert_ids, weights, rhs, keep_products=keep)
+    out, products, dispatched, beside = chain.dispatch_multiply(call, *primals, keep_products=keep)
     kept = (rhs, products if keep else None, dispatched)
     changes = (d_tokens, d_weights, tuple(map(_tangent, rhs, d_rhs)))
     d_out, d_rows, d_arrived = linear(partial(_dispatch_dot_on, call), partial(_dispatch_dot_back, call), kept, changes)
     delivered = _delivered(call, tokens.dtype, dispatched)
     nothing = zero_from_primal(delivered)  # for its integers
     routing = dataclasses.replace(nothing.routing, weights=d_arrived)
-    return (out, delivered), (d_out, nothing._replace(tokens=d_rows, routing=routing))
+    return (out, delivered, beside), (d_out, nothing._replace(tokens=d_rows, routing=routing), d_beside)
 
 
 def _delivered(call: FirstCall, dtype: Any, dispatched: Dispatched) -> Dispatched:
