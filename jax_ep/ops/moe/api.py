@@ -66,8 +66,9 @@ def dispatch(
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
         each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
-      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU nodes of many processes.
-        With "xla", an overflow fills `tokens` with NaN and is raised by `group.check()` or the next op.
+      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
+        exchange by kernels are CPU devices of several processes. With "xla", an overflow fills `tokens` with NaN and is
+        raised by `group.check()` or the next op.
 
     Returns:
       `Dispatched(tokens [C, H], group_sizes [E / size] int32, routing)`.

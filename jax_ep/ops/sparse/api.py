@@ -60,9 +60,9 @@ def sparse_all_reduce(
         groups across nodes always take "match".
       on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
         last ids find no room, and are counted in `dropped`.
-      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi" but for CPU nodes of many processes.
-        With "xla", and across nodes, an overflow fills `values` with NaN and is raised by `group.check()` or the next
-        op.
+      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
+        exchange by kernels are CPU devices of several processes. With "xla", and across nodes, an overflow fills
+        `values` with NaN and is raised by `group.check()` or the next op.
 
     Returns:
       C entries in the dtypes of `rows`, `count` of them rows, padded with id `num_rows` and zero values. `ignored`
