@@ -25,6 +25,8 @@ TABLE = jnp.zeros((V, D))
 ROWS = SparseRows.from_entries(jnp.zeros(5, jnp.int32), jnp.zeros((5, D)), num_rows=V)
 EIGHT = jax_ep.Float8Rows(jnp.zeros((48, 128), jnp.float8_e4m3fn), jnp.zeros((48, 1)))
 
+no_arrays: Any = None  # as jax.tree.map may leave it
+
 Call = Callable[[Group], Any]
 
 
@@ -75,6 +77,10 @@ ON_RANKS: list[tuple[Call, str]] = [
     (lambda g: combine(g, TOKENS, dispatch(g)), "combine: routing must be the Routing of a dispatch, got Dispatched"),
     (lambda g: moe_mlp(g, tokens=[1.0]), "moe_mlp: tokens must be an array, got list"),
     (lambda g: moe_mlp(g, gate=None), "moe_mlp: gate must be an array, got NoneType"),
+    (
+        lambda g: moe_mlp(g, gate=jax_ep.Float8Weights(*(no_arrays,) * 2), precision="float8"),
+        "moe_mlp: gate.values must be an array, got NoneType",
+    ),
     (lambda g: moe_mlp(g, down=1), "moe_mlp: down must be an array, got int"),
     (lambda g: exchange([1.0]), "ragged_all_to_all: operand must be an array, got list"),
     (lambda g: exchange(output=1), "ragged_all_to_all: output must be an array, got int"),

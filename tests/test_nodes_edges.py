@@ -66,6 +66,33 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("leaf", ["targets", "rows", "weights", "counts", "arrived", "dropped", "invalid", "sent"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: None, "must be an array, got NoneType"),
+        (lambda x: x.astype(jnp.int8), "must be of dtype (int|float)32, got int8"),
+        (lambda x: x[..., None], "must have shape"),
+    ],
+)
+def test_leaf_refused_by_name(leaf: str, change: Any, message: str, rng: np.random.Generator) -> None:
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+    options: dict[str, Any] = {"node_capacity": 3, "on_overflow": "drop", "implementation": "xla"}
+    with over(2, 2) as group:
+
+        def body(*operands: jax.Array) -> jax.Array:
+            out = dispatch(*operands, group=group, num_experts=EXPERTS, **options)
+            routing = dataclasses.replace(out.routing, **{leaf: change(getattr(out.routing, leaf))})
+            return combine(out.tokens, routing, group=group, implementation="xla")
+
+        if leaf == "sent" and "NoneType" in message:  # then all tokens were sent to all nodes
+            message = r"must be of the tokens of 2 nodes"
+        other = {"targets": "(targets|rows)", "sent": "(sent|targets)"}.get(leaf, leaf)
+        with pytest.raises((ValueError, TypeError), match=rf"^combine: routing\.{other} {message}"):
+            jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
+
+
 def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]

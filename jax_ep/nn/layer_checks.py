@@ -21,6 +21,9 @@ Experts = jax.Array | Float8Weights
 def check_experts(op: str, tokens: jax.Array, gate: Experts, up: Experts | None, down: Experts, group: Group) -> None:
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
+    for name, matrix in (("gate", gate), ("up", up), ("down", down)):
+        if isinstance(matrix, Float8Weights):
+            checks.check_rank(op, f"{name}.values", matrix.values, 3, "[E / R, N, K]")
     if not isinstance(gate, Float8Weights):
         checks.check_array(op, "gate", gate)
     if len(gate.shape) != 3:

@@ -144,6 +144,10 @@ class Routing:
 
         What the leaves hold is checked by the kernels.
         """
+        self._check_leaves(op, counts="counts")
+
+    def _check_leaves(self, op: str, *, counts: str) -> None:
+        """Those of a dispatch among the ranks of `config`; `counts` is the leaf that counts their assignments."""
         if not isinstance(self.config, DispatchConfig):
             raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {checks.describe(self.config)}")
         checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
@@ -156,7 +160,7 @@ class Routing:
             ("targets", (num_tokens, top_k), "[T, K]", np.int32),
             ("rows", (size, num_tokens, top_k), "[R, T, K]", np.int32),
             ("weights", (size, num_tokens, top_k), "[R, T, K]", np.float32),
-            ("counts", (size, local_experts), "[R, E / R]", np.int32),
+            (counts, (size, local_experts), "[R, E / R]", np.int32),
             ("dropped", (1,), "[1]", np.int32),
             ("invalid", (1,), "[1]", np.int32),
         ):
@@ -217,7 +221,7 @@ class NodeRouting(Routing):
         self._check_varying(op, axis_name, self.counts.shape[0], ("targets", "rows", "counts", "arrived", "sent"))
 
     def check(self, op: str) -> None:
-        self.local.check(op)
+        self._check_leaves(op, counts="arrived")
         checks.check_int(op, "routing.num_tokens", self.num_tokens, least=0)
         checks.check_int(op, "routing.chunks", self.chunks)
         checks.check_rank(op, "routing.counts", self.counts, 2, "[R, E / R]")
