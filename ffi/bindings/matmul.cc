@@ -2,7 +2,7 @@
 #include "bindings/handler.h"
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_combine_args.h"
+#include "kernels/moe/dot_args.h"
 
 namespace jax_ep {
 

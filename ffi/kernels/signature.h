@@ -8,7 +8,7 @@
 
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_combine_args.h"
+#include "kernels/moe/dot_args.h"
 #include "kernels/plan.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "kernels/moe/dispatch.h"
-#include "kernels/moe/plain_tiles.h"
-#include "kernels/moe/ready_rows.h"
+#include "kernels/moe/dot_args.h"
+#include "kernels/moe/tile_rows.h"
 
 namespace jax_ep {
 

@@ -5,9 +5,8 @@
 
 #include "comm/ctas.h"
 #include "kernels/moe/combine.h"
-#include "kernels/moe/dot_combine_args.h"
-#include "kernels/moe/plain_tiles.h"
-#include "kernels/moe/ready_rows.h"
+#include "kernels/moe/dot_args.h"
+#include "kernels/moe/tile_rows.h"
 
 namespace jax_ep {
 

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_combine_args.h"
+#include "kernels/moe/dot_args.h"
 
 namespace jax_ep {
 namespace {

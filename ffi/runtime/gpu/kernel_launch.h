@@ -9,7 +9,7 @@
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/grouped.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_combine_args.h"
+#include "kernels/moe/dot_args.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"
 
