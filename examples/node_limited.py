@@ -132,6 +132,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--nodes", type=int, default=4, help="into which the devices are split; default: %(default)s")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
     config = Config()
     devices = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None

@@ -147,7 +147,7 @@ def open_group(nodes: int | None, config: moe_lm.Config) -> jax_ep.Group:
     if nodes is None:
         return jax_ep.Group(Mesh(devices[:count], ("ep",)), "ep")
     if nodes < 1 or devices.size % nodes or count % nodes:
-        sys.exit(f"--nodes must divide the {devices.size} devices, and {count} of them, got {nodes}")
+        sys.exit(f"--nodes must divide the {devices.size} devices, and the {count} that are used, got {nodes}")
     mesh = Mesh(devices.reshape(nodes, -1)[:, : count // nodes], ("node", "ep"))
     return jax_ep.Group(mesh, mesh.axis_names, across_nodes=True)
 
@@ -163,6 +163,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"--out must be in a folder that exists, got {options.out}")
 
     config = moe_lm.Config(implementation=options.implementation)
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None

@@ -210,11 +210,11 @@ class Group:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
         Raises:
-          ValueError: there is no such op.
+          ValueError, TypeError: there is no such op, or num_tokens is no int from 0 to 2^31 - 1.
           PlatformError: the group has no kernels, or they run on a CPU, as threads.
         """
-        if op not in native.LAUNCHED:
-            raise ValueError(f"launch_config: op must be one of {native.LAUNCHED}, got {op!r}")
+        checks.check_one_of("launch_config", "op", op, native.LAUNCHED)
+        checks.check_int("launch_config", "num_tokens", num_tokens, least=0, below_32_bits=True)
         if self.intranode is not None:
             return self.intranode.launch_config(op, num_tokens, wire_dtype=wire_dtype)
         config = None

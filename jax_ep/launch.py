@@ -30,6 +30,7 @@ _ROLE = "JAX_EP_LAUNCH"  # in the environment of a started process
 _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
 _POLL_SECONDS = 0.05
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MOST_PROCESSES = 256  # several for each GPU of a host; a slip of the finger shall not fill the host
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -59,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="arguments")
     options = parser.parse_args(arguments)
-    if options.processes < 1:
-        parser.error(f"argument -n: must be at least 1, got {options.processes}")
+    if not 1 <= options.processes <= _MOST_PROCESSES:
+        parser.error(f"argument -n: must be from 1 to {_MOST_PROCESSES}, got {options.processes}")
     if options.gpus is not None and not 1 <= options.gpus <= options.processes:
         parser.error(f"argument -g: must be from 1 to the number of processes, {options.processes}, got {options.gpus}")
     if role := os.environ.pop(_ROLE, None):

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -57,7 +58,10 @@ def profile(path: str | Path) -> Iterator[None]:
     Raises:
       RuntimeError: another profile is under way.
       OSError: the file cannot be written.
+      TypeError: this is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"profile: path must be a str or a path, got {type(path).__name__}")
     current = _begin(Path(path))
     with current.file:
         try:

@@ -214,10 +214,14 @@ def test_the_port_is_for_one_launch_alone() -> None:
         coordinator.listen()
 
 
-def test_the_number_of_processes_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", ["0", "100000"])
+def test_the_number_of_processes_is_checked(
+    number: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_start_all", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit):
-        launch.main(["-n", "0", "script.py"])
-    assert "-n: must be at least 1, got 0" in capsys.readouterr().err
+        launch.main(["-n", number, "script.py"])
+    assert f"-n: must be from 1 to 256, got {number}" in capsys.readouterr().err
 
 
 def test_the_number_of_gpus_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

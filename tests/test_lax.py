@@ -27,7 +27,7 @@ def group(implementation: Implementation, open_group: OpenGroup, monkeypatch: py
 
 
 def choose(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op has no argument for it: where the library is built it would never take "xla"."""
+    """For calls that leave `implementation` out, which is never "xla" where the library is built."""
     if implementation == "xla":
         monkeypatch.setattr(Group, "resolve", lambda *_: "xla")
 

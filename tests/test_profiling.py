@@ -197,6 +197,14 @@ def test_profiles_do_not_nest(open_group: OpenGroup, rng: np.random.Generator, t
     assert_complete(tmp_path / "outer.json", SIZE, ["dispatch", "combine"])
 
 
+def test_no_path() -> None:
+    with (
+        pytest.raises(TypeError, match=r"^profile: path must be a str or a path, got NoneType"),
+        jax_ep.profile(None),  # pyright: ignore[reportArgumentType]
+    ):
+        pass
+
+
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "trace.json"):
         with (
