@@ -223,6 +223,7 @@ def test_of_synchronous_groups(mesh: Mesh) -> None:
 def test_shared_expert(group: Group, core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of its products, of which XLA makes one, beside the dispatch, the third beside the combine."""
     monkeypatch.setattr(gemm, "has_gemm", lambda: core)
+    monkeypatch.setattr(gemm, "splits_contraction", lambda *shape: False)
 
     def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array, *shared: jax.Array) -> jax.Array:
         matrices, (gate, up, down) = [experts] * 3, shared

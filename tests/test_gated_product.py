@@ -11,15 +11,15 @@ from conftest import OpenGroup
 from helpers import DTYPES
 
 from jax_ep import dispatch_ragged_dot, lax
-from jax_ep._core import gemm
+from jax_ep._core import ffi, gemm
 
-pytestmark = [
-    pytest.mark.usefixtures("native"),
-    pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core"),
-]
+pytestmark = pytest.mark.usefixtures("native")
+on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
 
 ACTIVATIONS: dict[Any, Any] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 EXPERTS, TOP_K = 4, 2
+# The last has few tiles of a long contraction: products alone split it, so that their sums have other bits.
+SHAPES = [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 2048, 640), (64, 2048, 128)]
 
 
 def layer_of(group: Any, activation: Any, one_matrix: bool = False, **options: Any) -> Any:
@@ -42,6 +42,7 @@ def assert_same_bits(out: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(out.view(np.uint16)[finite], wanted.view(np.uint16)[finite])
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_value(activation: str, dtype: np.dtype, open_group: OpenGroup) -> None:
@@ -58,9 +59,10 @@ def test_every_value(activation: str, dtype: np.dtype, open_group: OpenGroup) ->
     assert_same_bits(out, wanted)
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("one_matrix", [False, True])
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 2048, 640)])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), SHAPES)
 def test_shapes(
     tokens: int,
     hidden: int,
@@ -83,6 +85,7 @@ def test_shapes(
         assert not helpers.wide(out)[0, (tokens - skipped) * TOP_K :].any()
 
 
+@on_hopper
 def test_the_kernel_is_for_forward_passes_alone(open_group: OpenGroup) -> None:
     group = open_group(1)
     tokens, ids = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.zeros((1, 8, 1), jnp.int32)
@@ -102,3 +105,11 @@ def test_the_kernel_is_for_forward_passes_alone(open_group: OpenGroup) -> None:
     ]
     assert ["jax_ep_gated_matmul" in text for text in texts] == [True, False]
     assert texts[0].count("jax_ep_grouped_matmul") == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((64, 768, 2048, 8), True), ((64, 768, 512, 8), False), ((65536, 768, 2048, 8), False)]
+)
+def test_which_contractions_are_split(shape: tuple[int, int, int, int], splits: bool) -> None:
+    """Long ones of few tiles: rows, columns, contraction, groups, on 132 SMs."""
+    assert ffi.library("cpu").splits_contraction(*shape, 132) is splits

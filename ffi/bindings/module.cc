@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bindings/bound_op.h"
+#include "gemm/plan.h"
 #include "platform/launch.h"
 #include "runtime/call_site.h"
 #include "runtime/memory.h"
@@ -41,6 +42,13 @@ py::dict stages(XLA_FFI_Handler* handler) {
   stages["initialize"] = capsule(group_check_handler);
   stages["execute"] = capsule(handler);
   return stages;
+}
+
+// Whether a product whose rows are in groups is planned as two halves of its contraction, on a Hopper of so many SMs.
+bool splits_contraction(int m, int n, int k, int groups, int sms) {
+  HardwareModel model = hardware_model("sm_90");
+  model.sms = sms;
+  return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, model).split_k;
 }
 
 // The stages of each target's handler.
@@ -247,6 +255,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
   module.def("types", &types);
   module.def("call_types", &call_types);
+  module.def("splits_contraction", &splits_contraction);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,

@@ -25,3 +25,12 @@ def has_gemm() -> bool:
         return False
     ffi.library("cuda")
     return True
+
+
+def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:
+    """Whether a product of so few rows in groups is planned as two halves of its contraction, summed up at the end.
+
+    Such sums have other bits than those of a gated unit's kernel, which never splits it.
+    """
+    sms = min(device.core_count for device in jax.local_devices(backend="cuda"))
+    return ffi.library("cuda").splits_contraction(m, n, k, groups, sms)

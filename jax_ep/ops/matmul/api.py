@@ -154,7 +154,11 @@ def gated_product(
     """
     rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
-    if not _core_takes(rows, varying[0], group_sizes, rows.dtype) or columns % gemm.CORE_MULTIPLE:
+    if (
+        not _core_takes(rows, varying[0], group_sizes, rows.dtype)
+        or columns % gemm.CORE_MULTIPLE
+        or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
+    ):
         return composed(rows, group_sizes, *varying)
     core = partial(kernels.gated_matmul, activation=activation)
     return jax.lax.platform_dependent(rows, group_sizes, *varying, cuda=core, default=composed)
