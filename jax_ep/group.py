@@ -80,7 +80,7 @@ class Group:
         checks.check_mesh(mesh, axis_name)
         checks.check_bool("Group", "async_ops", async_ops)
         if max_sms is not None:
-            checks.check_int("Group", "max_sms", max_sms, below_32_bits=True)
+            checks.check_int("Group", "max_sms", max_sms)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
         open_timeout = timeouts.opening(open_timeout, timeout)
         platforms = {device.platform for device in mesh.devices.flat}
