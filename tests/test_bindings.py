@@ -261,6 +261,11 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]], tupl
         [("bfloat16", (3, 16)), ("bfloat16", (2, 16, 16)), ("bfloat16", (2, 16, 16)), ("int32", (2,))],
         ("bfloat16", (3, 8)),
     ),
+    "summed_matmul": (
+        {"dtype": "float16"},
+        [("float16", (3, 16)), ("float16", (2, 8, 16)), ("float16", (3, 16)), ("float16", (2, 8, 16)), ("int32", (2,))],
+        ("float16", (3, 8)),
+    ),
     "grouped_matmul_float8": (
         {"dtype": "bfloat16", "n": 256, "k": 128},
         [
@@ -277,13 +282,15 @@ BUFFERS = {
     "grouped_matmul": ("lhs", "rhs", "group_sizes"),
     "grouped_outer": ("lhs", "rhs", "group_sizes"),
     "gated_matmul": ("rows", "gate", "up", "group_sizes"),
+    "summed_matmul": ("first_lhs", "first_rhs", "second_lhs", "second_rhs", "group_sizes"),
     "grouped_matmul_float8": ("lhs", "the scales of lhs", "rhs", "the scales of rhs", "group_sizes"),
 }
+TILES_OFF_A_COUNTER = ("grouped_matmul", "gated_matmul", "summed_matmul")
 
 
 def call_grouped(name: str, operands: list[Any], result: Any, **change: Any) -> Any:
     settings = {"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change}
-    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if name in ("grouped_matmul", "gated_matmul") else []
+    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if name in TILES_OFF_A_COUNTER else []
     attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings.items()}
     return jax.jit(lambda *x: jax.ffi.ffi_call(f"jax_ep_{name}", [result, *workspace])(*x, **attributes))(*operands)
 
@@ -327,6 +334,8 @@ def test_grouped_products_are_called_with_what_they_say(name: str) -> None:
         ("grouped_outer", {"dtype": "float32"}, "dtype must be bfloat16 or float16"),
         ("gated_matmul", {"columns": 24}, "columns must be n or 2 n"),
         ("gated_matmul", {"activation": "tanh"}, "activation must be silu, gelu or relu, got tanh"),
+        ("summed_matmul", {"k": 12}, "n and k must be multiples of 8"),
+        ("summed_matmul", {"dtype": "float32"}, "dtype must be bfloat16 or float16"),
         ("grouped_matmul_float8", {"k": 64}, "n and k must be multiples of 128"),
         ("grouped_matmul_float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ("grouped_matmul_float8", {"m": 2**31 - 1, "k": 256}, "there are too many rows"),

@@ -38,6 +38,18 @@ struct GatedArguments {
   uint32_t* counter;           // memory on the device, of this product alone while it runs
 };
 
+// first_rows x first transposed + second_rows x second transposed, both products rounded to the dtype before. Row-major
+// arrays without gaps, whose dimensions are multiples of 8.
+struct SummedArguments {
+  int m, n, k, groups;
+  DType dtype;                           // of all, 16-bit
+  const void *first_rows, *second_rows;  // [m, k]
+  const void *first, *second;            // [groups, n, k]
+  void* out_data;                        // [m, n]
+  const int32_t* group_sizes;            // on the device
+  uint32_t* counter;                     // memory on the device, of this product alone while it runs
+};
+
 // A grouped product of float8 e4m3 operands. K and N are multiples of 128, row-major arrays without gaps.
 constexpr int kFloat8Block = 128;  // values of a contraction that share a scale
 struct Float8Arguments {

@@ -10,13 +10,14 @@ namespace jax_ep::gemm {
 
 // Both of every group are stored [k, n]; the columns of up begin at `up_column` of its map.
 struct GateAndUp {
-  static constexpr int kColumns = kSlice;
+  static constexpr int kColumns = kSlice, kTerms = 1;
   static constexpr bool kMn = true;
-  const CUtensorMap &gate, &up;
+  const CUtensorMap &row_map, &gate, &up;
   int up_column;
 
+  JAX_EP_FN const CUtensorMap& rows(int /*term*/) const { return row_map; }
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return tile.col < problem.n ? 2 : 0; }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, uint64_t* full) const {
+  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, uint64_t* full) const {
     if (slices == 0) return;
     load_box(to, gate, {tile.col, k, tile.group}, full);
     load_box(to + kSliceBytes, up, {up_column + tile.col, k, tile.group}, full);
@@ -32,7 +33,7 @@ struct StoreGated {
   T* out;
   int chunks = 0;
 
-  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, int /*term*/, const float (&d)[kMostRows / 2],
                             SwapMemory& shared, int warp, int lane) {
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
@@ -63,7 +64,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                  const __grid_constant__ CUtensorMap up, int up_column, void* out, uint32_t* counter,
                  const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<T>(memory, rows, GateAndUp{gate, up, up_column}, StoreGated<T, kActivation>{static_cast<T*>(out)},
+  multiply_swapped<T>(memory, GateAndUp{rows, gate, up, up_column}, StoreGated<T, kActivation>{static_cast<T*>(out)},
                       counter, problem);
 }
 

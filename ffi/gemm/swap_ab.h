@@ -5,7 +5,8 @@
 // A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Both CTAs of a cluster have the same
 // rows, which they load once. The pipeline is that of kernel.h.
 //
-// Weights say where a tile's columns of weights are (one matrix here, two in gated.h), and Store what becomes of sums.
+// Operands say where a tile's rows and its columns of weights are: one matrix here, two in gated.h, and two of as many
+// rows one after the other in summed.h. Store says what becomes of the sums.
 #pragma once
 
 #include "gemm/kernel.h"
@@ -28,9 +29,9 @@ constexpr int kTileWarps = kConsumerWarps + 1;  // of a CTA that work on tiles
 
 // One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs: tiles differ in height, and whoever
 // is done first takes the next.
-template <class Weights>
+template <class Operands>
 JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* counter, int lane) {
-  RowTiles tiles(problem, Weights::kColumns);
+  RowTiles tiles(problem, Operands::kColumns);
   RowTile tile;
   bool is_last = false;
   for (Position<TileQueue::kAhead> at; !is_last; at.advance()) {
@@ -42,11 +43,11 @@ JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* co
 }
 
 // The tiles of a CTA for one of its warps.
-template <class Weights>
+template <class Operands>
 class TakenTiles {
  public:
   JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem)
-      : queue_(queue), tiles_(problem, Weights::kColumns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
+      : queue_(queue), tiles_(problem, Operands::kColumns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
 
   // False behind the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
@@ -65,40 +66,50 @@ class TakenTiles {
   Position<TileQueue::kAhead> at_;
 };
 
+// How many slices of 64 columns a tile has, if there is one matrix; warpgroup i multiplies the i-th.
+JAX_EP_FN int slices_of_one(const Problem& problem, const RowTile& tile) {
+  return larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));
+}
+
 // One matrix of weights per group: 128 columns, stored [k, n] if kStoredKN.
 template <bool kStoredKN>
 struct OneMatrix {
   static constexpr int kColumns = kTileColumns;
+  static constexpr int kTerms = 1;  // products of a tile, one after the other
   static constexpr bool kMn = kStoredKN;
-  const CUtensorMap& map;
+  const CUtensorMap &row_map, &map;
 
-  // How many slices of 64 columns the tile has; warpgroup i multiplies the i-th.
-  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
-    return larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));
-  }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, uint64_t* full) const {
+  JAX_EP_FN const CUtensorMap& rows(int /*term*/) const { return row_map; }
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return slices_of_one(problem, tile); }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, uint64_t* full) const {
     load_slices<kMn, kSlicesA>(to, map, tile.col, k, tile.group, slices, /*once=*/false, /*shared=*/false, 0, full);
   }
 };
 
-template <class Weights>
-__device__ void produce_swapped(SwapMemory& shared, const Weights& weights, const CUtensorMap& rows,
-                                const Problem& problem) {
-  const int rank = blockIdx.x % kCluster;
+// Loads the operands of a tile's product, the term-th.
+template <class Operands>
+JAX_EP_FN void load_term(SwapMemory& shared, const Operands& operands, const RowTile& tile, int term, int slices,
+                         Position<SwapMemory::kStages>& at) {
+  const int rank = blockIdx.x % kCluster, lines = ceil_div(tile.rows, kSlice);
+  for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
+    char* const stage = shared.stages[at.stage];
+    uint64_t* const full = &shared.full[at.stage];
+    wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
+    if (!elect_lane()) continue;
+    ptx::arrive_expecting(full, (slices + lines) * kSliceBytes);
+    operands.load(stage, tile, term, k, slices, full);
+    load_slices<false, kRowSlices>(stage + kSlicesA * kSliceBytes, operands.rows(term), tile.row, k, 0, lines,
+                                   /*once=*/false, /*shared=*/true, rank, full);
+  }
+}
+
+template <class Operands>
+__device__ void produce_swapped(SwapMemory& shared, const Operands& operands, const Problem& problem) {
   Position<SwapMemory::kStages> at;
-  TakenTiles<Weights> tiles(shared.queue, problem);
+  TakenTiles<Operands> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
-    const int slices = weights.slices(problem, tile), lines = ceil_div(tile.rows, kSlice);
-    for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
-      char* const stage = shared.stages[at.stage];
-      uint64_t* const full = &shared.full[at.stage];
-      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
-      if (!elect_lane()) continue;
-      ptx::arrive_expecting(full, (slices + lines) * kSliceBytes);
-      weights.load(stage, tile, k, slices, full);
-      load_slices<false, kRowSlices>(stage + kSlicesA * kSliceBytes, rows, tile.row, k, 0, lines, /*once=*/false,
-                                     /*shared=*/true, rank, full);
-    }
+    const int slices = operands.slices(problem, tile);
+    for (int term = 0; term < Operands::kTerms; ++term) load_term(shared, operands, tile, term, slices, at);
   }
   for (int stage = 0; stage < SwapMemory::kStages; ++stage, at.advance())
     wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
@@ -162,10 +173,13 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
 // A warpgroup's 64 columns of a tile, in chunks of 64 rows and a line: its warps stage their columns, then each stores
 // 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns: `chunks` counts those of all
 // tiles, so that the next one begins with the buffer that was read first.
-template <class Out>
+//
+// If kAdds, they are added to what lies there, which the very threads have stored.
+template <bool kAdds, class Out>
 JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
                              const float (&d)[kMostRows / 2], char* buffers, int& chunks, int warp, int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
+  if (kAdds && lane == 0) ptx::wait_stores_written<0>();
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
   for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
@@ -180,11 +194,20 @@ JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& pr
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
     if (row < row_end && col < problem.n) {
-      if (row + kOutRows > row_end)
-        store_lines(reinterpret_cast<char*>(out + int64_t{row} * problem.n + col), int64_t{problem.n} * sizeof(Out),
-                    row_end - row, (problem.n - col) * int{sizeof(Out)} / 16, buffer + line * kLineBytes, lane);
-      else if (lane == 0)
-        store_box(map, {col, row, 0}, buffer + line * kLineBytes);
+      char* const to = reinterpret_cast<char*>(out + int64_t{row} * problem.n + col);
+      const int64_t row_bytes = int64_t{problem.n} * sizeof(Out);
+      const int rows = row_end - row, vecs = (problem.n - col) * int{sizeof(Out)} / 16;
+      const char* const from = buffer + line * kLineBytes;
+      if constexpr (kAdds) {
+        if (rows < kOutRows)
+          add_lines<Out>(to, row_bytes, rows, vecs, from, lane);
+        else if (lane == 0)
+          add_box(map, {col, row, 0}, from);
+      } else if (rows < kOutRows) {
+        store_lines(to, row_bytes, rows, vecs, from, lane);
+      } else if (lane == 0) {
+        store_box(map, {col, row, 0}, from);
+      }
     }
     if (lane == 0) ptx::commit_stores();
   }
@@ -197,36 +220,39 @@ struct StoreSums {
   Out* out;
   int chunks = 0;
 
-  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, int /*term*/, const float (&d)[kMostRows / 2],
                             SwapMemory& shared, int warp, int lane) {
-    store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
+    store_swapped<false>(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
   }
 };
 
-template <class In, class Weights, class Store>
-__device__ void consume_swapped(SwapMemory& shared, const Problem& problem, const Weights& weights, Store store) {
+template <class In, class Operands, class Store>
+__device__ void consume_swapped(SwapMemory& shared, const Problem& problem, const Operands& operands, Store store) {
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<SwapMemory::kStages> at;
-  TakenTiles<Weights> tiles(shared.queue, problem);
+  TakenTiles<Operands> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
-    if (warpgroup >= weights.slices(problem, tile)) {
+    const bool wanted = warpgroup < operands.slices(problem, tile);
+    for (int term = 0; term < Operands::kTerms; ++term) {
+      if (wanted) {
+        float d[1][kMostRows / 2];
+        accumulate_swapped<In, Operands::kMn>(d, shared, tile, at, warpgroup, lane);
+        store(problem, tile, term, d[0], shared, warp, lane);
+        continue;
+      }
       for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
         wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
         release(&shared.empty[at.stage], lane);
       }
-      continue;
     }
-    float d[1][kMostRows / 2];
-    accumulate_swapped<In, Weights::kMn>(d, shared, tile, at, warpgroup, lane);
-    store(problem, tile, d[0], shared, warp, lane);
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
 }
 
-// The whole part of a CTA. `rows` [M, K] maps slices; `counter` is zero.
-template <class In, class Weights, class Store>
-JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Weights& weights, const Store& store,
-                                uint32_t* counter, const Problem& problem) {
+// The whole part of a CTA; `counter` is zero.
+template <class In, class Operands, class Store>
+JAX_EP_FN void multiply_swapped(char* memory, const Operands& operands, const Store& store, uint32_t* counter,
+                                const Problem& problem) {
   using Wanted = Registers<Nothing, kMostRows / 2>;
   auto& shared = *reinterpret_cast<SwapMemory*>(memory);
   const int warp = uniform(threadIdx.x / 32);
@@ -238,24 +264,24 @@ JAX_EP_FN void multiply_swapped(char* memory, const CUtensorMap& rows, const Wei
   open_pipeline(shared, kConsumerWarps);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
-    consume_swapped<In>(shared, problem, weights, store);
+    consume_swapped<In>(shared, problem, operands, store);
   } else {
     give_registers<Wanted::kOther>();
-    if (warp == kConsumerWarps) produce_swapped(shared, weights, rows, problem);
+    if (warp == kConsumerWarps) produce_swapped(shared, operands, problem);
     if (warp == kConsumerWarps + 1 && blockIdx.x % kCluster == 0)
-      take_tiles<Weights>(shared.queue, problem, counter, threadIdx.x % 32);
+      take_tiles<Operands>(shared.queue, problem, counter, threadIdx.x % 32);
   }
   sync_cluster();  // until nobody arrives at barriers of the other CTA
 }
 
-// `weights` [groups, K, N] if kMn, or [groups, N, K], maps slices, `out_map` a warp's box.
+// `rows` [M, K] and `weights` [groups, K, N] if kMn, or [groups, N, K], map slices, `out_map` a warp's box.
 template <class In, class Out, bool kMn>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     swapped_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weights,
                    const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
                    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<In>(memory, rows, OneMatrix<kMn>{weights}, StoreSums<Out>{out_map, static_cast<Out*>(out)}, counter,
+  multiply_swapped<In>(memory, OneMatrix<kMn>{rows, weights}, StoreSums<Out>{out_map, static_cast<Out*>(out)}, counter,
                        problem);
 }
 

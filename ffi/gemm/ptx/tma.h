@@ -38,10 +38,17 @@ JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, con
       : "memory");
 }
 
+// To global memory; and what is added to what lies there, each value rounded once.
 JAX_EP_FN void store_box(const CUtensorMap& map, const Corner& at, const void* from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
                : "memory");
+}
+JAX_EP_FN void add_box(const CUtensorMap& map, const Corner& at, const void* from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
+      : "memory");
 }
 
 }  // namespace jax_ep::gemm

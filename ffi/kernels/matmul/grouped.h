@@ -138,6 +138,38 @@ struct OpSpec<GatedDotArgs> : GroupedSpec {
   }
 };
 
+// first_lhs [m, k] times first_rhs [groups, n, k] transposed, and the second of both alike -> their sum [m, n].
+struct SummedDotArgs : gemm::SummedArguments {};
+
+template <>
+struct OpSpec<SummedDotArgs> : GroupedSpec {
+  using Args = SummedDotArgs;
+  static constexpr const char* kTarget = "summed_matmul";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::dtype);
+    sizes<Args>(visit);
+  }
+  static const char* fault(const Args& x, int) {
+    if (x.dtype == DType::float32) return "dtype must be bfloat16 or float16";
+    if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
+    return fault_of_sizes(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const Values values = values_of(x.dtype);
+    visit(operand("first_lhs", values, x.m, x.k), &Args::first_rows);
+    visit(operand("first_rhs", values, x.groups, x.n, x.k), &Args::first);
+    visit(operand("second_lhs", values, x.m, x.k), &Args::second_rows);
+    visit(operand("second_rhs", values, x.groups, x.n, x.k), &Args::second);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(result("product", values, x.m, x.n), &Args::out_data);
+    visit(scratch("counter", Values::int32, 1), &Args::counter);
+  }
+};
+
 // lhs [m, k] and rhs [groups, n, k] in float8, with a scale per row and block, and per block of both -> [m, n].
 struct Float8DotArgs : gemm::Float8Arguments {};
 

@@ -126,6 +126,40 @@ def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -
     return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
 
 
+def add_lhs_gradients(
+    total: jax.Array, cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array
+) -> jax.Array:
+    """`total` [M, K] plus the `lhs_gradient` of each product. All arrays have one dtype.
+
+    On Hopper the gradients of two products of one shape are summed by the kernel that computes them.
+    """
+    if _sums_in_core(cotangents, rhs, group_sizes):
+        both = batched_alike(*cotangents, *rhs, group_sizes)
+        return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
+    for cotangent, matrix in zip(reversed(cotangents), reversed(rhs), strict=True):  # the order in which JAX adds up
+        total += lhs_gradient(cotangent, matrix, group_sizes)
+    return total
+
+
+def _sums_in_core(cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array) -> bool:
+    groups, n, k = rhs[0].shape
+    return (
+        len(rhs) == 2
+        and rhs[0].shape == rhs[1].shape
+        and _core_takes(cotangents[0], rhs[0], group_sizes, rhs[0].dtype)
+        and not gemm.splits_contraction(cotangents[0].shape[0], n, k, groups)
+    )
+
+
+def _summed(
+    first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """What the kernel computes, in plain JAX."""
+    return jax.lax.ragged_dot(first, first_rhs.swapaxes(1, 2), group_sizes) + jax.lax.ragged_dot(
+        second, second_rhs.swapaxes(1, 2), group_sizes
+    )
+
+
 def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N]."""
     lhs, cotangent, group_sizes = batched_alike(lhs, cotangent, group_sizes)

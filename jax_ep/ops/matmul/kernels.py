@@ -48,6 +48,26 @@ def gated_matmul(rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activ
     return called["product"]
 
 
+def summed_matmul(
+    first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Two [M, K], two [G, N, K], [G] -> [M, N]: rows times matrices transposed, the sum of both products."""
+    called = ffi.call_alone(
+        "summed_matmul",
+        first,
+        first_rhs,
+        second,
+        second_rhs,
+        group_sizes,
+        dtype=np.dtype(first.dtype),
+        m=first.shape[0],
+        n=first_rhs.shape[1],
+        k=first.shape[1],
+        groups=first_rhs.shape[0],
+    )
+    return called["product"]
+
+
 def grouped_matmul_float8(
     lhs: jax.Array,
     lhs_scales: jax.Array,

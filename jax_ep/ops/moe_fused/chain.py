@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import Group
-from jax_ep.ops.matmul.api import gated_product, lhs_gradient, ragged_dot
+from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient, ragged_dot
 from jax_ep.ops.matmul.float8 import rounded_product, widened
 from jax_ep.ops.moe.gradients import combine, dispatch, gradient_by_arrived, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
@@ -84,8 +84,8 @@ def multiply_return(
       d_products: of each product.
       d_rows, d_weights: of what `dispatch` delivered, for whoever used that besides.
     """
-    for cotangent, matrix in zip(reversed(d_products), reversed(rhs), strict=True):  # the order in which JAX adds up
-        d_rows += lhs_gradient(cotangent, widened(matrix, cotangent.dtype), routing.group_sizes)
+    arrays = tuple(widened(matrix, d_products[0].dtype) for matrix in rhs)
+    d_rows = add_lhs_gradients(d_rows, d_products, arrays, routing.group_sizes)
     return return_rows(group, d_rows, d_weights, routing)
 
 

@@ -1,0 +1,53 @@
+// The sum of two products of rows in groups, each rounded before, in one kernel: what the backward pass of gate and up
+// makes of their cotangents. It saves the pass over memory that adds them up. A tile is multiplied twice (swap_ab.h),
+// and its second product added where the first was stored, which the L2 cache still holds.
+#pragma once
+
+#include "gemm/swap_ab.h"
+
+namespace jax_ep::gemm {
+
+// The rows and the weights of both products; weights are stored [n, k].
+struct TwoProducts {
+  static constexpr int kColumns = kTileColumns, kTerms = 2;
+  static constexpr bool kMn = false;
+  const CUtensorMap &first_rows, &first, &second_rows, &second;
+
+  JAX_EP_FN const CUtensorMap& rows(int term) const { return term == 0 ? first_rows : second_rows; }
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return slices_of_one(problem, tile); }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, uint64_t* full) const {
+    load_slices<kMn, kSlicesA>(to, term == 0 ? first : second, tile.col, k, tile.group, slices, /*once=*/false,
+                               /*shared=*/false, 0, full);
+  }
+};
+
+template <class T>
+struct StoreBoth {
+  const CUtensorMap& map;
+  T* out;
+  int chunks = 0;
+
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, int term, const float (&d)[kMostRows / 2],
+                            SwapMemory& shared, int warp, int lane) {
+    if (term > 0 && tile.k_end == 0) return;  // rows behind the last group, which are zero
+    char* const buffers = chunks_of(shared, warp / kWarpgroup);
+    if (term == 0)
+      store_swapped<false>(map, out, problem, tile, d, buffers, chunks, warp, lane);
+    else
+      store_swapped<true>(map, out, problem, tile, d, buffers, chunks, warp, lane);
+  }
+};
+
+// The rows [M, K] and weights [groups, N, K] map slices, `out_map` a warp's box; `counter` is zero.
+template <class T>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    summed_kernel(const __grid_constant__ CUtensorMap first_rows, const __grid_constant__ CUtensorMap first,
+                  const __grid_constant__ CUtensorMap second_rows, const __grid_constant__ CUtensorMap second,
+                  const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
+                  const __grid_constant__ Problem problem) {
+  extern __shared__ __align__(1024) char memory[];
+  multiply_swapped<T>(memory, TwoProducts{first_rows, first, second_rows, second},
+                      StoreBoth<T>{out_map, static_cast<T*>(out)}, counter, problem);
+}
+
+}  // namespace jax_ep::gemm
