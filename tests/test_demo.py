@@ -69,7 +69,7 @@ def test_losses_over_nodes_are_those_of_one_node(example: Callable[[str], Module
             group.check()
     np.testing.assert_allclose(*history, rtol=1e-4)
     for wrong in (0, 3, 16):
-        with pytest.raises(SystemExit, match=f"--nodes must divide the 8 devices, and the 8 that are used, got {wrong}"):
+        with pytest.raises(SystemExit, match=f"must divide the 8 devices, and the 8 that are used, got {wrong}"):
             demo.open_group(wrong, config)
 
 
