@@ -33,14 +33,11 @@ JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
 // Leaves a report of a wait that did not end by its flag. After a timeout or a mismatch it also raises the abort word,
 // if that is zero, to the rank that was waited for, plus 1.
 JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
-  if (status == Status::aborted) {
-    what.failure = Failure::peer_lost;
-    what.peer = static_cast<int>(load_relaxed(&heap->abort)) - 1;
-    return record(heap, to, what);
-  }
-  what.failure = status == Status::timeout ? Failure::timeout : Failure::mismatch;
+  const bool aborted = status == Status::aborted;
+  what.failure = aborted ? Failure::peer_lost : status == Status::timeout ? Failure::timeout : Failure::mismatch;
+  if (aborted) what.peer = static_cast<int>(load_relaxed(&heap->abort)) - 1;
   record(heap, to, what);  // before others of this rank see the abort word
-  compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
+  if (!aborted) compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 
 // Writes what a rank begins, word by word: the host may read it meanwhile. In line, as a call among the first

@@ -58,10 +58,10 @@ class Op {
     coop.sync();
     if (!ok() || !poster) return;
     enter(Phase::post);
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) {
+    each_peer([&](int peer) {
       for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, here.buffers[i], i);
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
-    }
+    });
   }
 
   // Begins this rank's entry in the flight recorder. One coop of the rank is the `recorder`. On a CPU it posts after
@@ -87,8 +87,7 @@ class Op {
     coop.sync();
     if (!ok() || !teller) return;
     enter(Phase::post);
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes)
-      store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_);
+    each_peer([&](int peer) { store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_); });
   }
   // Stores this op's stamp in a flag of this rank's own heap. The caller has met the coops that it speaks for.
   JAX_EP_FN void note(uint64_t* flag, bool teller) {
@@ -110,13 +109,11 @@ class Op {
   // peer. All lanes call.
   JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
-    if (coop.lane == 0 && may_push()) {  // rows may be missing once the group has failed
+    if (coop.lane == 0 && may_push())  // rows may be missing once the group has failed
       last = share == whole || count_pushed(chunk, share, whole) == whole;
-    }
     if (!coop.broadcast(last)) return;
     coop.sync();
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes)
-      store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_);
+    each_peer([&](int peer) { store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_); });
   }
 
   JAX_EP_FN void wait_posted() { wait_told(&Heap::posted); }
@@ -168,8 +165,7 @@ class Op {
   // Counts bytes_from(source) for every peer, if this coop is the `counter`. Each byte is counted by one coop.
   template <class BytesFrom>
   JAX_EP_FN void count_received_by(bool counter, BytesFrom bytes_from) const {
-    for (int source = coop.lane; counter && source < comm.size; source += Coop::lanes)
-      count_received(source, bytes_from(source));
+    if (counter) each_peer([&](int source) { count_received(source, bytes_from(source)); });
   }
 
   // Leaves a report for the host, once per op. A report does not end the group; the op then delivers no results.
@@ -180,7 +176,7 @@ class Op {
   // have posted, and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) store_relaxed(&comm.heaps[peer]->refused, epoch);
+    each_peer([&](int peer) { store_relaxed(&comm.heaps[peer]->refused, epoch); });
     coop.sync();
   }
 
@@ -211,6 +207,12 @@ class Op {
   friend class Window;
   friend class SentMail;
   friend class ReceivedMail;
+
+  template <class Visit>  // calls visit(peer) for every rank: a lane each, so there is a turn or two
+  JAX_EP_FN void each_peer(Visit visit) const {
+    JAX_EP_ROLLED
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) visit(peer);
+  }
 
   // The box in which `source` leaves its mail at `rank` for this op: see window.h.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
@@ -313,16 +315,16 @@ class Op {
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) {
+    each_peer([&](int peer) {
       compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
       store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
-    }
+    });
     if (is_earlier(ask_posted())) return coop.sync();  // nobody knows where this op's buffers are
     uint64_t spent = 0;
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) {
+    each_peer([&](int peer) {
       const uint64_t grace = load_acquire(&heap->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
       spent += spin_until(&heap->acknowledged[peer], 1, &heap->never, grace < spent ? 0 : grace - spent).ns;
-    }
+    });
     coop.sync();
   }
 
@@ -338,7 +340,6 @@ class Op {
   }
 
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;
-
   const uint64_t stamp_;
   const OpKind kind_;
   Track* const track_;
