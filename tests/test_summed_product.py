@@ -69,7 +69,7 @@ def test_once_in_a_gradient(open_group: OpenGroup) -> None:
 
 
 def test_elsewhere(rng: np.random.Generator) -> None:
-    """The order in which JAX adds up: what was there, the second product, the first."""
+    """Near the exact sum, with what was there before."""
     cotangents, rhs, sizes = draw(rng, 64, 16, 24, np.dtype(np.float32), 1)
     total = rng.standard_normal((64, 16)).astype(np.float32)
     actual = np.asarray(add_lhs_gradients(jnp.asarray(total), cotangents, rhs, sizes))

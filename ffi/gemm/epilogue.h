@@ -50,9 +50,10 @@ JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, cons
           *reinterpret_cast<const uint4*>(from + swizzled(line, vec));
 }
 
-// As store_lines, but added, each value rounded once.
+// As store_lines, but 16-bit values are added to those there, each sum rounded once. A lane adds to what it has stored.
 template <class Out>
 JAX_EP_FN void add_lines(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
+  static_assert(sizeof(Out) == 2);
   using Pair = std::conditional_t<std::is_same_v<Out, __half>, __half2, __nv_bfloat162>;
   const int vec = lane & 7;
 #pragma unroll

@@ -1,6 +1,7 @@
-// The sum of two products of rows in groups, each rounded before, in one kernel: what the backward pass of gate and up
-// makes of their cotangents. It saves the pass over memory that adds them up. A tile is multiplied twice (swap_ab.h),
-// and its second product added where the first was stored, which the L2 cache still holds.
+// rows1 w1 + rows2 w2 for rows in groups, w stored [n, k], in one kernel: each product rounded, and then their sum. It
+// is the cotangent of the rows that gate and up multiply, without a pass over memory that adds. A tile's first product
+// is stored, and the second added to it in memory by a reducing copy, while the L2 cache still holds it (swap_ab.h).
+// Not taken where plan.cc would split the contraction of the products alone (gemm.splits_contraction).
 #pragma once
 
 #include "gemm/swap_ab.h"
@@ -22,14 +23,14 @@ struct TwoProducts {
 };
 
 template <class T>
-struct StoreBoth {
+struct StoreThenAdd {
   const CUtensorMap& map;
   T* out;
   int chunks = 0;
 
   JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, int term, const float (&d)[kMostRows / 2],
                             SwapMemory& shared, int warp, int lane) {
-    if (term > 0 && tile.k_end == 0) return;  // rows behind the last group, which are zero
+    if (term > 0 && tile.k_end == 0) return;  // behind the last group: the first term has stored zeros
     char* const buffers = chunks_of(shared, warp / kWarpgroup);
     if (term == 0)
       store_swapped<false>(map, out, problem, tile, d, buffers, chunks, warp, lane);
@@ -47,7 +48,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                   const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
   multiply_swapped<T>(memory, TwoProducts{first_rows, first, second_rows, second},
-                      StoreBoth<T>{out_map, static_cast<T*>(out)}, counter, problem);
+                      StoreThenAdd<T>{out_map, static_cast<T*>(out)}, counter, problem);
 }
 
 }  // namespace jax_ep::gemm

@@ -5,8 +5,8 @@
 // A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Both CTAs of a cluster have the same
 // rows, which they load once. The pipeline is that of kernel.h.
 //
-// Operands say where a tile's rows and its columns of weights are: one matrix here, two in gated.h, and two of as many
-// rows one after the other in summed.h. Store says what becomes of the sums.
+// Operands say where a tile's rows and its columns of weights are: one matrix here, two in gated.h, and in summed.h two
+// pairs of rows and weights (kTerms), multiplied one after the other. Store says what becomes of the sums.
 #pragma once
 
 #include "gemm/kernel.h"
@@ -66,7 +66,7 @@ class TakenTiles {
   Position<TileQueue::kAhead> at_;
 };
 
-// How many slices of 64 columns a tile has, if there is one matrix; warpgroup i multiplies the i-th.
+// How many slices of 64 columns a tile has, if both warpgroups take columns of one matrix: warpgroup i the i-th slice.
 JAX_EP_FN int slices_of_one(const Problem& problem, const RowTile& tile) {
   return larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));
 }
@@ -174,7 +174,8 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
 // 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns: `chunks` counts those of all
 // tiles, so that the next one begins with the buffer that was read first.
 //
-// If kAdds, they are added to what lies there, which the very threads have stored.
+// If kAdds, they are added to what an earlier call of the same threads stored of this tile: lane 0 waits until its
+// boxes are written, and plain lines are in program order.
 template <bool kAdds, class Out>
 JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
                              const float (&d)[kMostRows / 2], char* buffers, int& chunks, int warp, int lane) {

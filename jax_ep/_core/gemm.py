@@ -32,5 +32,5 @@ def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:
 
     Such sums have other bits than those of gated units and summed products, whose kernels never split it.
     """
-    sms = min(device.core_count for device in jax.local_devices(backend="cuda"))
+    sms = max(device.core_count for device in jax.local_devices(backend="cuda"))
     return ffi.library("cuda").splits_contraction(m, n, k, groups, sms)

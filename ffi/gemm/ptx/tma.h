@@ -38,7 +38,7 @@ JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, con
       : "memory");
 }
 
-// To global memory; and what is added to what lies there, each value rounded once.
+// To global memory: store_box overwrites, add_box adds to what lies there, each sum rounded once to the map's dtype.
 JAX_EP_FN void store_box(const CUtensorMap& map, const Corner& at, const void* from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)

@@ -138,7 +138,8 @@ struct OpSpec<GatedDotArgs> : GroupedSpec {
   }
 };
 
-// first_lhs [m, k] times first_rhs [groups, n, k] transposed, and the second of both alike -> their sum [m, n].
+// first_lhs [m, k] times first_rhs [groups, n, k] transposed, and the second of both alike, both rounded -> their sum
+// [m, n].
 struct SummedDotArgs : gemm::SummedArguments {};
 
 template <>

@@ -129,9 +129,10 @@ def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -
 def add_lhs_gradients(
     total: jax.Array, cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array
 ) -> jax.Array:
-    """`total` [M, K] plus the `lhs_gradient` of each product. All arrays have one dtype.
+    """`total` [M, K] plus the `lhs_gradient` of each product, the last one first. All arrays have one dtype.
 
-    On Hopper the gradients of two products of one shape are summed by the kernel that computes them.
+    On Hopper a kernel computes the sum of two gradients of one shape, to which `total` is added: the bits are the same
+    where `total` is zero.
     """
     if _sums_in_core(cotangents, rhs, group_sizes):
         both = batched_alike(*cotangents, *rhs, group_sizes)
@@ -142,7 +143,7 @@ def add_lhs_gradients(
 
 
 def _sums_in_core(cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array) -> bool:
-    groups, n, k = rhs[0].shape
+    groups, n, k = rhs[0].shape  # of the product by its transpose, which has n columns
     return (
         len(rhs) == 2
         and rhs[0].shape == rhs[1].shape

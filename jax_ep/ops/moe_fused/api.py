@@ -53,9 +53,11 @@ def dispatch_ragged_dot(
     It stands for `rows, group_sizes, routing = dispatch(...)` and `ragged_dot(rows, rhs, group_sizes)`; or, with an
     activation, for the gated unit activation(rows gate) * (rows up) (Shazeer, "GLU Variants Improve Transformer",
     2020), which on Hopper is one product where nobody differentiates and the activation is known by name. Every product
-    and the result are rounded to the dtype of `tokens`, as there, so the bits are equal, forward and backward. Called
-    on every rank, inside `jax.shard_map` over the group's axis. Differentiable in `tokens`, `weights` and `rhs`: the
-    backward pass keeps the rows and, for an activation it knows, the two products, each once.
+    and the result are rounded to the dtype of `tokens`, as there, so the bits are equal, forward and backward; where
+    the rows are used besides, their cotangents may be added in another order.
+
+    Called on every rank, inside `jax.shard_map` over the group's axis. Differentiable in `tokens`, `weights` and `rhs`:
+    the backward pass keeps the rows and, for an activation it knows, the two products, each once.
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
