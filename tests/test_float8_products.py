@@ -236,6 +236,9 @@ def test_wrong_dtypes_and_sizes() -> None:
         quantize_weights(jnp.zeros(128))
     with pytest.raises(TypeError, match=r"^dequantize: quantized must be Float8Rows or Float8Weights"):
         dequantize(jnp.zeros((2, 128)))  # pyright: ignore[reportArgumentType]
+    for wrong in ("x", None, np.int32):
+        with pytest.raises(TypeError, match=r"^dequantize: dtype must be "):
+            dequantize(rows, wrong)  # pyright: ignore[reportArgumentType]
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:

@@ -78,6 +78,12 @@ def trace(group: Group, call: Callable[[], Any]) -> None:
             r"rhs must have shape \[E / R, H, 2 F\] with an activation, got \(2, 16, 7\)",
         ),
         ({"activation": 3}, TypeError, "activation must be a function, or one of 'silu', .* got 3"),
+        ({"precision": np.zeros(2)}, ValueError, r"precision must be 'float8' or None, got array"),
+        (
+            {"precision": "float8"},
+            ValueError,
+            r"the rows of tokens must have sizes that are multiples of 128, got \(16,\)",
+        ),
     ],
     ids=str,
 )
@@ -87,6 +93,13 @@ def test_dispatch_ragged_dot(
     group = open_group(SIZE)
     with pytest.raises(error, match=f"^dispatch_ragged_dot: {message}"):
         trace(group, lambda: first(group, **changes))
+
+
+def test_an_activation_of_another_shape(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    message = r"activation must return an array of the shape \(24, 8\) that it is given, got float32\[24,1\]"
+    with pytest.raises(ValueError, match=f"^dispatch_ragged_dot: {message}"):
+        trace(group, lambda: first(group, rhs=(FIRST, FIRST), activation=lambda x: x[:, :1]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What `moe_mlp` asks of its arguments."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax_ep._core.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.float8 import check_weights
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens
-from jax_ep.ops.moe_fused.types import ACTIVATIONS
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, elementwise
 
 Experts = jax.Array | Float8Weights
 
@@ -140,7 +139,7 @@ def check_activation(op: str, activation: Any, gated: Any) -> tuple[Any, Any]:
             raise TypeError(f"{op}: gated must be None or a function of two arrays, got {gated!r}")
         if activation is not jax.nn.silu:
             raise ValueError(f"{op}: activation must be left out where gated is given, got {activation!r}")
-        return activation, _elementwise(op, "gated", gated)
+        return activation, elementwise(op, "gated", gated)
     if isinstance(activation, str):
         checks.check_one_of(op, "activation", activation, tuple(ACTIVATIONS))
         return activation, None
@@ -148,16 +147,4 @@ def check_activation(op: str, activation: Any, gated: Any) -> tuple[Any, Any]:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise TypeError(f"{op}: activation must be a function or one of {names}, got {activation!r}")
     known = any(activation is function for function in ACTIVATIONS.values())
-    return activation if known else _elementwise(op, "activation", activation), None
-
-
-def _elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*operands: jax.Array) -> Any:
-        made, shape = function(*operands), operands[0].shape
-        if not isinstance(made, checks.ARRAYS) or made.shape != shape:
-            raise ValueError(
-                f"{op}: {name} must return an array of the shape {shape} that it is given, got {checks.describe(made)}"
-            )
-        return made
-
-    return checked
+    return activation if known else elementwise(op, "activation", activation), None

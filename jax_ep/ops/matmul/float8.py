@@ -48,11 +48,18 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
 
 
 def dequantize(quantized: Float8Rows | Float8Weights, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """The rows or weights that `quantize_rows` or `quantize_weights` was given, as far as float8 holds them."""
+    """The rows or weights that `quantize_rows` or `quantize_weights` was given, as far as float8 holds them.
+
+    Raises:
+      TypeError: `quantized` is neither, or `dtype` is none of floats.
+    """
+    result = checks.canonical_dtype("dequantize", "dtype", dtype)
+    if result is None or not jnp.issubdtype(result, jnp.floating):
+        raise TypeError(f"dequantize: dtype must be one of floats, got {dtype!r}")
     if isinstance(quantized, Float8Rows):
-        return float8.dequantize_rows(quantized, dtype)
+        return float8.dequantize_rows(quantized, result)
     if isinstance(quantized, Float8Weights):
-        return float8.dequantize_weights(quantized, dtype)
+        return float8.dequantize_weights(quantized, result)
     raise TypeError(f"dequantize: quantized must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
 
 

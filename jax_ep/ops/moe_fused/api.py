@@ -26,6 +26,7 @@ from jax_ep.ops.moe_fused.types import (
     Precision,
     Rows,
     activated,
+    elementwise,
     gate_and_up,
 )
 
@@ -131,6 +132,9 @@ def dispatch_beside(
     check_group(op, group)
     in_float8 = _in_float8(op, precision, *(rhs if _is_pair(rhs) else (rhs,)))
     _check_fused_precision(op, implementation, precision, in_float8=in_float8)
+    if in_float8:
+        checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
+        check_blocks(op, "the rows of tokens", tokens.shape[1:])
     config = dispatch_config(
         op,
         tokens,
@@ -166,7 +170,7 @@ def dispatch_beside(
     else:
         out, dispatched = unfused.dispatch_dot(call, tokens, expert_ids, weights, matrices)
     if name is None and function is not None:
-        out = activated(function, *gate_and_up(out))
+        out = activated(elementwise(op, "activation", function), *gate_and_up(out))
     elif name is None and len(matrices) == 1:
         (out,) = out
     return out, dispatched, beside
@@ -252,7 +256,7 @@ def combine_beside(
 
 def _in_float8(op: str, precision: Any, *operands: Any) -> bool:
     """Whether the product is of float8 operands: because one is, or because that is asked for."""
-    if precision is not None and precision != "float8":
+    if precision is not None and not (isinstance(precision, str) and precision == "float8"):
         raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
     return precision is not None or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core import checks
 from jax_ep._core.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import DispatchCall
@@ -52,6 +53,20 @@ def gate_and_up(products: Products) -> Products:
 def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """activation(gate) * up, in the dtype of `gate` however the activation promotes."""
     return (activation(gate) * up).astype(gate.dtype)
+
+
+def elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function of arrays of one shape, which raises ValueError where it returns another one."""
+
+    def checked(*operands: jax.Array) -> Any:
+        made, shape = function(*operands), operands[0].shape
+        if not isinstance(made, checks.ARRAYS) or made.shape != shape:
+            raise ValueError(
+                f"{op}: {name} must return an array of the shape {shape} that it is given, got {checks.describe(made)}"
+            )
+        return made
+
+    return checked
 
 
 def outcome(activation: ActivationName | None, products: Products) -> Any:
