@@ -113,10 +113,8 @@ JAX_EP_FN void fill_row(int lane, char* to, uint8_t byte, int64_t bytes) {
   } else if (in_words(to, to, bytes)) {
     const uint64_t pattern = byte * 0x0101010101010101ull;
     auto* target = reinterpret_cast<Word16*>(to);
-    JAX_EP_ROLLED  // a store waits for nothing
-        for (int64_t i = lane; i < bytes / 16; i += Coop::lanes) target[i] = {pattern, pattern};
+    for (int64_t i = lane; i < bytes / 16; i += Coop::lanes) target[i] = {pattern, pattern};
   } else {
-    JAX_EP_ROLLED
     for (int64_t i = lane; i < bytes; i += Coop::lanes) to[i] = static_cast<char>(byte);
   }
 }

@@ -114,28 +114,24 @@ class SparseReduce {
     op_.barrier();
   }
 
-  // First sends what waits for no peer: rows that no other rank holds to where they belong, parts of others to their
-  // owners. Then sums the other rows that this rank owns, into the results of all ranks that want them.
-  JAX_EP_FN void push_and_reduce() {
-    JAX_EP_ROLLED
-    for (int delivered = kParts; delivered <= kSums; ++delivered) {
-      const bool pushes = delivered == kParts;
-      if (!pushes && landing_.has_room()) op_.wait_delivered(kParts);
-      if (!op_.ok()) return;
-      op_.enter(pushes ? Phase::send : Phase::reduce);
-      for_each_row([&] { return pushes ? op_.ask_for_push_ticket() : op_.ask_for_ticket(); },
-                   [&](const Row& row) { return pushes ? sends(row) : is_shared(row) && row.owner == op_.comm.rank; },
-                   [&](const Row& row) {
-                     if (pushes && is_shared(row))
-                       send_part(row);
-                     else
-                       sum(row);
-                   },
-                   [&](const Row& row) {
-                     if (pushes) count_rows(row);
-                   });
-      op_.deliver(delivered, 1, op_.coop.count);  // behind kSums no peer's rows are read any more
-    }
+  // Sends what waits for no peer: rows that no other rank holds to where they belong, parts of others to their owners.
+  JAX_EP_FN void push() {
+    if (!op_.ok()) return;
+    op_.enter(Phase::send);
+    for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
+                 [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
+    op_.deliver(kParts, 1, op_.coop.count);
+  }
+
+  // Sums the other rows that this rank owns, into the results of all ranks that want them.
+  JAX_EP_FN void reduce() {
+    if (landing_.has_room()) op_.wait_delivered(kParts);
+    if (!op_.ok()) return;
+    op_.enter(Phase::reduce);
+    for_each_row([&] { return op_.ask_for_ticket(); },
+                 [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
+                 [&](const Row& row) { sum(row); }, [](const Row&) {});
+    op_.deliver(kSums, 1, op_.coop.count);  // and no peer's rows are read any more
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
@@ -238,7 +234,8 @@ class SparseReduce {
     const bool held_here = row.held.ranks >> op_.comm.rank & 1;
     return landing_.has_room() && held_here && row.owner != op_.comm.rank && (kFloats || !row.held.crowded);
   }
-  JAX_EP_FN void send_part(const Row& row) {
+  JAX_EP_FN void send(const Row& row) {
+    if (!is_shared(row)) return sum(row);
     char* there = landing_.claim(row.owner, row.slot);
     if (!there) return;  // the owner will fetch it
     sums_.sum(line_up<const T>(op_.coop, 1, [&](int) { return own_term(row.slot); }),
@@ -300,7 +297,8 @@ JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
   op.post(posted(args, op.comm.size));
   op.wait_posted();
   if (full < 0) {
-    reduction.push_and_reduce();
+    reduction.push();
+    reduction.reduce();
     reduction.pad();
     reduction.wait();
   } else if (op.ok() && op.coop.index == 0 && op.coop.lane == 0) {
