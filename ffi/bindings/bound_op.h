@@ -34,14 +34,14 @@ struct BoundOp {
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 
-// Each family instantiates it in a file of its own: on the CPU that holds the kernels, and a compiler takes long.
+// Instantiated in bindings/rows.cc and matmul.cc: on the CPU those hold the kernels, and a compiler takes long.
 template <class Args>
 BoundOp bind();
 
 // The products with a collective, where the library has them: bindings/matmul.cc, or else no_matmul.cc.
 std::vector<BoundOp> bind_products();
 
-// The ops that need no group of ranks, where the library knows them: bindings/alone.cc, or else no_matmul.cc.
+// The ops that need no group of ranks, where the library knows them: bindings/matmul.cc, or else no_matmul.cc.
 std::vector<BoundOp> bind_alone();
 
 }  // namespace jax_ep
