@@ -22,7 +22,7 @@ auto choose_kernel(const Args& args, Run run) {
   return run(args);
 }
 
-// Whether a kernel is compiled for no format of values.
+// Whether a kernel looks at no values.
 template <class Args>
 inline constexpr bool kIsBlind = false;
 #define JAX_EP_IS_BLIND(Args) \

@@ -37,8 +37,7 @@ enum class OpKind : int32_t {
 #define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_PRODUCT_OPS(X)
 
 // The kernels of the ops on rows, most of which have one; choose_kernel in kernels/kernels.h knows the others. Those
-// that look at values are compiled for each dtype, and those that are blind once: they move bytes. Dispatches that
-// encode tokens are compiled once, too, with code for each dtype where they do.
-#define JAX_EP_VALUE_KERNELS(X) X(CombineArgs) X(LongCombineArgs) X(SparseReduceArgs)
-#define JAX_EP_BLIND_KERNELS(X) \
-  X(PlainDispatchArgs) X(EncodedDispatchArgs) X(Float8DispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)
+// that look at values are compiled for each dtype, and those that are blind once: they move bytes.
+#define JAX_EP_VALUE_KERNELS(X) \
+  X(EncodedDispatchArgs) X(Float8DispatchArgs) X(CombineArgs) X(LongCombineArgs) X(SparseReduceArgs)
+#define JAX_EP_BLIND_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

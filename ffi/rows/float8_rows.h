@@ -77,11 +77,11 @@ JAX_EP_FN int apart_message_values(int hidden) {
   return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 
-// Returns how many values leave as one batch: a whole row, or as many messages as leave room for two to read, of values
-// of so many bytes.
-JAX_EP_FN int apart_put_values(const Coop& coop, int hidden, int value_bytes) {
+// Returns how many values leave as one batch: a whole row, or as many messages as leave room for two to read.
+template <class T>
+JAX_EP_FN int apart_put_values(const Coop& coop, int hidden) {
   const int message = apart_message_values(hidden),
-            room = coop.shared_bytes - kBarrierBytes - 2 * message * value_bytes;
+            room = coop.shared_bytes - kBarrierBytes - 2 * message * int(sizeof(T));
   return smaller(hidden, larger(1, room / (wire_message_bytes(message) + 16)) * message);
 }
 

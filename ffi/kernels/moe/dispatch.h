@@ -222,6 +222,7 @@ class EncodedDispatch {
 };
 
 // Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own too.
+template <class T>
 class Float8Dispatch {
  public:
   JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
@@ -229,14 +230,27 @@ class Float8Dispatch {
         args_(args),
         landing_(op, args, 1),
         message_values_(apart_message_values(args.hidden)),
-        put_values_(apart_put_values(op.coop, args.hidden, size_of(args.dtype))),
-        stream_(op.coop, message_values_ * size_of(args.dtype), true, stage_bytes()),
+        put_values_(apart_put_values<T>(op.coop, args.hidden)),
+        stream_(op.coop, message_values_ * static_cast<int>(sizeof(T)), true, stage_bytes()),
         writer_(op.coop, stage_bytes(), true, 1) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
-    if (args_.dtype == DType::float32) return push_from<float>(tokens);
-    if (args_.dtype == DType::bfloat16) return push_from<BFloat16>(tokens);
-    push_from<Float16>(tokens);
+    MessageStream<T, EncodeApart<T>> encoder(
+        op_.coop, args_.hidden, stream_,
+        {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
+    const auto begin = [&](int token, auto packed) {
+      Spot spot{};
+      int found = -1;  // for which assignment: values and scales are asked for in turn
+      const auto at = [&](int k) {
+        if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
+        found = k;
+        return spot;
+      };
+      const auto values = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).values); });
+      const auto scales = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).scales); });
+      encoder.begin(token_at<T>(args_, token), apart(values, scales));
+    };
+    push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
@@ -262,27 +276,6 @@ class Float8Dispatch {
   }
 
  private:
-  template <class T>
-  JAX_EP_FN void push_from(const RoutedTokens& tokens) {
-    MessageStream<T, EncodeApart<T>> encoder(
-        op_.coop, args_.hidden, stream_,
-        {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
-    // In line: as a call it would find what it captures in memory.
-    const auto begin = [&](int token, auto packed) __attribute__((always_inline)) {
-      Spot spot{};
-      int found = -1;  // for which assignment: values and scales are asked for in turn
-      const auto at = [&](int k) {
-        if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
-        found = k;
-        return spot;
-      };
-      const auto values = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).values); });
-      const auto scales = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).scales); });
-      encoder.begin(token_at<T>(args_, token), apart(values, scales));
-    };
-    push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
-  }
-
   JAX_EP_FN int stage_bytes() const { return align_up(wire_message_bytes(put_values_), 128); }
 
   Op& op_;
@@ -307,36 +300,30 @@ JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args, Expand expand) {
 }
 
 template <class Dispatch>
-JAX_EP_FN void send_by(Op& op, const DispatchArgs& args) {
-  send_tokens<Dispatch>(op, args, [](Dispatch& dispatch) { dispatch.expand(); });
-}
-JAX_EP_FN void send_encoded(Op& op, const DispatchArgs& args) {
-  if (args.dtype == DType::float32) return send_by<EncodedDispatch<float>>(op, args);
-  if (args.dtype == DType::bfloat16) return send_by<EncodedDispatch<BFloat16>>(op, args);
-  send_by<EncodedDispatch<Float16>>(op, args);
-}
-
-template <void (*kSend)(Op&, const DispatchArgs&)>
 JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const Coop& coop) {
   Op op(comm, coop, OpKind::dispatch);
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
   post_dispatch(op, args);
-  args.few ? FewRouter(op, args).route() : Router(op, args).route();
+  if (args.few)
+    FewRouter(op, args).route();
+  else
+    Router(op, args).route();
   op.wait_posted();
-  kSend(op, args);
+  send_tokens<Dispatch>(op, args, [](Dispatch& dispatch) { dispatch.expand(); });
   op.finish(results);
 }
 
 JAX_EP_FN void run_kernel(const Comm& comm, const PlainDispatchArgs& args, const Coop& coop) {
-  route_and_send<send_by<PlainDispatch>>(comm, args, coop);
+  route_and_send<PlainDispatch>(comm, args, coop);
 }
-// Compiled once, too: routing is long, and only the rest looks at values.
+template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const EncodedDispatchArgs& args, const Coop& coop) {
-  route_and_send<send_encoded>(comm, args, coop);
+  route_and_send<EncodedDispatch<T>>(comm, args, coop);
 }
+template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const Float8DispatchArgs& args, const Coop& coop) {
-  route_and_send<send_by<Float8Dispatch>>(comm, args, coop);
+  route_and_send<Float8Dispatch<T>>(comm, args, coop);
 }
 
 // The kernel of a dispatch: one for each way that tokens travel.

@@ -1,4 +1,4 @@
-// The kernels of the ops on rows, for the files that instantiate them: one for each dtype, as a compiler takes long
+// The kernels of the ops on rows, for the files that instantiate them: one for each dtype, as a compiler takes a minute
 // for it, and kernels.cu.
 #pragma once
 

@@ -1,5 +1,4 @@
-// The kernels that are compiled once for all dtypes, and how those of any op are started; the others are in
-// row_kernels_*.cu.
+// The kernels that look at no values, and how those of any op are started; the others are in row_kernels_*.cu.
 #include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
