@@ -12,7 +12,7 @@ from jax_ep._core.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.float8 import check_weights
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, elementwise
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, elementwise, wants_float8
 
 Experts = jax.Array | Float8Weights
 
@@ -119,13 +119,11 @@ def check_shared(op: str, tokens: jax.Array, shared: Any) -> None:
 def check_precision(
     op: str, precision: Any, wire_dtype: DTypeLike | None, gate: Experts, up: Experts | None, down: Experts
 ) -> None:
-    if precision is None:
+    if not wants_float8(op, precision):
         for name, matrix in (("gate", gate), ("up", up), ("down", down)):
             if isinstance(matrix, Float8Weights):
                 raise TypeError(f"{op}: {name} must be an array unless precision='float8', got Float8Weights")
         return
-    if not isinstance(precision, str) or precision != "float8":
-        raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
     if checks.canonical_dtype(op, "wire_dtype", wire_dtype) not in (None, np.dtype(jnp.float8_e4m3fn)):
         raise ValueError(f"{op}: wire_dtype must be None or float8_e4m3fn with precision='float8', got {wire_dtype!r}")
     if any(size % BLOCK for size in down.shape[1:]):

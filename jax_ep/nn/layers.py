@@ -202,17 +202,17 @@ def moe_mlp(
         multiply = float8_ragged_dot
     where: dict[str, Any] = {"group": group, "implementation": implementation}
 
-    hidden = beside = None
+    hidden = None  # of the shared expert: if apart, two products beside the dispatch, the third beside the combine
     if shared is not None:
         hidden = glu(jnp.dot(tokens, shared[0]), jnp.dot(tokens, shared[1])).astype(tokens.dtype)
-        beside = hidden if apart else None  # two products beside the dispatch, the third beside the combine
+    beside = hidden if apart else None
 
     matrices = (gate,) if up is None else (gate, up)
     products: Any  # by gate and up, or what the fused op made of them
     if one_by_one:
         rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
         if beside is not None:
-            rows, hidden = _both(rows, beside)
+            rows, beside = _both(rows, beside)
         if weigh_inputs:
             rows, routing = _weighed(rows, routing)
         products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
@@ -222,7 +222,7 @@ def moe_mlp(
         products, (_, sizes, routing), beside = dispatch_beside(
             tokens, expert_ids, weights, rhs, beside, activation=named, precision=precision, **sending, **where
         )
-        hidden = hidden if beside is None else beside
+    hidden = beside if apart else hidden
     inner = products
     if activates:
         of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))

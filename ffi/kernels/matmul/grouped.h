@@ -22,6 +22,12 @@ struct GroupedSpec : AloneDefaults {
     visit("groups", nullptr, &Args::groups);
   }
   template <class Args>
+  static const char* fault_of_operands(const Args& x) {
+    if (x.dtype == DType::float32) return "dtype must be bfloat16 or float16";
+    if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
+    return nullptr;
+  }
+  template <class Args>
   static const char* fault_of_sizes(const Args& x) {
     return x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1 ? "m, n, k and groups must be at least 1" : nullptr;
   }
@@ -120,8 +126,7 @@ struct OpSpec<GatedDotArgs> : GroupedSpec {
   }
   static void complete(Args& x, int, bool) { x.up_column = x.columns - x.n; }
   static const char* fault(const Args& x, int) {
-    if (x.dtype == DType::float32) return "dtype must be bfloat16 or float16";
-    if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
+    if (const char* const fault = fault_of_operands(x)) return fault;
     if (x.columns != x.n && x.columns != int64_t{2} * x.n) return "columns must be n or 2 n";
     return fault_of_sizes(x);
   }
@@ -153,8 +158,7 @@ struct OpSpec<SummedDotArgs> : GroupedSpec {
     sizes<Args>(visit);
   }
   static const char* fault(const Args& x, int) {
-    if (x.dtype == DType::float32) return "dtype must be bfloat16 or float16";
-    if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
+    if (const char* const fault = fault_of_operands(x)) return fault;
     return fault_of_sizes(x);
   }
 

@@ -39,11 +39,8 @@ std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) 
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   const auto* const chosen = with_operand(x.dtype, [&](auto in) { return find(kKernels<decltype(in)>, x.activation); });
   if (!chosen) return "no such activation";
-  cudaError_t error = cudaMemsetAsync(x.counter, 0, sizeof(uint32_t), stream);
-  if (error == cudaSuccess)
-    error = start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.rows, maps.gate, maps.up,
-                  x.up_column, x.out_data, x.counter, problem);
-  return describe_error(error);
+  return start_counted(*chosen, config.blocks, stream, x.counter, maps.rows, maps.gate, maps.up, x.up_column,
+                       x.out_data, x.counter, problem);
 }
 
 cudaError_t load_gated() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }

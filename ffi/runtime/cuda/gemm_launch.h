@@ -106,4 +106,13 @@ cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, c
   return cudaLaunchKernelEx(&launch, kernel, arguments...);
 }
 
+// Starts a kernel whose clusters take tiles off a counter, among the arguments, which is cleared before.
+template <class Kernel, class... Key, class... Arguments>
+std::optional<std::string> start_counted(const Variant<Kernel, Key...>& chosen, int blocks, cudaStream_t stream,
+                                         uint32_t* counter, const Arguments&... arguments) {
+  cudaError_t error = cudaMemsetAsync(counter, 0, sizeof(uint32_t), stream);
+  if (error == cudaSuccess) error = start(chosen.kernel, blocks, chosen.shared_bytes, stream, arguments...);
+  return describe_error(error);
+}
+
 }  // namespace jax_ep::gemm

@@ -38,12 +38,9 @@ std::optional<std::string> launch_swapped(const Arguments& x, const Config& conf
   if (!chosen) return kNotCompiled;
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  cudaError_t error = cudaMemsetAsync(x.counter, 0, sizeof(uint32_t), stream);
   const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
-  if (error == cudaSuccess)
-    error = start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.rows, maps.weights, maps.out,
-                  x.out_data, x.counter, problem);
-  return describe_error(error);
+  return start_counted(*chosen, config.blocks, stream, x.counter, maps.rows, maps.weights, maps.out, x.out_data,
+                       x.counter, problem);
 }
 
 cudaError_t load_swapped() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }

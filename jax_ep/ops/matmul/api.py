@@ -114,16 +114,16 @@ def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -
 
     For backward passes, here and in other families: the operands vary over the same mesh axes. So for `rhs_gradient`.
     """
-
     cotangent, rhs, group_sizes = batched_alike(cotangent, rhs, group_sizes)
-
-    def by_xla(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
-
     if not _core_takes(cotangent, rhs, group_sizes, rhs.dtype):
-        return by_xla(cotangent, rhs, group_sizes)
+        return _by_transposed(cotangent, rhs, group_sizes)
     core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
-    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
+    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=_by_transposed)
+
+
+def _by_transposed(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`lhs_gradient` by XLA."""
+    return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
 
 
 def add_lhs_gradients(
@@ -155,10 +155,8 @@ def _sums_in_core(cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...],
 def _summed(
     first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """What the kernel computes, in plain JAX."""
-    return jax.lax.ragged_dot(first, first_rhs.swapaxes(1, 2), group_sizes) + jax.lax.ragged_dot(
-        second, second_rhs.swapaxes(1, 2), group_sizes
-    )
+    """What the kernel computes, by XLA."""
+    return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
 def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from jax_ep.ops.moe_fused.types import (
     activated,
     elementwise,
     gate_and_up,
+    wants_float8,
 )
 
 
@@ -256,9 +257,7 @@ def combine_beside(
 
 def _in_float8(op: str, precision: Any, *operands: Any) -> bool:
     """Whether the product is of float8 operands: because one is, or because that is asked for."""
-    if precision is not None and not (isinstance(precision, str) and precision == "float8"):
-        raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
-    return precision is not None or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
+    return wants_float8(op, precision) or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
 
 
 def _check_fused_precision(op: str, implementation: str, precision: Any, *, in_float8: bool) -> None:

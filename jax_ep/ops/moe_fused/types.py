@@ -45,6 +45,13 @@ class LastCall(NamedTuple):
     fused: bool = False  # by one kernel
 
 
+def wants_float8(op: str, precision: Any) -> bool:
+    """Whether `precision` asks for products in float8. Raises ValueError where it is neither that nor None."""
+    if precision is not None and not (isinstance(precision, str) and precision == "float8"):
+        raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
+    return precision is not None
+
+
 def gate_and_up(products: Products) -> Products:
     """Gate and up, of two products or of one with the columns of gate in front."""
     return products if len(products) == 2 else tuple(jnp.split(products[0], 2, axis=1))

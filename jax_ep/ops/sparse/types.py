@@ -109,9 +109,7 @@ class SparseRows:
             raise ValueError(
                 f"{op}: values must have as many rows as indices, {self.indices.shape[0]}, got {self.values.shape}"
             )
-        checks.check_int(op, "num_rows", self.num_rows)
-        if self.num_rows >= 2**31:
-            raise ValueError(f"{op}: num_rows must be below 2**31, got {self.num_rows}")
+        checks.check_int(op, "num_rows", self.num_rows, below_32_bits=True)
         for name in ("count", "ignored", "dropped"):
             checks.check_shape(op, name, getattr(self, name), (), "[]")
             checks.check_dtype(op, name, getattr(self, name), (np.dtype(np.int32),))
