@@ -12,13 +12,12 @@ namespace jax_ep::gemm {
 struct TwoProducts {
   static constexpr int kColumns = kTileColumns, kTerms = 2;
   static constexpr bool kMn = false;
-  const CUtensorMap &first_rows, &first, &second_rows, &second;
+  OneMatrix<kMn> first, second;
 
-  JAX_EP_FN const CUtensorMap& rows(int term) const { return term == 0 ? first_rows : second_rows; }
-  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return slices_of_one(problem, tile); }
+  JAX_EP_FN const CUtensorMap& rows(int term) const { return (term == 0 ? first : second).row_map; }
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return first.slices(problem, tile); }
   JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, uint64_t* full) const {
-    load_slices<kMn, kSlicesA>(to, term == 0 ? first : second, tile.col, k, tile.group, slices, /*once=*/false,
-                               /*shared=*/false, 0, full);
+    (term == 0 ? first : second).load(to, tile, term, k, slices, full);
   }
 };
 
@@ -47,7 +46,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                   const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
                   const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<T>(memory, TwoProducts{first_rows, first, second_rows, second},
+  multiply_swapped<T>(memory, TwoProducts{{first_rows, first}, {second_rows, second}},
                       StoreThenAdd<T>{out_map, static_cast<T*>(out)}, counter, problem);
 }
 

@@ -66,11 +66,6 @@ class TakenTiles {
   Position<TileQueue::kAhead> at_;
 };
 
-// How many slices of 64 columns a tile has, if both warpgroups take columns of one matrix: warpgroup i the i-th slice.
-JAX_EP_FN int slices_of_one(const Problem& problem, const RowTile& tile) {
-  return larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));
-}
-
 // One matrix of weights per group: 128 columns, stored [k, n] if kStoredKN.
 template <bool kStoredKN>
 struct OneMatrix {
@@ -80,7 +75,10 @@ struct OneMatrix {
   const CUtensorMap &row_map, &map;
 
   JAX_EP_FN const CUtensorMap& rows(int /*term*/) const { return row_map; }
-  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return slices_of_one(problem, tile); }
+  // How many slices of 64 columns the tile has; warpgroup i multiplies the i-th.
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
+    return larger(0, smaller(ceil_div(problem.n - tile.col, kSlice), kSlicesA));
+  }
   JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, uint64_t* full) const {
     load_slices<kMn, kSlicesA>(to, map, tile.col, k, tile.group, slices, /*once=*/false, /*shared=*/false, 0, full);
   }
