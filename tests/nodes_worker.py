@@ -61,7 +61,8 @@ def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **o
     capacity = out.tokens.shape[1]
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity, alignment=alignment, fp8=fp8)
     test_nodes.assert_flat(test_nodes.flat(out, group), expected, float8=fp8)
-    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+    arrived = out.tokens if fp8 else expected.tokens  # XLA's division may round a value to the other neighbour
+    helpers.assert_combined(combined, arrived, expected.targets, case.weights, roundings=3)
     group.check()
 
 
