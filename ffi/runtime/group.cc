@@ -55,21 +55,9 @@ void Group::open_line(int line, bool poison) {
     memory_.push_back(allocate_on_host(sizeof(Report), id_));
     comms_.back().report = static_cast<Report*>(memory_.back().get());
     comms_.back().own_heap = heap(seat);
-    comms_.back().heaps = heaps_for(seat);
+    std::copy_n(&heaps_[seat.line * size()], size(), comms_.back().heaps);
     if (sharing_) peer_offsets_[index_of(seat)] = std::make_unique<PeerOffsets>(device_of(seat), id_);
   }
-}
-
-Heaps Group::heaps_for(Seat seat) {
-  Heaps heaps{};
-  Heap* const* const all = &heaps_[seat.line * size()];
-  std::copy_n(all, std::min(size(), kNearRanks), heaps.near);
-  if (size() <= kNearRanks) return heaps;
-  memory_.push_back(allocate_on_device(device_of(seat), size() * sizeof(Heap*), id_));
-  auto* const table = static_cast<Heap**>(memory_.back().get());
-  copy_array(device_of(seat), table, all, size());
-  heaps.all = table;
-  return heaps;
 }
 
 void* Group::make_heap(Seat seat) {

@@ -129,7 +129,6 @@ class Group {
   std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
   void* make_heap(Seat seat);
-  Heaps heaps_for(Seat seat);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
   Region staging(Seat seat, int mail_index, std::size_t bytes);

@@ -77,7 +77,7 @@ int main() {
   for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
   jax_ep::matmuls({0, 1, 2, 3}, 12);
   jax_ep::matmuls({0, 1}, 12);
-  jax_ep::matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1);  // more than kNearRanks
+  jax_ep::matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1);
   for (int i = 0; i < 3; ++i) jax_ep::lost_matmul_rank();
   for (const int tokens : {0, 1, 40, jax_ep::kMostTokens}) jax_ep::dots(tokens, 3);
   for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_dots(jax_ep::kMostTokens, late);

@@ -93,7 +93,8 @@ cudaError_t load_all(const Tables&... tables) {
 template <class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, cudaStream_t stream,
                   const Arguments&... arguments) {
-  static_assert(parameter_bytes<Parameters...>() <= kMostParameterBytes);
+  constexpr std::size_t kMapBytes = (std::is_same_v<Parameters, CUtensorMap> + ... + 0) * sizeof(CUtensorMap);
+  static_assert(parameter_bytes<Parameters...>() - kMapBytes <= kMostParameterBytes, "no coop reads tensor maps");
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(blocks);
   launch.blockDim = dim3(kThreads);

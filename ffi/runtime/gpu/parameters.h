@@ -1,5 +1,5 @@
-// How much a launch hands over: whatever the number of ranks, as it copies its parameters, and all coops read them from
-// cold memory.
+// How much a launch hands over beside tensor maps: whatever the number of ranks, as it copies its parameters, and all
+// coops read them from cold memory.
 #pragma once
 
 #include <cstddef>
