@@ -20,7 +20,7 @@ constexpr int kSenderRules = 4;
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  int async_percent = 18;  // 24 of 132, for ops that run beside products: a choice, not timed
+  int async_percent = 36;  // 48 of 132, for ops that run beside products: bench overlap, with --max-sms 24 too
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
   SenderRule dispatch[kSenderRules] = {{31, 3, 3}, {1 << 30, 2, 2}};
   SenderRule dispatch_float8[kSenderRules] = {{32, 5, 5}, {64, 4, 2}, {1 << 30, 3, 2}};
