@@ -76,9 +76,9 @@ def dispatch_ragged_dot(
       group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for
         `jax_ep.dispatch`.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the dispatch and the
-        product, that with gate of a pair, are one kernel, timed on one GPU alone, and not what "auto" takes. It
-        needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU, where it is slow,
-        for tests. The group must be of one node, and `wire_dtype` and `precision` None.
+        product, that with gate of a pair, are one kernel, slower than the chain on one GPU and on two, and not what
+        "auto" takes. It needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU,
+        where it is slow, for tests. The group must be of one node, and `wire_dtype` and `precision` None.
 
     Returns:
       [C, N] in the dtype of `tokens`, or [C, F] of a gated unit, or of a pair without an activation both products; zero
