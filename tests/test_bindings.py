@@ -257,7 +257,7 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]], tupl
         ("float16", (2, 24, 8)),
     ),
     "gated_matmul": (
-        {"dtype": "bfloat16", "activation": "silu", "columns": 16},
+        {"dtype": "bfloat16", "activation": "silu", "keeps_products": False, "columns": 16},
         [("bfloat16", (3, 16)), ("bfloat16", (2, 16, 16)), ("bfloat16", (2, 16, 16)), ("int32", (2,))],
         ("bfloat16", (3, 8)),
     ),

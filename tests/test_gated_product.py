@@ -1,5 +1,6 @@
 """Gated units in one kernel, on Hopper: to the bit the products and the activation one after the other, as XLA does."""
 
+from functools import partial
 from typing import Any
 
 import helpers
@@ -12,6 +13,7 @@ from helpers import DTYPES
 
 from jax_ep import dispatch_ragged_dot, lax
 from jax_ep._core import ffi, gemm
+from jax_ep.ops.matmul import kernels
 
 pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
@@ -86,7 +88,24 @@ def test_shapes(
 
 
 @on_hopper
-def test_the_kernel_is_for_forward_passes_alone(open_group: OpenGroup) -> None:
+@pytest.mark.parametrize("one_matrix", [False, True])
+@pytest.mark.parametrize(("rows", "hidden", "width"), [(5, 8, 8), (300, 136, 72), (1500, 264, 328)])
+def test_kept_products(rows: int, hidden: int, width: int, one_matrix: bool, rng: np.random.Generator) -> None:
+    """The bits of the products alone."""
+    lhs = rng.standard_normal((rows, hidden)).astype(DTYPES[0])
+    gate, up = (rng.standard_normal((2, EXPERTS, hidden, width)) / hidden**0.5).astype(DTYPES[0])
+    sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.3, 0.2]).astype(np.int32)
+    rhs = (np.concatenate([gate, up], axis=2),) if one_matrix else (gate, up)
+    out, kept = jax.jit(partial(kernels.gated_matmul, activation="relu", keep_products=True))(lhs, sizes, *rhs)
+    assert [x.shape for x in kept] == [(rows, x.shape[2]) for x in rhs]
+    for product, matrix in zip(kept, rhs, strict=True):
+        assert_same_bits(np.asarray(product), np.asarray(jax.jit(lax.ragged_dot)(lhs, matrix, sizes)))
+    of_gate, of_up = map(helpers.wide, kept if len(kept) == 2 else np.split(np.asarray(kept[0]), 2, axis=1))
+    assert_same_bits(np.asarray(out), (np.maximum(of_gate, 0) * of_up).astype(DTYPES[0]))
+
+
+@on_hopper
+def test_one_kernel_with_a_gradient_too(open_group: OpenGroup) -> None:
     group = open_group(1)
     tokens, ids = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.zeros((1, 8, 1), jnp.int32)
     gate = up = jnp.ones((1, 1, 16, 16), jnp.bfloat16)
@@ -100,11 +119,10 @@ def test_the_kernel_is_for_forward_passes_alone(open_group: OpenGroup) -> None:
         tokens, ids, *matrices = operands
         return jax.grad(lambda t, g, u: forward(t, ids, g, u).astype(jnp.float32).sum())(tokens, *matrices)
 
-    texts = [
-        helpers.per_rank(program, group.mesh).lower(tokens, ids, gate, up).as_text() for program in (forward, gradient)
-    ]
-    assert ["jax_ep_gated_matmul" in text for text in texts] == [True, False]
-    assert texts[0].count("jax_ep_grouped_matmul") == 0
+    for program in (forward, gradient):
+        text = helpers.per_rank(program, group.mesh).lower(tokens, ids, gate, up).as_text()
+        assert "jax_ep_gated_matmul" in text
+        assert "jax_ep_grouped_matmul" not in text
 
 
 @pytest.mark.parametrize(
@@ -113,3 +131,10 @@ def test_the_kernel_is_for_forward_passes_alone(open_group: OpenGroup) -> None:
 def test_which_contractions_are_split(shape: tuple[int, int, int, int], splits: bool) -> None:
     """Long ones of few tiles: rows, columns, contraction, groups, on 132 SMs."""
     assert ffi.library("cpu").splits_contraction(*shape, 132) is splits
+
+
+@pytest.mark.parametrize(("columns", "kept"), [(8, {"of_gate": [3, 8], "of_up": [3, 8]}), (16, {"of_gate": [3, 16]})])
+def test_products_that_are_kept(columns: int, kept: dict[str, list[int]]) -> None:
+    settings = {"dtype": "bfloat16", "activation": "silu", "m": 3, "n": 8, "k": 16, "groups": 2, "columns": columns}
+    _, types = ffi.library("cpu").call_types("gated_matmul", 1, keeps_products=True, **settings)
+    assert {name: shape for name, _, shape, _ in types[1:-1]} == kept

@@ -1,4 +1,4 @@
-"""dispatch_ragged_dot and ragged_dot_combine against the chain of unfused ops, to the bit, and against numpy."""
+"""dispatch_ragged_dot and ragged_dot_combine against numpy, and against the chain of unfused ops where it has more."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,114 +12,31 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
-from helpers import BIG, DTYPES, Case
+from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
+from layer_cases import (
+    EXPERTS,
+    HIDDEN,
+    ROUTINGS,
+    ROWS,
+    SIZE,
+    TOKENS,
+    TOP_K,
+    WIDTH,
+    Body,
+    assert_near,
+    assert_same_bits,
+    chain,
+    draw,
+    everything,
+    fused,
+    one_expert_gets_all,
+    with_gradient,
+    zipf,
+)
 from moe_oracle import Layer
 
-from jax_ep import CapacityError, Group, Implementation, combine, dispatch, dispatch_ragged_dot, lax, ragged_dot_combine
-
-SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
-ROWS = SIZE * TOKENS * TOP_K  # so many can arrive at one rank
-
-Body = Callable[..., jax.Array]
-
-
-def fused(group: Group, implementation: Implementation, activation: Any = "silu", **options: Any) -> Body:
-    """On one rank, (tokens, ids, weights, gate, up, down) -> [T, H]."""
-
-    def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-        inner, dispatched = dispatch_ragged_dot(
-            tokens,
-            ids,
-            weights,
-            (gate, up),
-            group=group,
-            num_experts=EXPERTS,
-            activation=activation,
-            implementation=implementation,
-            **options,
-        )
-        return ragged_dot_combine(inner, down, dispatched.routing, group=group, implementation=implementation)
-
-    return layer
-
-
-def chain(group: Group, implementation: Implementation, activation: Any = jax.nn.silu, **options: Any) -> Body:
-    """The layer of unfused ops, differentiated by JAX."""
-    multiply = jax.lax.ragged_dot if implementation == "xla" else lax.ragged_dot
-
-    def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-        rows, sizes, routing = dispatch(
-            tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation, **options
-        )
-        inner = activation(multiply(rows, gate, sizes)) * multiply(rows, up, sizes)
-        return combine(multiply(inner, down, sizes), routing, group=group, implementation=implementation)
-
-    return layer
-
-
-def with_gradient(group: Group, layer: Body) -> Any:
-    """The program (Layer, ids, cotangent) -> (sums, gradient Layer), for all ranks."""
-
-    def both(model: Layer, ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Layer]:
-        out, pull = jax.vjp(lambda m: layer(m.tokens, ids, *m[1:]), model)
-        return out, pull(cotangent)[0]
-
-    return helpers.per_rank(both, group.mesh)
-
-
-def everything(case: Case, rng: np.random.Generator) -> None:
-    """Skips, ids that do not exist, an expert named twice, a rank that sends nothing and one that gets nothing."""
-    case.ids[case.ids // 2 == 1] += 4
-    case.ids[0, 0] = (-1, EXPERTS, BIG)
-    case.ids[1, :, 1] = case.ids[1, :, 0]
-    case.ids[2] = -1
-
-
-def zipf(case: Case, rng: np.random.Generator) -> None:
-    share = 1 / np.arange(1, EXPERTS + 1)
-    for chosen in case.ids.reshape(-1, TOP_K):
-        chosen[:] = rng.choice(EXPERTS, TOP_K, replace=False, p=share / share.sum())
-
-
-def one_expert_gets_all(case: Case, rng: np.random.Generator) -> None:
-    case.ids[:] = 5
-
-
-def everything_skipped(case: Case, rng: np.random.Generator) -> None:
-    case.ids[:] = -1
-
-
-ROUTINGS = (everything, zipf, one_expert_gets_all, everything_skipped)
-
-
-def draw(rng: np.random.Generator, dtype: Any, hidden: int = HIDDEN) -> tuple[Layer, Case, np.ndarray]:
-    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, hidden, np.dtype(dtype))
-    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)
-    return layer, case, rng.standard_normal(case.tokens.shape).astype(dtype)
-
-
-def assert_same_bits(actual: Any, wanted: Any) -> None:
-    for mine, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(helpers.wide(mine), helpers.wide(theirs))
-    assert [x.dtype for x in jax.tree.leaves(actual)] == [x.dtype for x in jax.tree.leaves(wanted)]
-
-
-def assert_near(actual: Any, wanted: Any, unit: float) -> None:
-    """`unit` of the largest value of each array."""
-    for mine, right in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(helpers.wide(mine), right, rtol=0, atol=unit * max(np.abs(right).max(), 1e-6))
-
-
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_of_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    programs = [with_gradient(group, form(group, "ffi", capacity=ROWS)) for form in (fused, chain)]
-    for change in ROUTINGS:
-        layer, case, cotangent = draw(rng, dtype)
-        change(case, rng)
-        assert_same_bits(*(helpers.fetch(program(layer, case.ids, cotangent)) for program in programs))
+from jax_ep import CapacityError, Implementation, dispatch, dispatch_ragged_dot, lax, ragged_dot_combine
 
 
 def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -152,7 +69,8 @@ def test_float8_wire(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Gene
     programs = [with_gradient(group, form(group, "ffi", **options)) for form in (fused, chain)]
     layer, case, cotangent = draw(rng, dtype, hidden=128)
     ours, wanted = (helpers.fetch(program(layer, case.ids, cotangent)) for program in programs)
-    assert_same_bits(ours, wanted)
+    assert_same_bits(ours[0], wanted[0])
+    assert_near(ours[1], jax.tree.map(helpers.wide, wanted[1]), 8 * float(jnp.finfo(dtype).eps))
     if dtype == np.float32:
         rounded = np.array([[oracle.through_fp8(row)[0] for row in rank] for rank in layer.tokens])
         exact = moe_oracle.gated_experts(layer._replace(tokens=rounded), case.ids, cotangent)
@@ -261,7 +179,9 @@ def test_activations(given: Any, function: Any, open_group: OpenGroup, rng: np.r
     layer = layer._replace(**{k: np.concatenate(2 * [getattr(layer, k)], 1) for k in ("gate", "up", "down")})
     ours = with_gradient(group, fused(group, "auto", given))(layer, case.ids, cotangent)
     wanted = with_gradient(group, chain(group, "auto", function or given))(layer, case.ids, cotangent)
-    assert_same_bits(helpers.fetch(ours), helpers.fetch(wanted))
+    ours, wanted = helpers.fetch(ours), helpers.fetch(wanted)
+    assert_same_bits(ours[0], wanted[0])
+    assert_near(ours[1], jax.tree.map(helpers.wide, wanted[1]), 8 * float(jnp.finfo(DTYPES[0]).eps))
 
 
 def under_checkpoint(layer: Body) -> Body:
@@ -302,12 +222,13 @@ def test_in_a_mesh_of_two_axes(
     target = rng.standard_normal(case.tokens.shape).astype(np.float32)
     model = Layer(case.tokens, case.weights, *matrices)
     ours, wanted = (helpers.fetch(gradients(form)(model, case.ids, target)) for form in (fused, chain))
-    assert_same_bits(ours, wanted)
+    assert_same_bits(ours[0], wanted[0])
+    assert_near(ours[1], wanted[1], 1e-5)
 
 
 @pytest.mark.usefixtures("native")
 def test_rows_are_kept_once(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """What the backward pass of a layer holds: rows and the last product, and the width of the experts three times."""
+    """What the backward pass of a layer holds: rows, and the width of the experts three times."""
     group, held = open_group(SIZE), []
 
     def body(model: Layer, ids: jax.Array) -> jax.Array:
@@ -317,7 +238,7 @@ def test_rows_are_kept_once(open_group: OpenGroup, rng: np.random.Generator) -> 
 
     layer, case, _ = draw(rng, np.float32)
     jax.eval_shape(helpers.per_rank(body, group.mesh), layer, case.ids)
-    assert held.count((ROWS, HIDDEN)) == 2
+    assert held.count((ROWS, HIDDEN)) == 1
     assert held.count((ROWS, WIDTH)) == 3
 
 

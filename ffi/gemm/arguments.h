@@ -24,22 +24,24 @@ struct Arguments {
 
 enum class Activation { silu, gelu, relu };  // as in jax.nn, gelu by tanh
 
-// activation(rows x gate) * (rows x up), both products rounded to the dtype before. Row-major arrays without gaps,
-// whose dimensions are multiples of 8.
+// activation(rows x gate) * (rows x up), both products rounded to the dtype before, and kept if `keeps_products`.
+// Row-major arrays without gaps, whose dimensions are multiples of 8.
 struct GatedArguments {
   int m, n, k, groups;
   DType dtype;  // of all, 16-bit
   Activation activation;
+  bool keeps_products;
   const void* rows;       // [m, k]
   const void *gate, *up;  // [groups, k, columns]: the first n of gate, those of up from up_column on
   int columns, up_column;
   void* out_data;              // [m, n]
+  void *of_gate, *of_up;       // if they are kept: [m, columns]; both in of_gate where columns is 2 n
   const int32_t* group_sizes;  // on the device
   uint32_t* counter;           // memory on the device, of this product alone while it runs
 };
 
-// first_rows x first transposed + second_rows x second transposed, both products rounded to the dtype before. Row-major
-// arrays without gaps, whose dimensions are multiples of 8.
+// first_rows x first transposed + second_rows x second transposed, rounded once. Row-major arrays without gaps, whose
+// dimensions are multiples of 8.
 struct SummedArguments {
   int m, n, k, groups;
   DType dtype;                           // of all, 16-bit

@@ -50,23 +50,6 @@ JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, cons
           *reinterpret_cast<const uint4*>(from + swizzled(line, vec));
 }
 
-// As store_lines, but 16-bit values are added to those there, each sum rounded once. A lane adds to what it has stored.
-template <class Out>
-JAX_EP_FN void add_lines(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
-  static_assert(sizeof(Out) == 2);
-  using Pair = std::conditional_t<std::is_same_v<Out, __half>, __half2, __nv_bfloat162>;
-  const int vec = lane & 7;
-#pragma unroll
-  for (int line = lane >> 3; line < kOutRows; line += 4) {
-    if (line >= rows || vec >= vecs) continue;
-    uint4* const there = reinterpret_cast<uint4*>(to + line * row_bytes + vec * 16);
-    uint4 sum = *there, more = *reinterpret_cast<const uint4*>(from + swizzled(line, vec));
-    for (int i = 0; i < 4; ++i)
-      reinterpret_cast<Pair*>(&sum)[i] = __hadd2(reinterpret_cast<Pair*>(&sum)[i], reinterpret_cast<Pair*>(&more)[i]);
-    *there = sum;
-  }
-}
-
 // A warp's sums fit into its buffers by halves.
 template <int kBlockN>
 constexpr bool kCanSplit = kBlockN == 128;

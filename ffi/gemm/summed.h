@@ -1,7 +1,6 @@
-// rows1 w1 + rows2 w2 for rows in groups, w stored [n, k], in one kernel: each product rounded, and then their sum. It
-// is the cotangent of the rows that gate and up multiply, without a pass over memory that adds. A tile's first product
-// is stored, and the second added to it in memory by a reducing copy, while the L2 cache still holds it (swap_ab.h).
-// Not taken where plan.cc would split the contraction of the products alone (gemm.splits_contraction).
+// rows1 w1 + rows2 w2 for rows in groups, w stored [n, k], in one kernel that swaps the operands (swap_ab.h): one sum
+// of twice the contraction, rounded once. It is the cotangent of the rows that gate and up multiply, without two more
+// results and the pass over memory that adds them.
 #pragma once
 
 #include "gemm/swap_ab.h"
@@ -21,23 +20,6 @@ struct TwoProducts {
   }
 };
 
-template <class T>
-struct StoreThenAdd {
-  const CUtensorMap& map;
-  T* out;
-  int chunks = 0;
-
-  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, int term, const float (&d)[kMostRows / 2],
-                            SwapMemory& shared, int warp, int lane) {
-    if (term > 0 && tile.k_end == 0) return;  // behind the last group: the first term has stored zeros
-    char* const buffers = chunks_of(shared, warp / kWarpgroup);
-    if (term == 0)
-      store_swapped<false>(map, out, problem, tile, d, buffers, chunks, warp, lane);
-    else
-      store_swapped<true>(map, out, problem, tile, d, buffers, chunks, warp, lane);
-  }
-};
-
 // The rows [M, K] and weights [groups, N, K] map slices, `out_map` a warp's box; `counter` is zero.
 template <class T>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
@@ -47,7 +29,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                   const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
   multiply_swapped<T>(memory, TwoProducts{{first_rows, first}, {second_rows, second}},
-                      StoreThenAdd<T>{out_map, static_cast<T*>(out)}, counter, problem);
+                      StoreSums<T>{out_map, static_cast<T*>(out)}, counter, problem);
 }
 
 }  // namespace jax_ep::gemm

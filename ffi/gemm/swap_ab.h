@@ -6,7 +6,7 @@
 // rows, which they load once. The pipeline is that of kernel.h.
 //
 // Operands say where a tile's rows and its columns of weights are: one matrix here, two in gated.h, and in summed.h two
-// pairs of rows and weights (kTerms), multiplied one after the other. Store says what becomes of the sums.
+// pairs of rows and weights (kTerms), whose products add up. Store says what becomes of the sums.
 #pragma once
 
 #include "gemm/kernel.h"
@@ -70,7 +70,7 @@ class TakenTiles {
 template <bool kStoredKN>
 struct OneMatrix {
   static constexpr int kColumns = kTileColumns;
-  static constexpr int kTerms = 1;  // products of a tile, one after the other
+  static constexpr int kTerms = 1;  // pairs of rows and weights whose products add up
   static constexpr bool kMn = kStoredKN;
   const CUtensorMap &row_map, &map;
 
@@ -113,28 +113,35 @@ __device__ void produce_swapped(SwapMemory& shared, const Operands& operands, co
     wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
 }
 
-// d = the sums of a warpgroup's 64 columns and kRows rows.
+// What the stages of a tile hold of contractions: those of a term begin with a stage, and TMA fills the last with
+// zeros.
+template <class Operands>
+JAX_EP_FN int contraction_of(const RowTile& tile) {
+  return Operands::kTerms * align_up(tile.k_end, kBlockK);
+}
+
+// d = the sums of a warpgroup's 64 columns and the first `rows` rows, a multiple of kRowStep from kRows on.
 template <class In, int kRows, bool kMn, int kCount>
-JAX_EP_FN int multiply_rows(float (&d)[1][kCount], SwapMemory& shared, const RowTile& tile,
+JAX_EP_FN int multiply_rows(float (&d)[1][kCount], SwapMemory& shared, int rows, int k_end,
                             Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
   if constexpr (kRows > kMostRows) {
     return -1;
   } else {
-    if (tile.rows > kRows) return multiply_rows<In, kRows + kRowStep, kMn>(d, shared, tile, at, warpgroup, lane);
-    return multiply_stages<In, kRows, 1, kMn, false>(d, shared, 0, tile.k_end, at, warpgroup, lane);
+    if (rows > kRows) return multiply_rows<In, kRows + kRowStep, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
+    return multiply_stages<In, kRows, 1, kMn, false>(d, shared, 0, k_end, at, warpgroup, lane);
   }
 }
 
 template <class In, bool kMn>
-JAX_EP_FN void accumulate_swapped(float (&d)[1][kMostRows / 2], SwapMemory& shared, const RowTile& tile,
+JAX_EP_FN void accumulate_swapped(float (&d)[1][kMostRows / 2], SwapMemory& shared, int rows, int k_end,
                                   Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
-  if (tile.k_end == 0) {
+  if (k_end == 0) {
 #pragma unroll
     for (float& value : d[0]) value = 0;
     return;
   }
   leave_undefined(d[0]);
-  const int running = multiply_rows<In, kRowStep, kMn>(d, shared, tile, at, warpgroup, lane);
+  const int running = multiply_rows<In, kRowStep, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
   wait_multiplies<0>();
   settle(d[0]);
   if (running >= 0) release(&shared.empty[running], lane);
@@ -168,17 +175,29 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
   for (int line = 0; line < kChunkRows; line += 16) stage_rows<Out>(buffer, line, column, d + line / 2, lane);
 }
 
+// A warp's 16 rows of a chunk, from `row` on, and a line of columns from `col` on, as they are staged at `from`: to a
+// matrix of `line` values a row, of which those before `col_end` and the rows before `row_end` are wanted. By TMA where
+// all are.
+template <class Out>
+JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int line, int row, int row_end, int col, int col_end,
+                           const char* from, int lane) {
+  constexpr int kColumns = kLineBytes / sizeof(Out);
+  if (row >= row_end || col >= col_end) return;
+  const bool cut = col + kColumns > col_end && line > col_end;
+  if (row + kOutRows > row_end || cut)
+    store_lines(reinterpret_cast<char*>(matrix + int64_t{row} * line + col), int64_t{line} * sizeof(Out), row_end - row,
+                (col_end - col) * int{sizeof(Out)} / 16, from, lane);
+  else if (lane == 0)
+    store_box(map, {col, row, 0}, from);
+}
+
 // A warpgroup's 64 columns of a tile, in chunks of 64 rows and a line: its warps stage their columns, then each stores
 // 16 of the rows. The last stores still read `buffers`, two of 64 lines, when it returns: `chunks` counts those of all
 // tiles, so that the next one begins with the buffer that was read first.
-//
-// If kAdds, they are added to what an earlier call of the same threads stored of this tile: lane 0 waits until its
-// boxes are written, and plain lines are in program order.
-template <bool kAdds, class Out>
+template <class Out>
 JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& problem, const RowTile& tile,
                              const float (&d)[kMostRows / 2], char* buffers, int& chunks, int warp, int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
-  if (kAdds && lane == 0) ptx::wait_stores_written<0>();
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
   for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
@@ -191,37 +210,23 @@ JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& pr
     if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-    const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
-    if (row < row_end && col < problem.n) {
-      char* const to = reinterpret_cast<char*>(out + int64_t{row} * problem.n + col);
-      const int64_t row_bytes = int64_t{problem.n} * sizeof(Out);
-      const int rows = row_end - row, vecs = (problem.n - col) * int{sizeof(Out)} / 16;
-      const char* const from = buffer + line * kLineBytes;
-      if constexpr (kAdds) {
-        if (rows < kOutRows)
-          add_lines<Out>(to, row_bytes, rows, vecs, from, lane);
-        else if (lane == 0)
-          add_box(map, {col, row, 0}, from);
-      } else if (rows < kOutRows) {
-        store_lines(to, row_bytes, rows, vecs, from, lane);
-      } else if (lane == 0) {
-        store_box(map, {col, row, 0}, from);
-      }
-    }
+    const int line = warp % kWarpgroup * kOutRows;
+    store_strip(map, out, problem.n, tile.row + first + line, row_end, col, problem.n, buffer + line * kLineBytes,
+                lane);
     if (lane == 0) ptx::commit_stores();
   }
 }
 
-// The result of one matrix, as it is.
+// The sums as they are.
 template <class Out>
 struct StoreSums {
   const CUtensorMap& map;
   Out* out;
   int chunks = 0;
 
-  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, int /*term*/, const float (&d)[kMostRows / 2],
+  JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
                             SwapMemory& shared, int warp, int lane) {
-    store_swapped<false>(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
+    store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
   }
 };
 
@@ -231,18 +236,16 @@ __device__ void consume_swapped(SwapMemory& shared, const Problem& problem, cons
   Position<SwapMemory::kStages> at;
   TakenTiles<Operands> tiles(shared.queue, problem);
   for (RowTile tile; tiles.next(&tile);) {
-    const bool wanted = warpgroup < operands.slices(problem, tile);
-    for (int term = 0; term < Operands::kTerms; ++term) {
-      if (wanted) {
-        float d[1][kMostRows / 2];
-        accumulate_swapped<In, Operands::kMn>(d, shared, tile, at, warpgroup, lane);
-        store(problem, tile, term, d[0], shared, warp, lane);
-        continue;
-      }
-      for (int k = 0; k < tile.k_end; k += kBlockK, at.advance()) {
-        wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
-        release(&shared.empty[at.stage], lane);
-      }
+    const int k_end = contraction_of<Operands>(tile);
+    if (warpgroup < operands.slices(problem, tile)) {
+      float d[1][kMostRows / 2];
+      accumulate_swapped<In, Operands::kMn>(d, shared, tile.rows, k_end, at, warpgroup, lane);
+      store(problem, tile, d[0], shared, warp, lane);
+      continue;
+    }
+    for (int k = 0; k < k_end; k += kBlockK, at.advance()) {
+      wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
+      release(&shared.empty[at.stage], lane);
     }
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result

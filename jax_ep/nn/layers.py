@@ -17,6 +17,7 @@ from jax_ep.nn.layer_checks import Experts
 from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.matmul.straight_through import float8_ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
+from jax_ep.ops.moe.gradients import of_rows, weighed
 from jax_ep.ops.moe.types import Routing
 from jax_ep.ops.moe_fused.api import combine_beside, dispatch_beside, ragged_dot_combine
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, Precision, activated, gate_and_up
@@ -267,11 +268,8 @@ def _biased(product: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax
 
 def _weighed(rows: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
     """Rows times their weights, and a routing by which they are summed up as they are."""
-    present, capacity = routing.rows >= 0, routing.config.capacity
-    row = jnp.where(present, routing.rows, capacity)
-    weights = jnp.zeros_like(routing.weights, shape=(capacity,)).at[row].set(routing.weights, mode="drop")
-    rows = (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
-    return rows, dataclasses.replace(routing, weights=present.astype(jnp.float32))
+    rows = weighed(rows, of_rows(routing.weights, routing))
+    return rows, dataclasses.replace(routing, weights=(routing.rows >= 0).astype(jnp.float32))
 
 
 def _stats(routing: Routing) -> MoeStats:

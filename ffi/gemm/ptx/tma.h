@@ -38,17 +38,11 @@ JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, con
       : "memory");
 }
 
-// To global memory: store_box overwrites, add_box adds to what lies there, each sum rounded once to the map's dtype.
+// To global memory.
 JAX_EP_FN void store_box(const CUtensorMap& map, const Corner& at, const void* from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
                : "memory");
-}
-JAX_EP_FN void add_box(const CUtensorMap& map, const Corner& at, const void* from) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-      "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
-      : "memory");
 }
 
 }  // namespace jax_ep::gemm

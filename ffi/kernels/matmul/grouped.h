@@ -109,7 +109,7 @@ struct OpSpec<GroupedOuterArgs> : GroupedSpec {
 };
 
 // rows [m, k], gate and up [groups, k, n], or twice both in one array [groups, k, 2 n], gate in front
-// -> activation(rows gate) * (rows up) [m, n].
+// -> activation(rows gate) * (rows up) [m, n], and if `keeps_products` both products [m, n], or one array [m, 2 n].
 struct GatedDotArgs : gemm::GatedArguments {};
 
 template <>
@@ -121,6 +121,7 @@ struct OpSpec<GatedDotArgs> : GroupedSpec {
   static void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
     visit("activation", nullptr, &Args::activation);
+    visit("keeps_products", nullptr, &Args::keeps_products);
     sizes<Args>(visit);
     visit("columns", nullptr, &Args::columns);
   }
@@ -139,12 +140,14 @@ struct OpSpec<GatedDotArgs> : GroupedSpec {
     visit(operand("up", values, x.groups, x.k, x.columns), &Args::up);
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
     visit(result("product", values, x.m, x.n), &Args::out_data);
+    visit(result("of_gate", values, x.m, x.columns).when(x.keeps_products), &Args::of_gate);
+    visit(result("of_up", values, x.m, x.columns).when(x.keeps_products && x.columns == x.n), &Args::of_up);
     visit(scratch("counter", Values::int32, 1), &Args::counter);
   }
 };
 
-// first_lhs [m, k] times first_rhs [groups, n, k] transposed, and the second of both alike, both rounded -> their sum
-// [m, n].
+// first_lhs [m, k] times first_rhs [groups, n, k] transposed, and the second of both alike -> their sum [m, n], rounded
+// once.
 struct SummedDotArgs : gemm::SummedArguments {};
 
 template <>

@@ -25,6 +25,21 @@ std::optional<std::string> describe(const GatedArguments& x, Maps* maps) {
   return std::nullopt;
 }
 
+template <class T>
+std::optional<std::string> describe(const GatedArguments& x, Kept<T>* kept) {
+  if (!x.keeps_products) return std::nullopt;
+  void* const of_up = x.columns == x.n ? x.of_up : x.of_gate;
+  kept->gate = static_cast<T*>(x.of_gate);
+  kept->up = static_cast<T*>(of_up);
+  kept->columns = x.columns;
+  kept->up_column = x.up_column;
+  if (const auto error = describe_boxes({x.of_gate, x.dtype, x.columns, x.m, 1}, kOutRows, &kept->gate_map))
+    return "of_gate: " + *error;
+  if (const auto error = describe_boxes({of_up, x.dtype, x.columns, x.m, 1}, kOutRows, &kept->up_map))
+    return "of_up: " + *error;
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) {
@@ -37,10 +52,15 @@ std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) 
   if (const auto error = describe_error(current_model(&model))) return error;
   const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, GateAndUp::kColumns);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
-  const auto* const chosen = with_operand(x.dtype, [&](auto in) { return find(kKernels<decltype(in)>, x.activation); });
-  if (!chosen) return "no such activation";
-  return start_counted(*chosen, config.blocks, stream, x.counter, maps.rows, maps.gate, maps.up, x.up_column,
-                       x.out_data, x.counter, problem);
+  return with_operand(x.dtype, [&](auto in) -> std::optional<std::string> {
+    using T = decltype(in);
+    const auto* const chosen = find(kKernels<T>, x.activation);
+    if (!chosen) return "no such activation";
+    Kept<T> kept{};
+    if (const auto error = describe(x, &kept)) return error;
+    return start_counted(*chosen, config.blocks, stream, x.counter, maps.rows, maps.gate, maps.up, x.up_column,
+                         x.out_data, kept, x.counter, problem);
+  });
 }
 
 cudaError_t load_gated() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }

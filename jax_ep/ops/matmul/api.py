@@ -129,27 +129,17 @@ def _by_transposed(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array)
 def add_lhs_gradients(
     total: jax.Array, cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array
 ) -> jax.Array:
-    """`total` [M, K] plus the `lhs_gradient` of each product, the last one first. All arrays have one dtype.
+    """`total` [M, K] plus the `lhs_gradient` of each product. All arrays have one dtype.
 
-    On Hopper a kernel computes the sum of two gradients of one shape, to which `total` is added: the bits are the same
-    where `total` is zero.
+    On Hopper a kernel computes the sum of two gradients of one shape, which is rounded once.
     """
-    if _sums_in_core(cotangents, rhs, group_sizes):
+    alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
+    if alike and _core_takes(cotangents[0], rhs[0], group_sizes, rhs[0].dtype):
         both = batched_alike(*cotangents, *rhs, group_sizes)
         return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
-    for cotangent, matrix in zip(reversed(cotangents), reversed(rhs), strict=True):  # the order in which JAX adds up
+    for cotangent, matrix in zip(cotangents, rhs, strict=True):
         total += lhs_gradient(cotangent, matrix, group_sizes)
     return total
-
-
-def _sums_in_core(cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array) -> bool:
-    groups, n, k = rhs[0].shape  # of the product by its transpose, which has n columns
-    return (
-        len(rhs) == 2
-        and rhs[0].shape == rhs[1].shape
-        and _core_takes(cotangents[0], rhs[0], group_sizes, rhs[0].dtype)
-        and not gemm.splits_contraction(cotangents[0].shape[0], n, k, groups)
-    )
 
 
 def _summed(
@@ -175,15 +165,19 @@ def gated_product(
     rows: jax.Array,
     group_sizes: jax.Array,
     *rhs: jax.Array,
-) -> jax.Array:
+    keep_products: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded: [M, F].
 
-    For forward passes of other families: it has no gradient. The operands vary over the same mesh axes.
+    For other families: it has no gradient. The operands vary over the same mesh axes.
 
     Args:
       activation: one that the GEMM core knows, to the bit as XLA computes it: "silu", "gelu" or "relu".
       composed: what it stands for, of all arrays; taken where the core does not serve.
       rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
+
+    Returns:
+      The result, and the product by each of `rhs`, or () unless `keep_products`.
     """
     rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
@@ -193,7 +187,7 @@ def gated_product(
         or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
     ):
         return composed(rows, group_sizes, *varying)
-    core = partial(kernels.gated_matmul, activation=activation)
+    core = partial(kernels.gated_matmul, activation=activation, keep_products=keep_products)
     return jax.lax.platform_dependent(rows, group_sizes, *varying, cuda=core, default=composed)
 
 

@@ -28,8 +28,13 @@ def grouped_matmul(
     return called["product"]
 
 
-def gated_matmul(rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activation: str) -> jax.Array:
-    """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up)."""
+def gated_matmul(
+    rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activation: str, keep_products: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up).
+
+    And the product by each of `rhs`, if they are kept.
+    """
     gate, up = rhs if len(rhs) == 2 else rhs * 2
     called = ffi.call_alone(
         "gated_matmul",
@@ -39,13 +44,14 @@ def gated_matmul(rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activ
         group_sizes,
         dtype=np.dtype(rows.dtype),
         activation=activation,
+        keeps_products=keep_products,
         m=rows.shape[0],
         n=gate.shape[2] // (2 if len(rhs) == 1 else 1),
         k=rows.shape[1],
         groups=gate.shape[0],
         columns=gate.shape[2],
     )
-    return called["product"]
+    return called["product"], tuple(called[name] for name in ("of_gate", "of_up") if name in called)
 
 
 def summed_matmul(

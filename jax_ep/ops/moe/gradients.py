@@ -68,21 +68,29 @@ def combine_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents [T, H'] of a combine, of its chunks, to that of its rows [C, H'] and of `weights` [R, T, K]."""
     arrived = scatter_all(group, cotangents, chunks.cut(routing))
-    return gradient_by_arrived(arrived, expert_outputs, weights, routing)
+    d_outputs = weighed(arrived, of_rows(weights, routing)).astype(expert_outputs.dtype)
+    return d_outputs, of_assignments(inner_products(arrived, expert_outputs), routing)
 
 
-def gradient_by_arrived(
-    arrived: jax.Array, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
-) -> tuple[jax.Array, jax.Array]:
-    """`combine_gradient`, behind the exchange: `arrived` [C, H'] has at each row the cotangent of its token."""
-    present = routing.rows >= 0
-    row = jnp.where(present, routing.rows, routing.config.capacity)
-    arrived = arrived.astype(jnp.float32)
-    row_weights = jnp.zeros(routing.config.capacity, jnp.float32).at[row].set(weights, mode="drop")
-    d_outputs = (arrived * row_weights[:, None]).astype(expert_outputs.dtype)
-    products = jnp.sum(arrived * expert_outputs.astype(jnp.float32), axis=1)
-    d_weights = jnp.where(present, products.at[row].get(mode="clip"), 0)
-    return d_outputs, d_weights
+def of_rows(weights: jax.Array, routing: Routing) -> jax.Array:
+    """Weights [R, T, K] by the row that each belongs to: [C] float32, 0 where there is none."""
+    row = jnp.where(routing.rows >= 0, routing.rows, routing.config.capacity)
+    return jnp.zeros_like(weights, shape=(routing.config.capacity,)).at[row].set(weights, mode="drop")
+
+
+def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
+    """Values [C] of rows by the assignments that have one: [R, T, K], 0 for the others."""
+    return jnp.where(routing.rows >= 0, by_row.at[routing.rows].get(mode="clip"), 0)
+
+
+def weighed(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
+    """Rows [C, N] times weights [C], rounded once, in the dtype of `rows`."""
+    return (rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
+
+
+def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
+    """Each row [C, N] times that of the others, summed in float32: [C]."""
+    return jnp.sum(rows.astype(jnp.float32) * others.astype(jnp.float32), axis=1)
 
 
 def combine_tangent(

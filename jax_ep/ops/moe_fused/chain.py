@@ -14,12 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep.group import Group
 from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient, ragged_dot
 from jax_ep.ops.matmul.float8 import rounded_product, widened
-from jax_ep.ops.moe.gradients import combine, dispatch, gradient_by_arrived, return_rows, scatter_all
+from jax_ep.ops.moe.gradients import combine, dispatch, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused import kernels
 from jax_ep.ops.moe_fused.types import (
     FIRST_PRODUCTS,
-    LAST_PRODUCT,
     ActivationName,
     FirstCall,
     LastCall,
@@ -62,17 +61,21 @@ def dispatch_multiply(
         rows, beside = jax.lax.optimization_barrier((dispatched.tokens, beside))
         dispatched = dispatched._replace(tokens=rows)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
-    if call.activation is not None and not keep_products and not call.fused and not call.in_float8:
-        composed = partial(_gated, call.activation)
-        out = gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *arrays)
-        return out, (), dispatched, beside
+    if call.activation is not None and not call.fused and not call.in_float8:
+        gated = partial(gated_product, call.activation, partial(_gated, call.activation, keep_products))
+        made = gated(dispatched.tokens, dispatched.group_sizes, *arrays, keep_products=keep_products)
+        out, products = checkpoint_name(made, FIRST_PRODUCTS)
+        return out, products, dispatched, beside
     products = first + tuple(multiply(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched, beside
 
 
-def _gated(activation: ActivationName, rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array) -> jax.Array:
-    return outcome(activation, tuple(ragged_dot(rows, matrix, group_sizes) for matrix in rhs))
+def _gated(
+    activation: ActivationName, keep_products: bool, rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array
+) -> tuple[jax.Array, Products]:
+    products = tuple(ragged_dot(rows, matrix, group_sizes) for matrix in rhs)
+    return outcome(activation, products), products if keep_products else ()
 
 
 def multiply_return(
@@ -89,37 +92,30 @@ def multiply_return(
     return return_rows(group, d_rows, d_weights, routing)
 
 
-def multiply_combine(
-    call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing
-) -> tuple[jax.Array, jax.Array]:
-    """Rows times the matrices of their experts, summed up at their tokens: the sums, and the product."""
+def multiply_combine(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> jax.Array:
+    """Rows times the matrices of their experts, summed up at their tokens."""
     if call.fused:
         left: Any = lhs
         right: Any = rhs  # neither is in float8
-        combined, product = kernels.dot_combine(call.group, left, right, weights, routing)
-        return checkpoint_name(combined, COMBINED), checkpoint_name(product, LAST_PRODUCT)
-    multiply = rounded_product if call.in_float8 else ragged_dot
-    product = checkpoint_name(multiply(lhs, rhs, routing.group_sizes), LAST_PRODUCT)
-    return checkpoint_name(combine(call.group, product, weights, routing), COMBINED), product
+        combined = kernels.dot_combine(call.group, left, right, weights, routing)
+    else:
+        product = (rounded_product if call.in_float8 else ragged_dot)(lhs, rhs, routing.group_sizes)
+        combined = combine(call.group, product, weights, routing)
+    return checkpoint_name(combined, COMBINED)
 
 
 def scatter_multiply(
-    group: Group,
-    cotangent: jax.Array,
-    rhs: Matrix,
-    product: jax.Array,
-    weights: jax.Array,
-    routing: Routing,
-    beside: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """The backward pass of `multiply_combine`, but for its right operand: cotangents of lhs, product and weights.
+    group: Group, cotangent: jax.Array, rhs: Matrix, routing: Routing, beside: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The exchange and the product in the backward pass of `multiply_combine`, both without weights.
 
     `beside` is returned as it is. Nothing uses the rows that arrive before it is there: else XLA would compute it
     behind an asynchronous exchange, not beside it.
+
+    Returns:
+      The cotangent [C, H'] of its token at each row; that times the row's matrix transposed, [C, F]; and `beside`.
     """
     arrived = scatter_all(group, [cotangent], [routing])
     if beside is not None:
         arrived, beside = jax.lax.optimization_barrier((arrived, beside))
-    d_product, d_weights = gradient_by_arrived(arrived, product, weights, routing)
-    d_lhs = lhs_gradient(d_product, widened(rhs, d_product.dtype), routing.group_sizes)
-    return d_lhs, d_product, d_weights, beside
+    return arrived, lhs_gradient(arrived, widened(rhs, arrived.dtype), routing.group_sizes), beside

@@ -1,9 +1,14 @@
 """The fused ops with their derivatives: backward, five products and two exchanges for a layer of gate, up and down.
 
-Kept for the backward pass, each once: dispatched rows and their routing, the products before the activation, what it
-makes of them, and the product that is combined. Products by the transposed right operands go with the exchanges
-(chain.py); the gradients of the right operands, grouped by the contraction, wait for nothing but their operands.
-Forward, tangents go by the ops of the chain. An operand in float8 has none.
+Kept for the backward pass, each once: dispatched rows and their routing, the products before the activation, and what
+it makes of them. Products by the transposed right operands go with the exchanges (chain.py); the gradients of the right
+operands, grouped by the contraction, wait for nothing but their operands. Forward, tangents go by the ops of the chain.
+An operand in float8 has none.
+
+The product that is combined is not kept. Its rows are weighed when they are summed up, so backward a row's weight w may
+as well scale what its cotangent c becomes: where x is the row's left operand and M its matrix, the cotangent of x is
+w (c M^T), that of M sums (w x)^T c, and that of w is (x M) c = x (c M^T). All that is elementwise has F columns then,
+and not H (SonicMoE: Guo et al., 2025, for the last of the three).
 """
 
 import dataclasses
@@ -16,9 +21,16 @@ from jax.custom_derivatives import zero_from_primal
 
 from jax_ep._core.float8 import Float8Rows, Float8Weights
 from jax_ep._core.linear import linear
-from jax_ep.ops.matmul.api import product_tangent, rhs_gradient
+from jax_ep.ops.matmul.api import product_tangent, ragged_dot, rhs_gradient
 from jax_ep.ops.matmul.float8 import widened
-from jax_ep.ops.moe.gradients import combine_tangent, dispatch_tangent
+from jax_ep.ops.moe.gradients import (
+    combine_tangent,
+    dispatch_tangent,
+    inner_products,
+    of_assignments,
+    of_rows,
+    weighed,
+)
 from jax_ep.ops.moe.types import Dispatched, Routing
 from jax_ep.ops.moe_fused import chain
 from jax_ep.ops.moe_fused.types import FirstCall, LastCall, Matrices, Matrix, Rows, outcome
@@ -101,21 +113,23 @@ def dot_combine(
     call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing, beside: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """`beside` is returned as it is: see `chain.scatter_multiply`."""
-    return chain.multiply_combine(call, lhs, rhs, weights, routing)[0], beside
+    return chain.multiply_combine(call, lhs, rhs, weights, routing), beside
 
 
 @dot_combine.defjvp
 def _dot_combine_jvp(call: LastCall, primals: Any, tangents: Any) -> Any:
     (lhs, rhs, weights, routing, beside), (d_lhs, d_rhs, d_weights, _, d_beside) = primals, tangents
-    combined, product = chain.multiply_combine(call, lhs, rhs, weights, routing)
-    kept = (lhs, rhs, product, weights, routing)
+    combined = chain.multiply_combine(call, lhs, rhs, weights, routing)
+    kept = (lhs, rhs, weights, routing)
     changes = (_tangent(lhs, d_lhs), _tangent(rhs, d_rhs), d_weights, d_beside)
     d_out = linear(partial(_dot_combine_on, call), partial(_dot_combine_back, call), kept, changes)
     return (combined, beside), d_out
 
 
 def _dot_combine_on(call: LastCall, kept: Any, changes: Any) -> Any:
-    (lhs, rhs, product, weights, routing), (d_lhs, d_rhs, d_weights, d_beside) = kept, changes
+    (lhs, rhs, weights, routing), (d_lhs, d_rhs, d_weights, d_beside) = kept, changes
+    left, right = (widened(x, jnp.bfloat16 if isinstance(lhs, Float8Rows) else lhs.dtype) for x in (lhs, rhs))
+    product = ragged_dot(left, right, routing.group_sizes)
     if d_lhs is None:
         d_product = jnp.zeros_like(product)
     else:
@@ -124,8 +138,9 @@ def _dot_combine_on(call: LastCall, kept: Any, changes: Any) -> Any:
 
 
 def _dot_combine_back(call: LastCall, kept: Any, cotangents: Any) -> Any:
-    (lhs, rhs, product, weights, routing), (cotangent, d_beside) = kept, cotangents
-    d_lhs, d_product, d_weights, d_beside = chain.scatter_multiply(
-        call.group, cotangent, rhs, product, weights, routing, d_beside
-    )
-    return _tangent(lhs, d_lhs), _rhs_gradient(lhs, rhs, d_product, routing.group_sizes), d_weights, d_beside
+    (lhs, rhs, weights, routing), (cotangent, d_beside) = kept, cotangents
+    arrived, product, d_beside = chain.scatter_multiply(call.group, cotangent, rhs, routing, d_beside)
+    rows, row_weights = widened(lhs, product.dtype), of_rows(weights, routing)
+    d_lhs = _tangent(lhs, weighed(product, row_weights))
+    d_rhs = _rhs_gradient(weighed(rows, row_weights), rhs, arrived, routing.group_sizes)
+    return d_lhs, d_rhs, of_assignments(inner_products(product, rows), routing), d_beside

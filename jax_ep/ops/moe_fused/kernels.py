@@ -39,10 +39,8 @@ def dispatch_dot(
     return called["product"], delivered(called, config)
 
 
-def dot_combine(
-    group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing
-) -> tuple[jax.Array, jax.Array]:
-    """Rows times `rhs` [E / R, F, H], summed up at their tokens: the sums [T, H], and the product [C, H]."""
+def dot_combine(group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+    """Rows times `rhs` [E / R, F, H], summed up at their tokens: [T, H]."""
     called = ffi.call(
         "ragged_dot_combine",
         lhs,
@@ -61,7 +59,7 @@ def dot_combine(
         contraction=lhs.shape[1],
         local_experts=rhs.shape[0],
     )
-    return called["combined"], called["product"]
+    return called["combined"]
 
 
 def check_fused(op: str, group: Group, name: str, rows: jax.Array, sizes: tuple[tuple[str, int], ...]) -> None:

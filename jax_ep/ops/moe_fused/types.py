@@ -24,8 +24,8 @@ ActivationName = Literal["silu", "gelu", "relu"]
 ACTIVATIONS: dict[ActivationName, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 # The names by which a policy of `jax.checkpoint` keeps products.
-FIRST_PRODUCTS = "jax_ep_dispatch_ragged_dot"  # of dispatched rows, before the activation
-LAST_PRODUCT = "jax_ep_ragged_dot_combine"  # before it is combined
+FIRST_PRODUCTS = "jax_ep_dispatch_ragged_dot"  # of dispatched rows, and what an activation makes of them
+LAST_PRODUCT = "jax_ep_ragged_dot_combine"  # before it is combined: where JAX differentiates the chain
 
 
 class FirstCall(NamedTuple):
