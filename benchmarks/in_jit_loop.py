@@ -165,9 +165,14 @@ def median_microseconds(
 
 
 def _executions_before(program: Callable[[], Any], hot: bool) -> int:
-    """Warms up; returns how many executions go before: those of HEAT_SECONDS in a hot loop, or MOST_BEFORE."""
-    _seconds(program, 1, MORE_EXECUTIONS)
-    return min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, 1, 1))) if hot else 1
+    """Warms up; returns how many executions go before: those of HEAT_SECONDS in a hot loop, or MOST_BEFORE.
+
+    No fewer than IN_FLIGHT: the first to end has done so when the host looks at it behind launching so many.
+    """
+    _seconds(program, IN_FLIGHT, MORE_EXECUTIONS)
+    if not hot:
+        return IN_FLIGHT
+    return max(IN_FLIGHT, min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, IN_FLIGHT, 1))))
 
 
 def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:

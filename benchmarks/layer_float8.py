@@ -80,9 +80,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench layer_float8", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
     parser.add_argument("--tokens", type=int, help="of each GPU, in place of the shape's own")
+    parser.add_argument(
+        "--experts", type=int, help="of all ranks: so many as a rank of a larger group has, for one GPU"
+    )
     options = parser.parse_args(arguments)
     on_cpu = jax.default_backend() == "cpu"
-    model = CPU_MODEL if on_cpu else layer.chosen_models(on_cpu, "V3", options.tokens)[0]
+    model = CPU_MODEL if on_cpu else layer.chosen_models(on_cpu, "V3", options.tokens, options.experts)[0]
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         note = repr(group.resolve("bench", "auto"))
