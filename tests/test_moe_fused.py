@@ -36,7 +36,7 @@ from layer_cases import (
 )
 from moe_oracle import Layer
 
-from jax_ep import CapacityError, Implementation, dispatch, dispatch_ragged_dot, lax, ragged_dot_combine
+from jax_ep import CapacityError, Implementation, dispatch, dispatch_ragged_dot, lax, moe_mlp, ragged_dot_combine
 
 
 def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -227,19 +227,41 @@ def test_in_a_mesh_of_two_axes(
 
 
 @pytest.mark.usefixtures("native")
-def test_rows_are_kept_once(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """What the backward pass of a layer holds: rows, and the width of the experts three times."""
+@pytest.mark.parametrize("in_one_op", [False, True])
+def test_rows_are_kept_once(in_one_op: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """What the backward pass of a layer holds: rows, both products, and, of two ops, what the activation makes."""
     group, held = open_group(SIZE), []
 
+    def layer(tokens: Any, ids: Any, weights: Any, *matrices: Any) -> jax.Array:
+        if in_one_op:
+            return moe_mlp(tokens, ids, weights, *matrices, group=group, capacity=ROWS)
+        return fused(group, "ffi", capacity=ROWS)(tokens, ids, weights, *matrices)
+
     def body(model: Layer, ids: jax.Array) -> jax.Array:
-        out, pull = jax.vjp(lambda m: fused(group, "ffi", capacity=ROWS)(m.tokens, ids, *m[1:]), model)
+        out, pull = jax.vjp(lambda m: layer(m.tokens, ids, *m[1:]), model)
         held.extend(x.shape for x in jax.tree.leaves(pull))
         return out
 
-    layer, case, _ = draw(rng, np.float32)
-    jax.eval_shape(helpers.per_rank(body, group.mesh), layer, case.ids)
+    drawn, case, _ = draw(rng, np.float32)
+    jax.eval_shape(helpers.per_rank(body, group.mesh), drawn, case.ids)
     assert held.count((ROWS, HIDDEN)) == 1
-    assert held.count((ROWS, WIDTH)) == 3
+    assert held.count((ROWS, WIDTH)) == (2 if in_one_op else 3)
+
+
+@pytest.mark.usefixtures("native")
+def test_both_halves_in_one_op(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """The bits of the two ops one after the other, and their gradients up to rounding."""
+    group = open_group(SIZE)
+
+    def in_one_op(tokens: Any, ids: Any, weights: Any, *matrices: Any) -> jax.Array:
+        return moe_mlp(tokens, ids, weights, *matrices, group=group, capacity=ROWS)
+
+    layer, case, cotangent = draw(rng, DTYPES[0])
+    everything(case, rng)
+    forms = (in_one_op, fused(group, "ffi", capacity=ROWS))
+    ours, wanted = (helpers.fetch(with_gradient(group, form)(layer, case.ids, cotangent)) for form in forms)
+    assert_same_bits(ours[0], wanted[0])
+    assert_near(ours[1], jax.tree.map(helpers.wide, wanted[1]), 8 * float(jnp.finfo(DTYPES[0]).eps))
 
 
 @pytest.mark.parametrize(("alignment", "capacity"), [(1, 7), (4, 8), (4, None)])

@@ -33,7 +33,7 @@ def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rn
     """Half a unit in the last place of the exact sum, and what float32 loses of its terms."""
     scale = 4 * float(jnp.finfo(dtype).tiny) if tiny else 1
     cotangents, rhs, sizes = draw(rng, rows, n, k, dtype, scale)
-    together = jax.jit(lambda *operands: add_lhs_gradients(jnp.zeros((rows, n), dtype), *operands, sizes))
+    together = jax.jit(lambda cotangents, rhs: add_lhs_gradients(jnp.zeros((rows, n), dtype), cotangents, rhs, sizes))
     assert "jax_ep_summed_matmul" in together.lower(cotangents, rhs).as_text()
     actual = helpers.wide(together(cotangents, rhs)).astype(np.float64)
     (exact, terms), end = np.zeros((2, rows, n)), np.cumsum(sizes)

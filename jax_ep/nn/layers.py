@@ -19,8 +19,8 @@ from jax_ep.ops.matmul.straight_through import float8_ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.moe.gradients import of_rows, weighed
 from jax_ep.ops.moe.types import Routing
-from jax_ep.ops.moe_fused.api import combine_beside, dispatch_beside, ragged_dot_combine
-from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, Precision, activated, gate_and_up
+from jax_ep.ops.moe_fused.api import combine_beside, dispatch_beside, experts_beside
+from jax_ep.ops.moe_fused.types import ACTIVATIONS, ActivationName, Counted, Precision, activated, gate_and_up
 
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Gated = Callable[[jax.Array, jax.Array], jax.Array]  # of the products by gate and up
@@ -209,32 +209,33 @@ def moe_mlp(
     beside = hidden if apart else None
 
     matrices = (gate,) if up is None else (gate, up)
-    products: Any  # by gate and up, or what the fused op made of them
-    if one_by_one:
-        rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
-        if beside is not None:
-            rows, beside = _both(rows, beside)
-        if weigh_inputs:
-            rows, routing = _weighed(rows, routing)
-        products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
+    rhs: Any = gate if up is None else matrices
+    if by_fused_ops and not activates and bias_down is None:
+        options = {"activation": activation, "precision": precision, **sending, **where}
+        out, routing, beside = experts_beside(tokens, expert_ids, weights, rhs, down, beside, **options)
+        hidden = beside if apart else hidden
     else:
-        rhs: Any = gate if up is None else matrices
-        named = None if activates else activation
-        products, (_, sizes, routing), beside = dispatch_beside(
-            tokens, expert_ids, weights, rhs, beside, activation=named, precision=precision, **sending, **where
-        )
-    hidden = beside if apart else hidden
-    inner = products
-    if activates:
-        of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))
-        inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
-    if by_fused_ops and bias_down is None:
-        if apart:
-            out, hidden = combine_beside(inner, down, routing, hidden, precision=precision, **where)
+        products: Any  # by gate and up, or what the fused op made of them
+        if one_by_one:
+            rows, sizes, routing = dispatch(tokens, expert_ids, weights, **sending, **where)
+            if beside is not None:
+                rows, beside = _both(rows, beside)
+            if weigh_inputs:
+                rows, routing = _weighed(rows, routing)
+            products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
         else:
-            out = ragged_dot_combine(inner, down, routing, precision=precision, **where)
-    else:
-        out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
+            options = {"activation": None if activates else activation, "precision": precision, **sending, **where}
+            products, (_, sizes, routing), beside = dispatch_beside(tokens, expert_ids, weights, rhs, beside, **options)
+        hidden = beside if apart else hidden
+        inner = products
+        if activates:
+            of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))
+            inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
+        if by_fused_ops and bias_down is None:
+            out, beside = combine_beside(inner, down, routing, hidden if apart else None, precision=precision, **where)
+            hidden = beside if apart else hidden
+        else:
+            out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
     if shared is not None and hidden is not None:
         always = jnp.dot(hidden, shared[2])
         if apart:  # else XLA adds in the product's epilogue, which then waits for the combine
@@ -272,5 +273,5 @@ def _weighed(rows: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
     return rows, dataclasses.replace(routing, weights=(routing.rows >= 0).astype(jnp.float32))
 
 
-def _stats(routing: Routing) -> MoeStats:
+def _stats(routing: Routing | Counted) -> MoeStats:
     return MoeStats(routing.counts.sum(axis=0, dtype=jnp.int32), routing.dropped, routing.invalid)

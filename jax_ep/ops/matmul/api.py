@@ -161,7 +161,7 @@ def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -
 
 def gated_product(
     activation: str,
-    composed: Callable[..., jax.Array],
+    composed: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]],
     rows: jax.Array,
     group_sizes: jax.Array,
     *rhs: jax.Array,

@@ -1,9 +1,10 @@
 """The fused ops with their derivatives: backward, five products and two exchanges for a layer of gate, up and down.
 
 Kept for the backward pass, each once: dispatched rows and their routing, the products before the activation, and what
-it makes of them. Products by the transposed right operands go with the exchanges (chain.py); the gradients of the right
-operands, grouped by the contraction, wait for nothing but their operands. Forward, tangents go by the ops of the chain.
-An operand in float8 has none.
+it makes of them; where both halves are one op (`experts`) not even that, which elementwise work makes again. Products
+by the transposed right operands go with the exchanges (chain.py); the gradients of the right operands, grouped by the
+contraction, wait for nothing but their operands. Forward, tangents go by the ops of the chain. An operand in float8 has
+none.
 
 The product that is combined is not kept. Its rows are weighed when they are summed up, so backward a row's weight w may
 as well scale what its cotangent c becomes: where x is the row's left operand and M its matrix, the cotangent of x is
@@ -33,7 +34,7 @@ from jax_ep.ops.moe.gradients import (
 )
 from jax_ep.ops.moe.types import Dispatched, Routing
 from jax_ep.ops.moe_fused import chain
-from jax_ep.ops.moe_fused.types import FirstCall, LastCall, Matrices, Matrix, Rows, outcome
+from jax_ep.ops.moe_fused.types import Counted, FirstCall, LastCall, Matrices, Matrix, Rows, outcome
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -144,3 +145,55 @@ def _dot_combine_back(call: LastCall, kept: Any, cotangents: Any) -> Any:
     d_lhs = _tangent(lhs, weighed(product, row_weights))
     d_rhs = _rhs_gradient(weighed(rows, row_weights), rhs, arrived, routing.group_sizes)
     return d_lhs, d_rhs, of_assignments(inner_products(product, rows), routing), d_beside
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def experts(
+    first: FirstCall,
+    last: LastCall,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    rhs: Matrices,
+    down: Matrix,
+    beside: jax.Array | None,
+) -> tuple[jax.Array, Counted, jax.Array | None]:
+    """`dispatch_dot` with an activation, and `dot_combine` of its result."""
+    operands = (tokens, expert_ids, weights, rhs, beside)
+    inner, _, dispatched, beside = chain.dispatch_multiply(first, *operands, keep_products=False)
+    routing = dispatched.routing
+    return chain.multiply_combine(last, inner, down, routing.weights, routing), _counted(routing), beside
+
+
+@experts.defjvp
+def _experts_jvp(first: FirstCall, last: LastCall, primals: Any, tangents: Any) -> Any:
+    (tokens, ids, weights, rhs, down, beside), (d_tokens, _, d_weights, d_rhs, d_down, d_beside) = primals, tangents
+    operands = (tokens, ids, weights, rhs, beside)
+    inner, products, dispatched, beside = chain.dispatch_multiply(first, *operands, keep_products=True)
+    routing = dispatched.routing
+    combined = chain.multiply_combine(last, inner, down, routing.weights, routing)
+    kept = (rhs, down, products, dispatched)
+    changes = (d_tokens, d_weights, tuple(map(_tangent, rhs, d_rhs)), _tangent(down, d_down), d_beside)
+    d_out, d_beside = linear(partial(_experts_on, first, last), partial(_experts_back, first, last), kept, changes)
+    counted = _counted(routing)
+    return (combined, counted, beside), (d_out, zero_from_primal(counted), d_beside)
+
+
+def _counted(routing: Routing) -> Counted:
+    return Counted(routing.counts, routing.dropped, routing.invalid)
+
+
+def _experts_on(first: FirstCall, last: LastCall, kept: Any, changes: Any) -> Any:
+    (rhs, down, products, dispatched), (d_tokens, d_weights, d_rhs, d_down, d_beside) = kept, changes
+    d_inner, _, d_arrived = _dispatch_dot_on(first, (rhs, products, dispatched), (d_tokens, d_weights, d_rhs))
+    of_last = (outcome(first.activation, products), down, dispatched.routing.weights, dispatched.routing)
+    return _dot_combine_on(last, of_last, (d_inner, d_down, d_arrived, d_beside))
+
+
+def _experts_back(first: FirstCall, last: LastCall, kept: Any, cotangents: Any) -> Any:
+    rhs, down, products, dispatched = kept
+    of_last = (outcome(first.activation, products), down, dispatched.routing.weights, dispatched.routing)
+    d_inner, d_down, d_arrived, d_beside = _dot_combine_back(last, of_last, cotangents)
+    d_rows = jnp.zeros_like(d_inner, shape=jnp.shape(jax.tree.leaves(dispatched.tokens)[0]))  # nobody else has them
+    d_tokens, d_weights, d_rhs = _dispatch_dot_back(first, (rhs, products, dispatched), (d_inner, d_rows, d_arrived))
+    return d_tokens, d_weights, d_rhs, d_down, d_beside

@@ -37,6 +37,14 @@ class FirstCall(NamedTuple):
     in_float8: bool = False  # products of rows that came in float8 and of matrices that are quantized, if not yet
 
 
+class Counted(NamedTuple):
+    """What a `Routing` says of a dispatch besides where rows are."""
+
+    counts: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+
+
 class LastCall(NamedTuple):
     """A call of `ragged_dot_combine`."""
 
