@@ -30,7 +30,7 @@ def has_gemm() -> bool:
 def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:
     """Whether a product of so few rows in groups is planned as two halves of its contraction, summed up at the end.
 
-    Such sums have other bits than those of gated units and summed products, whose kernels never split it.
+    Such sums have other bits than those of gated units, whose kernel never splits it.
     """
     sms = max(device.core_count for device in jax.local_devices(backend="cuda"))
     return ffi.library("cuda").splits_contraction(m, n, k, groups, sms)

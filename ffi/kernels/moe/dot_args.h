@@ -154,7 +154,7 @@ struct OpSpec<DotCombineArgs> : OpDefaults {
     visit(operand("rows", Values::int32, ranks, tokens, a.top_k), of_combine(&Args::rows));
     visit(scratch("landing", values, ranks, tokens, a.hidden).for_peers(), of_combine(&Args::landing));
     visit(result("combined", values, tokens, a.hidden), of_combine(&Args::combined));
-    visit(result("product", values, a.capacity, a.hidden), &Args::product);
+    visit(scratch("product", values, a.capacity, a.hidden), &Args::product);
     visit(scratch("words", Values::uint8, DotCombineWords(a.capacity).count(), sizeof(uint64_t)), &Args::words);
     visit(scratch("order", Values::int32, ranks - 1, tokens), &Args::order);
   }

@@ -51,9 +51,8 @@ def dispatch_ragged_dot(
 
     It stands for `rows, group_sizes, routing = dispatch(...)` and `ragged_dot(rows, rhs, group_sizes)`; or, with an
     activation, for the gated unit activation(rows gate) * (rows up) (Shazeer, "GLU Variants Improve Transformer",
-    2020), which on Hopper is one product where nobody differentiates and the activation is known by name. Every product
-    and the result are rounded to the dtype of `tokens`, as there, so the bits are equal, forward and backward; where
-    the rows are used besides, their cotangents may be added in another order.
+    2020), which on Hopper is one product where the activation is known by name. Every product and the result are
+    rounded to the dtype of `tokens`, as there, so the bits are equal; gradients differ by rounding.
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Differentiable in `tokens`, `weights` and `rhs`:
     the backward pass keeps the rows and, for an activation it knows, the two products, each once.
@@ -171,8 +170,9 @@ def ragged_dot_combine(
     """The product of rows with the matrices of their experts, and `jax_ep.combine` of it.
 
     It stands for `combine(ragged_dot(lhs, rhs, group_sizes), routing)` with the `group_sizes` of the dispatch, to the
-    bit, forward and backward. Called on every rank, inside `jax.shard_map` over the group's axis. Differentiable in
-    `lhs`, `rhs` and `routing.weights`: the backward pass keeps `lhs` and the product.
+    bit; gradients differ by rounding. Called on every rank, inside `jax.shard_map` over the group's axis.
+    Differentiable in `lhs`, `rhs` and `routing.weights`: the backward pass keeps `lhs`, and not the product, and
+    weighs what the cotangents become (SonicMoE: Guo et al., 2025).
 
     Args:
       lhs: [C, F] bfloat16, float16 or float32: one row per row of the dispatch; or `Float8Rows`, which have no
