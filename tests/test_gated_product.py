@@ -14,6 +14,7 @@ from helpers import DTYPES
 from jax_ep import dispatch_ragged_dot, lax
 from jax_ep._core import ffi, gemm
 from jax_ep.ops.matmul import kernels
+from jax_ep.ops.matmul.api import gated_product
 
 pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
@@ -88,12 +89,15 @@ def test_shapes(
 
 
 @on_hopper
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("one_matrix", [False, True])
 @pytest.mark.parametrize(("rows", "hidden", "width"), [(5, 8, 8), (300, 136, 72), (1500, 264, 328)])
-def test_kept_products(rows: int, hidden: int, width: int, one_matrix: bool, rng: np.random.Generator) -> None:
+def test_kept_products(
+    rows: int, hidden: int, width: int, one_matrix: bool, dtype: np.dtype, rng: np.random.Generator
+) -> None:
     """The bits of the products alone."""
-    lhs = rng.standard_normal((rows, hidden)).astype(DTYPES[0])
-    gate, up = (rng.standard_normal((2, EXPERTS, hidden, width)) / hidden**0.5).astype(DTYPES[0])
+    lhs = rng.standard_normal((rows, hidden)).astype(dtype)
+    gate, up = (rng.standard_normal((2, EXPERTS, hidden, width)) / hidden**0.5).astype(dtype)
     sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.3, 0.2]).astype(np.int32)
     rhs = (np.concatenate([gate, up], axis=2),) if one_matrix else (gate, up)
     out, kept = jax.jit(partial(kernels.gated_matmul, activation="relu", keep_products=True))(lhs, sizes, *rhs)
@@ -101,7 +105,29 @@ def test_kept_products(rows: int, hidden: int, width: int, one_matrix: bool, rng
     for product, matrix in zip(kept, rhs, strict=True):
         assert_same_bits(np.asarray(product), np.asarray(jax.jit(lax.ragged_dot)(lhs, matrix, sizes)))
     of_gate, of_up = map(helpers.wide, kept if len(kept) == 2 else np.split(np.asarray(kept[0]), 2, axis=1))
-    assert_same_bits(np.asarray(out), (np.maximum(of_gate, 0) * of_up).astype(DTYPES[0]))
+    assert_same_bits(np.asarray(out), (np.maximum(of_gate, 0) * of_up).astype(dtype))
+
+
+@on_hopper
+def test_its_derivative(rng: np.random.Generator) -> None:
+    rows = jnp.asarray(rng.standard_normal((300, 64)), jnp.bfloat16)
+    gate, up = jnp.asarray(rng.standard_normal((2, EXPERTS, 64, 72)) / 8, jnp.bfloat16)
+    sizes = jnp.array([100, 0, 150, 30], jnp.int32)
+
+    def composed(rows: Any, sizes: Any, gate: Any, up: Any) -> Any:
+        return jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes), ()
+
+    def ours(rows: Any, sizes: Any, gate: Any, up: Any) -> Any:
+        return gated_product("silu", composed, rows, sizes, gate, up, keep_products=False)
+
+    def gradient(function: Any) -> Any:
+        return jax.jit(
+            jax.grad(lambda *x: function(x[0], sizes, *x[1:])[0].astype(jnp.float32).sum(), argnums=(0, 1, 2))
+        )
+
+    for mine, theirs in zip(*(gradient(function)(rows, gate, up) for function in (ours, composed)), strict=True):
+        assert_same_bits(np.asarray(mine), np.asarray(theirs))
+        assert np.abs(helpers.wide(mine)).sum() > 0
 
 
 @on_hopper

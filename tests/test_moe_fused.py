@@ -36,7 +36,7 @@ from layer_cases import (
 )
 from moe_oracle import Layer
 
-from jax_ep import CapacityError, Implementation, dispatch, dispatch_ragged_dot, lax, moe_mlp, ragged_dot_combine
+from jax_ep import CapacityError, Group, Implementation, dispatch, dispatch_ragged_dot, lax, moe_mlp, ragged_dot_combine
 
 
 def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -198,10 +198,18 @@ def under_scan(layer: Body) -> Body:
     return network
 
 
+def in_one_op(group: Group, implementation: Implementation) -> Body:
+    def layer(tokens: Any, ids: Any, weights: Any, *matrices: Any) -> jax.Array:
+        return moe_mlp(tokens, ids, weights, *matrices, group=group, implementation=implementation)
+
+    return layer
+
+
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("form", [fused, in_one_op])
 @pytest.mark.parametrize(("wrap", "check_vma"), [(under_checkpoint, True), (under_scan, True), (under_scan, False)])
 def test_in_a_mesh_of_two_axes(
-    wrap: Callable[[Body], Body], check_vma: bool, open_group: OpenGroup, rng: np.random.Generator
+    wrap: Callable[[Body], Body], check_vma: bool, form: Any, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Experts are the same along the other axis, so their gradients add up over it."""
     group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
@@ -221,7 +229,7 @@ def test_in_a_mesh_of_two_axes(
     matrices = draw(rng, np.float32)[0][2:]
     target = rng.standard_normal(case.tokens.shape).astype(np.float32)
     model = Layer(case.tokens, case.weights, *matrices)
-    ours, wanted = (helpers.fetch(gradients(form)(model, case.ids, target)) for form in (fused, chain))
+    ours, wanted = (helpers.fetch(gradients(form)(model, case.ids, target)) for form in (form, chain))
     assert_same_bits(ours[0], wanted[0])
     assert_near(ours[1], wanted[1], 1e-5)
 

@@ -15,9 +15,9 @@ from layer_cases import ROUTINGS, ROWS, SIZE, TOP_K, assert_same_bits, chain, dr
 from moe_oracle import Layer
 
 
-def assert_as_near(ours: Layer, chain: Layer, exact: Layer) -> None:
+def assert_as_near(ours: Layer, others: Layer, exact: Layer) -> None:
     """Ours is off by as many roundings as the chain, or fewer, of values whose mantissas are distributed otherwise."""
-    mine, theirs = (moe_oracle.errors(x, exact) for x in (ours, chain))
+    mine, theirs = (moe_oracle.errors(x, exact) for x in (ours, others))
     print("errors", mine, "and of the chain", theirs)
     assert all(a <= 1.15 * b for a, b in zip(mine, theirs, strict=True))
 

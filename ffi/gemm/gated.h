@@ -1,6 +1,6 @@
 // Gated units in one product: activation(rows x gate) * (rows x up), of a kernel that swaps the operands (swap_ab.h).
 // One warpgroup multiplies 64 columns of gate and the other the same columns of up. They leave both products, rounded,
-// in shared memory, where all threads find them, and store them too if a backward pass wants them.
+// in shared memory, where all threads find them, and from where TMA stores them if a backward pass wants them.
 #pragma once
 
 #include "gemm/activation.h"
@@ -33,8 +33,8 @@ struct Kept {
   int columns, up_column;
 };
 
-// The warps of both warpgroups call it together. A buffer is filled again two chunks later: then all threads have met
-// in between, and TMA has read what it stores, so nobody reads it any more.
+// The warps of both warpgroups call it together. Before all threads meet, each warp waits until TMA has read what it
+// stored of the chunk before: so behind the meeting the other buffer is free.
 template <class T, Activation kActivation>
 struct StoreGated {
   static_assert(kConsumers == 8 * kChunkRows / 2, "a thread has 16 bytes of each half of a chunk");
@@ -87,7 +87,7 @@ struct StoreGated {
   }
 };
 
-// `gate` and `up` [groups, K, ..] and `rows` [M, K] map slices; `counter` is zero.
+// `gate` and `up` [groups, K, ..] and `rows` [M, K] map slices, the maps in `kept` a warp's box; `counter` is zero.
 template <class T, Activation kActivation>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gated_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap gate,

@@ -120,7 +120,7 @@ JAX_EP_FN int contraction_of(const RowTile& tile) {
   return Operands::kTerms * align_up(tile.k_end, kBlockK);
 }
 
-// d = the sums of a warpgroup's 64 columns and the first `rows` rows, a multiple of kRowStep from kRows on.
+// d = the sums of a warpgroup's 64 columns and `rows` rows: a multiple of kRowStep, at least kRows.
 template <class In, int kRows, bool kMn, int kCount>
 JAX_EP_FN int multiply_rows(float (&d)[1][kCount], SwapMemory& shared, int rows, int k_end,
                             Position<SwapMemory::kStages>& at, int warpgroup, int lane) {
@@ -176,17 +176,17 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
 }
 
 // A warp's 16 rows of a chunk, from `row` on, and a line of columns from `col` on, as they are staged at `from`: to a
-// matrix of `line` values a row, of which those before `col_end` and the rows before `row_end` are wanted. By TMA where
-// all are.
+// matrix of `columns` values a row, of which those before `col_end` and the rows before `row_end` are wanted. By TMA
+// where that writes nothing else: it stops where the matrix' rows end.
 template <class Out>
-JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int line, int row, int row_end, int col, int col_end,
+JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
                            const char* from, int lane) {
   constexpr int kColumns = kLineBytes / sizeof(Out);
   if (row >= row_end || col >= col_end) return;
-  const bool cut = col + kColumns > col_end && line > col_end;
+  const bool cut = col + kColumns > col_end && columns > col_end;
   if (row + kOutRows > row_end || cut)
-    store_lines(reinterpret_cast<char*>(matrix + int64_t{row} * line + col), int64_t{line} * sizeof(Out), row_end - row,
-                (col_end - col) * int{sizeof(Out)} / 16, from, lane);
+    store_lines(reinterpret_cast<char*>(matrix + int64_t{row} * columns + col), int64_t{columns} * sizeof(Out),
+                row_end - row, (col_end - col) * int{sizeof(Out)} / 16, from, lane);
   else if (lane == 0)
     store_box(map, {col, row, 0}, from);
 }

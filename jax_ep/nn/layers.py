@@ -210,10 +210,9 @@ def moe_mlp(
 
     matrices = (gate,) if up is None else (gate, up)
     rhs: Any = gate if up is None else matrices
-    if by_fused_ops and not activates and bias_down is None:
+    if not activates and bias_down is None:
         options = {"activation": activation, "precision": precision, **sending, **where}
         out, routing, beside = experts_beside(tokens, expert_ids, weights, rhs, down, beside, **options)
-        hidden = beside if apart else hidden
     else:
         products: Any  # by gate and up, or what the fused op made of them
         if one_by_one:
@@ -226,16 +225,15 @@ def moe_mlp(
         else:
             options = {"activation": None if activates else activation, "precision": precision, **sending, **where}
             products, (_, sizes, routing), beside = dispatch_beside(tokens, expert_ids, weights, rhs, beside, **options)
-        hidden = beside if apart else hidden
         inner = products
         if activates:
             of_gate, of_up = gate_and_up(products if isinstance(products, tuple) else (products,))
             inner = glu(_biased(of_gate, bias_gate, sizes), _biased(of_up, bias_up, sizes)).astype(tokens.dtype)
         if by_fused_ops and bias_down is None:
-            out, beside = combine_beside(inner, down, routing, hidden if apart else None, precision=precision, **where)
-            hidden = beside if apart else hidden
+            out, beside = combine_beside(inner, down, routing, beside, precision=precision, **where)
         else:
             out = combine(_biased(multiply(inner, down, sizes), bias_down, sizes), routing, **where)
+    hidden = beside if apart else hidden
     if shared is not None and hidden is not None:
         always = jnp.dot(hidden, shared[2])
         if apart:  # else XLA adds in the product's epilogue, which then waits for the combine
@@ -247,8 +245,8 @@ def moe_mlp(
 def uses_fused_ops(fused: bool | Literal["auto"], *, by_xla: bool) -> bool:
     """What `moe_mlp` does for its argument `fused`: a function of what is known when it is traced, alike on all ranks.
 
-    "auto" takes the fused ops wherever kernels run: they hold less for the backward pass than JAX's own derivative, and
-    nothing is slower. implementation="xla" stays the plain formulation that others are checked against.
+    "auto" takes the fused ops wherever kernels run: their backward pass is shorter than JAX's own derivative, and holds
+    less. implementation="xla" stays the plain formulation that others are checked against.
     """
     if not isinstance(fused, bool) and not (isinstance(fused, str) and fused == "auto"):
         raise ValueError(f"moe_mlp: fused must be True, False or 'auto', got {fused!r}")

@@ -145,7 +145,7 @@ def add_lhs_gradients(
 def _summed(
     first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """What the kernel computes, by XLA."""
+    """The sum by XLA, of products that are rounded before."""
     return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
@@ -169,7 +169,7 @@ def gated_product(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded: [M, F].
 
-    For other families: it has no gradient. The operands vary over the same mesh axes.
+    For other families. The operands vary over the same mesh axes. Its derivative is that of `composed`.
 
     Args:
       activation: one that the GEMM core knows, to the bit as XLA computes it: "silu", "gelu" or "relu".
@@ -187,8 +187,18 @@ def gated_product(
         or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
     ):
         return composed(rows, group_sizes, *varying)
+    return _gated_in_core(composed, activation, keep_products, rows, group_sizes, *varying)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _gated_in_core(composed: Callable[..., Any], activation: str, keep_products: bool, *operands: jax.Array) -> Any:
     core = partial(kernels.gated_matmul, activation=activation, keep_products=keep_products)
-    return jax.lax.platform_dependent(rows, group_sizes, *varying, cuda=core, default=composed)
+    return jax.lax.platform_dependent(*operands, cuda=core, default=composed)
+
+
+@_gated_in_core.defjvp
+def _gated_jvp(composed: Callable[..., Any], activation: str, keep_products: bool, primals: Any, tangents: Any) -> Any:
+    return _gated_in_core(composed, activation, keep_products, *primals), jax.jvp(composed, primals, tangents)[1]
 
 
 def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any = None) -> bool:

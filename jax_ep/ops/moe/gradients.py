@@ -68,7 +68,7 @@ def combine_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents [T, H'] of a combine, of its chunks, to that of its rows [C, H'] and of `weights` [R, T, K]."""
     arrived = scatter_all(group, cotangents, chunks.cut(routing))
-    d_outputs = weighed(arrived, of_rows(weights, routing)).astype(expert_outputs.dtype)
+    d_outputs = weighed(arrived, of_rows(weights, routing))
     return d_outputs, of_assignments(inner_products(arrived, expert_outputs), routing)
 
 

@@ -130,7 +130,7 @@ def experts_beside(
     """`dispatch_beside` with an activation, and `combine_beside` of its result: the sums, what was counted, and
     `beside`. By kernels inside a node it is one op, which keeps less for its backward pass.
 
-    `down` was checked: it is that of `rhs`, of matrices [E / R, F, H].
+    `down` [E / R, F, H] was checked, and is in float8 only if the call is.
     """
     first = checked_first(tokens, expert_ids, weights, rhs, **options)
     if not first.in_one_op:
@@ -138,11 +138,11 @@ def experts_beside(
         where = {name: options[name] for name in ("group", "precision", "implementation")}
         out, beside = combine_beside(inner, down, dispatched.routing, beside, **where)
         return out, dispatched.routing, beside
-    call, op = first.call, "ragged_dot_combine"
-    leaves, treedef = jax.tree.flatten(down)
-    down = jax.tree.unflatten(treedef, checks.vary_alike(call.dispatch.group.axis_name, *leaves))
-    last = LastCall(call.dispatch.group, call.in_float8)
-    return gradients.experts(call, last, *first.operands, without_gradient(op, "rhs", down), beside)
+    group = first.call.dispatch.group
+    leaves, treedef = jax.tree.flatten((first.operands, down))
+    operands, down = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
+    down = without_gradient("ragged_dot_combine", "rhs", down)
+    return gradients.experts(first.call, LastCall(group, first.call.in_float8), *operands, down, beside)
 
 
 def _dispatch_dot(first: First, beside: jax.Array | None) -> tuple[Any, Dispatched, jax.Array | None]:

@@ -39,7 +39,7 @@ class First(NamedTuple):
 
     @property
     def in_one_op(self) -> bool:
-        return self.by_kernels and self.call.activation is not None and not self.call.fused
+        return self.by_kernels and self.call.activation is not None
 
 
 def checked_first(
@@ -58,7 +58,7 @@ def checked_first(
     precision: Precision | None,
     wire_dtype: DTypeLike | None,
     on_overflow: OnOverflow,
-    implementation: FusedImplementation = "auto",
+    implementation: FusedImplementation,
 ) -> First:
     """Checks the arguments of `dispatch_ragged_dot`."""
     op = "dispatch_ragged_dot"

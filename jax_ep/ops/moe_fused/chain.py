@@ -41,11 +41,12 @@ def dispatch_multiply(
     keep_products: bool,
 ) -> tuple[Any, Products, Dispatched, jax.Array | None]:
     """Tokens to their experts, and the rows that arrived times each right operand: the first in the kernel of the
-    dispatch, if that is asked for; both with the activation in one kernel, if no backward pass wants them.
+    dispatch, if that is asked for; otherwise both with the activation in one kernel, unless they are in float8.
 
     Returns:
-      The result (`outcome` of the products), the products if `keep_products`, what was dispatched, in float8 if so are
-      the products, and `beside` as it is. As in `scatter_multiply` nothing uses the rows before it is there.
+      The result (`outcome` of the products), the products, or () where they need not be kept, what was dispatched, in
+      float8 if so are the products, and `beside` as it is. As in `scatter_multiply` nothing uses the rows before it is
+      there.
     """
     group, config = call.dispatch.group, call.dispatch.config
     config = dataclasses.replace(config, dequantize=not call.in_float8)

@@ -183,17 +183,21 @@ def _counted(routing: Routing) -> Counted:
     return Counted(routing.counts, routing.dropped, routing.invalid)
 
 
+def _kept_of_last(first: FirstCall, kept: Any) -> Any:
+    """What `dot_combine` would keep."""
+    _, down, products, dispatched = kept
+    return outcome(first.activation, products), down, dispatched.routing.weights, dispatched.routing
+
+
 def _experts_on(first: FirstCall, last: LastCall, kept: Any, changes: Any) -> Any:
-    (rhs, down, products, dispatched), (d_tokens, d_weights, d_rhs, d_down, d_beside) = kept, changes
+    (rhs, _, products, dispatched), (d_tokens, d_weights, d_rhs, d_down, d_beside) = kept, changes
     d_inner, _, d_arrived = _dispatch_dot_on(first, (rhs, products, dispatched), (d_tokens, d_weights, d_rhs))
-    of_last = (outcome(first.activation, products), down, dispatched.routing.weights, dispatched.routing)
-    return _dot_combine_on(last, of_last, (d_inner, d_down, d_arrived, d_beside))
+    return _dot_combine_on(last, _kept_of_last(first, kept), (d_inner, d_down, d_arrived, d_beside))
 
 
 def _experts_back(first: FirstCall, last: LastCall, kept: Any, cotangents: Any) -> Any:
-    rhs, down, products, dispatched = kept
-    of_last = (outcome(first.activation, products), down, dispatched.routing.weights, dispatched.routing)
-    d_inner, d_down, d_arrived, d_beside = _dot_combine_back(last, of_last, cotangents)
+    rhs, _, products, dispatched = kept
+    d_inner, d_down, d_arrived, d_beside = _dot_combine_back(last, _kept_of_last(first, kept), cotangents)
     d_rows = jnp.zeros_like(d_inner, shape=jnp.shape(jax.tree.leaves(dispatched.tokens)[0]))  # nobody else has them
     d_tokens, d_weights, d_rhs = _dispatch_dot_back(first, (rhs, products, dispatched), (d_inner, d_rows, d_arrived))
     return d_tokens, d_weights, d_rhs, d_down, d_beside
