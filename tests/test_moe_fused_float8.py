@@ -3,7 +3,6 @@
 Sums have its bits. Gradients differ by rounding; those of the weights go straight through the last product's, too.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -13,6 +12,7 @@ import moe_oracle
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from layer_cases import Body, assert_same_bits, with_gradient
 from moe_oracle import Layer
 
 from jax_ep import (
@@ -32,8 +32,6 @@ from jax_ep import (
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 12, 2, 256, 128
 FP8 = jnp.float8_e4m3fn
-
-Body = Callable[..., jax.Array]
 
 
 def fused(group: Group, **options: Any) -> Body:
@@ -83,27 +81,11 @@ def chain(group: Group) -> Body:
     return layer
 
 
-def with_gradient(group: Group, layer: Body) -> Any:
-    """The program (Layer, ids, cotangent) -> (sums, gradient Layer), for all ranks."""
-
-    def both(model: Layer, ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Layer]:
-        out, pull = jax.vjp(lambda m: layer(m.tokens, ids, *m[1:]), model)
-        return out, pull(cotangent)[0]
-
-    return helpers.per_rank(both, group.mesh)
-
-
 def draw(rng: np.random.Generator, dtype: Any) -> tuple[Layer, np.ndarray, np.ndarray]:
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, np.dtype(dtype))
     case.ids[0, 0], case.ids[1, :, 1] = -1, case.ids[1, :, 0]
     layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)
     return layer, case.ids, rng.standard_normal(case.tokens.shape).astype(dtype)
-
-
-def assert_same_bits(actual: Any, wanted: Any) -> None:
-    for mine, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        assert mine.dtype == theirs.dtype
-        np.testing.assert_array_equal(helpers.wide(mine), helpers.wide(theirs))
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
