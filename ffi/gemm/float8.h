@@ -115,7 +115,7 @@ __device__ void consume_float8(Memory& shared, const CUtensorMap& map, Out* out,
   Schedule schedule(problem, kBlockN, share);
   for (Tile tile; schedule.next(&tile);) {
     if (tile.row + warp / kWarpgroup * kSlice >= tile.row_end || tile.col >= problem.n) {
-      skip(shared, tile, at, lane);
+      skip(shared, tile.k_end - tile.k_begin, at, lane);
       continue;
     }
     float total[kBlockN / 2] = {};

@@ -62,10 +62,10 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (is_ping_pong(kBlockN) && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
-// Nothing of what a warpgroup would multiply is wanted: its loads pass by.
+// Nothing of what a warpgroup would multiply is wanted: the loads of so much contraction pass by.
 template <class Memory>
-JAX_EP_FN void skip(Memory& shared, const Tile& tile, Position<Memory::kStages>& at, int lane) {
-  for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+JAX_EP_FN void skip(Memory& shared, int contraction, Position<Memory::kStages>& at, int lane) {
+  for (int k = 0; k < contraction; k += kBlockK, at.advance()) {
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
     release(&shared.empty[at.stage], lane);
   }
@@ -213,7 +213,7 @@ JAX_EP_FN void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map
         }
       }
     } else {
-      skip(shared, tile, at, lane);
+      skip(shared, tile.k_end - tile.k_begin, at, lane);
       pass_turn<kBlockN>(shared, warpgroup, lane);
     }
     if constexpr (Hooks::kAwaitStores) {

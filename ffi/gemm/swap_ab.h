@@ -113,7 +113,7 @@ __device__ void produce_swapped(SwapMemory& shared, const Operands& operands, co
     wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
 }
 
-// What the stages of a tile hold of contractions: those of a term begin with a stage, and TMA fills the last with
+// How much contraction the stages of a tile hold: each term begins with a stage, and TMA fills its last one up with
 // zeros.
 template <class Operands>
 JAX_EP_FN int contraction_of(const RowTile& tile) {
@@ -241,11 +241,8 @@ __device__ void consume_swapped(SwapMemory& shared, const Problem& problem, cons
       float d[1][kMostRows / 2];
       accumulate_swapped<In, Operands::kMn>(d, shared, tile.rows, k_end, at, warpgroup, lane);
       store(problem, tile, d[0], shared, warp, lane);
-      continue;
-    }
-    for (int k = 0; k < k_end; k += kBlockK, at.advance()) {
-      wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
-      release(&shared.empty[at.stage], lane);
+    } else {
+      skip(shared, k_end, at, lane);
     }
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
