@@ -71,8 +71,8 @@ def ragged_all_to_all(experts: int, capacity: int, exchange: ragged.Exchange) ->
 
 
 def in_kernels(group: jax_ep.Group, room: int, second: FusedImplementation) -> Callable[..., jax.Array]:
-    """The layer on a rank, (ids, weights, gate, up, down, tokens) -> [T, H]: the dispatch and the first product are one
-    kernel; and the last product and the combine, if `second` says so."""
+    """The layer on a rank, (ids, weights, gate, up, down, tokens) -> [T, H]: the dispatch and the first products run
+    beside each other; and the last product and the combine, if `second` says so."""
 
     def layer(
         ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array

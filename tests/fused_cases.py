@@ -52,7 +52,7 @@ def assert_right(out: np.ndarray, dispatched: Any, case: Case, rhs: np.ndarray) 
 
 
 def combine_program(group: Group, **options: Any) -> Any:
-    """For all ranks, (tokens, ids, weights, rhs) -> (sums of one kernel, sums of the chain, Dispatched)."""
+    """For all ranks, (tokens, ids, weights, rhs) -> (sums of "fused", sums of the chain, Dispatched)."""
 
     def body(tokens: Any, ids: Any, weights: Any, rhs: Any) -> Any:
         dispatched = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)

@@ -81,7 +81,7 @@ def product_of(size: int) -> matmul_cases.Operands:
 
 
 def fused_of(size: int) -> tuple[helpers.Case, np.ndarray]:
-    """For the fused ops, each in one kernel: tokens and matrices."""
+    """For the fused ops, by kernels beside each other: tokens and matrices."""
     return fused_cases.draw(np.random.default_rng(helpers.SEED), size, FUSED_TOKENS, np.dtype(ml_dtypes.bfloat16))
 
 

@@ -1,4 +1,4 @@
-"""ragged_dot_combine(implementation="fused"), one kernel: against numpy, and to the bit against the chain of ops."""
+"""ragged_dot_combine(implementation="fused") against numpy, and to the bit against the chain of ops."""
 
 import dataclasses
 from typing import Any

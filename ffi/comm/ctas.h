@@ -55,16 +55,14 @@ JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   }
 }
 
-// `begun` is a word that is zero when the op begins, and counts coops that have begun.
-JAX_EP_FN void note_begun(const Coop& coop, uint64_t* begun) {
-  if (coop.lane == 0) atomic_add(begun, uint64_t{1});
-}
-// Whether so many coops have begun; all lanes of whoever asks call, and wait for them as long as join() does. Whoever
-// asks and has begun as the last is always told that all have, so one coop at least stays if those leave that are told
-// otherwise; and who stays may wait for peers, as nobody else of this rank needs an SM.
-JAX_EP_FN bool all_begun(const Coop& coop, const uint64_t* begun, int count) {
+// Whether `count` coops, warps of a role, have begun; all of them ask, and wait for the others as long as join() does.
+// `begun` is a word that is zero when the op begins. Whoever begins as the last is always told that all have, so one
+// coop at least stays if those leave that are told otherwise; and who stays may wait for peers, as nobody else of this
+// rank needs an SM.
+JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
   int all = 0;
   if (coop.lane == 0) {
+    atomic_add(begun, uint64_t{1});
     const uint64_t since = clock_ns();
     for (unsigned tries = 0;; ++tries) {
       all = load_acquire(begun) == static_cast<uint64_t>(count);
@@ -73,11 +71,6 @@ JAX_EP_FN bool all_begun(const Coop& coop, const uint64_t* begun, int count) {
     }
   }
   return coop.broadcast(all);
-}
-// Both, by `count` coops, warps of a role.
-JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
-  note_begun(coop, begun);
-  return all_begun(coop, begun, count);
 }
 
 // All coops of a CTA call; the first bytes of its shared memory are overwritten.

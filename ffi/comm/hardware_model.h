@@ -77,12 +77,13 @@ struct ExchangeRates {
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
-// Rates of dispatch_ragged_dot and ragged_dot_combine: kernels/moe/plan.cc. Guesses: they have not been timed.
+// How ops share a GPU that are a product and an exchange: kernels/moe/plan.cc. Choices: other ones were no faster in a
+// layer (bench layer --kernel).
 struct DotRates {
-  int dispatching = 32;        // blocks that dispatch before they multiply
-  double bytes_per_us = 60e3;  // of rows that such a block sends and takes in
-  double early = 0.5;          // the part of that time in which tiles have all their rows: tokens come in their order
-  int leaving = 32;            // blocks that combine while others multiply
+  int dispatching = 32;         // blocks that bring rows
+  int leaving = 32;             // blocks that combine while others multiply
+  double summed_per_us = 31e3;  // bytes of rows that such a block sums up or sends
+  double most_sending = 0.5;    // of a product, in which they do so
 };
 
 struct HardwareModel {

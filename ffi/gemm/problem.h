@@ -30,13 +30,9 @@ struct Problem {
   bool split_k = false;  // both CTAs of a cluster take the same tile, half of the contraction each
 };
 
-// Which part of the tiles a CTA takes: that of one of `ctas`. The first `late` begin later, as they do something else
-// before: each cluster of the others takes `head` tile pairs first. Or the first `leaving` do something else behind:
-// each of their clusters takes the first `body` tile pairs of its turns, and no more.
+// Which part of the tiles a CTA takes: that of one of `ctas`.
 struct Share {
   int cta, ctas;
-  int late = 0, head = 0;
-  int leaving = 0, body = 0;
 };
 
 // What the tiles of a cluster's two CTAs have in common.

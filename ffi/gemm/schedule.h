@@ -15,12 +15,7 @@ class Schedule {
     const int cluster = share.cta / kCluster;
     rank_ = share.cta % kCluster;
     step_ = share.ctas / kCluster;
-    late_ = share.late / kCluster;
-    head_ = share.head * (step_ - late_);
-    next_ = cluster < late_ || head_ == 0 ? head_ + cluster : cluster - late_;
-    leaving_ = share.leaving / kCluster;
-    body_ = share.body * step_;
-    if (leaving_ > 0 && body_ == 0) leave();
+    next_ = cluster;
     open_group(0);
   }
 
@@ -33,23 +28,12 @@ class Schedule {
       open_group(tile_.group + 1);
     }
     locate(next_ - first_, tile);
-    advance();
+    next_ += step_;
     tile->last = next_ >= tile_pairs_;
     return true;
   }
 
  private:
-  // Within the head the late clusters are passed over; behind it all have their turns. Within the body all have their
-  // turns, too; behind it those that leave have none.
-  JAX_EP_FN void advance() {
-    const bool in_head = next_ < head_, in_body = leaving_ > 0 && next_ < body_;
-    next_ += in_head ? step_ - late_ : leaving_ > 0 && !in_body ? step_ - leaving_ : step_;
-    if (in_head && next_ >= head_) next_ += late_;
-    if (in_body && next_ >= body_) leave();
-  }
-  // At the end of the body: next_ is body_ and the number of the cluster.
-  JAX_EP_FN void leave() { next_ = next_ - body_ < leaving_ ? kNoTilePair : next_ - leaving_; }
-
   // If m-grouped, the rows behind the last group are one more, without contraction.
   JAX_EP_FN int last_group() const {
     if (problem_.grouping == Grouping::none) return 0;
@@ -119,13 +103,9 @@ class Schedule {
     return (problem_.pair_first + lead + part * each + larger(part - regular, 0) + turn) % pairs;
   }
 
-  static constexpr int kNoTilePair = 0x7fffffff;
-
   const Problem& problem_;
   int block_n_;
   int next_, step_;                 // in tile pairs
-  int late_, head_;                 // clusters that begin late, tile pairs that the others take before
-  int leaving_, body_;              // clusters that leave, tile pairs before they do
   int rank_;                        // within the cluster
   int first_ = 0, tile_pairs_ = 0;  // of the open group
   int rows_ = 0, columns_ = 0;      // of its tiles

@@ -81,13 +81,10 @@ struct DotShape {
 
 DotShape shape_of(const DispatchDotArgs& args, int ranks);
 
-// The first `dispatching` blocks, an even number, dispatch before they multiply. Meanwhile each pair of the others
-// takes `head` tile pairs.
+// Two kernels: the dispatch on few SMs, and the product, which begins on the others.
 struct DotConfig {
-  gemm::Config product;  // split as the product alone is, so that sums have its order
-  int dispatching;
-  int senders_per_cta;  // of the warps that dispatch
-  int head;
+  LaunchConfig dispatch;
+  gemm::Config product;  // with the operands swapped
 
   std::string describe() const;
 };
@@ -99,12 +96,13 @@ struct DotCombineShape : DotShape {};
 
 DotCombineShape shape_of(const DotCombineArgs& args, int ranks);
 
-// All blocks combine when they have multiplied. The first `leaving` blocks, an even number, do so when each pair of
-// them has multiplied `body` tile pairs; the others multiply what is left.
+// Two kernels: the second begins on the SMs of the first `leaving` blocks of the product, an even number, which leave
+// when `tail` tile pairs are left.
 struct DotCombineConfig {
-  gemm::Config product;  // of narrow tiles; split as in DotConfig
+  gemm::Config product;  // with the operands swapped
+  LaunchConfig combine;
   int leaving;
-  int body;
+  int tail;
 
   std::string describe() const;
 };

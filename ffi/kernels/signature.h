@@ -35,6 +35,8 @@ struct SignatureRoom {
   }
   template <class Args>
   constexpr void count(DType Args::*) {}  // they have a place of their own
+  template <class Args>
+  constexpr void count(gemm::Activation Args::*) {}  // what a rank makes of its rows alone
 };
 
 template <class Args>
@@ -76,6 +78,7 @@ struct SignatureOf {
     signature.other_dtype = args.*member;  // that of operands comes last
     if (std::string_view(name) == "dtype") signature.dtype = args.*member;
   }
+  void operator()(const char*, const char*, gemm::Activation Args::*) {}
 };
 
 template <class Args>

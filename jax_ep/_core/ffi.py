@@ -109,7 +109,7 @@ def call(
     op: str = "",
     updated: jax.Array | None = None,
     computes: bool = False,
-    **settings: bool | int | float | np.dtype,
+    **settings: bool | int | float | str | np.dtype,
 ) -> dict[str, jax.Array]:
     """Calls an op of a group, for the kernels.py of its family.
 

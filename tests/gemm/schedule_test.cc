@@ -85,30 +85,6 @@ void check_cover(const Problem& problem, const Config& config, const std::vector
   for (const int times : seen) require(times == 1, "every element is in one tile");
 }
 
-// CTAs that begin late have as much less to do: none of their tiles is among the first.
-void check_head(const Problem& problem, const Config& config, Share share) {
-  if (share.late == share.ctas) return;  // then none of them is late
-  std::vector<int> tiles(share.ctas);
-  for (share.cta = 0; share.cta < share.ctas; ++share.cta) {
-    Schedule schedule(problem, config.block_n, share);
-    for (Tile tile; schedule.next(&tile);) ++tiles[share.cta];
-  }
-  const int latest = tiles.front(), first = tiles[share.ctas - 1];  // the last cluster takes the last turn
-  if (share.late > 0 && latest > 0) require(first >= share.head + latest - 1, "the others take the head alone");
-}
-
-// Clusters that leave have so many tiles at the most, which are the first of all.
-void check_body(const Problem& problem, const Config& config, Share share) {
-  for (share.cta = 0; share.cta < share.leaving; ++share.cta) {
-    Schedule schedule(problem, config.block_n, share), whole(problem, config.block_n, {share.cta, share.ctas});
-    Tile tile{}, first{};
-    int tiles = 0;
-    for (; schedule.next(&tile); ++tiles)
-      require(whole.next(&first) && tile.row == first.row && tile.col == first.col, "they take their turns");
-    require(tiles <= share.body, "and leave");
-  }
-}
-
 // Tiles whose height follows the rows: by both CTAs of a cluster, each element is in one tile, and no tile has a step
 // of rows too many.
 void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int columns) {
@@ -174,16 +150,9 @@ int main() {
       check_any_pairs(problem, random);
     }
     const Share all_at_once{0, config.blocks};
-    const Share some_late{0, config.blocks, draw(0, config.blocks / kCluster) * kCluster, draw(0, 3)};
-    const int leaving = draw(0, config.blocks / kCluster - 1) * kCluster;
-    const Share some_leave{0, config.blocks, 0, 0, leaving, draw(0, 3)};
     const auto check = [&] {
-      for (const Share& share : {all_at_once, i % 2 ? some_late : some_leave}) {
-        check_clusters(problem, config, share);
-        check_cover(problem, config, sizes, share);
-      }
-      check_head(problem, config, some_late);
-      check_body(problem, config, some_leave);
+      check_clusters(problem, config, all_at_once);
+      check_cover(problem, config, sizes, all_at_once);
     };
     check();
     problem.split_k = false;

@@ -72,39 +72,39 @@ void check_products(const HardwareModel& model) {
       }
 }
 
-// Also where an op may take fewer SMs than the device has: then the sums are those of the product alone all the same.
+// The product may take all SMs, as it does alone; what an op may take holds for the dispatch.
 void check_dot_plan(const DotShape& shape, const HardwareModel& whole) {
-  const gemm::Config product = gemm::plan_fixed(shape.product, whole);
   for (const int most : {1, 2, 24, 1000}) {
     const HardwareModel model = limit_sms(whole, most);
     const DotConfig config = plan(shape, model);
     const std::string words = config.describe();
-    expect(config.product.blocks <= std::max(model.sms, gemm::kCluster), "blocks are within the SMs", model, words);
-    expect(config.product.blocks % gemm::kCluster == 0, "whole clusters", model, words);
-    const bool some = config.dispatching > 0 && config.dispatching % gemm::kCluster == 0;
-    expect(some && config.dispatching <= config.product.blocks, "whole clusters dispatch", model, words);
-    expect(config.head == 0 || config.dispatching < config.product.blocks, "somebody takes the head", model, words);
-    expect(config.product.block_n == product.block_n && config.product.split_k == product.split_k,
-           "tiles are those of the product alone", model, words);
-    const std::string dispatching = std::to_string(config.dispatching) + " dispatch first";
-    expect(words.find(dispatching) != std::string::npos, "words say who dispatches", model, words);
+    expect(config.product.swap_ab, "tiles have the rows that they need", model, words);
+    expect(config.product.blocks <= model.device_sms && config.product.blocks % gemm::kCluster == 0,
+           "whole clusters within the SMs", model, words);
+    expect(config.dispatch.blocks >= 1 && config.dispatch.blocks <= std::max(model.row_sms, 1),
+           "the dispatch is within what an op may take", model, words);
+    const int warps = config.dispatch.threads / model.warp_lanes;
+    expect(config.dispatch.senders_per_cta >= 1 && config.dispatch.senders_per_cta < warps, "some send, some receive",
+           model, words);
   }
 }
 
+// The product takes all SMs, as it does alone; what an op may take holds for the combine.
 void check_dot_combine_plan(const DotCombineShape& shape, const HardwareModel& whole) {
-  const gemm::Config product = gemm::plan_fixed(shape.product, whole);
   for (const int most : {1, 2, 24, 1000}) {
     const HardwareModel model = limit_sms(whole, most);
     const DotCombineConfig config = plan(shape, model);
     const std::string words = config.describe();
-    expect(config.product.blocks <= std::max(model.sms, gemm::kCluster), "blocks are within the SMs", model, words);
+    expect(config.product.swap_ab, "tiles have the rows that they need", model, words);
+    expect(config.product.blocks <= model.device_sms && config.combine.blocks <= std::max(model.row_sms, 1),
+           "blocks are within the SMs", model, words);
     expect(config.product.blocks % gemm::kCluster == 0 && config.leaving % gemm::kCluster == 0, "whole clusters", model,
            words);
-    expect(config.body >= 0 && config.leaving < config.product.blocks, "somebody multiplies what is left", model,
-           words);
+    expect(config.tail >= 0 && (config.leaving < config.product.blocks || config.leaving == 0),
+           "somebody multiplies what is left", model, words);
     expect(shape.ranks > 1 || config.leaving == 0, "nobody leaves who sends nothing", model, words);
-    expect(config.product.block_n == 128 && config.product.split_k == product.split_k, "sums have one order", model,
-           words);
+    const std::string leaving = std::to_string(config.leaving) + " leave when " + std::to_string(config.tail);
+    expect(words.find(leaving) != std::string::npos, "words say who leaves", model, words);
   }
 }
 

@@ -1,11 +1,8 @@
-// ragged_dot_combine on bare threads: coops of a rank multiply, one of them less, and combine what is written. Sums of
-// what was multiplied, whoever begins late; errors; and a rank that never comes.
+// ragged_dot_combine on bare threads: coops of a rank multiply, and combine what is written. Sums of what was
+// multiplied, of one product and of two; errors; and a rank that never comes.
 #pragma once
 
-#include <numeric>
-
-#include "late.h"
-#include "moe.h"
+#include "dispatch_dot.h"
 
 namespace jax_ep {
 
@@ -30,8 +27,6 @@ struct DotCombineRank : Rank {
     return a;
   }
 };
-
-enum class Skew { none, one_expert, one_token };
 
 // Routed by a dispatch, whose rows are not looked at.
 inline void route(const Group& group, std::vector<DotCombineRank>& ranks, std::mt19937& random, Skew skew) {
@@ -91,21 +86,6 @@ inline void dot_combines(int tokens, int times) {
     check_dot_combine(*group, ranks);
   }
   expect(!group->take_error(), "no error is reported");
-}
-
-// A coop that begins when all others have ended: they leave their sums to it, also where no rank sends anything.
-inline void late_dot_combines(int tokens, int late, int size) {
-  std::vector<int> line(size);
-  std::iota(line.begin(), line.end(), 0);
-  Group group({line}, 20.0, /*poison=*/false);
-  std::vector<DotCombineRank> ranks(size, DotCombineRank(tokens));
-  std::mt19937 random(12);
-  route(group, ranks, random, Skew::none);
-  on_all_ranks_late(group, late, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].dot_args(), coop);
-  });
-  check_dot_combine(group, ranks);
-  expect(!group.take_error(), "no error is reported");
 }
 
 // A row that rank 1 does not have: no rank delivers, and the next call finds the group in order.

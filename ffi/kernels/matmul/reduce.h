@@ -69,6 +69,21 @@ JAX_EP_FN void wait_concluded(Op& op, const MatmulReduceArgs& args) {
   op.wait_delivered(SummedRows(op.comm, args).row_blocks.chunks);
 }
 
+// The first chunk from `chunk` on that is missing from some rank. It looks at no more chunks than the lanes can, so it
+// may stop before `end`.
+JAX_EP_FN int delivered_until(const Op& op, int chunk, int end) {
+  const int ranks = op.comm.size, most = smaller(end, chunk + larger(1, Coop::lanes / ranks));
+  const int flags = (most - chunk) * ranks;
+  int until = most;
+  for (int first = 0; first < flags && until == most; first += Coop::lanes) {
+    const int i = first + op.coop.lane;
+    const bool missing = i < flags && !op.is_raised(&op.heap->delivered[i % ranks][chunk + i / ranks]);
+    if (const uint64_t missed = op.coop.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / ranks;
+  }
+  op.coop.sync();
+  return until;
+}
+
 // Made when all ranks have posted.
 template <class T>
 class MatmulReduce {
@@ -96,7 +111,7 @@ class MatmulReduce {
       if (row_block >= first + row_blocks) break;
       asked = op_.ask_for_ticket();
       if (row_block >= ready) {
-        ready = op_.delivered_until(row_block, first + row_blocks);
+        ready = delivered_until(op_, row_block, first + row_blocks);
         if (ready == row_block) {
           sums_.finish();  // a sum that was begun does not wait with the others
           op_.wait_delivered(row_block);

@@ -112,10 +112,16 @@ class PlainDispatch {
         mover_(op.coop) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
+    push(tokens, [](int token) { return token; });
+  }
+  // Items that stand for tokens: chunks are of items.
+  template <class Items, class TokenOf>
+  JAX_EP_FN void push(const Items& items, TokenOf token_of) {
     push_chunks(
-        op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
-        [&](int token) { return args_.tokens + token * bytes_; },
-        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
+        op_, mover_, items, args_.num_tokens, bytes_, args_.top_k,
+        [&](int item) { return args_.tokens + token_of(item) * bytes_; },
+        [&](int item, int k) { return landing_.at_peer(token_of(item), k, landing_.packed(token_of(item), k)); },
+        [] {});
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
@@ -125,35 +131,35 @@ class PlainDispatch {
   JAX_EP_FN void expand() {
     if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
       op_.enter(Phase::expand);
-      copy(op_.comm.rank, {receiver.index, args_.eager, receiver.count},
+      copy(op_.comm.rank, Stride{receiver.index, args_.eager, receiver.count},
            [&](int token, int) { return args_.tokens + token * bytes_; });
     }
     for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-      copy(source, {tokens.begin, tokens.end, 1},
-           [&](int token, int row) { return landing_.here(source, token, row); });
+      const auto from = [&](int token, int row) { return landing_.here(source, token, row); };
+      copy(source, Stride{tokens.begin, tokens.end, 1}, from);
     });
     mover_.complete_to(mover_.mark());
   }
 
-  // As expand(), where rows are counted when they are written: counter_of(mover) is told of the tokens that the mover
-  // has put. This rank's own tokens are handed out, too, as a CTA may begin late; those of them that are not eager were
-  // pushed into all of their rows.
-  template <class CounterOf>
-  JAX_EP_FN void expand_counted(CounterOf counter_of) {
+  // As expand(), in the order of `sent`, TokensInOrder; counter_of(mover) counts what the mover has put. This rank's
+  // own tokens are handed out, too; those of them that are not eager were pushed into all of their rows.
+  template <class Sent, class CounterOf>
+  JAX_EP_FN void expand_counted(const Sent& sent, CounterOf counter_of) {
     auto counter = counter_of(mover_);
-    const auto visit = [&](int source, Range tokens) {
+    const auto visit = [&](int source, Range positions) {
       const bool own = source == op_.comm.rank;
-      copy(source, {tokens.begin, own ? smaller(tokens.end, args_.eager) : tokens.end, 1},
+      const Range put{positions.begin, own ? smaller(positions.end, args_.eager) : positions.end};
+      copy(source, sent.walk(source, put),
            [&](int token, int row) { return own ? args_.tokens + token * bytes_ : landing_.here(source, token, row); });
-      counter.after(source, tokens);
+      counter.after(source, positions);
     };
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, visit, [&] { counter.finish(); });
     counter.finish();
   }
 
  private:
-  template <class From>
-  JAX_EP_FN void copy(int source, Stride tokens, From from) {
+  template <class Tokens, class From>
+  JAX_EP_FN void copy(int source, Tokens tokens, From from) {
     const int here =
         copy_to_rows(op_.coop, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
     if (op_.coop.lane == 0) op_.count_received(source, here * bytes_);
@@ -266,8 +272,9 @@ class Float8Dispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
-                                    args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
+      const int here =
+          copy_to_rows(op_.coop, mover, Stride{tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+                       args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
       if (op_.coop.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
                          [&](int token, int row) { return landing_.scales_here(source, token, row); });
@@ -286,17 +293,20 @@ class Float8Dispatch {
   RowWriter writer_;
 };
 
-// Once the rows of all tokens are known, and there is room for them, expand(dispatch) takes in what arrives.
-template <class Dispatch, class Expand>
-JAX_EP_FN void send_tokens(Op& op, const DispatchArgs& args, Expand expand) {
+// Senders call push(dispatch, routed). Once the rows of all tokens are known, and there is room for them,
+// expand(dispatch) takes in what arrives. Returns whether there is room.
+template <class Dispatch, class Push, class Expand>
+JAX_EP_FN bool send_tokens(Op& op, const DispatchArgs& args, Push push, Expand expand) {
   const Routed routed(op, args);
   Dispatch dispatch(op, args);
-  if (op.ok() && !op.coop.sender.empty()) dispatch.push({op, args, routed});
+  if (op.ok() && !op.coop.sender.empty()) push(dispatch, routed);
   if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
-  if (routed.settled())
+  const bool settled = routed.settled();
+  if (settled)
     expand(dispatch);
   else  // peers that learn of the lack of room later still push
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
+  return settled;
 }
 
 template <class Dispatch>
@@ -310,7 +320,8 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   else
     Router(op, args).route();
   op.wait_posted();
-  send_tokens<Dispatch>(op, args, [](Dispatch& dispatch) { dispatch.expand(); });
+  const auto push = [&](Dispatch& dispatch, const Routed& routed) { dispatch.push(RoutedTokens(op, args, routed)); };
+  send_tokens<Dispatch>(op, args, push, [](Dispatch& dispatch) { dispatch.expand(); });
   op.finish(results);
 }
 

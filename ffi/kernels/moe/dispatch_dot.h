@@ -1,105 +1,103 @@
-// dispatch_ragged_dot: a dispatch, and the product of the rows that arrive with the matrices of their experts. Some
-// CTAs dispatch before they multiply; the others begin with the product, tile by tile as rows are here. Whoever
-// dispatches never waits for whoever multiplies.
+// dispatch_ragged_dot: a dispatch, and the product of the rows that arrive with the matrices of their experts. On a GPU
+// the dispatch is a kernel on rows, and the product another beside it, which waits for the words of the first; a coop
+// of a CPU dispatches, then multiplies.
 #pragma once
 
+#include <cmath>
+
+#include "kernels/moe/arrivals.h"
 #include "kernels/moe/dispatch.h"
-#include "kernels/moe/dot_args.h"
-#include "kernels/moe/tile_rows.h"
 
 namespace jax_ep {
 
-// Waits until it is known how many rows each expert has here. Returns whether rows will come: none do if the op has
-// failed, or some rank has no room. Called before anybody waits for rows.
-JAX_EP_FN bool await_sizes(Op& op, const DispatchDotArgs& args) {
-  op.wait_noted(&op.heap->laid_out);
-  return op.ok() && (args.drop || Segments(op, args).rank_without_room() < 0);
-}
-
-// For a receiver: counts the rows of the tokens that it has put when they are written, that is while the next are on
-// their way.
-template <class Mover>
-class RowCounter {
- public:
-  // Made when it is known how many rows each expert has.
-  JAX_EP_FN RowCounter(Op& op, const DispatchDotArgs& args, Mover& mover)
-      : op_(op), args_(args), ready_(op, args.ready, args.capacity), mover_(mover) {
-    const int local = args.num_experts / op.comm.size;
-    for (int first = 0; first < local; first += Coop::lanes)
-      end_ += op.coop.sum(first + op.coop.lane < local ? args.group_sizes[first + op.coop.lane] : 0);
-  }
-
-  // Tokens of a source were put into all of their rows.
-  JAX_EP_FN void after(int source, Range tokens) {
-    const Put last = put_;
-    put_ = {source, tokens, mover_.mark()};
-    count(last);
-  }
-  // Nothing is put for a while.
-  JAX_EP_FN void finish() {
-    count(put_);
-    put_ = {};
-  }
-
- private:
-  struct Put {
-    int source = 0;
-    Range tokens{0, 0};
-    int mark = 0;
+// What each coop does up to the end of the op. Returns whether rows come: none do if the op has failed, or some rank
+// has no room.
+JAX_EP_FN bool dispatch_rows(Op& op, const DispatchDotArgs& args) {
+  const ArrivalWords at(args.capacity);
+  const TokensInOrder sent{args.order, args.num_tokens, args.eager};
+  const auto clear = [&](Part part) {
+    if (Coop::lanes == 1) clear_words(op.coop, args.words, at.count(), part);
   };
-
-  JAX_EP_FN void count(const Put& put) const {
-    if (put.tokens.begin >= put.tokens.end) return;
-    mover_.complete_to(put.mark);
-    const int32_t* const table = args_.rows + int64_t{put.source} * args_.num_tokens * args_.top_k;
-    for (int i = put.tokens.begin * args_.top_k + op_.coop.lane; i < put.tokens.end * args_.top_k; i += Coop::lanes)
-      if (table[i] >= 0) ready_.count(table[i], end_);
-  }
-
-  Op& op_;
-  const DispatchDotArgs& args_;
-  const ReadyRows ready_;
-  Mover& mover_;
-  int end_ = 0;  // behind the last row that will be here
-  Put put_;
-};
-
-// What the coops do that dispatch, up to the end of the op.
-JAX_EP_FN void dispatch_rows(Op& op, const DispatchDotArgs& args) {
+  const auto push = [&](PlainDispatch& dispatch, const Routed& routed) {
+    const auto work_out = [&] {
+      const FirstRowOrder order(op, args, args.eager, kWindow<&DispatchDotArgs::order>);
+      routed.await_placed();
+      order.count();
+      order.put();
+      op.enter(Phase::send);
+    };
+    OrderedTokens tokens(op, sent, /*known=*/false, work_out);
+    dispatch.push(SharedItems<decltype(tokens)>{tokens}, [&](int) { return tokens.token(); });
+  };
   post_dispatch(op, args);
-  Router(op, args).route([&](Part part) { clear_words(op.coop, args.ready, ReadyRows::blocks(args.capacity), part); });
+  Router(op, args).route(clear, [&](bool first) {
+    if (first) note_laid_out(op, args.words);
+  });
   op.wait_posted();
-  send_tokens<PlainDispatch>(op, args, [&](PlainDispatch& dispatch) {
-    dispatch.expand_counted([&](RowMover& mover) { return RowCounter<RowMover>(op, args, mover); });
+  return send_tokens<PlainDispatch>(op, args, push, [&](PlainDispatch& dispatch) {
+    dispatch.expand_counted(sent, [&](RowMover& mover) { return ArrivalCounter<RowMover>(op, args, sent, mover); });
   });
 }
 
-// Where the product is computed by plain loops: the share of both CTAs of a cluster.
-template <class T>
-JAX_EP_FN void multiply_arrived(Op& op, const DispatchDotArgs& args, gemm::Share share) {
-  if (!await_sizes(op, args)) return;
-  const ReadyRows ready(op, args.ready, args.capacity);
-  multiply_plainly<T>(
-      product_of(args, op.comm.size, /*band=*/1), args.received, args.rhs, args.product, share,
-      [&](const gemm::Tile& tile) { ready.await(multiplied_rows(tile)); }, [](const gemm::Tile&) {});
+// A GPU's kernel on rows, without the product. The words are zeros when it begins.
+JAX_EP_FN void dispatch_in_order(const Comm& comm, const DispatchDotArgs& args, const Coop& coop) {
+  Op op(comm, coop, kind_of(args));
+  op.poison(Results<DispatchDotArgs>(args, comm.size));
+  dispatch_rows(op, args);
+  finish_arrivals(op, args);
 }
 
-// A coop plays a whole cluster here. The first ones, about half of them, dispatch before they multiply.
+// As jax.nn has them, gelu by tanh.
+JAX_EP_FN float activated(gemm::Activation activation, float x) {
+  switch (activation) {
+    case gemm::Activation::silu:
+      return x / (1 + std::exp(-x));
+    case gemm::Activation::gelu:
+      return 0.5F * x * (1 + std::tanh(0.7978845608F * (x + 0.044715F * x * x * x)));
+    default:
+      return x > 0 ? x : 0;
+  }
+}
+
+// On a CPU: a tile of the product, or of the gated unit.
+template <class T>
+JAX_EP_FN void multiply_tile(const gemm::Problem& problem, const DispatchDotArgs& args, const gemm::Tile& tile) {
+  const Factor whole{args.rhs, problem.k, args.columns, /*transposed=*/false};
+  const GroupedFactors first{args.received, whole};
+  if (!args.gated) return multiply_tile<T>(first, args.product, tile);
+  const Range rows = stored_rows(tile);
+  const GroupedFactors second{args.received, {args.pair ? args.up : args.rhs, whole.k, whole.n, whole.transposed}};
+  const int n = problem.n, up_column = args.columns - n, count = rows.end - rows.begin;
+  const int64_t kept = int64_t{tile.row} * args.columns;
+  T* const out = reinterpret_cast<T*>(args.product) + int64_t{tile.row} * n;
+  for (int row = 0; row < count; ++row)
+    for (int column = 0; column < n; ++column) {
+      T of[2] = {};
+      if (tile.k_begin < tile.k_end) {
+        of[0] = value_of_product<T>(first.at(tile.row, tile.group, sizeof(T)), row, column);
+        of[1] = value_of_product<T>(second.at(tile.row, tile.group, sizeof(T)), row, up_column + column);
+      }
+      if (args.keeps_products) {
+        T* const gates = reinterpret_cast<T*>(args.of_gate) + kept;
+        T* const ups = args.pair ? reinterpret_cast<T*>(args.of_up) + kept : gates;
+        gates[int64_t{row} * args.columns + column] = of[0];
+        ups[int64_t{row} * args.columns + up_column + column] = of[1];
+      }
+      T active;
+      from_float(activated(args.activation, to_float(of[0])), &active);
+      from_float(to_float(active) * to_float(of[1]), &out[int64_t{row} * n + column]);
+    }
+}
+
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const DispatchDotArgs& args, const Coop& coop) {
-  const Results<DispatchDotArgs> results(args, comm.size);
-  const int dispatching = (coop.count + 1) / 2, ends = dispatching + coop.count;
-  if (coop.index < dispatching) {
-    const Coop one_of_them = as_member(coop, {coop.cta.index, dispatching});
-    Op op(comm, one_of_them, kind_of(args));
-    op.poison(results);
-    dispatch_rows(op, args);
-    op.finish(results, ends);
-  }
-  Op op(comm, coop, kind_of(args));
-  const gemm::Share share{coop.index * gemm::kCluster, coop.count * gemm::kCluster, dispatching * gemm::kCluster, 1};
-  multiply_arrived<T>(op, args, share);
-  op.finish(results, ends);
+  const Coop both = as_member(coop, {coop.index, coop.count});  // sends and receives
+  Op op(comm, both, kind_of(args));
+  op.poison(Results<DispatchDotArgs>(args, comm.size));
+  const gemm::Problem problem = product_of(args, comm.size, /*band=*/1);
+  if (dispatch_rows(op, args))
+    multiply_arrived(op, args, [&](const gemm::Tile& tile) { multiply_tile<T>(problem, args, tile); });
+  finish_arrivals(op, args);
 }
 
 }  // namespace jax_ep

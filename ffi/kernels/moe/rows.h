@@ -189,11 +189,11 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
   return found;
 }
 
-// Copies each token from where it has landed, from(token, row), to its rows, of which `row` is the first: it may have
-// landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none. Returns how many
-// tokens have a row.
-template <class Mover, class From, class Valid>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
+// Copies each token that tokens.next() gives, until -1, from where it has landed, from(token, row), to its rows, of
+// which `row` is the first: it may have landed there. `table` has top_k rows for each, which `valid` is asked for: a
+// negative row is none. Returns how many tokens have a row.
+template <class Mover, class Tokens, class From, class Valid>
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Tokens tokens, char* received, int64_t bytes,
                            const int32_t* table, int top_k, From from, Valid valid) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the token has landed whose source was asked for last
@@ -212,8 +212,8 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   return here;
 }
-template <class Mover, class From>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
+template <class Mover, class Tokens, class From>
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Tokens tokens, char* received, int64_t bytes,
                            const int32_t* table, int top_k, From from) {
   return copy_to_rows(coop, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "comm/op.h"
+#include "gemm/beside.h"
 #include "gemm/schedule.h"
 #include "rows/plain_product.h"
 
@@ -18,41 +19,34 @@ JAX_EP_FN Range stored_rows(const gemm::Tile& tile) {
   return {tile.row, smaller(tile.row + gemm::kBlockM, tile.row_end)};
 }
 
-// A word for each row block, kBlockM rows from a multiple of kBlockM on: it counts what of the block is written, and
-// becomes a flag with the last. Some coop clears the words, and notes it, before anybody counts or waits.
-class ReadyRows {
+// Words that count, for each row block of a matrix, how many values of it are written. They are zero before anybody
+// counts.
+class CountedRows {
  public:
-  // The words of `rows` rows.
-  JAX_EP_FN ReadyRows(Op& op, uint64_t* words, int rows) : op_(op), words_(words), rows_(rows) {}
+  // The words of `rows` rows of `columns` values.
+  JAX_EP_FN CountedRows(Op& op, uint64_t* words, int rows, int columns)
+      : op_(op), words_(words), rows_(rows), columns_(columns) {}
 
-  JAX_EP_CONSTANT_FN static int blocks(int rows) { return (rows + gemm::kBlockM - 1) / gemm::kBlockM; }
-
-  // Waits until these rows are here: at once, if the op has failed.
+  // Waits until these rows are written: not, if the op has failed.
   JAX_EP_FN void await(Range rows) const {
     if (rows.begin >= rows.end) return;
-    const int first = rows.begin / gemm::kBlockM;
-    op_.wait_noted(&words_[first], (rows.end - 1) / gemm::kBlockM + 1 - first);
+    const int first = rows.begin / gemm::kBlockM, blocks = (rows.end - 1) / gemm::kBlockM + 1 - first;
+    op_.wait_counted(&words_[first], blocks, [&](int i) {
+      const int left = rows_ - (first + i) * gemm::kBlockM;
+      return static_cast<uint64_t>(smaller(gemm::kBlockM, left)) * static_cast<uint64_t>(columns_);
+    });
   }
-
-  // A lane counts a row that is written, of which there are `end` in all.
-  JAX_EP_FN void count(int row, int end) const {
-    const int block = row / gemm::kBlockM;
-    op_.note_when_whole(&words_[block], 1, smaller(gemm::kBlockM, end - block * gemm::kBlockM));
-  }
-  // A lane counts rows of which so many columns are written, of `all` in each.
-  JAX_EP_FN void count(Range rows, int columns, int all) const {
-    for (int begin = rows.begin; begin < rows.end;) {
-      const int block = begin / gemm::kBlockM, first = block * gemm::kBlockM;
-      const int end = smaller(rows.end, first + gemm::kBlockM);
-      op_.note_when_whole(&words_[block], (end - begin) * columns, smaller(gemm::kBlockM, rows_ - first) * all);
-      begin = end;
-    }
+  // Whole rows are written. One lane calls.
+  JAX_EP_FN void count(Range rows) const {
+    gemm::each_row_block(rows.begin, rows.end, [&](int block, int part) {
+      fetch_add(&words_[block], static_cast<uint64_t>(part) * static_cast<uint64_t>(columns_));
+    });
   }
 
  private:
   Op& op_;
   uint64_t* const words_;
-  const int rows_;
+  const int rows_, columns_;
 };
 
 // A part of the coops zeroes its share of some words.
@@ -61,27 +55,32 @@ JAX_EP_FN void clear_words(const Coop& coop, uint64_t* words, int count, Part pa
   for (int i = part.index * Coop::lanes + coop.lane; i < count; i += step) words[i] = 0;
 }
 
-// The share of both CTAs of a cluster of lhs [m, k] x rhs [groups, k, n], in tiles as wide as the result. before(tile)
-// and after(tile) are called around each.
-template <class T, class Before, class After>
-JAX_EP_FN void multiply_plainly(const gemm::Problem& problem, const char* lhs, const char* rhs, char* product,
-                                gemm::Share share, Before before, After after) {
-  const int64_t matrix = int64_t{problem.k} * problem.n;
+// Calls visit(tile) for the share of both CTAs of a cluster, in tiles as wide as the result; before(tile) and
+// after(tile) around it, and nothing any more once the first says false.
+template <class Before, class Visit, class After>
+JAX_EP_FN void each_tile(const gemm::Problem& problem, gemm::Share share, Before before, Visit visit, After after) {
   for (const int last = share.cta + gemm::kCluster; share.cta < last; ++share.cta) {
     gemm::Schedule schedule(problem, problem.n, share);
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (tile.col >= problem.n) continue;
-      before(tile);
-      const Range rows = multiplied_rows(tile), stored = stored_rows(tile);
-      T* const out = reinterpret_cast<T*>(product) + int64_t{tile.row} * problem.n;
-      if (rows.begin < rows.end)
-        multiply_rows(reinterpret_cast<const T*>(lhs) + int64_t{tile.row} * problem.k,
-                      Factor{rhs + tile.group * matrix * int64_t{sizeof(T)}, problem.k, problem.n, false}, out,
-                      rows.end - rows.begin);
-      else
-        for (int64_t i = 0; i < int64_t{stored.end - stored.begin} * problem.n; ++i) from_float(0.0f, &out[i]);
+      if (!before(tile)) return;
+      visit(tile);
       after(tile);
     }
+  }
+}
+
+// A tile of a product: zeros behind the last group.
+template <class T>
+JAX_EP_FN void multiply_tile(const GroupedFactors& factors, char* product, const gemm::Tile& tile) {
+  const Range rows = multiplied_rows(tile), stored = stored_rows(tile);
+  const int n = factors.b.n;
+  T* const out = reinterpret_cast<T*>(product) + int64_t{tile.row} * n;
+  if (rows.begin < rows.end) {
+    const auto [a, b] = factors.at(tile.row, tile.group, sizeof(T));
+    multiply_rows(reinterpret_cast<const T*>(a), b, out, rows.end - rows.begin);
+  } else {
+    for (int64_t i = 0; i < int64_t{stored.end - stored.begin} * n; ++i) from_float(0.0f, &out[i]);
   }
 }
 

@@ -71,10 +71,10 @@ def dispatch_ragged_dot(
         have no gradient, and stand for "float8".
       group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for
         `jax_ep.dispatch`.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the dispatch and the
-        product, that with gate of a pair, are one kernel, slower than the chain on one GPU and on two, and not what
-        "auto" takes. It needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a CPU,
-        where it is slow, for tests. The group must be of one node, and `wire_dtype` and `precision` None.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": rows are multiplied as
+        they arrive, by a kernel that begins while the dispatch runs. It is slower than the chain on two GPUs, and not
+        what "auto" takes. It needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a
+        CPU, where it is slow, for tests. The group must be of one node, and `wire_dtype` and `precision` None.
 
     Returns:
       [C, N] in the dtype of `tokens`, or [C, F] of a gated unit, or of a pair without an activation both products; zero
@@ -142,7 +142,8 @@ def experts_beside(
     leaves, treedef = jax.tree.flatten((first.operands, down))
     operands, down = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     down = without_gradient("ragged_dot_combine", "rhs", down)
-    return gradients.experts(first.call, LastCall(group, first.call.in_float8), *operands, down, beside)
+    last = LastCall(group, first.call.in_float8, first.call.fused)
+    return gradients.experts(first.call, last, *operands, down, beside)
 
 
 def _dispatch_dot(first: First, beside: jax.Array | None) -> tuple[Any, Dispatched, jax.Array | None]:
@@ -183,9 +184,9 @@ def ragged_dot_combine(
       precision: None, or "float8", which operands in float8 stand for: a product of operands that are quantized first,
         if they are not yet: F and H' are multiples of 128. Rows come back, and gradients pass straight through the
         rounding, in the dtype of `lhs`. `Float8Weights` have no gradient.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": the product and the
-        combine are one kernel, and the backward pass is the chain's. As for `dispatch_ragged_dot` "auto" does
-        not take it, and it is for a Hopper GPU or a CPU, one node, and `precision` None.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": rows are sent home while
+        the product runs; the backward pass is the chain's. As for `dispatch_ragged_dot` "auto" does not take it,
+        and it is for a Hopper GPU or a CPU, one node, and `precision` None.
 
     Returns:
       [T, H'] in the dtype of `lhs`, or of rows in float8 bfloat16.

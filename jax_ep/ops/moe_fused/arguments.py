@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jax_ep._core import checks
 from jax_ep._core.checks import FusedImplementation, OnOverflow
 from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep._core.gemm import CORE_MULTIPLE
 from jax_ep.group import Group, check_group
 from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_weights, without_gradient
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens, operands
@@ -97,7 +98,10 @@ def checked_first(
     matrices = tuple(without_gradient(op, "rhs", matrix) for matrix in jax.tree.unflatten(treedef, leaves))
     cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
     sent = DispatchCall(group, config, to_nodes, cut, by_kernels)
-    call = FirstCall(sent, name, fused=implementation == "fused", in_float8=in_float8)
+    results = matrices[0].shape[2] // (2 if len(matrices) == 1 else 1)  # columns of a gated unit
+    fused = implementation == "fused"
+    gated = fused and name is not None and (group.platform == "cpu" or results % CORE_MULTIPLE == 0)
+    call = FirstCall(sent, name, fused, gated, in_float8)
     return First(call, (tokens, expert_ids, weights, matrices), function)
 
 

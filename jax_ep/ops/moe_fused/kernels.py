@@ -8,6 +8,7 @@ from jax_ep.errors import PlatformError
 from jax_ep.group import Group
 from jax_ep.ops.moe.kernels import delivered
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe_fused.types import ActivationName
 
 
 def dispatch_dot(
@@ -16,15 +17,23 @@ def dispatch_dot(
     tokens: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
-    rhs: jax.Array,
-) -> tuple[jax.Array, Dispatched]:
-    """The rows that arrive times `rhs` [E / R, H, N]: [C, N], and what was dispatched."""
+    rhs: tuple[jax.Array, ...],
+    *,
+    activation: ActivationName | None = None,
+    keep_products: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, ...], Dispatched]:
+    """The rows that arrive times `rhs` [E / R, H, N]: [C, N]; no more products; and what was dispatched.
+
+    Args:
+      activation: of a gated unit: `rhs` are gate and up, or one array of both, gate in front; the result is [C, F].
+      keep_products: then the products by each of `rhs` are returned, too.
+    """
     called = ffi.call(
         "dispatch_ragged_dot",
         tokens,
         expert_ids,
         weights,
-        rhs,
+        *rhs,
         group=group,
         computes=True,
         dtype=tokens.dtype,
@@ -34,9 +43,14 @@ def dispatch_dot(
         num_experts=config.num_experts,
         capacity=config.capacity,
         drop=config.drop,
-        columns=rhs.shape[2],
+        columns=rhs[0].shape[2],
+        gated=activation is not None,
+        pair=len(rhs) == 2,
+        keeps_products=keep_products,
+        activation=activation or "silu",
     )
-    return called["product"], delivered(called, config)
+    products = tuple(called[name] for name in ("of_gate", "of_up") if name in called)
+    return called["product"], products, delivered(called, config)
 
 
 def dot_combine(group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:

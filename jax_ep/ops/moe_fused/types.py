@@ -33,7 +33,8 @@ class FirstCall(NamedTuple):
 
     dispatch: DispatchCall
     activation: ActivationName | None  # None: the products themselves are wanted
-    fused: bool = False  # by one kernel
+    fused: bool = False  # rows are multiplied as they arrive
+    gated: bool = False  # with gate, up and the activation in the first product
     in_float8: bool = False  # products of rows that came in float8 and of matrices that are quantized, if not yet
 
 
@@ -50,7 +51,7 @@ class LastCall(NamedTuple):
 
     group: Group
     in_float8: bool = False  # a product of operands that are quantized, if not yet
-    fused: bool = False  # by one kernel
+    fused: bool = False  # rows are sent home while the product runs
 
 
 def wants_float8(op: str, precision: Any) -> bool:
