@@ -46,14 +46,13 @@ struct TokensInOrder {
 // sends the tokens reports them.
 class FirstRowOrder {
  public:
-  template <class Args>
-  JAX_EP_FN FirstRowOrder(Op& op, const Args& args, int eager, int window)
+  JAX_EP_FN FirstRowOrder(Op& op, const DispatchDotArgs& args, int window)
       : op_(op),
-        sort_(op, args.words, ArrivalWords(args.capacity).sort(), args.num_tokens - eager),
+        sort_(op, args.words, ArrivalWords(args.capacity).sort(), args.num_tokens - args.eager),
         targets_(args.targets),
         num_tokens_(args.num_tokens),
         top_k_(args.top_k),
-        eager_(eager),
+        eager_(args.eager),
         capacity_(args.capacity),
         window_(window),
         by_capacity_(args.capacity) {}
@@ -91,13 +90,13 @@ class FirstRowOrder {
 };
 
 // Hands out the positions of this rank's tokens, as push_chunks asks for them; token() is that of the last. Before the
-// first that is not eager, and behind the announcement of those that are, it calls work_out(), unless the order is
-// known already. None once the op has failed.
+// first that is not eager, and behind the announcement of those that are, it calls work_out(). None once the op has
+// failed.
 template <class WorkOut>
 class OrderedTokens {
  public:
-  JAX_EP_FN OrderedTokens(Op& op, const TokensInOrder& sent, bool known, WorkOut work_out)
-      : op_(op), sent_(sent), items_(op, sent.num_tokens), work_out_(work_out), known_(known) {}
+  JAX_EP_FN OrderedTokens(Op& op, const TokensInOrder& sent, WorkOut work_out)
+      : op_(op), sent_(sent), items_(op, sent.num_tokens), work_out_(work_out) {}
 
   JAX_EP_FN int next() {
     const int position = items_.next();
@@ -126,7 +125,7 @@ class OrderedTokens {
   const TokensInOrder sent_;
   PushItems items_;
   WorkOut work_out_;
-  bool known_;
+  bool known_ = false;  // the order
   int waiting_ = -1, token_ = -1;
 };
 
@@ -144,8 +143,7 @@ template <class Mover>
 class ArrivalCounter {
  public:
   // Made when the words are clear.
-  template <class Args>
-  JAX_EP_FN ArrivalCounter(Op& op, const Args& args, const TokensInOrder& sent, Mover& mover)
+  JAX_EP_FN ArrivalCounter(Op& op, const DispatchDotArgs& args, const TokensInOrder& sent, Mover& mover)
       : op_(op),
         at_(args.capacity),
         words_(args.words),
@@ -216,9 +214,8 @@ JAX_EP_FN void note_laid_out(const Op& op, uint64_t* words) {
 }
 
 // Ends the op; every coop calls it, as Op::finish.
-template <class Args>
-JAX_EP_FN void finish_arrivals(Op& op, const Args& args) {
-  const Outcome outcome = op.finish(Results<Args>(args, op.comm.size));
+JAX_EP_FN void finish_arrivals(Op& op, const DispatchDotArgs& args) {
+  const Outcome outcome = op.finish(Results<DispatchDotArgs>(args, op.comm.size));
   if (outcome == Outcome::running || op.coop.lane != 0) return;
   const bool delivered = outcome == Outcome::delivered;
   store_release_here(&args.words[ArrivalWords(0).over()], delivered ? ArrivalWords::kYes : ArrivalWords::kNothing);
@@ -237,8 +234,8 @@ JAX_EP_FN bool await_count(const Op& op, const uint64_t* word, uint64_t least, I
 
 // On a CPU: calls multiply(tile) for this coop's share of the product of rows that will be here. What a user changed in
 // a routing may name rows that nobody sends: they are waited for until all tokens are taken in.
-template <class Args, class Multiply>
-JAX_EP_FN void multiply_arrived(Op& op, const Args& args, Multiply multiply) {
+template <class Multiply>
+JAX_EP_FN void multiply_arrived(Op& op, const DispatchDotArgs& args, Multiply multiply) {
   const ArrivalWords at(args.capacity);
   const uint64_t all = static_cast<uint64_t>(op.comm.size) * args.num_tokens;
   const auto are_all_taken = [&] { return load_acquire(&args.words[at.taken()]) == all; };

@@ -20,13 +20,13 @@ JAX_EP_FN bool dispatch_rows(Op& op, const DispatchDotArgs& args) {
   };
   const auto push = [&](PlainDispatch& dispatch, const Routed& routed) {
     const auto work_out = [&] {
-      const FirstRowOrder order(op, args, args.eager, kWindow<&DispatchDotArgs::order>);
+      const FirstRowOrder order(op, args, kWindow<&DispatchDotArgs::order>);
       routed.await_placed();
       order.count();
       order.put();
       op.enter(Phase::send);
     };
-    OrderedTokens tokens(op, sent, /*known=*/false, work_out);
+    OrderedTokens tokens(op, sent, work_out);
     dispatch.push(SharedItems<decltype(tokens)>{tokens}, [&](int) { return tokens.token(); });
   };
   post_dispatch(op, args);
