@@ -15,14 +15,15 @@ struct Beside {
   static constexpr uint64_t kNothing = 2;
 
   // By the kernel before: how many rows are here, of each kBlockM of the left operand; that the sizes of the groups are
-  // written; and that it is over: kNothing, if it has brought no rows, and filled the result itself. Null: all are
+  // written; and that it is over: kNothing if it brings no more rows, so that no more tiles are taken. Null: all are
   // here.
   const uint64_t* arrived = nullptr;
   const uint64_t* laid_out = nullptr;
   const uint64_t* over = nullptr;
   // For the kernel behind: how many values are written, of each kBlockM rows of the result. Null: nobody asks.
   uint64_t* stored = nullptr;
-  // The first CTAs, an even number, leave their SMs to the kernel behind when so many tile pairs are left to be taken.
+  // The first `leaving` CTAs, an even number, take no more tiles when only `tail` tile pairs are left, and free their
+  // SMs for the kernel behind.
   int leaving = 0;
   int tail = 0;
 };

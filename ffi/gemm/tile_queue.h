@@ -15,8 +15,8 @@ constexpr int kTileWarps = kConsumerWarps + 2;  // of a CTA that work on tiles: 
 struct TileQueue {
   static constexpr int kAhead = 2;
   uint64_t taken[kAhead], begun[kAhead];
-  // By warpgroup, one for each of the last tiles that it stored, in turns: they are written. Three may be ahead of the
-  // teller.
+  // By warpgroup, one for each of the last tiles that it stored, in turns: they are written. The consumers may have
+  // stored three tiles that the teller has not counted.
   static constexpr int kWritten = 4;
   uint64_t written[kConsumerWarps / kWarpgroup][kWritten];
   uint32_t pair[kAhead];
@@ -66,7 +66,8 @@ JAX_EP_FN bool await_rows(const Beside& beside, const RowTile& tile, int rows, i
 }
 
 // One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs: tiles differ in height, and whoever
-// is done first takes the next. So it waits for rows, too, and clusters that come late find less work.
+// is done first takes the next. This warp alone waits for rows, before it hands a tile on; clusters that begin late
+// find fewer tiles left.
 template <class Operands>
 JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, const Beside& beside, uint32_t* counter, int lane) {
   constexpr int kNoPair = 1 << 30;

@@ -18,7 +18,7 @@ struct DotRank : Rank {
   std::vector<float> rhs = std::vector<float>(kLocal * kHidden * kColumns);
   std::vector<float> product = std::vector<float>(kCapacity * kColumns);
   std::vector<uint64_t> words = std::vector<uint64_t>(ArrivalWords(kCapacity).count());
-  std::vector<int32_t> order = std::vector<int32_t>(kRanks * kMostTokens);
+  std::vector<int32_t> order = std::vector<int32_t>(kRanks * kMostTokens), told_sizes = std::vector<int32_t>(kLocal);
 
   explicit DotRank(int tokens) { count = tokens; }
 
@@ -28,6 +28,7 @@ struct DotRank : Rank {
     a.alignment = 1, a.capacity = capacity, a.drop = drop, a.eager = eager;
     a.columns = kColumns, a.rhs = reinterpret_cast<char*>(rhs.data());
     a.product = reinterpret_cast<char*>(product.data()), a.words = words.data(), a.order = order.data();
+    a.sizes = told_sizes.data();
     return a;
   }
 };
@@ -102,7 +103,7 @@ inline void check_arrived(const DotRank& rank, const std::vector<int32_t>& sizes
     const int rows = std::min(std::max(end - block * gemm::kBlockM, 0), int{gemm::kBlockM});
     expect(rank.words[at.arrived() + block] == static_cast<uint64_t>(rows), "each row that is here is counted");
   }
-  expect(rank.words[at.laid_out()] == ArrivalWords::kYes, "the sizes are said to be there");
+  expect(rank.words[at.laid_out()] == ArrivalWords::kYes && rank.told_sizes == sizes, "the sizes are said to be there");
   expect(rank.words[at.over()] == ArrivalWords::kYes, "the op is said to be over");
 }
 

@@ -42,8 +42,7 @@ struct TokensInOrder {
 };
 
 // The order of this rank's tokens, worked out by its senders: count() when its targets are known, then put() when all
-// ranks have posted their `order`, which is the window of this number. Targets out of bounds are not followed; whoever
-// sends the tokens reports them.
+// ranks have posted their `order`, which is the window of this number. Targets out of bounds are not followed.
 class FirstRowOrder {
  public:
   JAX_EP_FN FirstRowOrder(Op& op, const DispatchDotArgs& args, int window)
@@ -208,9 +207,11 @@ class ArrivalCounter {
 };
 
 // By one coop, when `group_sizes` are written, and those that wrote them have met.
-JAX_EP_FN void note_laid_out(const Op& op, uint64_t* words) {
+JAX_EP_FN void note_laid_out(const Op& op, const DispatchDotArgs& args) {
+  const int local = args.num_experts / op.comm.size;
+  for (int e = op.coop.lane; e < local; e += Coop::lanes) args.sizes[e] = args.group_sizes[e];
   op.coop.sync();
-  if (op.ok() && op.coop.lane == 0) store_release_here(&words[ArrivalWords(0).laid_out()], ArrivalWords::kYes);
+  if (op.ok() && op.coop.lane == 0) store_release_here(&args.words[ArrivalWords(0).laid_out()], ArrivalWords::kYes);
 }
 
 // Ends the op; every coop calls it, as Op::finish.

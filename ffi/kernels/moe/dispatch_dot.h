@@ -31,7 +31,7 @@ JAX_EP_FN bool dispatch_rows(Op& op, const DispatchDotArgs& args) {
   };
   post_dispatch(op, args);
   Router(op, args).route(clear, [&](bool first) {
-    if (first) note_laid_out(op, args.words);
+    if (first) note_laid_out(op, args);
   });
   op.wait_posted();
   return send_tokens<PlainDispatch>(op, args, push, [&](PlainDispatch& dispatch) {

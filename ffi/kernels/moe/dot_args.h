@@ -28,7 +28,7 @@ struct ArrivalWords {
 
   JAX_EP_CONSTANT_FN explicit ArrivalWords(int capacity) : row_blocks(gemm::row_blocks(capacity)) {}
 
-  // kYes when `group_sizes` are written.
+  // kYes when `sizes` are written.
   JAX_EP_CONSTANT_FN int laid_out() const { return 0; }
   // The last thing that the op does: kYes, or kNothing if it delivers nothing and its results are filled. Nobody waits
   // for rows any more.
@@ -44,7 +44,7 @@ struct ArrivalWords {
   JAX_EP_CONSTANT_FN SortWords sort() const { return {arrived() + row_blocks, row_blocks + 1}; }
   JAX_EP_CONSTANT_FN int count() const { return sort().end(); }
 
-  static constexpr uint64_t kYes = 1, kNothing = 2;
+  static constexpr uint64_t kYes = 1, kNothing = gemm::Beside::kNothing;
 };
 
 // Words that count tokens become flags, which are at least a stamp.
@@ -65,6 +65,7 @@ struct DispatchDotArgs : DispatchArgs {
   char* of_up;      // [C, N] of a pair, or null
   uint64_t* words;  // see ArrivalWords
   int32_t* order;   // [R, T] by source and position, the token that is sent there: see TokensInOrder
+  int32_t* sizes;   // [L] those of the groups, for a product beside the dispatch: a failure leaves them as they are
 };
 
 JAX_EP_CONSTANT_FN OpKind kind_of(const DispatchDotArgs&) { return OpKind::dispatch_ragged_dot; }
@@ -130,6 +131,7 @@ struct OpSpec<DispatchDotArgs> : OpDefaults {
     visit(result("product", values, a.capacity, result_columns(a)), &Args::product);
     visit(result("of_gate", values, a.capacity, a.columns).when(a.keeps_products), &Args::of_gate);
     visit(result("of_up", values, a.capacity, a.columns).when(a.keeps_products && a.pair), &Args::of_up);
+    visit(scratch("sizes", Values::int32, local), &Args::sizes);
     visit(scratch("words", Values::uint8, ArrivalWords(a.capacity).count(), sizeof(uint64_t)), &Args::words);
   }
 

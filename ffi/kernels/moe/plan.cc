@@ -34,7 +34,7 @@ double sending_part(const DotCombineShape& shape, const HardwareModel& model, in
 
 // Tile pairs, where each expert has as many rows as another.
 int tile_pairs(const DotCombineShape& shape) {
-  const int rows = ceil_div(static_cast<int>(rows_of(shape)), shape.product.groups);
+  const int rows = ceil_div(static_cast<int>(rows_of(shape)), std::max(shape.product.groups, 1));
   return shape.product.groups * ceil_div(rows, gemm::kMostRows) *
          ceil_div(shape.product.n, gemm::kTileColumns * gemm::kCluster);
 }

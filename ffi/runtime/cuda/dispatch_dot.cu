@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) ptx::let_next_kernel_begin();
   dispatch_in_order(comm, args, this_coop(senders, warp_bytes));
 }
+
 gemm::Beside beside_dispatch(const DispatchDotArgs& args) {
   const ArrivalWords at(args.capacity);
   gemm::Beside beside;
@@ -44,7 +45,7 @@ std::optional<std::string> start_plain(const gemm::Config& config, gpu::Stream s
                                 args.received,
                                 args.rhs,
                                 args.product,
-                                args.group_sizes,
+                                args.sizes,
                                 counter_of(args),
                                 beside_dispatch(args)};
   return launch_swapped(product, config, stream);
@@ -57,7 +58,7 @@ std::optional<std::string> start_product(const gemm::Config& config, gpu::Stream
   return launch(gemm::GatedArguments{problem.m, problem.n, problem.k, problem.groups, args.dtype, args.activation,
                                      args.keeps_products, args.received, args.rhs, args.pair ? args.up : args.rhs,
                                      args.columns, args.columns - problem.n, args.product, args.of_gate, args.of_up,
-                                     args.group_sizes, counter_of(args), beside_dispatch(args)},
+                                     args.sizes, counter_of(args), beside_dispatch(args)},
                 stream);
 }
 
@@ -71,6 +72,8 @@ std::optional<std::string> ProductKernel<DispatchDotArgs>::start(const DotConfig
   const auto launch = gemm::launch_of(rows.blocks, rows.threads, rows.threads / Coop::lanes * rows.warp_bytes, stream);
   const std::size_t words = ArrivalWords(args.capacity).count() * sizeof(uint64_t);
   auto error = gemm::describe_error(cudaMemsetAsync(args.words, 0, words, stream));
+  const std::size_t sizes = args.num_experts / comm.size * sizeof(int32_t);
+  if (!error) error = gemm::describe_error(cudaMemsetAsync(args.sizes, 0, sizes, stream));
   if (!error)
     error = gemm::describe_error(
         gemm::start(&dispatch_kernel, launch, gemm::Follows::ended, comm, args, rows.senders_per_cta, rows.warp_bytes));

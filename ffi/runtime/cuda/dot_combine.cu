@@ -53,8 +53,9 @@ cudaError_t start_combine(const LaunchConfig& config, gpu::Stream stream, const 
                           const DotCombineArgs& args) {
   const int shared_bytes = config.threads / Coop::lanes * config.warp_bytes;
   const auto launch = gemm::launch_of(config.blocks, config.threads, shared_bytes, stream);
+  const auto follows = args.capacity > 0 ? gemm::Follows::begun : gemm::Follows::ended;  // a product, or nothing
   const auto start = [&](auto kernel) {
-    return gemm::start(kernel, launch, gemm::Follows::begun, comm, args, config.senders_per_cta, config.warp_bytes);
+    return gemm::start(kernel, launch, follows, comm, args, config.senders_per_cta, config.warp_bytes);
   };
   return args.dtype == DType::bfloat16 ? start(&combine_kernel<BFloat16>) : start(&combine_kernel<Float16>);
 }
