@@ -103,7 +103,8 @@ inline void check_arrived(const DotRank& rank, const std::vector<int32_t>& sizes
     const int rows = std::min(std::max(end - block * gemm::kBlockM, 0), int{gemm::kBlockM});
     expect(rank.words[at.arrived() + block] == static_cast<uint64_t>(rows), "each row that is here is counted");
   }
-  expect(rank.words[at.laid_out()] == ArrivalWords::kYes && rank.told_sizes == sizes, "the sizes are said to be there");
+  expect(rank.words[at.laid_out()] == ArrivalWords::kYes && rank.told_sizes == rank.sizes,
+         "the sizes are said to be there");
   expect(rank.words[at.over()] == ArrivalWords::kYes, "the op is said to be over");
 }
 
