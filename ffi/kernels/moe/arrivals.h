@@ -233,8 +233,8 @@ JAX_EP_FN bool await_count(const Op& op, const uint64_t* word, uint64_t least, I
   return false;
 }
 
-// On a CPU: calls multiply(tile) for this coop's share of the product of rows that will be here. What a user changed in
-// a routing may name rows that nobody sends: they are waited for until all tokens are taken in.
+// On a CPU: calls multiply(tile) for this coop's share of the product of rows that will be here. A tile waits until its
+// rows are counted, or all tokens are taken in.
 template <class Multiply>
 JAX_EP_FN void multiply_arrived(Op& op, const DispatchDotArgs& args, Multiply multiply) {
   const ArrivalWords at(args.capacity);

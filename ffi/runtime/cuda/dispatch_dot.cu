@@ -1,5 +1,5 @@
-// dispatch_ragged_dot and scatter_ragged_dot for every dtype that the core multiplies: the exchange on few SMs, and
-// behind it the product, which begins at once on the others and waits for its rows. Compiled for Hopper alone.
+// dispatch_ragged_dot for every dtype that the core multiplies: the dispatch on few SMs, and behind it the product,
+// which begins at once on the others and waits for its rows. Compiled for Hopper alone.
 #include "comm/target/ptx/grid.h"
 #include "gemm/gemm.h"
 #include "kernels/moe/dispatch_dot.h"

@@ -1,5 +1,5 @@
 // ragged_dot_combine for every dtype that the core multiplies: the product, and behind it the combine, which begins
-// while the product runs. Compiled for sm_90a alone.
+// while the product runs. Compiled for Hopper alone.
 #include "comm/target/ptx/grid.h"
 #include "gemm/gemm.h"
 #include "kernels/moe/dot_combine.h"

@@ -104,10 +104,10 @@ def _arriving(
 def _arriving_jvp(call: FirstCall, keep_products: bool, primals: Any, tangents: Any) -> Any:
     def one_by_one(tokens: Any, expert_ids: Any, weights: Any, rhs: Any) -> Any:
         dispatched = dispatch(call.dispatch.group, call.dispatch.config, tokens, expert_ids, weights)
-        products = tuple(ragged_dot(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
-        if not call.gated:
-            return products[0], (), dispatched
-        return outcome(call.activation, products), products if keep_products else (), dispatched
+        if call.activation is None or not call.gated:
+            return ragged_dot(dispatched.tokens, rhs[0], dispatched.group_sizes), (), dispatched
+        out, products = _gated(call.activation, keep_products, dispatched.tokens, dispatched.group_sizes, *rhs)
+        return out, products, dispatched
 
     return _arriving(call, keep_products, *primals), jax.jvp(one_by_one, primals, tangents)[1]
 
