@@ -29,15 +29,13 @@ from .in_jit_loop import (
     teraflops,
 )
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
-from .moe_formulations import AXIS, Formulation, in_kernels, jax_ep_ops
+from .moe_formulations import AXIS, Formulation, jax_ep_ops
 from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 
 OURS, UNFUSED, PADDED = "jax_ep", "jax_ep, fused=False", "padded all_to_all"
-KERNEL = "jax_ep, implementation='fused'"  # of its first half
-KERNELS = "jax_ep, implementation='fused' twice"  # of both halves
 DISPATCH, COMBINE, PRODUCTS = "dispatch", "combine", "products"
-LAYERS = (OURS, UNFUSED, KERNEL, KERNELS, PADDED)
+LAYERS = (OURS, UNFUSED, PADDED)
 PARTS = (DISPATCH, COMBINE, PRODUCTS, *LAYERS)
 LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
@@ -162,8 +160,7 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
 
 
 def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh: Mesh, dtype: str) -> None:
-    """Raises unless ours has the same bits in every form, and the others differ by rounding: kernels too, on a CPU."""
-    rounded = (PADDED, KERNEL, KERNELS) if mesh.devices.flat[0].platform == "cpu" else (PADDED,)
+    """Raises unless ours has the same bits in every form, and PADDED differs by rounding."""
     programs = compile_all([on_ranks(layer, mesh).lower(*operands) for layer in layers.values()])
     results = [jax.block_until_ready(program(*operands)) for program in programs]  # one waits for no other
 
@@ -172,7 +169,7 @@ def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh:
 
     for name, result in zip(layers, results, strict=True):
         worst = float(np.max(on_ranks(error, mesh)(results[0], result)))
-        if not worst <= (16 * float(jnp.finfo(dtype).eps) if name in rounded else 0):
+        if not worst <= (16 * float(jnp.finfo(dtype).eps) if name == PADDED else 0):
             raise AssertionError(f"{name} differs from {next(iter(layers))} by {worst} of the largest value")
 
 
@@ -223,7 +220,6 @@ def measure(
     implementation: jax_ep.Implementation,
     repeats: int,
     quick: bool,
-    kernel: bool = False,
 ) -> Result:
     """Checks the layers against each other, then times all in turns."""
     shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
@@ -237,9 +233,6 @@ def measure(
     layers = {OURS: ours(group, room, implementation, "auto")}
     if uses_fused_ops("auto", by_xla=implementation == "xla"):
         layers[UNFUSED] = ours(group, room, implementation, False)
-    if kernel:
-        layers[KERNEL] = in_kernels(group, room, "auto")
-        layers[KERNELS] = in_kernels(group, room, "fused")
     layers[PADDED] = by_exchange(moe_sweep.choose(case, needed, group, implementation)[1])
     check_alike(layers, operands, mesh, shape.dtype)
 
@@ -324,7 +317,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--experts", type=int, help="of all ranks: so many as a rank of a larger group has, for one GPU"
     )
-    parser.add_argument("--kernel", action="store_true", help=f"{KERNEL} of the first half, and of both, too")
     add_plot(parser, "layer")
     options = parser.parse_args(arguments)
     models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
@@ -343,7 +335,7 @@ def main(arguments: list[str]) -> int:
         results: list[Result] = []
         for model in models:
             for routing in ROUTINGS[: 1 if options.quick else None]:
-                results.append(measure(model, routing, group, implementation, repeats, options.quick, options.kernel))
+                results.append(measure(model, routing, group, implementation, repeats, options.quick))
                 print("\n".join(table(results[-1])), flush=True)
     write_plot(options.plot, partial(plot, results))
     return 0

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 import jax_ep
-from jax_ep._core.checks import FusedImplementation
 
 from . import padded_all_to_all as padded, ragged_formulation as ragged
 
@@ -68,20 +67,3 @@ def ragged_all_to_all(experts: int, capacity: int, exchange: ragged.Exchange) ->
         return ragged.combine(rows, sent, weights, axis_name=AXIS, exchange=exchange)
 
     return Formulation("ragged_all_to_all", dispatch, combine)
-
-
-def in_kernels(group: jax_ep.Group, room: int, second: FusedImplementation) -> Callable[..., jax.Array]:
-    """The layer on a rank, (ids, weights, gate, up, down, tokens) -> [T, H]: the dispatch and the first products run
-    beside each other; and the last product and the combine, if `second` says so."""
-
-    def layer(
-        ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
-    ) -> jax.Array:
-        options: dict[str, Any] = {"capacity": room, "activation": "silu", "implementation": "fused"}
-        experts = group.size * gate.shape[0]
-        inner, (_, _, routing) = jax_ep.dispatch_ragged_dot(
-            tokens, ids, weights, (gate, up), group=group, num_experts=experts, **options
-        )
-        return jax_ep.ragged_dot_combine(inner, down, routing, group=group, implementation=second)
-
-    return layer

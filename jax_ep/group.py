@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import profiling
 from jax_ep._core import checks, collective_stream, ffi, native, nodes, open_groups, opening, timeouts, watchdog
-from jax_ep._core.checks import AxisName, Chosen, FusedImplementation
+from jax_ep._core.checks import AxisName, Chosen, Implementation
 from jax_ep._core.heartbeats import Heartbeats
 from jax_ep._core.nodes import NodePlan
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
@@ -257,7 +257,7 @@ class Group:
         self._native.close()
         self._free_number()
 
-    def resolve(self, op: str, implementation: FusedImplementation) -> Chosen:
+    def resolve(self, op: str, implementation: Implementation) -> Chosen:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone."""
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")

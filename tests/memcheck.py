@@ -82,9 +82,6 @@ def products(group: jax_ep.Group, rng: np.random.Generator) -> None:
         draw(group.size * 3, 72, 136),
         np.tile(np.array([100, 0, 190], np.int32), group.size),
     )
-    ids = rng.integers(0, group.size * 3, (group.size * 1100, 2)).astype(np.int32)
-    fused = partial(jax_ep.dispatch_ragged_dot, group=group, num_experts=group.size * 3, implementation="fused")
-    run(group, fused, draw(group.size * 1100, 72), ids, np.ones(ids.shape, np.float32), draw(group.size * 3, 72, 136))
 
 
 def run(group: jax_ep.Group, body: Any, *operands: Any, times: int = 2) -> None:

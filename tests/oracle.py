@@ -175,3 +175,14 @@ def ragged_all_to_all_gradient(operand: Array, cotangent: Array, slices: Slices)
             d_operand[source, start + row] += cotangent[rank, place + row]
             d_output[rank, place + row] = 0
     return d_operand, d_output
+
+
+def grouped_product(arrived: Expected, rhs: np.ndarray) -> np.ndarray:
+    """The rows of each expert times its matrix in `rhs` [R, E / R, H, N], zero behind them: [R, C, N] in its dtype."""
+    out = np.zeros((*arrived.tokens.shape[:2], rhs.shape[3]), rhs.dtype)
+    ends = np.cumsum(arrived.group_sizes, axis=1)
+    for rank, expert in np.ndindex(*ends.shape):
+        rows = slice(ends[rank, expert] - arrived.group_sizes[rank, expert], ends[rank, expert])
+        exact = arrived.tokens[rank, rows].astype(np.float32) @ rhs[rank, expert].astype(np.float32)
+        out[rank, rows] = exact.astype(rhs.dtype)
+    return out

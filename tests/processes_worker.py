@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fused_cases
 import helpers
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ from jax_ep import (
 )
 
 EXPERTS, HIDDEN = 16, 256
-FUSED_TOKENS = 600
 TIMEOUT = 40.0
 FAILURES = (
     jax.errors.JaxRuntimeError,
@@ -80,11 +78,6 @@ def product_of(size: int) -> matmul_cases.Operands:
     return matmul_cases.draw(rng, size, (136, 40, 200), np.dtype(ml_dtypes.bfloat16))
 
 
-def fused_of(size: int) -> tuple[helpers.Case, np.ndarray]:
-    """For the fused ops, by kernels beside each other: tokens and matrices."""
-    return fused_cases.draw(np.random.default_rng(helpers.SEED), size, FUSED_TOKENS, np.dtype(ml_dtypes.bfloat16))
-
-
 def spread(group: Group, x: np.ndarray) -> jax.Array:
     """A rank's part on every device, each process putting its own."""
     return jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
@@ -107,9 +100,6 @@ def results(group: Group) -> dict[str, Any]:
         found[name] = run(program, sparse_of(name, group.size))
     for op in matmul_cases.OPS:
         found[op] = run(matmul_cases.program(op, group, implementation="ffi"), product_of(group.size))
-    case, rhs = fused_of(group.size)
-    found["fused"] = run(fused_cases.program(group, capacity=case.ids.size), (*case, rhs))
-    found["fused combine"] = run(fused_cases.combine_program(group, capacity=case.ids.size), (*case, rhs))
     operand, output, slices = slices_of(group.size)
     found["ragged"] = run(test_lax.exchange(group), (operand, output, *slices))
     group.check()

@@ -55,7 +55,7 @@ def test_collective_matmul(
 
 def test_layer(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = tmp_path / "bars.png"
-    arguments = ["--repeats", "1", "--quick", "--kernel", "--shapes", "wide", "--tokens", "16", "--plot", str(image)]
+    arguments = ["--repeats", "1", "--quick", "--shapes", "wide", "--tokens", "16", "--plot", str(image)]
     assert benchmark("layer").main(arguments) == 0
     rows = rows_of(capsys.readouterr().out)
     assert {row["layer"] for row in rows} == {"wide, T=16, H=64, F=128, top-2 of 8, uniform"}

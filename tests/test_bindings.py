@@ -103,8 +103,6 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 
 PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
-DOT: dict[str, Any] = {"num_tokens": 3, "top_k": 2, "hidden": 8, "num_experts": 4, "capacity": 8, "columns": 16}
-DOT |= {"drop": False, "gated": True, "pair": True, "keeps_products": True, "activation": "gelu"}
 
 
 @pytest.mark.parametrize(
@@ -119,23 +117,6 @@ def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None
     given: dict[str, Any] = {"dtype": "float32", "operand_dtype": "bfloat16", **PRODUCT, **settings}
     with pytest.raises(ValueError, match=f"^all_gather_matmul: {message}$"):
         types_of("gather_matmul", **given)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"columns": 0}, "rows and columns of the right operand must not be empty"),
-        ({"num_tokens": 2**24}, "the tokens of a rank must be fewer than 2..24"),
-        ({"gated": False}, "only a gated unit has gate and up"),
-        ({"columns": 7, "pair": False}, "gate and up in one matrix must have as many columns"),
-        ({"activation": "tanh"}, "activation must be silu, gelu or relu, got tanh"),
-    ],
-)
-def test_dots_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    found = {result: shape for result, _, shape in types_of("dispatch_ragged_dot", dtype="bfloat16", **DOT)}
-    assert (found["product"], found["of_gate"], found["of_up"]) == ([8, 16], [8, 16], [8, 16])
-    with pytest.raises(ValueError, match=f"^dispatch_ragged_dot: {message}$"):
-        types_of("dispatch_ragged_dot", **{"dtype": "bfloat16", **DOT, **settings})
 
 
 @pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])

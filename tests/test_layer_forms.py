@@ -181,7 +181,7 @@ def test_wrong_factors(wrong: Any) -> None:
         ({"node_capacity": "all"}, "node_capacity must be an int, 'auto' or None, got 'all'"),
         ({"on_overflow": None}, "on_overflow must be one of 'raise', 'drop'; got None"),
         ({"wire_dtype": "foo"}, "wire_dtype must be a dtype or None, got 'foo'"),
-        ({"implementation": "fused"}, "implementation must be one of 'auto', 'ffi', 'xla'; got 'fused'"),
+        ({"implementation": "nccl"}, "implementation must be one of 'auto', 'ffi', 'xla'; got 'nccl'"),
         ({"fused": np.array(["auto"] * 2)}, "fused must be True, False or 'auto', got array"),
         ({"precision": np.array(["float8"] * 2)}, "precision must be 'float8' or None, got array"),
         ({"weigh_inputs": 1}, "weigh_inputs must be True or False, got 1"),

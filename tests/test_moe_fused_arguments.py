@@ -57,7 +57,7 @@ def trace(group: Group, call: Callable[[], Any]) -> None:
         (
             {"implementation": "nccl"},
             ValueError,
-            "implementation must be one of 'auto', 'ffi', 'xla', 'fused'; got 'nccl'",
+            "implementation must be one of 'auto', 'ffi', 'xla'; got 'nccl'",
         ),
         ({"rhs": None}, TypeError, "rhs must be an array, got NoneType"),
         ({"rhs": FIRST[0]}, ValueError, r"rhs must have shape \[E / R, H, N\], got \(16, 8\)"),
@@ -115,7 +115,7 @@ def test_an_activation_of_another_shape(open_group: OpenGroup) -> None:
         ({"rhs": FIRST}, ValueError, r"rhs must have shape \[E / R, F, H'\] = \(2, 8, 8\), got \(2, 16, 8\)"),
         ({"rhs": LAST.astype(jnp.float16)}, TypeError, "rhs must be of dtype float32, got float16"),
         ({"routing": None}, TypeError, "routing must be the Routing of a dispatch, got NoneType"),
-        ({"implementation": 1}, ValueError, "implementation must be one of 'auto', 'ffi', 'xla', 'fused'; got 1"),
+        ({"implementation": 1}, ValueError, "implementation must be one of 'auto', 'ffi', 'xla'; got 1"),
     ],
     ids=str,
 )

@@ -194,7 +194,6 @@ def test_a_layer_goes_the_same_way(open_group: OpenGroup, rng: np.random.Generat
     [
         ({"precision": "float4"}, ValueError, "precision must be 'float8' or None, got 'float4'"),
         ({"wide": 64}, ValueError, r"rhs must have sizes that are multiples of 128, got \(256, 64"),
-        ({"implementation": "fused"}, ValueError, "precision must be None where implementation='fused'"),
         ({"scales": 1}, ValueError, r"rhs.scales must have shape .* = \(2, 1, 2\), got \(2, 1, 1\)"),
         ({"experts": 1}, ValueError, r"rhs must have shape .* = \(2, 256, 128\), got Float8Weights of \(1, 256, 128\)"),
     ],

@@ -1,14 +1,13 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
 // every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
-// `beside` runs them, and dispatch_ragged_dot, while another kernel holds all SMs but a pair; `time`, `bands`, `blocks`
-// and `sweep` time them inside CUDA graphs beside the product alone, all but the first in other configurations too.
+// `beside` runs them while another kernel holds all SMs but a pair; `time`, `bands`, `blocks` and `sweep` time them
+// inside CUDA graphs beside the product alone, all but the first in other configurations too.
 //
 //   cmake -S tests -B build && cmake --build build --target overlap_bench
 //   build/overlap_bench check 2 && build/overlap_bench stress 2 && build/overlap_bench time 2
 #include <numeric>
 #include <string>
 
-#include "dispatch_dot_beside.h"
 #include "graph_times.h"
 #include "held_sms.h"
 #include "overlap_bench.h"
@@ -300,7 +299,6 @@ int main(int count, char** arguments) {
     CHECK(cudaSetDevice(i));
     CHECK(ProductKernel<MatmulReduceArgs>::load());
     CHECK(ProductKernel<GatherMatmulArgs>::load());
-    CHECK(ProductKernel<DispatchDotArgs>::load());
     CHECK(gemm::load());
     delay<<<1, 1>>>(1);
     CHECK(cudaDeviceSynchronize());
@@ -319,7 +317,6 @@ int main(int count, char** arguments) {
                                      : ranks == 2                    ? Counts{0, 2, 98}
                                                                      : Counts{2, 98})
         check_beside({op, {4096, 1024, 4096}, false, DType::bfloat16}, group, communicating);
-    failed |= !dispatch_dot_ends_beside(group);
   } else if (what == "sweep") {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);

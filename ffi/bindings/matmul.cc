@@ -1,16 +1,13 @@
-// The FFI handlers of the matrix products: those with a collective, a dispatch or a combine, and those that need no
-// group of ranks.
+// The FFI handlers of the matrix products: those with a collective, and those that need no group of ranks.
 #include "bindings/handler.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/grouped.h"
-#include "kernels/moe/args.h"
-#include "kernels/moe/dot_args.h"
 
 namespace jax_ep {
 
 std::vector<BoundOp> bind_products() {
 #define JAX_EP_BOUND(Args) bind<Args>(),
-  return {JAX_EP_PRODUCT_OPS(JAX_EP_BOUND)};
+  return {JAX_EP_MATMUL_OPS(JAX_EP_BOUND)};
 #undef JAX_EP_BOUND
 }
 

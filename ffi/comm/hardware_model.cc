@@ -12,11 +12,11 @@ constexpr int share_for_rows(int sms, const RowRates& rates = {}) {
 
 // SMs, and the most shared memory of a CTA: the vendors' figures for the whole chip.
 constexpr HardwareModel kModels[] = {
-    {"sm_90", true, 132, share_for_rows(132), 232448, 32, 132},
-    {"sm_80", false, 108, share_for_rows(108), 166912, 32, 108},
-    {"gfx942", false, 304, share_for_rows(304), 65536, 64, 304},
+    {"sm_90", true, 132, share_for_rows(132), 232448, 32},
+    {"sm_80", false, 108, share_for_rows(108), 166912, 32},
+    {"gfx942", false, 304, share_for_rows(304), 65536, 64},
 };
-constexpr HardwareModel kUnknown{"unknown", false, 64, share_for_rows(64), 49152, 32, 64};
+constexpr HardwareModel kUnknown{"unknown", false, 64, share_for_rows(64), 49152, 32};
 
 }  // namespace
 
@@ -29,7 +29,7 @@ const HardwareModel& hardware_model(std::string_view architecture) {
 
 HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int warp_lanes) {
   HardwareModel model = hardware_model(architecture);
-  model.sms = model.device_sms = sms;
+  model.sms = sms;
   model.row_sms = share_for_rows(sms, model.rows);
   model.shared_bytes = shared_bytes;
   model.warp_lanes = warp_lanes;

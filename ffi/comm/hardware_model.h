@@ -77,15 +77,6 @@ struct ExchangeRates {
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
-// How ops share a GPU that are a product and an exchange: kernels/moe/plan.cc. Choices: other ones were no faster in a
-// layer (bench layer --kernel).
-struct DotRates {
-  int dispatching = 32;         // blocks that bring rows
-  int leaving = 32;             // blocks that combine while others multiply
-  double summed_per_us = 31e3;  // bytes of rows that such a block sums up or sends
-  double most_sending = 0.5;    // of a product, in which they do so
-};
-
 struct HardwareModel {
   std::string_view architecture;
   bool timed;        // on this architecture; otherwise its rates are guesses
@@ -93,13 +84,11 @@ struct HardwareModel {
   int row_sms;       // that an op on rows may take
   int shared_bytes;  // that a CTA may have
   int warp_lanes;    // threads of a warp
-  int device_sms;    // that there are
   RowRates rows{};
   GemmRates gemm{};
   GatherRates gather{};
   ReduceRates reduce{};
   ExchangeRates exchange{};
-  DotRates dot{};
 };
 
 // The model of "sm_90" (H100, H200), "sm_80" (A100), "gfx942" (MI300), or that of all others, which is named "unknown".

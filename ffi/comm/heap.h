@@ -80,10 +80,9 @@ constexpr int kCounters = 64;  // so many CTAs, at least, count apart: one word 
 constexpr int kTagBits = 24;
 
 // All ops share one pad, whose flags are told apart by what they stand for. `chosen`, `laid_out`, `placed` and what is
-// named for routers are used where ranks first tell each other what they will send: today by dispatches alone, but for
-// `laid_out`, by which a rank that multiplies and combines also tells its CTAs that they may count. They stand here and
-// not with the kernels that raise them: a pad has one layout, which peers of other processes map, and an op that had
-// words of its own would need room of its own in it.
+// named for routers are used where ranks first tell each other what they will send: today by dispatches alone. They
+// stand here and not with the kernels that raise them: a pad has one layout, which peers of other processes map, and an
+// op that had words of its own would need room of its own in it.
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain

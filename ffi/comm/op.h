@@ -93,19 +93,8 @@ class Op {
   JAX_EP_FN void note(uint64_t* flag, bool teller) {
     if (ok() && teller && coop.lane == 0) store_release_here(flag, stamp_);
   }
-  // A lane adds to a word that began as zero: whoever makes it `whole`, less than a stamp, notes it as a flag.
-  JAX_EP_FN void note_when_whole(uint64_t* word, int share, int whole) const {
-    const auto added = static_cast<uint64_t>(share);
-    if (fetch_add(word, added) + added == static_cast<uint64_t>(whole)) store_release_here(word, stamp_);
-  }
-  JAX_EP_FN void wait_noted(const uint64_t* flags, int count = 1) {
-    wait_each(count, [&](int) { return comm.rank; }, [&](int i) { return &flags[i]; });
-  }
-  // Waits until words in which coops of this rank count, or kernels beside them, have reached whole(i), each less than
-  // a stamp.
-  template <class Whole>
-  JAX_EP_FN void wait_counted(const uint64_t* words, int count, Whole whole) {
-    wait_each(count, [&](int) { return comm.rank; }, [&](int i) { return &words[i]; }, whole);
+  JAX_EP_FN void wait_noted(const uint64_t* flag) {
+    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
   }
   JAX_EP_FN void wait_told(Flags flags) {
     wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
@@ -185,16 +174,15 @@ class Op {
   }
 
   // Ends the op; every coop must call it. The last coop to come settles a failure: it returns only when no peer can
-  // write into this rank's buffers any more, and knows the outcome. `coops`: how many call it, if some do nothing else.
+  // write into this rank's buffers any more. `coops`: how many call it, if some do nothing else.
   template <class Results>
-  JAX_EP_FN Outcome finish(const Results& results, int coops = 0) {
+  JAX_EP_FN void finish(const Results& results, int coops = 0) {
     coop.sync();
     int last = 0;
     if (coop.lane == 0)
       last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(coops ? coops : coop.count) - 1;
-    const Outcome outcome = coop.broadcast(last) ? finish_last(results) : Outcome::running;
+    if (coop.broadcast(last)) finish_last(results);
     enter(Phase::none);
-    return outcome;
   }
 
  private:
@@ -213,7 +201,7 @@ class Op {
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
 
   template <class Results>
-  JAX_EP_FN Outcome finish_last(const Results& results) {
+  JAX_EP_FN void finish_last(const Results& results) {
     coop.sync();  // what lane 0 has seen of the other coops, all lanes see
     const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
     const uint64_t now = clock_ns();
@@ -226,20 +214,18 @@ class Op {
     const bool refused = refused_in == epoch;
     if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
     const bool undelivered = failed || refused || reported_in == epoch;
-    const Outcome outcome = undelivered ? Outcome::failed : Outcome::delivered;
     if (failed && (reported_in == epoch || !is_earlier(ask_posted())) && !has_record()) begin_record();
     if (undelivered) fill(results, {0, 1});
     for (int source = 0; comm.poison && !failed && source < comm.size; ++source)
       fill_share(coop.lane, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
-    if (coop.lane != 0) return outcome;
+    if (coop.lane != 0) return;
     clear_counts(heap);
     if (!failed || has_record()) {  // else it never began
       OpRecord* const record = record_of_op();
       store_relaxed(&record->end_ns, failed ? clock_ns() : now);
-      store_relaxed(&record->outcome, static_cast<uint64_t>(outcome));
+      store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
     }
     store_release(&heap->epoch, epoch);
-    return outcome;
   }
 
   // The least stamp of this op, whatever it is called with; a later op's is more. A flag that is of this epoch, but of
@@ -279,10 +265,6 @@ class Op {
   // Waits for `count` flags of this op, a lane each. A flag of this rank itself gets longer, for the reason in meet().
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
-    wait_each(count, peer_of, flag_of, [&](int) { return first_stamp(); });
-  }
-  template <class PeerOf, class FlagOf, class ValueOf>
-  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of, ValueOf value_of) {
     if (ok()) enter(Phase::wait);
     for (int first = 0; first < count && ok(); first += Coop::lanes) {
       const int i = first + coop.lane;
@@ -290,7 +272,7 @@ class Op {
       if (i < count) {
         const int peer = peer_of(i);
         const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
-        const Waited waited = spin_until(flag_of(i), value_of(i), &heap->abort, timeout);
+        const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
         status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
         if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
         if (status == Status::timeout || status == Status::mismatch) settle(status, peer, stamp_, waited.seen);

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "comm/dtype.h"
-#include "gemm/beside.h"
 #include "gemm/problem.h"
 
 namespace jax_ep::gemm {
@@ -21,7 +20,6 @@ struct Arguments {
   void* out_data;
   const int32_t* group_sizes;  // on the device; null without groups
   uint32_t* counter;           // m-grouped: memory on the device, of this product alone while it runs
-  Beside beside;               // m-grouped, with the operands swapped
 };
 
 enum class Activation { silu, gelu, relu };  // as in jax.nn, gelu by tanh
@@ -40,7 +38,6 @@ struct GatedArguments {
   void *of_gate, *of_up;       // if they are kept: [m, columns]; both in of_gate where columns is 2 n
   const int32_t* group_sizes;  // on the device
   uint32_t* counter;           // memory on the device, of this product alone while it runs
-  Beside beside;
 };
 
 // first_rows x first transposed + second_rows x second transposed, rounded once. Row-major arrays without gaps, whose

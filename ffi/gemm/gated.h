@@ -72,8 +72,6 @@ struct StoreGated {
     }
   }
 
-  JAX_EP_FN void finish(const SwapMemory&, int /*warp*/, int /*lane*/) const {}
-
  private:
   // A warp's 16 rows of its warpgroup's product, which is staged in `own`.
   JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,
@@ -94,10 +92,10 @@ template <class T, Activation kActivation>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gated_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap gate,
                  const __grid_constant__ CUtensorMap up, int up_column, void* out, const __grid_constant__ Kept<T> kept,
-                 uint32_t* counter, const __grid_constant__ Problem problem, const __grid_constant__ Beside beside) {
+                 uint32_t* counter, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
   multiply_swapped<T>(memory, GateAndUp{rows, gate, up, up_column},
-                      StoreGated<T, kActivation>{static_cast<T*>(out), kept}, counter, problem, beside);
+                      StoreGated<T, kActivation>{static_cast<T*>(out), kept}, counter, problem);
 }
 
 }  // namespace jax_ep::gemm

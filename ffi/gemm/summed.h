@@ -26,10 +26,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     summed_kernel(const __grid_constant__ CUtensorMap first_rows, const __grid_constant__ CUtensorMap first,
                   const __grid_constant__ CUtensorMap second_rows, const __grid_constant__ CUtensorMap second,
                   const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
-                  const __grid_constant__ Problem problem, const __grid_constant__ Beside beside) {
+                  const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
   multiply_swapped<T>(memory, TwoProducts{{first_rows, first}, {second_rows, second}},
-                      StoreSums<T>{out_map, static_cast<T*>(out), Written(beside)}, counter, problem, beside);
+                      StoreSums<T>{out_map, static_cast<T*>(out)}, counter, problem);
 }
 
 }  // namespace jax_ep::gemm

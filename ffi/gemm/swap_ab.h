@@ -9,7 +9,6 @@
 // pairs of rows and weights (kTerms), whose products add up. Store says what becomes of the sums.
 #pragma once
 
-#include "comm/target/ptx/grid.h"
 #include "gemm/kernel.h"
 #include "gemm/tile_queue.h"
 
@@ -171,47 +170,17 @@ JAX_EP_FN void store_swapped(const CUtensorMap& map, Out* out, const Problem& pr
   }
 }
 
-// What a warp stored of its last tile is written when the next has been multiplied; so it says that then, to the warp
-// that tells the kernel behind.
-class Written {
- public:
-  JAX_EP_FN explicit Written(const Beside& beside) : wanted_(beside.stored) {}
-
-  // Called before the next stores are issued, or none are.
-  JAX_EP_FN void arrive(SwapMemory& shared, int warp, int lane) {
-    if (!wanted_ || !issued_) return;
-    __syncwarp();
-    if (lane == 0) {
-      ptx::wait_stores_written<0>();
-      ptx::arrive(&shared.queue.written[warp / kWarpgroup][at_.stage]);
-    }
-    at_.advance();
-    issued_ = false;
-  }
-  JAX_EP_FN void issued() { issued_ = true; }
-
- private:
-  const bool wanted_;
-  bool issued_ = false;
-  Position<TileQueue::kWritten> at_;
-};
-
 // The sums as they are.
 template <class Out>
 struct StoreSums {
   const CUtensorMap& map;
   Out* out;
-  Written written;
   int chunks = 0;
 
   JAX_EP_FN void operator()(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2],
                             SwapMemory& shared, int warp, int lane) {
-    written.arrive(shared, warp, lane);
     store_swapped(map, out, problem, tile, d, chunks_of(shared, warp / kWarpgroup), chunks, warp, lane);
-    written.issued();
   }
-  // Where there is nothing more to store for a while.
-  JAX_EP_FN void finish(SwapMemory& shared, int warp, int lane) { written.arrive(shared, warp, lane); }
 };
 
 template <class In, class Operands, class Store>
@@ -226,27 +195,20 @@ __device__ void consume_swapped(SwapMemory& shared, const Problem& problem, cons
       accumulate_swapped<In, Operands::kMn>(d, shared, tile.rows, k_end, at, warpgroup, lane);
       store(problem, tile, d[0], shared, warp, lane);
     } else {
-      store.finish(shared, warp, lane);  // nobody waits for a tile that this warpgroup has no part of
       skip(shared, k_end, at, lane);
     }
   }
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
-  store.finish(shared, warp, lane);
 }
 
 // The whole part of a CTA; `counter` is zero.
 template <class In, class Operands, class Store>
 JAX_EP_FN void multiply_swapped(char* memory, const Operands& operands, const Store& store, uint32_t* counter,
-                                const Problem& problem, const Beside& beside) {
+                                const Problem& problem) {
   using Wanted = Registers<Nothing, kMostRows / 2>;
   auto& shared = *reinterpret_cast<SwapMemory*>(memory);
   const int warp = uniform(threadIdx.x / 32);
-  if (threadIdx.x == 0) {
-    ptx::let_next_kernel_begin();
-    open_queue(shared.queue);
-    if (beside.laid_out)
-      while (!load_acquire(beside.laid_out) && !load_acquire(beside.over)) pause(0);
-  }
+  if (threadIdx.x == 0) open_queue(shared.queue);
   open_pipeline(shared, kConsumerWarps);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
@@ -255,11 +217,9 @@ JAX_EP_FN void multiply_swapped(char* memory, const Operands& operands, const St
     give_registers<Wanted::kOther>();
     if (warp == kConsumerWarps) produce_swapped(shared, operands, problem);
     if (warp == kConsumerWarps + 1 && blockIdx.x % kCluster == 0)
-      take_tiles<Operands>(shared.queue, problem, beside, counter, threadIdx.x % 32);
-    if (warp == kConsumerWarps + 2) tell_stored(shared.queue, operands, problem, beside, threadIdx.x % 32);
+      take_tiles<Operands>(shared.queue, problem, counter, threadIdx.x % 32);
   }
   sync_cluster();  // until nobody arrives at barriers of the other CTA
-  if (threadIdx.x == 0) ptx::wait_for_kernel_before();
 }
 
 // `rows` [M, K] and `weights` [groups, K, N] if kMn, or [groups, N, K], map slices, `out_map` a warp's box.
@@ -267,10 +227,10 @@ template <class In, class Out, bool kMn>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     swapped_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weights,
                    const __grid_constant__ CUtensorMap out_map, void* out, uint32_t* counter,
-                   const __grid_constant__ Problem problem, const __grid_constant__ Beside beside) {
+                   const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) char memory[];
-  multiply_swapped<In>(memory, OneMatrix<kMn>{rows, weights},
-                       StoreSums<Out>{out_map, static_cast<Out*>(out), Written(beside)}, counter, problem, beside);
+  multiply_swapped<In>(memory, OneMatrix<kMn>{rows, weights}, StoreSums<Out>{out_map, static_cast<Out*>(out)}, counter,
+                       problem);
 }
 
 }  // namespace jax_ep::gemm

@@ -7,8 +7,6 @@
 #include "kernels/matmul/reduce.h"
 #include "kernels/moe/combine.h"
 #include "kernels/moe/dispatch.h"
-#include "kernels/moe/dispatch_dot.h"
-#include "kernels/moe/dot_combine.h"
 #include "kernels/moe/scatter.h"
 #include "kernels/ragged/ragged_all_to_all.h"
 #include "kernels/sparse/reduce.h"

@@ -11,7 +11,6 @@
 #include "comm/heap.h"
 #include "comm/platform.h"
 #include "comm/result.h"
-#include "gemm/arguments.h"
 #include "kernels/ops.h"
 
 namespace jax_ep {
@@ -181,12 +180,6 @@ template <>
 struct NamesOf<DType> {
   static constexpr Named<DType> all[] = {
       {"bfloat16", DType::bfloat16}, {"float16", DType::float16}, {"float32", DType::float32}};
-};
-
-template <>
-struct NamesOf<gemm::Activation> {
-  static constexpr Named<gemm::Activation> all[] = {
-      {"silu", gemm::Activation::silu}, {"gelu", gemm::Activation::gelu}, {"relu", gemm::Activation::relu}};
 };
 
 // Whether an op is a product.

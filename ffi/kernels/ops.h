@@ -15,9 +15,7 @@ enum class OpKind : int32_t {
   sparse_reduce,
   matmul_all_reduce,
   matmul_reduce_scatter,
-  all_gather_matmul,
-  dispatch_ragged_dot,
-  ragged_dot_combine
+  all_gather_matmul
 };
 
 }  // namespace jax_ep
@@ -27,14 +25,12 @@ enum class OpKind : int32_t {
 #define JAX_EP_RAGGED_OPS(X) X(RaggedArgs)
 #define JAX_EP_SPARSE_OPS(X) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
-#define JAX_EP_MOE_PRODUCT_OPS(X) X(DispatchDotArgs) X(DotCombineArgs)
 
 // Those that need no group of ranks. Hopper GPUs alone have their kernels.
 #define JAX_EP_ALONE_OPS(X) X(GroupedDotArgs) X(GroupedOuterArgs) X(GatedDotArgs) X(SummedDotArgs) X(Float8DotArgs)
 
 #define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X)
-#define JAX_EP_PRODUCT_OPS(X) JAX_EP_MATMUL_OPS(X) JAX_EP_MOE_PRODUCT_OPS(X)
-#define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_PRODUCT_OPS(X)
+#define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_MATMUL_OPS(X)
 
 // The kernels of the ops on rows, most of which have one; choose_kernel in kernels/kernels.h knows the others. Those
 // that look at values are compiled for each dtype, and those that are blind once: they move bytes.

@@ -1,5 +1,5 @@
-// How an op is launched, on rows or of a product with a collective or a dispatch: a pure function of its shape and of
-// the device, measured, not derived.
+// How an op is launched, on rows or of a product with a collective: a pure function of its shape and of the device,
+// measured, not derived.
 #pragma once
 
 #include <string>
@@ -10,8 +10,6 @@
 
 namespace jax_ep {
 
-struct DispatchDotArgs;
-struct DotCombineArgs;
 struct GatherMatmulArgs;
 struct MatmulReduceArgs;
 
@@ -72,41 +70,5 @@ struct PairOrder {
 // Pairs of this rank's rows alone come first, then those of the other ranks in turns, as they arrive. m: rows of one
 // rank.
 PairOrder own_rows_first(int m, int rank, int ranks);
-
-// What dispatch_ragged_dot is planned by.
-struct DotShape {
-  gemm::Shape product;
-  int ranks, num_tokens, top_k, row_bytes;
-};
-
-DotShape shape_of(const DispatchDotArgs& args, int ranks);
-
-// Two kernels: the dispatch on few SMs, and the product, which begins on the others.
-struct DotConfig {
-  LaunchConfig dispatch;
-  gemm::Config product;  // with the operands swapped
-
-  std::string describe() const;
-};
-
-DotConfig plan(const DotShape& shape, const HardwareModel& model);
-
-// What ragged_dot_combine is planned by.
-struct DotCombineShape : DotShape {};
-
-DotCombineShape shape_of(const DotCombineArgs& args, int ranks);
-
-// Two kernels: the second begins on the SMs of the first `leaving` blocks of the product, an even number, which leave
-// when `tail` tile pairs are left.
-struct DotCombineConfig {
-  gemm::Config product;  // with the operands swapped
-  LaunchConfig combine;
-  int leaving;
-  int tail;
-
-  std::string describe() const;
-};
-
-DotCombineConfig plan(const DotCombineShape& shape, const HardwareModel& model);
 
 }  // namespace jax_ep

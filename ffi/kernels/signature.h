@@ -8,7 +8,6 @@
 
 #include "kernels/matmul/args.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_args.h"
 #include "kernels/plan.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"
@@ -35,8 +34,6 @@ struct SignatureRoom {
   }
   template <class Args>
   constexpr void count(DType Args::*) {}  // they have a place of their own
-  template <class Args>
-  constexpr void count(gemm::Activation Args::*) {}  // what a rank makes of its rows alone
 };
 
 template <class Args>
@@ -78,7 +75,6 @@ struct SignatureOf {
     signature.other_dtype = args.*member;  // that of operands comes last
     if (std::string_view(name) == "dtype") signature.dtype = args.*member;
   }
-  void operator()(const char*, const char*, gemm::Activation Args::*) {}
 };
 
 template <class Args>
@@ -105,11 +101,6 @@ inline Signature with_plan(Signature signature, const OverlapConfig& config) {
   int at = kPlanAt.sizes;
   for (const int size : {config.blocks(), config.block_n, config.band}) signature.sizes[at++] = size;
   signature.flags |= uint32_t{config.split_k} << kPlanAt.flags;
-  return signature;
-}
-// Results of other products do not depend on their plans.
-template <class Config>
-Signature with_plan(const Signature& signature, const Config&) {
   return signature;
 }
 

@@ -35,34 +35,6 @@ JAX_EP_FN void multiply_rows(const In* a, const Factor& b, Out* out, int rows) {
   }
 }
 
-// A product of rows in groups: a [rows, K] times the matrix of each row's group, which lie behind each other.
-struct GroupedFactors {
-  const char* a;
-  Factor b;
-
-  // From a row on, with the group-th matrix. Values have so many bytes.
-  JAX_EP_FN GroupedFactors at(int row, int group, int64_t bytes) const {
-    GroupedFactors moved = *this;
-    moved.a += int64_t{row} * b.k * bytes;
-    moved.b.data += int64_t{group} * b.k * b.n * bytes;
-    return moved;
-  }
-};
-
-// One value of a product, rounded.
-template <class T>
-JAX_EP_FN T value_of_product(const GroupedFactors& term, int row, int column) {
-  const auto& [a, b] = term;
-  const int64_t along_k = b.transposed ? 1 : b.n, along_n = b.transposed ? b.k : 1;
-  const T* const left = reinterpret_cast<const T*>(a) + int64_t{row} * b.k;
-  const T* const right = reinterpret_cast<const T*>(b.data) + column * along_n;
-  float total = 0;
-  for (int k = 0; k < b.k; ++k) total += to_float(left[k]) * to_float(right[k * along_k]);
-  T result;
-  from_float(total, &result);
-  return result;
-}
-
 // The operands are of the dtype of the result, or of one that is widened to it.
 template <class Out>
 JAX_EP_FN void multiply_rows(DType operand_dtype, const char* a, const Factor& b, Out* out, int rows) {

@@ -14,10 +14,8 @@ from jax.typing import DTypeLike
 
 Chosen = Literal["ffi", "xla"]  # by kernels, or by jax.lax alone
 Implementation = Literal["auto"] | Chosen
-FusedImplementation = Implementation | Literal["fused"]  # or by one kernel for what is a chain of ops otherwise
 OnOverflow = Literal["raise", "drop"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", *get_args(Chosen))
-FUSED_IMPLEMENTATIONS: tuple[FusedImplementation, ...] = (*IMPLEMENTATIONS, "fused")
 ON_OVERFLOW: tuple[OnOverflow, ...] = get_args(OnOverflow)
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)

@@ -153,12 +153,12 @@ def moe_mlp(
         in the dtype of `tokens`. Matrices that are `Float8Weights` already are not quantized at every call; they have
         no gradient.
       with_stats: also returns what was counted.
-      fused: True: by `dispatch_ragged_dot` and `ragged_dot_combine`, as the chains of ops that they are by default.
-        False: by `dispatch`, `jax_ep.lax.ragged_dot` and `combine`, differentiated by JAX. The results have the same
-        bits, gradients differ by rounding; the fused ops are faster backward, and keep less. "auto": True, but for
-        implementation="xla": see `uses_fused_ops`. Where something stands between the parts of a fused op
-        (`weigh_inputs`, a bias of down), True too takes them one by one. With precision="float8", rows that a
-        `dispatch` alone brought are then quantized a second time, and bits may differ.
+      fused: True: by `dispatch_ragged_dot` and `ragged_dot_combine`. False: by `dispatch`, `jax_ep.lax.ragged_dot` and
+        `combine`, differentiated by JAX. The results have the same bits, gradients differ by rounding; the fused ops
+        are faster backward, and keep less. "auto": True, but for implementation="xla": see `uses_fused_ops`. Where
+        something stands between the parts of a fused op (`weigh_inputs`, a bias of down), True too takes them one by
+        one. With precision="float8", rows that a `dispatch` alone brought are then quantized a second time, and bits
+        may differ.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import fused_cases
 import helpers
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import sparse_cases
 
 import jax_ep
 from jax_ep import Group
-from jax_ep._core import gemm
 from jax_ep.lax import ragged_all_to_all
 
 from .ragged import place
@@ -89,7 +87,7 @@ def float8_rows(rng: np.random.Generator, group: Group) -> Op:
 
 
 def fused(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
-    """A dispatch and its product in one kernel, where there is one; and combine with the product before it."""
+    """A dispatch and the product behind it, and combine with the product before it."""
     size, experts = group.size, EXPERTS_EACH * group.size
     case = draw_case(rng, size, tokens, 16)._replace(
         tokens=rng.integers(-2, 3, (size, tokens, 16)).astype(helpers.DTYPES[0])
@@ -97,26 +95,20 @@ def fused(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
     first, last = (
         rng.integers(-2, 3, (size, EXPERTS_EACH, *shape)).astype(case.tokens.dtype) for shape in ((16, 24), (24, 8))
     )
-    capacity, one_kernel = size * tokens * 2, group.platform == "cpu" or gemm.has_gemm()
+    capacity = size * tokens * 2
+    where: Any = {"group": group, "implementation": "ffi"}
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, first: jax.Array, last: jax.Array) -> Any:
         inner, out = jax_ep.dispatch_ragged_dot(
-            tokens,
-            ids,
-            weights,
-            first,
-            group=group,
-            num_experts=experts,
-            capacity=capacity,
-            implementation="fused" if one_kernel else "ffi",
+            tokens, ids, weights, first, num_experts=experts, capacity=capacity, **where
         )
-        combined = jax_ep.ragged_dot_combine(inner, last, out.routing, group=group, implementation="ffi")
+        combined = jax_ep.ragged_dot_combine(inner, last, out.routing, **where)
         return inner, out.group_sizes, combined
 
     expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity)
-    inner = fused_cases.product_of(expected, first)
+    inner = oracle.grouped_product(expected, first)
     sums, sizes = (
-        fused_cases.product_of(expected._replace(tokens=f(inner)), f(last)).astype(np.float32)
+        oracle.grouped_product(expected._replace(tokens=f(inner)), f(last)).astype(np.float32)
         for f in (np.asarray, np.abs)
     )
     combined = Value(

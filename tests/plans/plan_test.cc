@@ -72,53 +72,6 @@ void check_products(const HardwareModel& model) {
       }
 }
 
-// The product may take all SMs, as it does alone; what an op may take holds for the dispatch.
-void check_dot_plan(const DotShape& shape, const HardwareModel& whole) {
-  for (const int most : {1, 2, 24, 1000}) {
-    const HardwareModel model = limit_sms(whole, most);
-    const DotConfig config = plan(shape, model);
-    const std::string words = config.describe();
-    expect(config.product.swap_ab, "tiles have the rows that they need", model, words);
-    expect(config.product.blocks <= model.device_sms && config.product.blocks % gemm::kCluster == 0,
-           "whole clusters within the SMs", model, words);
-    expect(config.dispatch.blocks >= 1 && config.dispatch.blocks <= std::max(model.row_sms, 1),
-           "the dispatch is within what an op may take", model, words);
-    const int warps = config.dispatch.threads / model.warp_lanes;
-    expect(config.dispatch.senders_per_cta >= 1 && config.dispatch.senders_per_cta < warps, "some send, some receive",
-           model, words);
-  }
-}
-
-// The product takes all SMs, as it does alone; what an op may take holds for the combine.
-void check_dot_combine_plan(const DotCombineShape& shape, const HardwareModel& whole) {
-  for (const int most : {1, 2, 24, 1000}) {
-    const HardwareModel model = limit_sms(whole, most);
-    const DotCombineConfig config = plan(shape, model);
-    const std::string words = config.describe();
-    expect(config.product.swap_ab, "tiles have the rows that they need", model, words);
-    expect(config.product.blocks <= model.device_sms && config.combine.blocks <= std::max(model.row_sms, 1),
-           "blocks are within the SMs", model, words);
-    expect(config.product.blocks % gemm::kCluster == 0 && config.leaving % gemm::kCluster == 0, "whole clusters", model,
-           words);
-    expect(config.tail >= 0 && (config.leaving < config.product.blocks || config.leaving == 0),
-           "somebody multiplies what is left", model, words);
-    expect(shape.ranks > 1 || config.leaving == 0, "nobody leaves who sends nothing", model, words);
-    const std::string leaving = std::to_string(config.leaving) + " leave when " + std::to_string(config.tail);
-    expect(words.find(leaving) != std::string::npos, "words say who leaves", model, words);
-  }
-}
-
-void check_dot_plans(const HardwareModel& model) {
-  for (const int tokens : {0, 1, 512, 8192})
-    for (const int n : {8, 768, 14336})
-      for (const int k : {64, 7168})
-        for (const int ranks : {1, 2, 8}) {
-          const gemm::Shape product{gemm::Grouping::m_grouped, ranks * tokens * 8, n, k, 32};
-          check_dot_plan({product, ranks, tokens, 8, k * 2}, model);
-          check_dot_combine_plan({{product, ranks, tokens, 8, n * 2}}, model);
-        }
-}
-
 // Two ranks that exchange their tiles agree on more than the call: a device of other SMs, or another max_sms, is told
 // apart, and named.
 void check_exchanges() {
@@ -172,13 +125,11 @@ int main() {
   for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"}) {
     check_row_plans(hardware_model(architecture));
     check_products(hardware_model(architecture));
-    check_dot_plans(hardware_model(architecture));
     const int lanes = architecture[0] == 'g' ? 64 : 32;
     for (const int sms : {4, 8, 31, 32, 64, 96, 222}) {
       const HardwareModel device = hardware_model(architecture, sms, 1 << 16, lanes);
       check_row_plans(device);
       check_products(device);
-      check_dot_plans(device);
       check_row_plans(limit_sms(device, 1));
     }
     // What CTAs may have on old GPUs, on RTX cards (8.6, 8.9, 12.0), A100 and Hopper or newer.

@@ -1,7 +1,5 @@
 // The kernels on bare threads, without XLA: several ranks, several coops a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
-#include "dispatch_dot.h"
-#include "dot_combine.h"
 #include "drops.h"
 #include "late.h"
 #include "matmul.h"
@@ -79,15 +77,6 @@ int main() {
   jax_ep::matmuls({0, 1}, 12);
   jax_ep::matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1);
   for (int i = 0; i < 3; ++i) jax_ep::lost_matmul_rank();
-  for (const int tokens : {0, 1, 40, jax_ep::kMostTokens}) jax_ep::dots(tokens, 9);
-  for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_dots(jax_ep::kMostTokens, late);
-  for (const int capacity : {1, 128, 500}) jax_ep::full_dots(capacity);
-  for (const auto form : {jax_ep::Form::rows_alone, jax_ep::Form::with_product}) {
-    for (int i = 0; i < 3; ++i) jax_ep::lost_dot_rank(form);
-  }
-  for (const int tokens : {0, 1, 40, jax_ep::kMostTokens}) jax_ep::dot_combines(tokens, 4);
-  for (const int tokens : {40, jax_ep::kMostTokens}) jax_ep::dot_combine_out_of_bounds(tokens);
-  for (int i = 0; i < 3; ++i) jax_ep::lost_dot_combine_rank(jax_ep::kMostTokens);
   std::puts("protocol: all checks passed");
   return 0;
 }

@@ -63,12 +63,6 @@ JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
       "r"(peer), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
       : "memory");
 }
-JAX_EP_FN void store_at_peer(uint32_t* to, int peer, uint32_t value) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.u32 [there], %2; }" ::"r"(
-                   ptx::shared_address(to)),
-               "r"(peer), "r"(value)
-               : "memory");
-}
 
 // A word to where `to` is in CTA `peer`, at whose `barrier` it arrives, and completes the phase of one arrival.
 JAX_EP_FN void send_word(uint32_t* to, int peer, uint32_t value, uint64_t* barrier) {

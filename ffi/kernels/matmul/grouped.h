@@ -33,6 +33,12 @@ struct GroupedSpec : AloneDefaults {
   }
 };
 
+template <>
+struct NamesOf<gemm::Activation> {
+  static constexpr Named<gemm::Activation> all[] = {
+      {"silu", gemm::Activation::silu}, {"gelu", gemm::Activation::gelu}, {"relu", gemm::Activation::relu}};
+};
+
 // A group's rows times its matrix: lhs [m, k], rhs [groups, k, n] or [groups, n, k] -> [m, n].
 struct GroupedDotArgs : gemm::Arguments {};
 

@@ -8,7 +8,6 @@
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/rows.h"
-#include "kernels/moe/sent_rows.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {
@@ -21,21 +20,19 @@ JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   return args.num_tokens > kFewTokens && even > kLanePacks && 4 * even >= 3 * kRowPacks;
 }
 
-// `kPacks`: of a batch, that each lane has at most. `Source`: Outputs, or what says when a row, and all before it, are
-// here.
-template <class T, int kPacks, class Source = Outputs>
+// `kPacks`: of a batch, that each lane has at most.
+template <class T, int kPacks>
 class Combine {
  public:
-  JAX_EP_FN Combine(Op& op, const CombineArgs& args, const Source& source)
+  JAX_EP_FN Combine(Op& op, const CombineArgs& args)
       : op_(op),
         args_(args),
-        source_(source),
-        outputs_(reinterpret_cast<const T*>(source.rows)),
+        outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
         row_bound_(RoutingLeaf::rows, args.capacity),
         target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
         rows_(op.coop,
-              in_words(source.rows, args.landing, int64_t{args.hidden} * sizeof(T)) &&
+              in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
               kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
 
@@ -70,7 +67,6 @@ class Combine {
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the rows are waited for
       if (const int chunk = ticket / per_chunk; chunk != here) {
         op_.wait_delivered(chunk);
-        source_.await(args_.capacity - 1);  // this rank's own tokens may have any
         if (!op_.ok()) return;
         op_.enter(Phase::reduce);
         rows_.acquire();
@@ -93,13 +89,14 @@ class Combine {
   }
 
  private:
-  // What a sender takes at a time: a part of the row that it sends home for a token.
+  // What a sender takes at a time: a part of the row that it sends home for a token. In the order of tokens, peers in
+  // turns.
   struct Item {
     int home, token, part;
   };
   JAX_EP_FN Item item_at(int index, int parts) const {
-    const SentRow row = sent_row(op_.comm, source_.sent(index / parts));
-    return {row.home, row.token, index % parts};
+    const int peers = op_.comm.size - 1, row = index / parts;
+    return {(op_.comm.rank + 1 + row % peers) % op_.comm.size, row / peers, index % parts};
   }
 
   // An assignment of a token.
@@ -177,20 +174,6 @@ class Combine {
     return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden + column, assigned.weight};
   }
 
-  // Waits until the rows here of a token of `home` are here; what was begun does not wait with it.
-  JAX_EP_FN void await_rows(int home, int token, Assigned mine) {
-    if constexpr (Source::kAtOnce) return;
-    int last = row_bound_.index(mine.row);
-    for (int k = Coop::lanes + op_.coop.lane; k - op_.coop.lane < args_.top_k; k += Coop::lanes)
-      last = larger(last, row_bound_.index(assigned(home, token, k).row));
-    last = static_cast<int>(op_.coop.max(static_cast<uint32_t>(last + 1), Coop::lanes)) - 1;
-    if (source_.has(last)) return;
-    rows_.finish();
-    source_.await(last);
-    op_.enter(Phase::send);
-    rows_.acquire();
-  }
-
   template <class Pointer>
   JAX_EP_FN Pointer* landed(Pointer* landing, int source, int token) const {
     return landing + (int64_t{source} * args_.num_tokens + token) * args_.hidden;
@@ -209,7 +192,6 @@ class Combine {
       return own_term(known ? mine : assigned(home, token, k), columns.begin);
     });
     if (terms.empty()) return false;
-    await_rows(home, token, mine);
     const auto there = [&] {  // the first rows come while peers are waited for
       wait_posted();
       T* landing = op_.ok() && !was_taken() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
@@ -304,7 +286,6 @@ class Combine {
 
   Op& op_;
   const CombineArgs& args_;
-  Source source_;
   const T* outputs_;
   const Divider by_capacity_;
   Bound row_bound_, target_bound_;
@@ -320,7 +301,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Coop&
   const Results<CombineArgs> results(args, comm.size);
   op.poison(results);
   op.post(posted(args, comm.size));
-  Combine<T, kPacks> combine(op, args, Outputs{args.outputs});
+  Combine<T, kPacks> combine(op, args);
   combine.push();
   combine.reduce();
   combine.complete();

@@ -112,16 +112,10 @@ class PlainDispatch {
         mover_(op.coop) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
-    push(tokens, [](int token) { return token; });
-  }
-  // Items that stand for tokens: chunks are of items.
-  template <class Items, class TokenOf>
-  JAX_EP_FN void push(const Items& items, TokenOf token_of) {
     push_chunks(
-        op_, mover_, items, args_.num_tokens, bytes_, args_.top_k,
-        [&](int item) { return args_.tokens + token_of(item) * bytes_; },
-        [&](int item, int k) { return landing_.at_peer(token_of(item), k, landing_.packed(token_of(item), k)); },
-        [] {});
+        op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
+        [&](int token) { return args_.tokens + token * bytes_; },
+        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
@@ -136,30 +130,14 @@ class PlainDispatch {
     }
     for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
       const auto from = [&](int token, int row) { return landing_.here(source, token, row); };
-      copy(source, Stride{tokens.begin, tokens.end, 1}, from);
+      copy(source, {tokens.begin, tokens.end, 1}, from);
     });
     mover_.complete_to(mover_.mark());
   }
 
-  // As expand(), in the order of `sent`, TokensInOrder; counter_of(mover) counts what the mover has put. This rank's
-  // own tokens are handed out, too; those of them that are not eager were pushed into all of their rows.
-  template <class Sent, class CounterOf>
-  JAX_EP_FN void expand_counted(const Sent& sent, CounterOf counter_of) {
-    auto counter = counter_of(mover_);
-    const auto visit = [&](int source, Range positions) {
-      const bool own = source == op_.comm.rank;
-      const Range put{positions.begin, own ? smaller(positions.end, args_.eager) : positions.end};
-      copy(source, sent.walk(source, put),
-           [&](int token, int row) { return own ? args_.tokens + token * bytes_ : landing_.here(source, token, row); });
-      counter.after(source, positions);
-    };
-    for_each_arrival(op_, args_.num_tokens, /*own=*/true, visit, [&] { counter.finish(); });
-    counter.finish();
-  }
-
  private:
-  template <class Tokens, class From>
-  JAX_EP_FN void copy(int source, Tokens tokens, From from) {
+  template <class From>
+  JAX_EP_FN void copy(int source, Stride tokens, From from) {
     const int here =
         copy_to_rows(op_.coop, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
     if (op_.coop.lane == 0) op_.count_received(source, here * bytes_);
@@ -272,9 +250,8 @@ class Float8Dispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      const int here =
-          copy_to_rows(op_.coop, mover, Stride{tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
-                       args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
+      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+                                    args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
       if (op_.coop.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
                          [&](int token, int row) { return landing_.scales_here(source, token, row); });
@@ -293,22 +270,6 @@ class Float8Dispatch {
   RowWriter writer_;
 };
 
-// Senders call push(dispatch, routed). Once the rows of all tokens are known, and there is room for them,
-// expand(dispatch) takes in what arrives. Returns whether there is room.
-template <class Dispatch, class Push, class Expand>
-JAX_EP_FN bool send_tokens(Op& op, const DispatchArgs& args, Push push, Expand expand) {
-  const Routed routed(op, args);
-  Dispatch dispatch(op, args);
-  if (op.ok() && !op.coop.sender.empty()) push(dispatch, routed);
-  if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
-  const bool settled = routed.settled();
-  if (settled)
-    expand(dispatch);
-  else  // peers that learn of the lack of room later still push
-    for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
-  return settled;
-}
-
 template <class Dispatch>
 JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const Coop& coop) {
   Op op(comm, coop, OpKind::dispatch);
@@ -320,8 +281,14 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   else
     Router(op, args).route();
   op.wait_posted();
-  const auto push = [&](Dispatch& dispatch, const Routed& routed) { dispatch.push(RoutedTokens(op, args, routed)); };
-  send_tokens<Dispatch>(op, args, push, [](Dispatch& dispatch) { dispatch.expand(); });
+  const Routed routed(op, args);
+  Dispatch dispatch(op, args);
+  if (op.ok() && !op.coop.sender.empty()) dispatch.push(RoutedTokens(op, args, routed));
+  if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
+  if (routed.settled())
+    dispatch.expand();
+  else  // peers that learn of the lack of room later still push
+    for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
   op.finish(results);
 }
 

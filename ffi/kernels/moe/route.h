@@ -66,14 +66,12 @@ class RoutedTokens {
 
 // Who tells the peers where the buffers of a dispatch are: the last coop of the last CTA, so that nobody waits who
 // routes; or one of the routers, if that CTA finds no SM while other kernels run. To post twice does no harm.
-template <class Args>
-JAX_EP_FN void post_buffers(Op& op, const Args& args, bool poster) {
+JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool poster) {
   op.post_by(poster, posted(args, op.comm.size));
 }
 
 // All coops call, before they route.
-template <class Args>
-JAX_EP_FN void post_dispatch(Op& op, const Args& args) {
+JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
   post_buffers(op, args, op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1));
 }
@@ -86,21 +84,17 @@ class LatePost {
   JAX_EP_FN LatePost(const Op& op, bool responsible)
       : asked_(Coop::lanes > 1 && responsible ? op.ask_posted() : ~uint64_t{0}) {}
 
-  template <class Args>
-  JAX_EP_FN void post_if_late(Op& op, const Args& args) const {
-    post_buffers(op, args, op.is_earlier(asked_));
-  }
+  JAX_EP_FN void post_if_late(Op& op, const DispatchArgs& args) const { post_buffers(op, args, op.is_earlier(asked_)); }
 
  private:
   const uint64_t asked_;
 };
 
 // Every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its assignments,
-// while the first tokens are on their way. `Args`: DispatchArgs, or those of an op that has more buffers to post.
-template <class Args>
+// while the first tokens are on their way.
 class Router {
  public:
-  JAX_EP_FN Router(Op& op, const Args& args)
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
         tally_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
@@ -109,12 +103,6 @@ class Router {
 
   // Other coops do not wait for it before they need what it finds: see Routed.
   JAX_EP_FN void route() {
-    route([](Part) {}, [](bool) {});
-  }
-  // What prepare(part) of every router did is seen by whoever sees that the rows are laid out. Then laid_out(first) is
-  // called by each, one of which is the first.
-  template <class Prepare, class LaidOut>
-  JAX_EP_FN void route(Prepare prepare, LaidOut laid_out) {
     if (!tally_.routes()) return;
     count();
     op_.tell(&Heap::chosen, tally_.is_first());
@@ -122,11 +110,9 @@ class Router {
     const LatePost posted(op_, tally_.is_responsible());
     op_.enter(Phase::layout);
     lay_out();
-    prepare(tally_.part());
     posted.post_if_late(op_, args_);
     tally_.barrier();
     op_.note(&op_.heap->laid_out, tally_.is_first());
-    laid_out(tally_.is_first());
     op_.wait_posted();
     if (op_.ok()) place();
     tally_.barrier();
@@ -209,7 +195,7 @@ class Router {
   }
 
   Op& op_;
-  const Args& args_;
+  const DispatchArgs& args_;
   Tally tally_;
   const Segments segments_;
   const int local_;

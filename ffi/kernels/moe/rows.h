@@ -141,9 +141,9 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
 }
 
 // Takes batches of tokens in the order in which they arrive, until none are left: visit(source, tokens) once they are
-// here. Somebody waits for every chunk of every peer, and of this rank too if `own`. Before a wait it calls idle().
-template <class Visit, class Idle>
-JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit, Idle idle) {
+// here. Somebody waits for every chunk of every peer, and of this rank too if `own`.
+template <class Visit>
+JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
   const Schedule schedule(num_tokens, sources, op.coop.count);
   const int per_chunk = sources * schedule.batches();
@@ -158,7 +158,6 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit, I
     if (chunk != latest) here = 0;
     latest = chunk;
     if (!(here >> source & 1)) {  // waited for once
-      idle();
       op.wait_delivered(source, chunk);
       if (!op.ok()) return;
       op.enter(Phase::expand);
@@ -166,11 +165,6 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit, I
     }
     visit(source, schedule.batch(chunk, batch));
   }
-}
-
-template <class Visit>
-JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
-  for_each_arrival(op, num_tokens, own, visit, [] {});
 }
 
 // The rows of a token here: the first, and how many there are.
@@ -189,11 +183,11 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
   return found;
 }
 
-// Copies each token that tokens.next() gives, until -1, from where it has landed, from(token, row), to its rows, of
-// which `row` is the first: it may have landed there. `table` has top_k rows for each, which `valid` is asked for: a
-// negative row is none. Returns how many tokens have a row.
-template <class Mover, class Tokens, class From, class Valid>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Tokens tokens, char* received, int64_t bytes,
+// Copies each token from where it has landed, from(token, row), to its rows, of which `row` is the first: it may have
+// landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none. Returns how many
+// tokens have a row.
+template <class Mover, class From, class Valid>
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
                            const int32_t* table, int top_k, From from, Valid valid) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the token has landed whose source was asked for last
@@ -212,8 +206,8 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Tokens tokens, char* 
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   return here;
 }
-template <class Mover, class Tokens, class From>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Tokens tokens, char* received, int64_t bytes,
+template <class Mover, class From>
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
                            const int32_t* table, int top_k, From from) {
   return copy_to_rows(coop, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
 }

@@ -74,7 +74,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
     const int here = copy_to_rows(
-        op.coop, mover, Stride{tokens.begin, tokens.end, 1}, args.received, bytes, table, args.top_k,
+        op.coop, mover, {tokens.begin, tokens.end, 1}, args.received, bytes, table, args.top_k,
         [&](int, int row) { return args.received + row * bytes; }, [&](int row) { return rows.index(row); });
     if (coop.lane == 0) op.count_received(source, here * bytes);
   });

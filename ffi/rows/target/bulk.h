@@ -33,11 +33,6 @@ class BulkMover {
     if (kHopper && stage_bytes_ > 0 && coop.lane < kStages) open_barrier(&barriers_[coop.lane]);
     coop.sync();
   }
-  // Called when a mover of this coop, which had stages, has completed all: its shared memory may be used otherwise.
-  JAX_EP_FN static void close(const Coop& coop) {
-    coop.sync();
-    if (coop.lane < kStages) ptx::end_barrier(reinterpret_cast<uint64_t*>(coop.shared) + kReaderBarriers + coop.lane);
-  }
 
   template <class Next, class Source, class Sink, class After>
   JAX_EP_FN void move(Next next, int64_t bytes, int fanout, Source source, Sink sink, After after) {

@@ -58,8 +58,8 @@ std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) 
     if (!chosen) return "no such activation";
     Kept<T> kept{};
     if (const auto error = describe(x, &kept)) return error;
-    return start_counted(*chosen, config.blocks, stream, x.counter, x.beside, maps.rows, maps.gate, maps.up,
-                         x.up_column, x.out_data, kept, x.counter, problem);
+    return start_counted(*chosen, config.blocks, stream, x.counter, maps.rows, maps.gate, maps.up, x.up_column,
+                         x.out_data, kept, x.counter, problem);
   });
 }
 

@@ -15,7 +15,6 @@
 
 #include "comm/dtype.h"
 #include "comm/hardware_model.h"
-#include "gemm/beside.h"
 #include "gemm/layout.h"
 #include "gemm/plan.h"
 #include "runtime/gpu/parameters.h"
@@ -92,51 +91,29 @@ cudaError_t load_all(const Tables&... tables) {
   return error;
 }
 
-inline cudaLaunchConfig_t launch_of(int blocks, int threads, int shared_bytes, cudaStream_t stream) {
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(blocks);
-  launch.blockDim = dim3(threads);
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = stream;
-  return launch;
-}
-
-// How a kernel follows the one before it on the stream.
-enum class Follows { ended, begun };  // begun: by programmatic dependent launch (comm/target/ptx/grid.h)
-
 template <class... Parameters, class... Arguments>
-cudaError_t start(void (*kernel)(Parameters...), cudaLaunchConfig_t launch, Follows follows,
+cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, cudaStream_t stream,
                   const Arguments&... arguments) {
   constexpr std::size_t kMapBytes = (std::is_same_v<Parameters, CUtensorMap> + ... + 0) * sizeof(CUtensorMap);
   static_assert(parameter_bytes<Parameters...>() - kMapBytes <= kMostParameterBytes, "no coop reads tensor maps");
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &early;
-  launch.numAttrs = follows == Follows::begun;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(launch.dynamicSmemBytes));
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(blocks);
+  launch.blockDim = dim3(kThreads);
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = stream;
+  if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       error != cudaSuccess)
     return error;
   return cudaLaunchKernelEx(&launch, kernel, arguments...);
 }
-template <class... Parameters, class... Arguments>
-cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, cudaStream_t stream,
-                  const Arguments&... arguments) {
-  return start(kernel, launch_of(blocks, kThreads, shared_bytes, stream), Follows::ended, arguments...);
-}
 
-// Starts a kernel whose clusters take tiles off a counter, among the arguments, which is cleared before: by whoever
-// has started the kernel that brings the rows, if there is one.
+// Starts a kernel whose clusters take tiles off a counter, among the arguments, which is cleared before.
 template <class Kernel, class... Key, class... Arguments>
 std::optional<std::string> start_counted(const Variant<Kernel, Key...>& chosen, int blocks, cudaStream_t stream,
-                                         uint32_t* counter, const Beside& beside, const Arguments&... arguments) {
-  const bool awaits_rows = beside.arrived != nullptr;
-  cudaError_t error = awaits_rows ? cudaSuccess : cudaMemsetAsync(counter, 0, sizeof(uint32_t), stream);
-  if (error == cudaSuccess)
-    error = start(chosen.kernel, launch_of(blocks, kThreads, chosen.shared_bytes, stream),
-                  awaits_rows ? Follows::begun : Follows::ended, arguments..., beside);
+                                         uint32_t* counter, const Arguments&... arguments) {
+  cudaError_t error = cudaMemsetAsync(counter, 0, sizeof(uint32_t), stream);
+  if (error == cudaSuccess) error = start(chosen.kernel, blocks, chosen.shared_bytes, stream, arguments...);
   return describe_error(error);
 }
 

@@ -41,7 +41,7 @@ template <class Args>
 constexpr bool kMayExchange = std::is_same_v<Args, MatmulReduceArgs>;
 
 template <class Args>
-std::optional<std::string> ProductKernel<Args>::start(const PlanOf<Args>& config, gpu::Stream stream, const Comm& comm,
+std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
                                                       const Args& args) {
   if constexpr (kMayExchange<Args>)
     if (config.communicating == 0)

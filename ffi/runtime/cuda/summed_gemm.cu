@@ -37,8 +37,8 @@ std::optional<std::string> launch(const SummedArguments& x, cudaStream_t stream)
   const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, TwoProducts::kColumns);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   const auto* const chosen = with_operand(x.dtype, [&](auto in) { return find(kKernels<decltype(in)>); });
-  return start_counted(*chosen, config.blocks, stream, x.counter, Beside{}, maps.first_rows, maps.first,
-                       maps.second_rows, maps.second, maps.out, x.out_data, x.counter, problem);
+  return start_counted(*chosen, config.blocks, stream, x.counter, maps.first_rows, maps.first, maps.second_rows,
+                       maps.second, maps.out, x.out_data, x.counter, problem);
 }
 
 cudaError_t load_summed() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }

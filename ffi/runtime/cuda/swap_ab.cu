@@ -39,8 +39,8 @@ std::optional<std::string> launch_swapped(const Arguments& x, const Config& conf
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
   const Problem problem{x.grouping, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
-  return start_counted(*chosen, config.blocks, stream, x.counter, x.beside, maps.rows, maps.weights, maps.out,
-                       x.out_data, x.counter, problem);
+  return start_counted(*chosen, config.blocks, stream, x.counter, maps.rows, maps.weights, maps.out, x.out_data,
+                       x.counter, problem);
 }
 
 cudaError_t load_swapped() { return load_all(kKernels<__nv_bfloat16>, kKernels<__half>); }

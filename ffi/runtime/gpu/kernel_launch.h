@@ -3,13 +3,11 @@
 
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "comm/timeline.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/grouped.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/dot_args.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"
 
@@ -28,31 +26,15 @@ gpu::Error load_kernels(int shared_bytes);
 template <class Args>
 std::optional<std::string> start_alone(gpu::Stream stream, const Args& args);
 
-// How a product is planned.
-template <class Args>
-using PlanOf = decltype(plan(shape_of(std::declval<const Args&>(), 1), std::declval<const HardwareModel&>()));
-
-// The kernel of a product with a collective, a dispatch or a combine, which only the library for CUDA has. Defined in
-// overlap_launch.h, for the file of each, or in that file.
+// The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h.
 template <class Args>
 struct ProductKernel {
   // Says why it cannot start. May be captured in a graph.
-  static std::optional<std::string> start(const PlanOf<Args>& config, gpu::Stream stream, const Comm& comm,
+  static std::optional<std::string> start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
                                           const Args& args);
   // On the current device, if it is a Hopper.
   static gpu::Error load();
 };
-
-template <>
-std::optional<std::string> ProductKernel<DispatchDotArgs>::start(const DotConfig& config, gpu::Stream stream,
-                                                                 const Comm& comm, const DispatchDotArgs& args);
-template <>
-gpu::Error ProductKernel<DispatchDotArgs>::load();
-template <>
-std::optional<std::string> ProductKernel<DotCombineArgs>::start(const DotCombineConfig& config, gpu::Stream stream,
-                                                                const Comm& comm, const DotCombineArgs& args);
-template <>
-gpu::Error ProductKernel<DotCombineArgs>::load();
 
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);

@@ -100,7 +100,7 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   Reached<Args> reached = reach(*group, seat, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
-      const PlanOf<Args> config = plan(shape_of(args, group->size()), group->model());
+      const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
       sign(&reached.comm, with_plan(reached.comm.signature, config));
       return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {

@@ -28,11 +28,6 @@ def dispatch(
         wire_float8=config.wire_dtype is not None,
         rows_float8=not config.dequantize,
     )
-    return delivered(called, config)
-
-
-def delivered(called: dict[str, jax.Array], config: DispatchConfig) -> Dispatched:
-    """The results of a call that dispatches."""
     received = called["received"]
     rows = received if config.dequantize else Float8Rows(received, called["scales"])
     routing = Routing(

@@ -6,15 +6,14 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
-from jax_ep._core.checks import FusedImplementation, OnOverflow
+from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_operands, without_gradient
 from jax_ep.ops.moe.arguments import check_combined
 from jax_ep.ops.moe.types import Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
-from jax_ep.ops.moe_fused.arguments import First, check_fused_precision, check_matrix, checked_first, is_in_float8
-from jax_ep.ops.moe_fused.kernels import check_fused
+from jax_ep.ops.moe_fused.arguments import First, check_matrix, checked_first, is_in_float8
 from jax_ep.ops.moe_fused.types import (
     Activation,
     ActivationName,
@@ -45,7 +44,7 @@ def dispatch_ragged_dot(
     precision: Precision | None = None,
     wire_dtype: DTypeLike | None = None,
     on_overflow: OnOverflow = "raise",
-    implementation: FusedImplementation = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[Any, Dispatched]:
     """`jax_ep.dispatch`, and the product of the rows that arrive with the matrices of their experts.
 
@@ -71,10 +70,7 @@ def dispatch_ragged_dot(
         have no gradient, and stand for "float8".
       group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for
         `jax_ep.dispatch`.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": rows are multiplied as
-        they arrive, by a kernel that begins while the dispatch runs. It is slower than the chain on two GPUs, and not
-        what "auto" takes. It needs a Hopper GPU, bfloat16 or float16 and H and N (or F) that are multiples of 8; or a
-        CPU, where it is slow, for tests. The group must be of one node, and `wire_dtype` and `precision` None.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
       [C, N] in the dtype of `tokens`, or [C, F] of a gated unit, or of a pair without an activation both products; zero
@@ -142,7 +138,7 @@ def experts_beside(
     leaves, treedef = jax.tree.flatten((first.operands, down))
     operands, down = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     down = without_gradient("ragged_dot_combine", "rhs", down)
-    last = LastCall(group, first.call.in_float8, first.call.fused)
+    last = LastCall(group, first.call.in_float8)
     return gradients.experts(first.call, last, *operands, down, beside)
 
 
@@ -166,7 +162,7 @@ def ragged_dot_combine(
     *,
     group: Group,
     precision: Precision | None = None,
-    implementation: FusedImplementation = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """The product of rows with the matrices of their experts, and `jax_ep.combine` of it.
 
@@ -184,9 +180,7 @@ def ragged_dot_combine(
       precision: None, or "float8", which operands in float8 stand for: a product of operands that are quantized first,
         if they are not yet: F and H' are multiples of 128. Rows come back, and gradients pass straight through the
         rounding, in the dtype of `lhs`. `Float8Weights` have no gradient.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`. "fused": rows are sent home while
-        the product runs; the backward pass is the chain's. As for `dispatch_ragged_dot` "auto" does not take it,
-        and it is for a Hopper GPU or a CPU, one node, and `precision` None.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`.
 
     Returns:
       [T, H'] in the dtype of `lhs`, or of rows in float8 bfloat16.
@@ -207,15 +201,14 @@ def combine_beside(
     *,
     group: Group,
     precision: Precision | None = None,
-    implementation: FusedImplementation = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """`ragged_dot_combine`, and `beside` as it is, whose cotangent asynchronous ops compute beside the backward pass'
     exchange."""
     op = "ragged_dot_combine"
     check_group(op, group)
-    checks.check_one_of(op, "implementation", implementation, checks.FUSED_IMPLEMENTATIONS)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     in_float8 = is_in_float8(op, precision, lhs, rhs)
-    check_fused_precision(op, implementation, precision, in_float8=in_float8)
     if isinstance(lhs, Float8Rows):
         check_operands(op, lhs, rhs, None, ndim=3)
         rows = lhs.values
@@ -230,9 +223,7 @@ def combine_beside(
     lhs, rhs, routing = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     lhs, rhs = without_gradient(op, "lhs", lhs), without_gradient(op, "rhs", rhs)
     by_kernels = group.resolve(op, implementation) == "ffi"
-    if implementation == "fused":
-        check_fused(op, group, "lhs", rows, (("F", rows.shape[1]), ("the columns of rhs", rhs.shape[2])))
-    call = LastCall(group, in_float8, fused=implementation == "fused")
+    call = LastCall(group, in_float8)
     if by_kernels and group.intranode is None:
         return gradients.dot_combine(call, lhs, rhs, routing.weights, routing, beside)
     return unfused.dot_combine(call, lhs, rhs, routing, by_kernels=by_kernels), beside

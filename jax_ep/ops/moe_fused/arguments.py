@@ -7,14 +7,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks
-from jax_ep._core.checks import FusedImplementation, OnOverflow
+from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.float8 import Float8Rows, Float8Weights
-from jax_ep._core.gemm import CORE_MULTIPLE
 from jax_ep.group import Group, check_group
 from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_weights, without_gradient
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import DispatchCall
-from jax_ep.ops.moe_fused.kernels import check_fused
 from jax_ep.ops.moe_fused.types import (
     ACTIVATIONS,
     Activation,
@@ -59,13 +57,12 @@ def checked_first(
     precision: Precision | None,
     wire_dtype: DTypeLike | None,
     on_overflow: OnOverflow,
-    implementation: FusedImplementation,
+    implementation: Implementation,
 ) -> First:
     """Checks the arguments of `dispatch_ragged_dot`."""
     op = "dispatch_ragged_dot"
     check_group(op, group)
     in_float8 = is_in_float8(op, precision, *(rhs if _is_pair(rhs) else (rhs,)))
-    check_fused_precision(op, implementation, precision, in_float8=in_float8)
     if in_float8:
         checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
         check_blocks(op, "the rows of tokens", tokens.shape[1:])
@@ -82,37 +79,23 @@ def checked_first(
         on_overflow=on_overflow,
     )
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
-    checks.check_one_of(op, "implementation", implementation, checks.FUSED_IMPLEMENTATIONS)
+    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     matrices = _first_matrices(op, rhs, config.local_experts, tokens, is_gated=activation is not None)
     if in_float8:
         check_blocks(op, "rhs", tuple(size for matrix in matrices for size in matrix.shape[1:]))
     name, function = _activation(op, activation)
     by_kernels = group.resolve(op, implementation) == "ffi"
-    if implementation == "fused":
-        if config.wire_dtype is not None:
-            raise ValueError(f"{op}: wire_dtype must be None where implementation='fused', got {config.wire_dtype}")
-        sizes = (("H", tokens.shape[1]), ("the columns of rhs", matrices[0].shape[2]))
-        check_fused(op, group, "tokens", tokens, sizes)
     leaves, treedef = jax.tree.flatten(matrices)
     tokens, expert_ids, weights, *leaves = operands(group, tokens, expert_ids, weights, *leaves)
     matrices = tuple(without_gradient(op, "rhs", matrix) for matrix in jax.tree.unflatten(treedef, leaves))
     cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
     sent = DispatchCall(group, config, to_nodes, cut, by_kernels)
-    results = matrices[0].shape[2] // (2 if len(matrices) == 1 else 1)  # columns of a gated unit
-    fused = implementation == "fused"
-    gated = fused and name is not None and (group.platform == "cpu" or results % CORE_MULTIPLE == 0)
-    call = FirstCall(sent, name, fused, gated, in_float8)
-    return First(call, (tokens, expert_ids, weights, matrices), function)
+    return First(FirstCall(sent, name, in_float8), (tokens, expert_ids, weights, matrices), function)
 
 
 def is_in_float8(op: str, precision: Any, *operands: Any) -> bool:
     """Whether the product is of float8 operands: because one is, or because that is asked for."""
     return wants_float8(op, precision) or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
-
-
-def check_fused_precision(op: str, implementation: str, precision: Any, *, in_float8: bool) -> None:
-    if in_float8 and implementation == "fused":
-        raise ValueError(f"{op}: precision must be None where implementation='fused', got {precision!r}")
 
 
 def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array, *, is_gated: bool) -> Matrices:

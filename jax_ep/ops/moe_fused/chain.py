@@ -1,7 +1,7 @@
 """The fused ops and their backward passes as chains of unfused ones.
 
-One function a direction, each with one exchange. A fused kernel takes the place of such a function; its values are the
-chain's, to the bit. What the backward pass needs has a name for the policies of `jax.checkpoint`.
+One function a direction, each with one exchange. What the backward pass needs has a name for the policies of
+`jax.checkpoint`.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient
 from jax_ep.ops.matmul.float8 import rounded_product, widened
 from jax_ep.ops.moe.gradients import combine, dispatch, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
-from jax_ep.ops.moe_fused import kernels
 from jax_ep.ops.moe_fused.types import (
     FIRST_PRODUCTS,
     ActivationName,
@@ -40,8 +39,8 @@ def dispatch_multiply(
     *,
     keep_products: bool,
 ) -> tuple[Any, Products, Dispatched, jax.Array | None]:
-    """Tokens to their experts, and the rows that arrived times each right operand: the first in the kernel of the
-    dispatch, if that is asked for; otherwise both with the activation in one kernel, unless they are in float8.
+    """Tokens to their experts, and the rows that arrived times each right operand; with the activation in one kernel,
+    unless they are in float8.
 
     Returns:
       The result (`outcome` of the products), the products, or () where they need not be kept, what was dispatched, in
@@ -52,64 +51,19 @@ def dispatch_multiply(
     config = dataclasses.replace(config, dequantize=not call.in_float8)
     multiply = partial(rounded_product, dtype=tokens.dtype) if call.in_float8 else ragged_dot
     arrays: Any = rhs  # where products are not in float8
-    out, products = None, ()
-    if call.fused:
-        first = arrays if call.gated else arrays[:1]
-        out, products, dispatched = _arriving(call, keep_products, tokens, expert_ids, weights, first)
-    else:
-        dispatched = dispatch(group, config, tokens, expert_ids, weights)
+    dispatched = dispatch(group, config, tokens, expert_ids, weights)
     if beside is not None:
         rows, beside = jax.lax.optimization_barrier((dispatched.tokens, beside))
         dispatched = dispatched._replace(tokens=rows)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
-    if call.fused and call.gated:
-        out, products = checkpoint_name((out, products), FIRST_PRODUCTS)
-        return out, products, dispatched, beside
-    if call.activation is not None and not call.fused and not call.in_float8:
+    if call.activation is not None and not call.in_float8:
         gated = partial(gated_product, call.activation, partial(_gated, call.activation, keep_products))
         made = gated(dispatched.tokens, dispatched.group_sizes, *arrays, keep_products=keep_products)
         out, products = checkpoint_name(made, FIRST_PRODUCTS)
         return out, products, dispatched, beside
-    first = (out,) if call.fused else ()
-    others = rhs[len(first) :]
-    products = first + tuple(multiply(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in others)
+    products = tuple(multiply(dispatched.tokens, matrix, dispatched.group_sizes) for matrix in rhs)
     products = checkpoint_name(products, FIRST_PRODUCTS)
     return outcome(call.activation, products), products, dispatched, beside
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _arriving(
-    call: FirstCall,
-    keep_products: bool,
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    rhs: tuple[jax.Array, ...],
-) -> tuple[jax.Array, Products, Dispatched]:
-    """A dispatch and the product of its rows, by a kernel each, of which the second begins while the first runs. Gate
-    and up of a gated unit, or one matrix."""
-    return kernels.dispatch_dot(
-        call.dispatch.group,
-        call.dispatch.config,
-        tokens,
-        expert_ids,
-        weights,
-        rhs,
-        activation=call.activation if call.gated else None,
-        keep_products=keep_products and call.gated,
-    )
-
-
-@_arriving.defjvp
-def _arriving_jvp(call: FirstCall, keep_products: bool, primals: Any, tangents: Any) -> Any:
-    def one_by_one(tokens: Any, expert_ids: Any, weights: Any, rhs: Any) -> Any:
-        dispatched = dispatch(call.dispatch.group, call.dispatch.config, tokens, expert_ids, weights)
-        if call.activation is None or not call.gated:
-            return ragged_dot(dispatched.tokens, rhs[0], dispatched.group_sizes), (), dispatched
-        out, products = _gated(call.activation, keep_products, dispatched.tokens, dispatched.group_sizes, *rhs)
-        return out, products, dispatched
-
-    return _arriving(call, keep_products, *primals), jax.jvp(one_by_one, primals, tangents)[1]
 
 
 def _gated(
@@ -135,28 +89,8 @@ def multiply_return(
 
 def multiply_combine(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> jax.Array:
     """Rows times the matrices of their experts, summed up at their tokens."""
-    if call.fused:
-        left: Any = lhs
-        right: Any = rhs  # neither is in float8
-        combined = _leaving(call.group, left, right, weights, routing)
-    else:
-        product = (rounded_product if call.in_float8 else ragged_dot)(lhs, rhs, routing.group_sizes)
-        combined = combine(call.group, product, weights, routing)
-    return checkpoint_name(combined, COMBINED)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _leaving(group: Group, lhs: jax.Array, rhs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    """A product and its combine, by a kernel each, of which the second begins while the first runs."""
-    return kernels.dot_combine(group, lhs, rhs, weights, routing)
-
-
-@_leaving.defjvp
-def _leaving_jvp(group: Group, primals: Any, tangents: Any) -> Any:
-    def one_by_one(lhs: jax.Array, rhs: jax.Array, weights: jax.Array) -> jax.Array:
-        return combine(group, ragged_dot(lhs, rhs, primals[3].group_sizes), weights, primals[3])
-
-    return _leaving(group, *primals), jax.jvp(one_by_one, primals[:3], tuple(tangents[:3]))[1]
+    product = (rounded_product if call.in_float8 else ragged_dot)(lhs, rhs, routing.group_sizes)
+    return checkpoint_name(combine(call.group, product, weights, routing), COMBINED)
 
 
 def scatter_multiply(

@@ -33,9 +33,7 @@ class FirstCall(NamedTuple):
 
     dispatch: DispatchCall
     activation: ActivationName | None  # None: the products themselves are wanted
-    fused: bool = False  # rows are multiplied as they arrive
-    gated: bool = False  # with gate, up and the activation in the first product
-    in_float8: bool = False  # products of rows that came in float8 and of matrices that are quantized, if not yet
+    in_float8: bool  # products of rows that came in float8 and of matrices that are quantized, if not yet
 
 
 class Counted(NamedTuple):
@@ -50,8 +48,7 @@ class LastCall(NamedTuple):
     """A call of `ragged_dot_combine`."""
 
     group: Group
-    in_float8: bool = False  # a product of operands that are quantized, if not yet
-    fused: bool = False  # rows are sent home while the product runs
+    in_float8: bool  # a product of operands that are quantized, if not yet
 
 
 def wants_float8(op: str, precision: Any) -> bool:

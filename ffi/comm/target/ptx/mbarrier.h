@@ -21,10 +21,6 @@ JAX_EP_FN void init_barrier(uint64_t* barrier) {
   if constexpr (kHopper)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "n"(kArrivals) : "memory");
 }
-// Nobody uses the barrier any more: its memory may be used otherwise.
-JAX_EP_FN void end_barrier(uint64_t* barrier) {
-  if constexpr (kHopper) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 // Makes initialised barriers visible to the cluster and to bulk copies.
 JAX_EP_FN void publish_barriers() {
   if constexpr (kHopper) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
