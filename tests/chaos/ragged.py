@@ -78,7 +78,7 @@ class Ragged(Program):
         filled = np.argwhere(slices.send_sizes > 0)
         if not len(filled):
             return False
-        rank, i = rng.choice(filled)
+        rank, i = filled[rng.integers(len(filled))]
         far = pick(rng, -1, -BIG - 1, BIG, BIG - int(slices.send_sizes[rank, i]), 2**20, self.rows + self.result_rows)
         which = pick(rng, slices.input_offsets, slices.output_offsets, slices.send_sizes, slices.recv_sizes)
         which[rank, i] = far
