@@ -261,13 +261,28 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]], tupl
         ],
         ("bfloat16", (3, 256)),
     ),
+    "gated_matmul_float8": (
+        {"activation": "relu", "n": 128, "k": 256, "columns": 256},
+        [
+            ("float8_e4m3fn", (3, 256)),
+            ("float32", (3, 2)),
+            *[("float8_e4m3fn", (2, 256, 256)), ("float32", (2, 2, 2))] * 2,
+            ("int32", (2,)),
+        ],
+        ("float8_e4m3fn", (3, 128)),
+    ),
 }
+MORE_RESULTS = {"gated_matmul_float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
 BUFFERS = {
     "grouped_matmul": ("lhs", "rhs", "group_sizes"),
     "grouped_outer": ("lhs", "rhs", "group_sizes"),
     "gated_matmul": ("rows", "gate", "up", "group_sizes"),
     "summed_matmul": ("first_lhs", "first_rhs", "second_lhs", "second_rhs", "group_sizes"),
     "grouped_matmul_float8": ("lhs", "the scales of lhs", "rhs", "the scales of rhs", "group_sizes"),
+    "gated_matmul_float8": (
+        *("rows", "the scales of rows", "gate", "the scales of gate", "up", "the scales of up"),
+        "group_sizes",
+    ),
 }
 TILES_OFF_A_COUNTER = ("grouped_matmul", "gated_matmul", "summed_matmul")
 
@@ -276,7 +291,8 @@ def call_grouped(name: str, operands: list[Any], result: Any, **change: Any) -> 
     settings = {"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change}
     workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if name in TILES_OFF_A_COUNTER else []
     attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings.items()}
-    return jax.jit(lambda *x: jax.ffi.ffi_call(f"jax_ep_{name}", [result, *workspace])(*x, **attributes))(*operands)
+    results = [result, *MORE_RESULTS.get(name, []), *workspace]
+    return jax.jit(lambda *x: jax.ffi.ffi_call(f"jax_ep_{name}", results)(*x, **attributes))(*operands)
 
 
 def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
@@ -323,6 +339,9 @@ def test_grouped_products_are_called_with_what_they_say(name: str) -> None:
         ("grouped_matmul_float8", {"k": 64}, "n and k must be multiples of 128"),
         ("grouped_matmul_float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ("grouped_matmul_float8", {"m": 2**31 - 1, "k": 256}, "there are too many rows"),
+        ("gated_matmul_float8", {"n": 64, "columns": 64}, "n and k must be multiples of 128"),
+        ("gated_matmul_float8", {"columns": 384}, "columns must be n or 2 n"),
+        ("gated_matmul_float8", {"groups": 2**30}, "there are too many weights"),
     ],
 )
 def test_grouped_products_that_cannot_be(name: str, change: dict[str, Any], message: str) -> None:

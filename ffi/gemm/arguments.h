@@ -65,4 +65,19 @@ struct Float8Arguments {
   const int32_t* group_sizes;  // on the device
 };
 
+// activation(rows x gate) * (rows x up) of float8 e4m3 operands, both products rounded to bfloat16 before, in float8: a
+// scale per row and 128 columns. N and K are multiples of 128, row-major arrays without gaps.
+struct GatedFloat8Arguments {
+  int m, n, k, groups;
+  Activation activation;
+  const void* rows;                      // [m, k]
+  const float* rows_scales;              // [m, k / 128]
+  const void *gate, *up;                 // [groups, columns, k]: the first n of gate, those of up from up_column on
+  const float *gate_scales, *up_scales;  // [groups, columns / 128, k / 128]
+  int columns, up_column;
+  void* out_data;              // [m, n]
+  float* out_scales;           // [m, n / 128]
+  const int32_t* group_sizes;  // on the device
+};
+
 }  // namespace jax_ep::gemm

@@ -26,11 +26,14 @@ std::optional<std::string> launch(const SummedArguments& arguments, cudaStream_t
 
 std::optional<std::string> launch(const Float8Arguments& arguments, cudaStream_t stream);
 
+std::optional<std::string> launch(const GatedFloat8Arguments& arguments, cudaStream_t stream);
+
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
 cudaError_t load_swapped();
 cudaError_t load_gated();
 cudaError_t load_summed();
 cudaError_t load_float8();
+cudaError_t load_gated_float8();
 
 }  // namespace jax_ep::gemm

@@ -226,12 +226,12 @@ JAX_EP_FN void consume(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& map
   if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
 }
 
-// `consumers`: the warps of a CTA that release each stage.
+// `consumers`: the warps of a CTA that release each stage. `producers`: those that fill it.
 template <class Memory>
-JAX_EP_FN void open_pipeline(Memory& shared, int consumers) {
+JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers = 1) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Memory::kStages; ++stage) {
-      ptx::init_barrier(&shared.full[stage], 1);
+      ptx::init_barrier(&shared.full[stage], producers);
       ptx::init_barrier(&shared.empty[stage], consumers * kCluster);
     }
     for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);

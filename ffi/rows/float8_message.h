@@ -1,6 +1,7 @@
 // How a coop turns values into float8 and back, in registers: a message at a time, whose blocks have a scale each.
 #pragma once
 
+#include "comm/float8.h"
 #include "comm/integers.h"
 #include "rows/numeric.h"
 #include "rows/pack.h"
@@ -20,15 +21,6 @@ JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
 }
 
 JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
-
-constexpr float kFloat8Max = 448.0f;
-
-// The factor of a block of tiny values must not be infinite: zero times it would be NaN.
-JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }
-
-// Values times the factor round to float8, and the scale undoes it.
-JAX_EP_FN float factor_for(float largest) { return largest == 0 ? 1.0f : finite(kFloat8Max / largest); }
-JAX_EP_FN float scale_for(float largest) { return largest == 0 ? 1.0f : largest / kFloat8Max; }
 
 // What encoder and decoder share. A coop works on a message, up to kPacks packs a lane; kBlockLanes neighbouring lanes
 // share a block of values.

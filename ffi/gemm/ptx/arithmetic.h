@@ -1,6 +1,10 @@
 // Arithmetic by instructions that C++ has no word for.
 #pragma once
 
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
 #include "comm/platform.h"
 
 namespace jax_ep::gemm {
@@ -19,6 +23,14 @@ JAX_EP_FN float reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kScale));
   return result * kScale;
+}
+
+// Two values times `factor` as e4m3, the first in the low byte. What is beyond the largest becomes that.
+JAX_EP_FN uint16_t scaled_to_float8(__nv_bfloat162 pair, float factor) {
+  const float2 wide = __bfloat1622float2(pair);
+  uint16_t encoded;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(encoded) : "f"(wide.y * factor), "f"(wide.x * factor));
+  return encoded;
 }
 
 }  // namespace jax_ep::gemm

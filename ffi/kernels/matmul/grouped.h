@@ -210,4 +210,44 @@ struct OpSpec<Float8DotArgs> : GroupedSpec {
   }
 };
 
+// rows [m, k], gate and up [groups, n, k], or twice both in one array [groups, 2 n, k], gate in front, in float8 with
+// their scales -> activation(rows gate) * (rows up) [m, n] in float8.
+struct GatedFloat8DotArgs : gemm::GatedFloat8Arguments {};
+
+template <>
+struct OpSpec<GatedFloat8DotArgs> : GroupedSpec {
+  using Args = GatedFloat8DotArgs;
+  static constexpr const char* kTarget = "gated_matmul_float8";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("activation", nullptr, &Args::activation);
+    sizes<Args>(visit);
+    visit("columns", nullptr, &Args::columns);
+  }
+  static void complete(Args& x, int, bool) { x.up_column = x.columns - x.n; }
+  static const char* fault(const Args& x, int) {
+    if (x.n % gemm::kFloat8Block || x.k % gemm::kFloat8Block) return "n and k must be multiples of 128";
+    if (x.columns != x.n && x.columns != int64_t{2} * x.n) return "columns must be n or 2 n";
+    const int64_t blocks = x.k / gemm::kFloat8Block;
+    if (!fits_int32(x.m * blocks)) return "there are too many rows";
+    if (!fits_int32(int64_t{x.groups} * (x.columns / gemm::kFloat8Block) * blocks)) return "there are too many weights";
+    return fault_of_sizes(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const int blocks = x.k / gemm::kFloat8Block, columns = x.columns / gemm::kFloat8Block;
+    visit(operand("rows", Values::float8, x.m, x.k), &Args::rows);
+    visit(operand("the scales of rows", Values::float32, x.m, blocks), &Args::rows_scales);
+    visit(operand("gate", Values::float8, x.groups, x.columns, x.k), &Args::gate);
+    visit(operand("the scales of gate", Values::float32, x.groups, columns, blocks), &Args::gate_scales);
+    visit(operand("up", Values::float8, x.groups, x.columns, x.k), &Args::up);
+    visit(operand("the scales of up", Values::float32, x.groups, columns, blocks), &Args::up_scales);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(result("product", Values::float8, x.m, x.n), &Args::out_data);
+    visit(result("scales", Values::float32, x.m, x.n / gemm::kFloat8Block), &Args::out_scales);
+  }
+};
+
 }  // namespace jax_ep

@@ -1,5 +1,6 @@
 """float8: rows with a scale per 128 values, weights with one per 128 x 128, and their products (DeepGEMM's recipe)."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -161,10 +162,42 @@ def rounded_product(
     if not isinstance(lhs, Float8Rows):
         dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
     dtype = np.dtype(dtype or RESULTS[0])
-    if not isinstance(rhs, Float8Weights):
-        rhs = float8.quantize_weights(rhs)
+    rhs = rounded_weights(rhs)
     kept = RESULTS[dtype != RESULTS[0]]
     return grouped_product(kept, lhs, rhs, group_sizes).astype(dtype)
+
+
+def rounded_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
+    return weights if isinstance(weights, Float8Weights) else float8.quantize_weights(weights)
+
+
+def gated_product(
+    activation: str,
+    composed: Callable[..., Float8Rows],
+    rows: Float8Rows,
+    group_sizes: jax.Array,
+    *rhs: Float8Weights,
+) -> Float8Rows:
+    """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded to bfloat16: [M, F], quantized.
+
+    For other families. On Hopper one kernel quantizes what it makes. It has no gradient.
+
+    Args:
+      activation: one that the GEMM core knows: "silu", "gelu" or "relu".
+      composed: what it stands for, of rows, group sizes and matrices; taken where the core does not serve.
+      rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
+    """
+
+    def by_parts(values: jax.Array, scales: jax.Array, group_sizes: jax.Array, *leaves: jax.Array) -> tuple[Any, ...]:
+        matrices = map(Float8Weights, leaves[::2], leaves[1::2])
+        return tuple(composed(Float8Rows(values, scales), group_sizes, *matrices))
+
+    operands = batched_alike(*rows, group_sizes, *jax.tree.leaves(rhs))
+    columns = rhs[0].shape[-1] // (2 if len(rhs) == 1 else 1)
+    if not gemm.has_gemm() or columns % BLOCK or not all(size > 0 for x in operands for size in x.shape):
+        return Float8Rows(*by_parts(*operands))
+    core = partial(kernels.gated_matmul_float8, activation=activation)
+    return Float8Rows(*jax.lax.platform_dependent(*checks.vary_as_any(*operands), cuda=core, default=by_parts))
 
 
 def widened(operand: jax.Array | Float8Rows | Float8Weights, dtype: DTypeLike) -> jax.Array:

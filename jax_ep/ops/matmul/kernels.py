@@ -100,6 +100,31 @@ def grouped_matmul_float8(
     return called["product"]
 
 
+def gated_matmul_float8(
+    rows: jax.Array, rows_scales: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activation: str
+) -> tuple[jax.Array, jax.Array]:
+    """[M, K], [M, K / 128], [G], and of gate and of up, or of both in one, values and scales as in `Float8Weights`
+    -> values [M, F] and scales [M, F / 128] of activation(rows gate) * (rows up)."""
+    gate, gate_scales, up, up_scales = rhs if len(rhs) == 4 else rhs * 2
+    called = ffi.call_alone(
+        "gated_matmul_float8",
+        rows,
+        rows_scales,
+        gate,
+        gate_scales,
+        up,
+        up_scales,
+        group_sizes,
+        activation=activation,
+        m=rows.shape[0],
+        n=gate.shape[1] // (2 if len(rhs) == 2 else 1),
+        k=rows.shape[1],
+        groups=gate.shape[0],
+        columns=gate.shape[1],
+    )
+    return called["product"], called["scales"]
+
+
 def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
     called = ffi.call_alone(

@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._core.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group
+from jax_ep.ops.matmul import float8
 from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient, ragged_dot
-from jax_ep.ops.matmul.float8 import rounded_product, widened
+from jax_ep.ops.matmul.float8 import quantize_rows, rounded_product, rounded_weights, widened
 from jax_ep.ops.moe.gradients import combine, dispatch, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused.types import (
@@ -38,9 +41,14 @@ def dispatch_multiply(
     beside: jax.Array | None,
     *,
     keep_products: bool,
+    quantize: bool = False,
 ) -> tuple[Any, Products, Dispatched, jax.Array | None]:
     """Tokens to their experts, and the rows that arrived times each right operand; with the activation in one kernel,
     unless they are in float8.
+
+    Args:
+      quantize: the result is `Float8Rows`, if products are in float8 and rounded to bfloat16, as the next one would
+        round it. No products are kept.
 
     Returns:
       The result (`outcome` of the products), the products, or () where they need not be kept, what was dispatched, in
@@ -56,6 +64,11 @@ def dispatch_multiply(
         rows, beside = jax.lax.optimization_barrier((dispatched.tokens, beside))
         dispatched = dispatched._replace(tokens=rows)
     dispatched = checkpoint_name(dispatched, DISPATCHED)
+    if call.activation is not None and call.in_float8 and quantize and tokens.dtype == jnp.bfloat16:
+        matrices = map(rounded_weights, rhs)
+        composed = partial(_quantized, call.activation)
+        out = float8.gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *matrices)
+        return out, (), dispatched, beside
     if call.activation is not None and not call.in_float8:
         gated = partial(gated_product, call.activation, partial(_gated, call.activation, keep_products))
         made = gated(dispatched.tokens, dispatched.group_sizes, *arrays, keep_products=keep_products)
@@ -71,6 +84,11 @@ def _gated(
 ) -> tuple[jax.Array, Products]:
     products = tuple(ragged_dot(rows, matrix, group_sizes) for matrix in rhs)
     return outcome(activation, products), products if keep_products else ()
+
+
+def _quantized(activation: ActivationName, rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8Weights) -> Float8Rows:
+    products = tuple(rounded_product(rows, matrix, group_sizes) for matrix in rhs)
+    return quantize_rows(outcome(activation, products))
 
 
 def multiply_return(

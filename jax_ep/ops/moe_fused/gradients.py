@@ -160,7 +160,8 @@ def experts(
 ) -> tuple[jax.Array, Counted, jax.Array | None]:
     """`dispatch_dot` with an activation, and `dot_combine` of its result."""
     operands = (tokens, expert_ids, weights, rhs, beside)
-    inner, _, dispatched, beside = chain.dispatch_multiply(first, *operands, keep_products=False)
+    options: Any = {"keep_products": False, "quantize": last.in_float8}
+    inner, _, dispatched, beside = chain.dispatch_multiply(first, *operands, **options)
     routing = dispatched.routing
     return chain.multiply_combine(last, inner, down, routing.weights, routing), _counted(routing), beside
 

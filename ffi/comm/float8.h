@@ -1,0 +1,18 @@
+// How the values of a block are scaled to float8 e4m3: such that the largest magnitude becomes the largest that the
+// format holds. The scale undoes the factor. A block of zeros has the scale 1; one with a NaN or an infinity becomes
+// NaN.
+#pragma once
+
+#include "comm/platform.h"
+
+namespace jax_ep {
+
+constexpr float kFloat8Max = 448.0f;
+
+// The factor of a block of tiny values must not be infinite: zero times it would be NaN.
+JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }
+
+JAX_EP_FN float factor_for(float largest) { return largest == 0 ? 1.0f : finite(kFloat8Max / largest); }
+JAX_EP_FN float scale_for(float largest) { return largest == 0 ? 1.0f : largest / kFloat8Max; }
+
+}  // namespace jax_ep
