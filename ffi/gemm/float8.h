@@ -141,7 +141,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     consume_float8<Out, kBlockN>(shared, out_map, static_cast<Out*>(out), problem, scales, this_share());
   } else {
     give_registers<Wanted::kOther>();
-    if (warp == kConsumerWarps) produce<kBlockN, false, false>(shared, a, b, problem, NoHooks{}, this_share());
+    if (warp == kConsumerWarps) produce<false>(shared, a, Columns<kBlockN, false>{b}, problem, NoHooks{}, this_share());
   }
 }
 

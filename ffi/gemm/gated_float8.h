@@ -55,44 +55,29 @@ struct GatedFloat8Scales {
   }
 };
 
-// The slices of a stage behind those of the rows: for each warpgroup its 64 columns of gate, then those of up. Both
-// CTAs of a cluster load half of them where they share the columns.
-JAX_EP_FN void load_gate_and_up(char* to, const CUtensorMap& gate, const CUtensorMap& up, int up_column,
-                                const Tile& tile, int k, int rank, uint64_t* full) {
-#pragma unroll
-  for (int slice = 0; slice < 4; ++slice) {
-    const int warpgroup = slice / 2, column = tile.col + warpgroup * kSlice;
-    const CUtensorMap& map = slice % 2 == 0 ? gate : up;
-    const Corner at{k, slice % 2 == 0 ? column : up_column + column, tile.group};
-    if (tile.common != Common::b)
-      load_box(to + slice * kSliceBytes, map, at, full);
-    else if (warpgroup == rank)
-      load_box_to(0b11, to + slice * kSliceBytes, map, at, full);
-  }
-}
+// The right operands, as `produce` loads them: for each warpgroup 64 columns of gate, then those of up. Both CTAs of a
+// cluster load half of them where they share the columns.
+struct ColumnsOfBoth {
+  static constexpr int kColumns = kFloat8Block;
+  const CUtensorMap &gate, &up;
+  int up_column;
 
-__device__ inline void produce_gated_float8(GatedFloat8Memory& shared, const CUtensorMap& rows, const CUtensorMap& gate,
-                                            const CUtensorMap& up, int up_column, const Problem& problem, Share share) {
-  const int rank = blockIdx.x % kCluster;
-  Position<GatedFloat8Memory::kStages> at;
-  Schedule schedule(problem, kFloat8Block, share);
-  for (Tile tile; schedule.next(&tile);) {
-    const int slices_a = larger(0, smaller(ceil_div(tile.row_end - tile.row, kSlice), kSlicesA));
-    const int slices_b = tile.col < problem.n ? 4 : 0;
-    for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
-      char* const stage = shared.stages[at.stage];
-      uint64_t* const full = &shared.full[at.stage];
-      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
-      if (!elect_lane()) continue;
-      ptx::arrive_expecting(full, (slices_a + slices_b) * kSliceBytes);
-      load_slices<false, kSlicesA>(stage, rows, tile.row, k, 0, slices_a, /*once=*/false, tile.common == Common::a,
-                                   rank, full);
-      if (slices_b > 0) load_gate_and_up(stage + kSlicesA * kSliceBytes, gate, up, up_column, tile, k, rank, full);
+  JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const { return tile.col < problem.n ? 4 : 0; }
+  JAX_EP_FN void load(char* to, const Problem& /*problem*/, const Tile& tile, int k, int wanted, int rank,
+                      uint64_t* full) const {
+    if (wanted == 0) return;
+#pragma unroll
+    for (int slice = 0; slice < 4; ++slice) {
+      const int warpgroup = slice / 2, column = tile.col + warpgroup * kSlice;
+      const CUtensorMap& map = slice % 2 == 0 ? gate : up;
+      const Corner at{k, slice % 2 == 0 ? column : up_column + column, tile.group};
+      if (tile.common != Common::b)
+        load_box(to + slice * kSliceBytes, map, at, full);
+      else if (warpgroup == rank)
+        load_box_to(0b11, to + slice * kSliceBytes, map, at, full);
     }
   }
-  for (int stage = 0; stage < GatedFloat8Memory::kStages; ++stage, at.advance())
-    wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
-}
+};
 
 // The aux warps bring the scales of the stages in turns: the way to memory takes longer than the multiplies of a block.
 // `aux`: which of them calls.
@@ -274,7 +259,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     consume_gated_float8<kActivation>(shared, out, problem, this_share());
   } else {
     give_registers<Wanted::kOther>();
-    if (warp == kConsumerWarps) produce_gated_float8(shared, rows, gate, up, scales.up_column, problem, this_share());
+    if (warp == kConsumerWarps)
+      produce<false>(shared, rows, ColumnsOfBoth{gate, up, scales.up_column}, problem, NoHooks{}, this_share());
     if (warp >= kFirstAuxWarp) produce_scales(shared, problem, scales, this_share(), warp - kFirstAuxWarp);
   }
 }

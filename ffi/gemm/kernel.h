@@ -277,7 +277,7 @@ JAX_EP_FN void multiply_tiles(char* memory, const CUtensorMap& a, const CUtensor
   } else {
     give_registers<Wanted::kOther>();
     if (warp == kConsumerWarps) {
-      produce<kBlockN, kMnA, kMnB>(shared, a, b, problem, hooks, share);
+      produce<kMnA>(shared, a, Columns<kBlockN, kMnB>{b}, problem, hooks, share);
     } else if constexpr (!std::is_empty_v<Aux>) {
       hooks.run_aux(share);
     }

@@ -66,19 +66,35 @@ JAX_EP_FN int slices_of_columns(int columns) {
   return kHasEdges<kBlockN> ? larger(0, smaller(ceil_div(columns, kSlice), kSlices)) : kSlices;
 }
 
-template <int kBlockN, bool kMnA, bool kMnB, class Hooks>
-__device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a, const CUtensorMap& b,
-                        const Problem& problem, const Hooks& hooks, Share share) {
-  using Memory = SharedFor<kBlockN, Hooks>;
-  constexpr int kSlicesB = kBlockN / kSlice;
+// A right operand of one matrix, or one per group.
+template <int kBlockN, bool kMn>
+struct Columns {
+  static constexpr int kColumns = kBlockN;
+  const CUtensorMap& map;
+
+  // How many slices of 64 columns of a tile are loaded.
+  JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const {
+    return slices_of_columns<kBlockN>(problem.n - tile.col);
+  }
+  JAX_EP_FN void load(char* to, const Problem& problem, const Tile& tile, int k, int wanted, int rank,
+                      uint64_t* full) const {
+    const int matrix = problem.grouping == Grouping::m_grouped ? tile.group : 0;
+    load_slices<kMn, kBlockN / kSlice>(to, map, tile.col, k, matrix, wanted, /*once=*/problem.m <= kBlockM,
+                                       tile.common == Common::b, rank, full);
+  }
+};
+
+// Fills the stages of all tiles of a CTA. `b`: Columns, or alike.
+template <bool kMnA, class Memory, class B, class Hooks>
+__device__ void produce(Memory& shared, const CUtensorMap& a, const B& b, const Problem& problem, const Hooks& hooks,
+                        Share share) {
   const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
-  Schedule schedule(problem, kBlockN, share);
+  Schedule schedule(problem, B::kColumns, share);
   for (Tile tile; schedule.next(&tile);) {
     const Rows rows = hooks.before_tile(tile, a);
-    const int matrix = problem.grouping == Grouping::m_grouped ? tile.group : 0;
     const int slices_a = larger(0, smaller(ceil_div(tile.row_end - tile.row, kSlice), kSlicesA));  // with rows in them
-    const int slices_b = slices_of_columns<kBlockN>(problem.n - tile.col);
+    const int slices_b = b.slices(problem, tile);
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
       char* const stage = shared.stages[at.stage];
       uint64_t* const full = &shared.full[at.stage];
@@ -87,8 +103,7 @@ __device__ void produce(SharedFor<kBlockN, Hooks>& shared, const CUtensorMap& a,
       ptx::arrive_expecting(full, (slices_a + slices_b) * kSliceBytes);
       load_slices<kMnA, kSlicesA>(stage, rows.map, rows.first, k, 0, slices_a, /*once=*/false, tile.common == Common::a,
                                   rank, full);
-      load_slices<kMnB, kSlicesB>(stage + kSlicesA * kSliceBytes, b, tile.col, k, matrix, slices_b,
-                                  /*once=*/problem.m <= kBlockM, tile.common == Common::b, rank, full);
+      b.load(stage + kSlicesA * kSliceBytes, problem, tile, k, slices_b, rank, full);
     }
   }
   // Until the peer's consumers have released every stage: then nobody writes into this CTA's shared memory.
