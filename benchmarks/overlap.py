@@ -97,7 +97,8 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
     tokens, ids, weights = moe_sweep.make_inputs(shape, ids, group)
 
     def exchange(group: jax_ep.Group, ids: jax.Array, weights: jax.Array, tokens: jax.Array) -> jax.Array:
-        out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=shape.experts, capacity=room)
+        options: Any = {"num_experts": shape.experts, "capacity": room, "zero_unused": False}  # as the layer does
+        out = jax_ep.dispatch(tokens, ids, weights, group=group, **options)
         return jax_ep.combine(out.tokens, out.routing, group=group)
 
     def exchanges(group: jax_ep.Group, layer: Layer, tokens: jax.Array) -> jax.Array:

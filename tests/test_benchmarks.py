@@ -175,7 +175,7 @@ def test_stream_trace(benchmark: Callable[[str], ModuleType], tmp_path: Path) ->
 def test_phases(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark("phases").main(["--ops", "moe"]) == 0
     tables = capsys.readouterr().out.split("\n\n")[1:]
-    assert [table.split(",")[0] for table in tables] == ["| dispatch"] * 3 + ["| combine"]
+    assert [table.split(",")[0] for table in tables] == ["| dispatch"] * 5 + ["| combine"]
     for table in tables:
         for row in rows_of(table):
             begin, half, last = (

@@ -16,9 +16,10 @@ from jax_ep._core import checks, ffi
 pytestmark = pytest.mark.usefixtures("native")
 
 RANKS = 2
-SCATTER = {"num_tokens": 3, "top_k": 2, "hidden": 4, "local_experts": 1, "capacity": 8, "alignment": 1}
-DISPATCH = {**SCATTER, "num_experts": 4, "drop": False, "wire_float8": False, "rows_float8": False}
-del DISPATCH["local_experts"]
+SIZES = {"num_tokens": 3, "top_k": 2, "hidden": 4, "capacity": 8, "alignment": 1}
+SCATTER = {**SIZES, "local_experts": 1}
+SCATTER_OPTIONS = {"dtype": "float32", "onto": False, "leave_unused": False}
+DISPATCH = {**SIZES, "num_experts": 4, "drop": False, "wire_float8": False, "rows_float8": False, "leave_unused": False}
 
 
 def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
@@ -27,7 +28,7 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
 
 
 def test_results_follow_from_the_settings() -> None:
-    assert types_of("scatter", dtype="bfloat16", onto=False, **SCATTER) == [("received", "bfloat16", [8, 4])]
+    assert types_of("scatter", **SCATTER, **SCATTER_OPTIONS) == [("received", "float32", [8, 4])]
     rows = {"received": ("float32", [8, 256]), "rows": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
     found = {
         name: (dtype, shape)
@@ -48,14 +49,9 @@ ALIKE = {"slots", "bounds", "all_missing"}
 @pytest.mark.parametrize(
     ("name", "settings", "op", "alike"),
     [
-        (
-            "sparse_union",
-            UNION | {"sharded": False},
-            "sparse_all_reduce",
-            {"indices", "slots", "bounds", "all_missing"},
-        ),
+        ("sparse_union", UNION | {"sharded": False}, "sparse_all_reduce", ALIKE | {"indices"}),
         ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", ALIKE),
-        ("scatter", {"dtype": "float32", "onto": False} | SCATTER, "combine's backward pass", set()),
+        ("scatter", SCATTER | SCATTER_OPTIONS, "combine's backward pass", set()),
     ],
 )
 def test_a_call_says_its_op_and_what_ranks_have_alike(
@@ -131,7 +127,7 @@ def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], *
 
     def body(*operands: jax.Array) -> jax.Array:
         target = jax.ffi.ffi_call("jax_ep_scatter", checks.result_type(received, np.float32, operands[0]))
-        return target(*operands, dtype="float32", onto=False, group=np.int64(group.native_id), **sizes)
+        return target(*operands, group=np.int64(group.native_id), **sizes, **SCATTER_OPTIONS)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
 

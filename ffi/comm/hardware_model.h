@@ -22,8 +22,8 @@ struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
   int async_percent = 36;  // 48 of 132, for ops that run beside products: bench overlap, with --max-sms 24 too
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
-  SenderRule dispatch[kSenderRules] = {{31, 3, 3}, {1 << 30, 2, 2}};
-  SenderRule dispatch_float8[kSenderRules] = {{32, 5, 5}, {64, 4, 2}, {1 << 30, 3, 2}};
+  SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};
+  SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
   SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 3, 3}};
   int few_senders = 4;                // of few tokens in float8, and of a combine of few
   int union_entries_per_block = 256;  // of sparse_union: a choice, which python -m benchmarks.sparse times

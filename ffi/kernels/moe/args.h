@@ -31,6 +31,7 @@ struct DispatchArgs {
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   bool drop, wire_float8;
   bool rows_float8;           // they stay as they travelled
+  bool leave_unused;          // rows behind the last expert's are not zeroed
   const char* tokens;         // [T, H]
   const int32_t* expert_ids;  // [T, K]
   const float* weights;       // [T, K]
@@ -70,6 +71,7 @@ struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
   bool onto;               // rows that are there already: those that no token goes to stay, and there are no counts
+  bool leave_unused;       // rows behind the last expert's are not zeroed
   const char* tokens;      // [T, H]
   const int32_t* targets;  // [T, K]
   const int32_t* rows;     // [R, T, K]
@@ -132,6 +134,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit("drop", "drop", &Args::drop);
     visit("wire_float8", "float8 wire", &Args::wire_float8);
     visit("rows_float8", "float8 rows", &Args::rows_float8);
+    visit("leave_unused", "unused rows left", &Args::leave_unused);
   }
   static void complete(Args& args, int, bool) {
     args.few = are_few(args.num_tokens, args.top_k);
@@ -190,10 +193,12 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("alignment", "alignment", &Args::alignment);
     visit("onto", "onto rows", &Args::onto);
+    visit("leave_unused", "unused rows left", &Args::leave_unused);
   }
   static const char* fault(const Args& args, int ranks) { return fault_of_layout(args, ranks); }
   static Load load(const Args& args) {
-    return {args.onto ? args.num_tokens : std::max(args.num_tokens, args.capacity), false};
+    const bool zeroes = !args.onto && !args.leave_unused;
+    return {zeroes ? std::max(args.num_tokens, args.capacity) : args.num_tokens, false};
   }
 
   template <class Visit>

@@ -118,9 +118,7 @@ class PlainDispatch {
         [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) {
-    zero_padding(op_, args_.received, bytes_, counts, args_.capacity, args_.alignment);
-  }
+  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.received, bytes_, counts); }
 
   JAX_EP_FN void expand() {
     if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
@@ -171,9 +169,7 @@ class EncodedDispatch {
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) {
-    zero_padding(op_, args_.received, row_bytes(), counts, args_.capacity, args_.alignment);
-  }
+  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.received, row_bytes(), counts); }
 
   JAX_EP_FN void expand() {
     MessageStream<T, Decode<T>> decoder(op_.coop, args_.hidden, stream_, {writer_});
@@ -238,9 +234,8 @@ class Float8Dispatch {
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
-    zero_padding(op_, args_.received, args_.hidden, counts, args_.capacity, args_.alignment);
-    zero_padding(op_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts, args_.capacity,
-                 args_.alignment);
+    zero_padding(op_, args_, args_.received, args_.hidden, counts);
+    zero_padding(op_, args_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts);
   }
 
   JAX_EP_FN void expand() {

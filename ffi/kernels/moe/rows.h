@@ -231,13 +231,14 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, c
   }
 }
 
-// Zeroes what holds no token: the padding of every segment, and all behind the last. `counts`: RowCounts of segments.h,
-// or alike.
-template <class Counts>
-JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const Counts& counts, int capacity, int alignment) {
+// Zeroes what holds no token: the padding of every segment and, unless they are to be left, the unused rows behind the
+// last. `received`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
+template <class Args, class Counts>
+JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t bytes, const Counts& counts) {
+  const int capacity = args.capacity, alignment = args.alignment;
   const Coop& coop = op.coop;
   const Part receiver = coop.receiver;
-  if (!op.ok() || receiver.empty()) return;
+  if (!op.ok() || receiver.empty() || (args.leave_unused && alignment == 1)) return;
   op.enter(Phase::pad);
   const auto zero = [&](int begin, int end, int first, int step) {
     begin = larger(0, smaller(begin, capacity));  // what a user's counts add up to may have wrapped around
@@ -253,7 +254,7 @@ JAX_EP_FN void zero_padding(Op& op, char* received, int64_t bytes, const Counts&
   };
   const bool walks = counts.end < 0 || (alignment > 1 && receiver.index < counts.local_experts);
   const int end = walks ? for_each_segment(coop, counts.local_experts, alignment, counts, pad) : counts.end;
-  zero(end, capacity, receiver.index, receiver.count);
+  if (!args.leave_unused) zero(end, capacity, receiver.index, receiver.count);
 }
 
 // The bounds of a leaf of a routing: its values come back from the user, who may have changed them. Every lane asks for

@@ -24,15 +24,15 @@ struct BoundedCounts {
   }
 };
 
-// Zeroes what holds no row. All lanes call.
+// Zeroes what holds no token, as a dispatch does. All lanes call.
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
-  if (op.coop.receiver.empty()) return;
+  if (op.coop.receiver.empty() || (args.leave_unused && args.alignment == 1)) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
   // One block beyond the capacity, so that more rows than it are seen.
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
   if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
-  zero_padding(op, args.received, int64_t{args.hidden} * size_of(args.dtype), counts, capacity, alignment);
+  zero_padding(op, args, args.received, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
 // Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known

@@ -34,6 +34,7 @@ def dispatch(
     wire_dtype: DTypeLike | None = None,
     dequantize: bool = True,
     on_overflow: OnOverflow = "raise",
+    zero_unused: bool = True,
     implementation: Implementation = "auto",
 ) -> Dispatched:
     """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
@@ -66,6 +67,9 @@ def dispatch(
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
         each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
+      zero_unused: whether the rows behind those of the last expert are zeroed. False: they hold anything, NaN too, and
+        so do those rows of the cotangent that `combine` returns. `ragged_dot` and `combine` do not look at them. To
+        zero a row takes about as long as to copy one.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
         exchange by kernels are CPU devices of several processes. With "xla", an overflow fills `tokens` with NaN and is
         raised by `group.check()` or the next op.
@@ -94,6 +98,7 @@ def dispatch(
         wire_dtype=wire_dtype,
         dequantize=dequantize,
         on_overflow=on_overflow,
+        zero_unused=zero_unused,
     )
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)

@@ -29,6 +29,7 @@ def dispatch_config(
     on_overflow: OnOverflow,
     alignment: int = 1,
     dequantize: bool = True,
+    zero_unused: bool = True,
 ) -> DispatchConfig:
     """How a dispatch is called. Raises ValueError or TypeError, naming `op` and the argument, if it cannot be."""
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
@@ -67,13 +68,15 @@ def dispatch_config(
         raise ValueError(f"{op}: capacity must be below 2**31 / {group.size} rows, got {capacity}")
     wire = checks.canonical_dtype(op, "wire_dtype", wire_dtype)
     checks.check_bool(op, "dequantize", dequantize)
+    checks.check_bool(op, "zero_unused", zero_unused)
     if wire is not None and wire != np.dtype(jnp.float8_e4m3fn):
         raise ValueError(f"{op}: wire_dtype must be None or float8_e4m3fn, got {wire}")
     if wire is None and not dequantize:
         raise ValueError(f"{op}: dequantize must be True where wire_dtype is None, as rows are not quantized")
     if wire is not None and hidden % float8.BLOCK:
         raise ValueError(f"{op}: wire_dtype float8_e4m3fn needs H to be a multiple of 128, got H = {hidden}")
-    return DispatchConfig(group.size, num_experts, capacity, alignment, wire, on_overflow == "drop", dequantize)
+    drop = on_overflow == "drop"
+    return DispatchConfig(group.size, num_experts, capacity, alignment, wire, drop, dequantize, zero_unused)
 
 
 def node_tokens(

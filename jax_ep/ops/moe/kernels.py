@@ -27,6 +27,7 @@ def dispatch(
         drop=config.drop,
         wire_float8=config.wire_dtype is not None,
         rows_float8=not config.dequantize,
+        leave_unused=not config.zero_unused,
     )
     received = called["received"]
     rows = received if config.dequantize else Float8Rows(received, called["scales"])
@@ -43,7 +44,8 @@ def dispatch(
 
 
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """Rows [T, H] along a routing that is already known: [capacity, H]; the others are zero, or those of `onto`."""
+    """Rows [T, H] along a routing that is already known: [capacity, H]; the others are as in its dispatch, or those of
+    `onto`."""
     config = routing.config
     called = ffi.call(
         "scatter",
@@ -61,6 +63,7 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         local_experts=config.local_experts,
         capacity=config.capacity,
         alignment=config.alignment,
+        leave_unused=not config.zero_unused,
     )
     return called["received"]
 

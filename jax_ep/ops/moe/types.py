@@ -28,6 +28,7 @@ class DispatchConfig:
     wire_dtype: np.dtype | None
     drop: bool
     dequantize: bool = True
+    zero_unused: bool = True
 
     @property
     def local_experts(self) -> int:

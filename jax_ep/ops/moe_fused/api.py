@@ -1,5 +1,6 @@
 """dispatch with the products behind it, and combine with the product before it: the halves of a mixture of experts."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -138,8 +139,10 @@ def experts_beside(
     leaves, treedef = jax.tree.flatten((first.operands, down))
     operands, down = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     down = without_gradient("ragged_dot_combine", "rhs", down)
+    sent = first.call.dispatch
+    sent = sent._replace(config=dataclasses.replace(sent.config, zero_unused=False))  # nobody else sees these rows
     last = LastCall(group, first.call.in_float8)
-    return gradients.experts(first.call, last, *operands, down, beside)
+    return gradients.experts(first.call._replace(dispatch=sent), last, *operands, down, beside)
 
 
 def _dispatch_dot(first: First, beside: jax.Array | None) -> tuple[Any, Dispatched, jax.Array | None]:
