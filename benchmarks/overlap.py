@@ -225,7 +225,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="the first model only")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="only models whose name has TEXT")
-    parser.add_argument("--max-sms", type=int, help="of the asynchronous ops [48 of 132]")
+    parser.add_argument("--max-sms", type=int, help="of the asynchronous ops [64 of 132, sparse_all_reduce 24]")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="also show which kernels ran beside which")
     options = parser.parse_args(arguments)
     on_cpu = jax.default_backend() == "cpu"

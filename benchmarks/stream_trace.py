@@ -1,6 +1,7 @@
 """Which kernels ran on which streams of a GPU, and when, from a trace of `jax.profiler`.
 
-`python -m benchmarks.stream_trace FOLDER PNG` draws what `python -m jax_ep bench overlap --trace FOLDER` has recorded.
+`python -m benchmarks.stream_trace FOLDER PNG` draws what `python -m jax_ep bench overlap --trace` has recorded in the
+folder of one program: two GPUs, as exchanges wait for each other.
 """
 
 import sys
@@ -33,22 +34,23 @@ def record(program: Callable[[], Any], folder: Path) -> list[Kernel]:
     return read(folder)
 
 
-def read(folder: Path) -> list[Kernel]:
-    """The kernels of the last trace in a folder, in the order in which they began."""
+def read(folder: Path, gpus: int = 1) -> list[Kernel]:
+    """The kernels of the last trace in a folder, in the order in which they began, as `kernels` finds them."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise SystemExit(f"no trace in {folder}")
-    return kernels(ProfileData.from_file(str(files[-1])))
+    return kernels(ProfileData.from_file(str(files[-1])), gpus)
 
 
-def kernels(data: Any) -> list[Kernel]:
-    """Those of the first GPU, from a `ProfileData`."""
+def kernels(data: Any, gpus: int = 1) -> list[Kernel]:
+    """Those of the first GPUs, from a `ProfileData`. Where these are several, the names of streams say which."""
     planes = sorted((plane for plane in data.planes if plane.name.startswith("/device:GPU:")), key=lambda p: p.name)
     found = [
-        Kernel(line.name, event.name, event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3)
-        for plane in planes[:1]
+        Kernel(name, event.name, event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3)
+        for number, plane in enumerate(planes[:gpus])
         for line in plane.lines
         if line.name.startswith("Stream")
+        for name in [line.name if gpus == 1 else f"GPU {number}, {line.name.partition('(')[0]}"]
         for event in line.events
     ]
     first = min((kernel.begin for kernel in found), default=0.0)
@@ -101,10 +103,11 @@ def draw(shown: Sequence[Kernel], title: str, path: Path) -> None:
             spans = [(kernel.begin, kernel.end - kernel.begin) for kernel in kept if kernel.stream == stream]
             axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, label=None if row else name, edgecolor="white")
     axes.set_yticks(range(len(streams)), streams)
+    axes.invert_yaxis()
     axes.set(title=title, xlabel="us")
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    draw(read(Path(sys.argv[1])), Path(sys.argv[1]).name, Path(sys.argv[2]))
+    draw(read(Path(sys.argv[1]), gpus=2), Path(sys.argv[1]).name, Path(sys.argv[2]))

@@ -120,7 +120,8 @@ def test_matmul(benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: 
     rows = rows_of(capsys.readouterr().out)
     assert [row["product"] for row in rows] == ["[256, 128] x [1, 128, 256]", "[256, 128] x [8, 128, 64], equal"]
     flops = 2 * 256 * 128 * 256
-    assert float(rows[0]["jax_ep, TFLOP/s"]) == pytest.approx(1e-6 * flops / float(rows[0]["jax_ep, us"]), abs=0.01)
+    rate, time = (number(rows[0][f"jax_ep, {unit}"]) for unit in ("TFLOP/s", "us"))
+    assert rate == pytest.approx(1e-6 * flops / time, abs=0.01)
     assert image.read_bytes().startswith(PNG)
 
 
@@ -168,6 +169,7 @@ def test_stream_trace(benchmark: Callable[[str], ModuleType], tmp_path: Path) ->
     text = "\n".join(streams.table(found))
     assert [row["start, us"] for row in rows_of(text.split("\n\n")[0])] == ["0.0", "3.0", "4.0"]
     assert "- Stream #1: 6.0 us, 33 % of it beside another stream's kernels" in text
+    assert [kernel.stream for kernel in streams.read(tmp_path, gpus=2)[:2]] == ["GPU 0, Stream #1", "GPU 1, Stream #1"]
     streams.draw(found, "two streams", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 

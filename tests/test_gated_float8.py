@@ -41,7 +41,7 @@ def both(activation: Any, *operands: Any) -> tuple[Float8Rows, Float8Rows]:
     """What the op makes, and its parts."""
     composed = partial(chain._quantized, activation)
     return (
-        jax.jit(partial(float8.gated_product, activation, composed))(*operands),
+        jax.jit(partial(float8.quantized_gated_product, activation, composed))(*operands),
         jax.jit(composed)(*operands),
     )
 

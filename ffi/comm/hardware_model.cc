@@ -42,7 +42,9 @@ HardwareModel limit_sms(HardwareModel model, int most) {
 }
 
 HardwareModel leave_sms(HardwareModel model) {
-  model.row_sms = std::max(1, std::min(model.row_sms, (model.sms * model.rows.async_percent + 50) / 100));
+  const auto part = [&](int percent) { return std::max(1, (model.sms * percent + 99) / 100); };
+  model.row_sms = std::min(model.row_sms, part(model.rows.async_percent));
+  model.sparse_sms = part(model.rows.async_sparse_percent);
   return model;
 }
 

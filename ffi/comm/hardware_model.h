@@ -20,7 +20,9 @@ constexpr int kSenderRules = 4;
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  int async_percent = 36;  // 48 of 132, for ops that run beside products: bench overlap, with --max-sms 24 too
+  // For ops that run beside products: 64 of 132, and 24 for sums of sparse rows, beside which there is more to compute.
+  // bench overlap, with --max-sms 24, 48 and 64.
+  int async_percent = 48, async_sparse_percent = 18;
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};
   SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
@@ -89,6 +91,7 @@ struct HardwareModel {
   GatherRates gather{};
   ReduceRates reduce{};
   ExchangeRates exchange{};
+  int sparse_sms = 1 << 20;  // that a sum of sparse rows may take at the most, if that is fewer than row_sms
 };
 
 // The model of "sm_90" (H100, H200), "sm_80" (A100), "gfx942" (MI300), or that of all others, which is named "unknown".

@@ -51,11 +51,16 @@ int useful_blocks(const RowShape& shape, const RowRates& rates, int all) {
   }
 }
 
+int most_blocks(const RowShape& shape, const HardwareModel& model) {
+  const bool is_sparse = shape.op == OpKind::sparse_union || shape.op == OpKind::sparse_reduce;
+  return std::max(1, is_sparse ? std::min(model.row_sms, model.sparse_sms) : model.row_sms);
+}
+
 }  // namespace
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model) {
-  const int most = std::max(1, model.row_sms), coops = kThreads / model.warp_lanes;
-  const int blocks = std::clamp(useful_blocks(shape, model.rows, model.row_sms), 1, most);
+  const int most = most_blocks(shape, model), coops = kThreads / model.warp_lanes;
+  const int blocks = std::clamp(useful_blocks(shape, model.rows, most), 1, most);
   const int warp_bytes = std::min(kWarpBytes, model.shared_bytes / coops / 128 * 128);
   return {blocks, kThreads, std::min(senders(shape, model.rows, blocks, coops), coops), warp_bytes};
 }

@@ -110,8 +110,11 @@ void check_models() {
   expect(few.sms == 100 && few.row_sms == 100, "what the user allows is used", few, "");
   expect(limit_sms(few, 200).sms == 100, "a limit adds nothing", few, "");
   const HardwareModel leaving = leave_sms(hardware_model("sm_90", 132, 1 << 16, 32));
-  expect(leaving.sms == 132 && leaving.row_sms == 48, "asynchronous ops on rows leave SMs, products do not", leaving,
+  expect(leaving.sms == 132 && leaving.row_sms == 64, "asynchronous ops on rows leave SMs, products do not", leaving,
          "");
+  expect(plan(RowShape{OpKind::sparse_reduce, 2, 50000, false}, leaving).blocks == 24, "sums of sparse rows leave more",
+         leaving, "");
+  expect(plan(RowShape{OpKind::sparse_reduce, 2, 50000, false}, few).blocks == 100, "but not in order", few, "");
   expect(leave_sms(limit_sms(few, 1)).row_sms == 1, "one is left", few, "");
 }
 

@@ -171,7 +171,7 @@ def rounded_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
     return weights if isinstance(weights, Float8Weights) else float8.quantize_weights(weights)
 
 
-def gated_product(
+def quantized_gated_product(
     activation: str,
     composed: Callable[..., Float8Rows],
     rows: Float8Rows,

@@ -14,9 +14,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._core.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group
-from jax_ep.ops.matmul import float8
 from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient, ragged_dot
-from jax_ep.ops.matmul.float8 import quantize_rows, rounded_product, rounded_weights, widened
+from jax_ep.ops.matmul.float8 import (
+    quantize_rows,
+    quantized_gated_product,
+    rounded_product,
+    rounded_weights,
+    widened,
+)
 from jax_ep.ops.moe.gradients import combine, dispatch, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused.types import (
@@ -43,8 +48,8 @@ def dispatch_multiply(
     keep_products: bool,
     quantize: bool = False,
 ) -> tuple[Any, Products, Dispatched, jax.Array | None]:
-    """Tokens to their experts, and the rows that arrived times each right operand; with the activation in one kernel,
-    unless they are in float8.
+    """Tokens to their experts, and the rows that arrived times each right operand. With an activation that is one
+    kernel, but for products in float8 that are not quantized again.
 
     Args:
       quantize: the result is `Float8Rows`, if products are in float8 and rounded to bfloat16, as the next one would
@@ -67,7 +72,8 @@ def dispatch_multiply(
     if call.activation is not None and call.in_float8 and quantize and tokens.dtype == jnp.bfloat16:
         matrices = map(rounded_weights, rhs)
         composed = partial(_quantized, call.activation)
-        out = float8.gated_product(call.activation, composed, dispatched.tokens, dispatched.group_sizes, *matrices)
+        made = partial(quantized_gated_product, call.activation, composed)
+        out = made(dispatched.tokens, dispatched.group_sizes, *matrices)
         return out, (), dispatched, beside
     if call.activation is not None and not call.in_float8:
         gated = partial(gated_product, call.activation, partial(_gated, call.activation, keep_products))
