@@ -40,9 +40,9 @@ class Group:
         on them, as XLA's own collectives do. What an op computes stays, to the bit, and so does the order of the
         group's ops. Products with a collective and `ragged_all_to_all` remain on the compute stream.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
-        measures best and leaves room for XLA's own collectives, 96 of 132; with `async_ops` 64 for all but products,
-        and 24 for `sparse_all_reduce`. An op that takes nearly all of them can deadlock with a collective that runs
-        beside it, until the timeout. All processes give the same.
+        measures best and leaves room for XLA's own collectives, 96 of 132; with `async_ops` 64, and 24 for
+        `sparse_all_reduce`. Products with a collective take what they need, up to all. An op that takes nearly all of
+        them can deadlock with a collective that runs beside it, until the timeout. All processes give the same.
       across_nodes: True: the axes before the last one cross *nodes*. Kernels exchange along the last axis, XLA's
         collectives (NCCL, gloo) along the others; ranks are numbered node by node. False: kernels exchange along all
         axes. Default: True where the devices of the last axis are of one host, and on a CPU of one process, and those

@@ -299,7 +299,9 @@ def main() -> None:
         check_all(mesh)
     elif options.what == "demo":
         losses = losses_of_the_demo(nodes)
-        print("\nlosses", *losses, flush=True)  # behind the progress bar
+        print(
+            f"\nlosses {' '.join(map(str, losses))}\n", end="", flush=True
+        )  # at once: others write into the pipe, too
     elif options.what == "close":
         leave_in_order(mesh)
         open_a_second(mesh)

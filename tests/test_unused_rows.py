@@ -87,26 +87,31 @@ def test_the_gradient_of_combine(
         assert not zeroed[rank, used:].any()
 
 
-def layer_and_gradient(group: Group, layer: Layer, case: Case, **options: Any) -> Any:
+def layer_and_derivative(group: Group, layer: Layer, case: Case, way: str, precision: Any) -> Any:
     def of_rank(layer: Layer, ids: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda x: moe_mlp(x.tokens, ids, *x[1:], group=group, **options), layer)
+        def sums(x: Layer) -> jax.Array:
+            return moe_mlp(x.tokens, ids, *x[1:], group=group, precision=precision)
+
+        if way == "jvp":
+            return jax.jvp(sums, (layer,), (layer,))
+        out, pull = jax.vjp(jax.checkpoint(sums) if way == "checkpoint" else sums, layer)
         return out, pull(layer.tokens)
 
     return helpers.fetch(helpers.per_rank(of_rank, group.mesh)(layer, case.ids))
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("way", ["vjp", "checkpoint", "jvp"])
 @pytest.mark.parametrize("precision", [None, "float8"])
-def test_a_layer_looks_at_none(
-    precision: Any, open_group: OpenGroup, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_uses_none(
+    precision: Any, way: str, open_group: OpenGroup, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of worst-case capacity, which most rows of a rank are beyond: what they hold changes no bit."""
+    """What they hold, most rows of worst-case capacity, changes no bit."""
     case = helpers.draw_case(rng, SIZE, 40, TOP_K, EXPERTS, HIDDEN, helpers.DTYPES[0])
     matrices = rng.standard_normal((3, SIZE, EXPERTS // SIZE, HIDDEN, HIDDEN)) / np.sqrt(HIDDEN)
     layer = Layer(case.tokens, case.weights, *matrices.astype(case.tokens.dtype))
-    poisoned = layer_and_gradient(open_group(SIZE), layer, case, precision=precision)
+    poisoned = layer_and_derivative(open_group(SIZE), layer, case, way, precision)
     assert all(np.isfinite(helpers.wide(x)).all() for x in jax.tree.leaves(poisoned))
     monkeypatch.delenv("JAX_EP_DEBUG_POISON")
-    assert helpers.bits(layer_and_gradient(open_group(SIZE), layer, case, precision=precision)) == helpers.bits(
-        poisoned
-    )
+    others = layer_and_derivative(open_group(SIZE), layer, case, way, precision)
+    assert helpers.bits(others) == helpers.bits(poisoned)

@@ -68,8 +68,9 @@ def dispatch(
         "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
         each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
       zero_unused: whether the rows behind those of the last expert are zeroed. False: they hold anything, NaN too, and
-        so do those rows of the cotangent that `combine` returns. `ragged_dot` and `combine` do not look at them. To
-        zero a row takes about as long as to copy one.
+        so do these rows of their tangent, and of the cotangent of `expert_outputs` in the gradient of `combine`.
+        `jax_ep.lax.ragged_dot`, its gradients and `combine` do not use them; whatever else adds up rows, as a bias's
+        gradient does, must leave them out. To zero a row takes about as long as to copy one.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
         exchange by kernels are CPU devices of several processes. With "xla", an overflow fills `tokens` with NaN and is
         raised by `group.check()` or the next op.

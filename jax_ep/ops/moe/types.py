@@ -243,7 +243,8 @@ class Dispatched(NamedTuple):
     """What `dispatch` returns.
 
     Attributes:
-      tokens: [capacity, H]. Rows grouped by local expert; within an expert by (source rank, token, k). Padding is zero.
+      tokens: [capacity, H]. Rows grouped by local expert; within an expert by (source rank, token, k). Padding is zero,
+        but for rows behind the last expert's that were left (`zero_unused=False`).
         With `dequantize=False` they are `Float8Rows`.
       group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
       routing: what `combine` needs; a `NodeRouting` where the group is of several nodes.

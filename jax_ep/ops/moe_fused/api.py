@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks
+from jax_ep._core import checks, gemm
 from jax_ep._core.checks import Implementation, OnOverflow
 from jax_ep._core.float8 import Float8Rows
 from jax_ep.group import Group, check_group
@@ -140,9 +140,16 @@ def experts_beside(
     operands, down = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     down = without_gradient("ragged_dot_combine", "rhs", down)
     sent = first.call.dispatch
-    sent = sent._replace(config=dataclasses.replace(sent.config, zero_unused=False))  # nobody else sees these rows
+    sent = sent._replace(config=dataclasses.replace(sent.config, zero_unused=_zeroes_unused(group)))
     last = LastCall(group, first.call.in_float8)
     return gradients.experts(first.call._replace(dispatch=sent), last, *operands, down, beside)
+
+
+def _zeroes_unused(group: Group) -> bool:
+    """Whether rows that nobody else sees are zeroed. The GEMM core and XLA on CPUs use none of them; libraries that XLA
+    calls on other GPUs may take them for the last group's, and whoever looks for NaN looks at all that is kept."""
+    others_multiply = group.platform != "cpu" and not gemm.has_gemm()
+    return others_multiply or bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
 
 
 def _dispatch_dot(first: First, beside: jax.Array | None) -> tuple[Any, Dispatched, jax.Array | None]:

@@ -53,7 +53,7 @@ def dispatch_multiply(
 
     Args:
       quantize: the result is `Float8Rows`, if products are in float8 and rounded to bfloat16, as the next one would
-        round it. No products are kept.
+        round it; then no products are kept.
 
     Returns:
       The result (`outcome` of the products), the products, or () where they need not be kept, what was dispatched, in
