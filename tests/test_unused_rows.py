@@ -115,3 +115,19 @@ def test_a_layer_uses_none(
     monkeypatch.delenv("JAX_EP_DEBUG_POISON")
     others = layer_and_derivative(open_group(SIZE), layer, case, way, precision)
     assert helpers.bits(others) == helpers.bits(poisoned)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_search_for_nan_finds_none(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """What a backward pass keeps are results of a program, too."""
+    group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 40, TOP_K, EXPERTS, HIDDEN)
+    matrices = np.ones((SIZE, EXPERTS // SIZE, HIDDEN, HIDDEN), case.tokens.dtype)
+
+    def of_rank(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrix: jax.Array) -> jax.Array:
+        return moe_mlp(tokens, ids, weights, matrix, matrix, matrix, group=group)
+
+    program = helpers.per_rank(of_rank, group.mesh)
+    with jax.debug_nans(True):
+        out, pull = jax.vjp(lambda tokens: program(tokens, case.ids, case.weights, matrices), jnp.asarray(case.tokens))
+        (gradient,) = pull(out)
+    assert np.isfinite(np.asarray(gradient)).all()

@@ -149,7 +149,7 @@ def _zeroes_unused(group: Group) -> bool:
     """Whether rows that nobody else sees are zeroed. The GEMM core and XLA on CPUs use none of them; libraries that XLA
     calls on other GPUs may take them for the last group's, and whoever looks for NaN looks at all that is kept."""
     others_multiply = group.platform != "cpu" and not gemm.has_gemm()
-    return others_multiply or bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+    return others_multiply or jax.debug_nans.value or jax.debug_infs.value
 
 
 def _dispatch_dot(first: First, beside: jax.Array | None) -> tuple[Any, Dispatched, jax.Array | None]:
