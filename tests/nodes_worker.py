@@ -299,9 +299,8 @@ def main() -> None:
         check_all(mesh)
     elif options.what == "demo":
         losses = losses_of_the_demo(nodes)
-        print(
-            f"\nlosses {' '.join(map(str, losses))}\n", end="", flush=True
-        )  # at once: others write into the pipe, too
+        line = " ".join(map(str, losses))
+        print(f"\nlosses {line}\n", end="", flush=True)  # in one piece: others write into the pipe, too
     elif options.what == "close":
         leave_in_order(mesh)
         open_a_second(mesh)

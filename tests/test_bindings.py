@@ -28,7 +28,8 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
 
 
 def test_results_follow_from_the_settings() -> None:
-    assert types_of("scatter", **SCATTER, **SCATTER_OPTIONS) == [("received", "float32", [8, 4])]
+    scatter = SCATTER | SCATTER_OPTIONS | {"dtype": "bfloat16"}
+    assert types_of("scatter", **scatter) == [("received", "bfloat16", [8, 4])]
     rows = {"received": ("float32", [8, 256]), "rows": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
     found = {
         name: (dtype, shape)

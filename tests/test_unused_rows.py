@@ -1,5 +1,6 @@
 """Rows that no token goes to, behind those of the last expert: dispatch(zero_unused=False) leaves them as they are."""
 
+import dataclasses
 from typing import Any
 
 import helpers
@@ -76,12 +77,17 @@ def test_the_gradient_of_combine(
         def of_rank(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
             options: Any = {"num_experts": EXPERTS, "alignment": alignment, "zero_unused": zero_unused}
             out = dispatch(tokens, ids, weights, **options, **where)
-            _, pull = jax.vjp(lambda rows: combine(rows, out.routing, **where), jnp.ones_like(out.tokens))
+
+            def summed(rows: jax.Array, weights: jax.Array) -> jax.Array:
+                return combine(rows, dataclasses.replace(out.routing, weights=weights), **where)
+
+            _, pull = jax.vjp(summed, jnp.ones_like(out.tokens), out.routing.weights)
             return out, *pull(tokens)
 
         return helpers.fetch(helpers.per_rank(of_rank, group.mesh)(*case))
 
-    (out, left), (_, zeroed) = gradient(False), gradient(True)
+    (out, left, d_weights), (_, zeroed, others) = gradient(False), gradient(True)
+    np.testing.assert_array_equal(d_weights, others)
     for rank, used in enumerate(used_rows(out)):
         np.testing.assert_array_equal(left[rank, :used], zeroed[rank, :used])
         assert not zeroed[rank, used:].any()

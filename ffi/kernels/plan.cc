@@ -51,6 +51,7 @@ int useful_blocks(const RowShape& shape, const RowRates& rates, int all) {
   }
 }
 
+// The blocks that an op may have.
 int most_blocks(const RowShape& shape, const HardwareModel& model) {
   const bool is_sparse = shape.op == OpKind::sparse_union || shape.op == OpKind::sparse_reduce;
   return std::max(1, is_sparse ? std::min(model.row_sms, model.sparse_sms) : model.row_sms);

@@ -231,6 +231,12 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, c
   }
 }
 
+// Whether a rank may have rows to zero: none if unused rows are left and segments have no padding.
+template <class Args>
+JAX_EP_FN bool zeroes_rows(const Args& args) {
+  return !args.leave_unused || args.alignment > 1;
+}
+
 // Zeroes what holds no token: the padding of every segment and, unless they are to be left, the unused rows behind the
 // last. `received`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
 template <class Args, class Counts>
@@ -238,7 +244,7 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t by
   const int capacity = args.capacity, alignment = args.alignment;
   const Coop& coop = op.coop;
   const Part receiver = coop.receiver;
-  if (!op.ok() || receiver.empty() || (args.leave_unused && alignment == 1)) return;
+  if (!op.ok() || receiver.empty() || !zeroes_rows(args)) return;
   op.enter(Phase::pad);
   const auto zero = [&](int begin, int end, int first, int step) {
     begin = larger(0, smaller(begin, capacity));  // what a user's counts add up to may have wrapped around

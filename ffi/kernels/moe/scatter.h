@@ -26,7 +26,7 @@ struct BoundedCounts {
 
 // Zeroes what holds no token, as a dispatch does. All lanes call.
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
-  if (op.coop.receiver.empty() || (args.leave_unused && args.alignment == 1)) return;
+  if (op.coop.receiver.empty() || !zeroes_rows(args)) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
   // One block beyond the capacity, so that more rows than it are seen.
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};

@@ -72,9 +72,8 @@ def dispatch_multiply(
     if call.activation is not None and call.in_float8 and quantize and tokens.dtype == jnp.bfloat16:
         matrices = map(rounded_weights, rhs)
         composed = partial(_quantized, call.activation)
-        made = partial(quantized_gated_product, call.activation, composed)
-        out = made(dispatched.tokens, dispatched.group_sizes, *matrices)
-        return out, (), dispatched, beside
+        rounded = partial(quantized_gated_product, call.activation, composed)
+        return rounded(dispatched.tokens, dispatched.group_sizes, *matrices), (), dispatched, beside
     if call.activation is not None and not call.in_float8:
         gated = partial(gated_product, call.activation, partial(_gated, call.activation, keep_products))
         made = gated(dispatched.tokens, dispatched.group_sizes, *arrays, keep_products=keep_products)
