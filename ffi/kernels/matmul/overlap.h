@@ -8,13 +8,26 @@
 #include "comm/target/ptx/bulk.h"
 #include "comm/target/ptx/cta.h"
 #include "gemm/kernel.h"
-#include "gemm/row_of.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/gather.h"
 #include "kernels/matmul/reduce.h"
 #include "kernels/role.h"
 
 namespace jax_ep {
+
+// The row format of a product's operands, where it goes by another name: for kernels that also sum rows of them.
+template <class T>
+struct RowOf {
+  using Type = T;
+};
+template <>
+struct RowOf<__nv_bfloat16> {
+  using Type = BFloat16;
+};
+template <>
+struct RowOf<__half> {
+  using Type = Float16;
+};
 
 // What the kernel is told of its op.
 template <class Args>
