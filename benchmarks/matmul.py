@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import gemm
+from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 
 from .in_jit_loop import (

@@ -1,8 +1,8 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
 from jax_ep import embedding as embedding, lax as lax, nn as nn
-from jax_ep._core.checks import Implementation as Implementation, OnOverflow as OnOverflow
-from jax_ep._core.float8 import Float8Rows as Float8Rows, Float8Weights as Float8Weights
+from jax_ep._kit.checks import Implementation as Implementation, OnOverflow as OnOverflow
+from jax_ep._kit.float8 import Float8Rows as Float8Rows, Float8Weights as Float8Weights
 from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,

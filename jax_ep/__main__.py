@@ -13,7 +13,7 @@ from types import ModuleType
 
 import jax
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 from jax_ep.version import __version__
 
 _DEMOS = {

@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import profiling
-from jax_ep._core import checks, collective_stream, ffi, native, nodes, open_groups, opening, timeouts, watchdog
-from jax_ep._core.checks import AxisName, Chosen, Implementation
-from jax_ep._core.heartbeats import Heartbeats
-from jax_ep._core.nodes import NodePlan
+from jax_ep._kit import checks, collective_stream, ffi
+from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
+from jax_ep.runtime import native, nodes, open_groups, opening, timeouts, watchdog
+from jax_ep.runtime.heartbeats import Heartbeats
+from jax_ep.runtime.nodes import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
 ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")

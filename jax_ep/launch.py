@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jax_ep._core import jax_private
+from jax_ep.runtime import jax_private
 
 _ROLE = "JAX_EP_LAUNCH"  # in the environment of a started process
 _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end

@@ -12,8 +12,8 @@ from typing import IO, Any, Protocol
 
 import jax
 
-from jax_ep._core.ffi import Ranks
-from jax_ep._core.native import NativeGroup, Recording, Span, stop_recording
+from jax_ep._kit.ffi import Ranks
+from jax_ep.runtime.native import NativeGroup, Recording, Span, stop_recording
 
 
 class RankedGroup(Ranks, Protocol):

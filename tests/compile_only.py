@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 # What XLA asks of an H200: its limits decide which kernels it emits.
 H200 = """

@@ -11,7 +11,7 @@ import pytest
 from helpers import SEED, mesh_of
 
 from jax_ep import Group, Implementation
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 # All before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -68,14 +68,15 @@ def _imports_of(root: Path, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def core_knows_no_op(root: Path) -> list[str]:
-    """_core and errors stand below everything else, the groups too."""
-    found = [*_imports_of(root, "jax_ep/_core")]
+    """_kit, runtime and errors stand below everything else, the groups too; _kit below runtime."""
+    found = [*_imports_of(root, "jax_ep/_kit"), *_imports_of(root, "jax_ep/runtime")]
     found += [(path, name) for path, name in _imports_of(root, "jax_ep") if path == "jax_ep/errors.py"]
-    allowed = ("jax_ep._core.", "jax_ep.errors.", "jax_ep.version.")
+    allowed = ("jax_ep._kit.", "jax_ep.errors.", "jax_ep.version.")
     return [
         f"{path} imports {name}"
         for path, name in found
-        if name.split(".")[0] in ("jax_ep", "pallas_kernels") and not f"{name}.".startswith(allowed)
+        if name.split(".")[0] in ("jax_ep", "pallas_kernels")
+        and not f"{name}.".startswith((*allowed, "jax_ep.runtime.") if path.startswith("jax_ep/runtime/") else allowed)
     ]
 
 
@@ -84,7 +85,7 @@ FUSES = {"moe_fused": ("moe", "matmul")}
 
 
 def families_know_not_each_other(root: Path) -> list[str]:
-    """What two families of ops share stands in _core; a family of fused ops knows those that it fuses."""
+    """What two families of ops share stands in _kit; a family of fused ops knows those that it fuses."""
     found = []
     for path, name in _imports_of(root, "jax_ep/ops"):
         family = path.split("/")[2]
@@ -111,7 +112,7 @@ def only_ffi_py_names_libraries(root: Path) -> list[str]:
     return [
         path
         for path, tree in python_files(root, "jax_ep")
-        if path != "jax_ep/_core/ffi.py"
+        if path != "jax_ep/_kit/ffi.py"
         and (
             any(map(names_library, ast.walk(tree)))
             or any(name.startswith(("_jax_ep_", "jax.ffi")) for name in imports(path, tree))
@@ -120,14 +121,14 @@ def only_ffi_py_names_libraries(root: Path) -> list[str]:
 
 
 def only_kernels_py_calls_targets(root: Path) -> list[str]:
-    """By `ffi.call` and `ffi.call_alone` of _core/ffi.py, each family in its kernels.py."""
+    """By `ffi.call` and `ffi.call_alone` of _kit/ffi.py, each family in its kernels.py."""
     return [
         path
         for path, tree in python_files(root, "jax_ep")
         if not (path.startswith("jax_ep/ops/") and path.endswith("/kernels.py"))
         and (
             any(isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ffi.call") for node in ast.walk(tree))
-            or any(name.startswith("jax_ep._core.ffi.call") for name in imports(path, tree))
+            or any(name.startswith("jax_ep._kit.ffi.call") for name in imports(path, tree))
         )
     ]
 
@@ -142,7 +143,7 @@ def only_jax_private_touches_private_jax(root: Path) -> list[str]:
     return [
         f"{path} names {name}"
         for path, tree in python_files(root, "jax_ep", "pallas_kernels")
-        if path != "jax_ep/_core/jax_private.py"
+        if path != "jax_ep/runtime/jax_private.py"
         for name in (
             *imports(path, tree),
             *(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)),
@@ -182,8 +183,8 @@ def python_touches_no_pointer(root: Path) -> list[str]:
 def bootstrap_knows_no_jax(root: Path) -> list[str]:
     return [
         f"{path} imports {name}"
-        for path, name in _imports_of(root, "jax_ep/_core")
-        if path == "jax_ep/_core/bootstrap.py"
+        for path, name in _imports_of(root, "jax_ep/runtime")
+        if path == "jax_ep/runtime/bootstrap.py"
         and name.split(".")[0] not in sys.stdlib_module_names
         and not name.startswith("jax_ep.errors.")
     ]
@@ -194,13 +195,14 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (no_import_cycle, "jax_ep/group.py", "from jax_ep.ops.a.api import op"),
     (no_import_cycle, "jax_ep/group.py", "from typing import *\nif TYPE_CHECKING:\n    from jax_ep.ops.a import api"),
     (no_import_cycle, "jax_ep/group.py", "def f():\n    import jax_ep"),
-    (no_import_cycle, "jax_ep/_core/ffi.py", "from .. import group"),
+    (no_import_cycle, "jax_ep/_kit/ffi.py", "from .. import group"),
     (no_import_cycle, "examples/a.py", "from . import a"),
-    (core_knows_no_op, "jax_ep/_core/a.py", "from jax_ep.ops.a import types"),
-    (core_knows_no_op, "jax_ep/_core/a.py", "from jax_ep.group import Group"),
-    (core_knows_no_op, "jax_ep/_core/a.py", "from jax_ep import nn"),
-    (core_knows_no_op, "jax_ep/_core/a.py", "from .. import Group"),
-    (core_knows_no_op, "jax_ep/_core/a.py", "import jax_ep"),
+    (core_knows_no_op, "jax_ep/_kit/a.py", "from jax_ep.ops.a import types"),
+    (core_knows_no_op, "jax_ep/_kit/a.py", "from jax_ep.group import Group"),
+    (core_knows_no_op, "jax_ep/_kit/a.py", "from jax_ep import nn"),
+    (core_knows_no_op, "jax_ep/_kit/a.py", "from .. import Group"),
+    (core_knows_no_op, "jax_ep/_kit/a.py", "import jax_ep"),
+    (core_knows_no_op, "jax_ep/_kit/a.py", "from jax_ep.runtime import native"),
     (core_knows_no_op, "jax_ep/errors.py", "from jax_ep.nn import layers"),
     (families_know_not_each_other, "jax_ep/ops/b/api.py", "from jax_ep.ops.a.types import Routing"),
     (families_know_not_each_other, "jax_ep/ops/b/api.py", "from jax_ep.ops import a"),
@@ -215,10 +217,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (only_ffi_py_names_libraries, "jax_ep/ops/a/kernels.py", "import jax\njax.ffi.ffi_call('x', None)"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "from jax.ffi import ffi_call as call"),
     (only_ffi_py_names_libraries, "jax_ep/a.py", "import jax\njax.ffi.register_ffi_target('x', None)"),
-    (only_kernels_py_calls_targets, "jax_ep/ops/a/api.py", "from jax_ep._core import ffi\nffi.call('x', None)"),
-    (only_kernels_py_calls_targets, "jax_ep/group.py", "from jax_ep._core.ffi import call as run"),
+    (only_kernels_py_calls_targets, "jax_ep/ops/a/api.py", "from jax_ep._kit import ffi\nffi.call('x', None)"),
+    (only_kernels_py_calls_targets, "jax_ep/group.py", "from jax_ep._kit.ffi import call as run"),
     (only_jax_private_touches_private_jax, "jax_ep/a.py", "from jax._src import distributed"),
-    (only_jax_private_touches_private_jax, "jax_ep/_core/a.py", "import jax\njax._src.core.Trace"),
+    (only_jax_private_touches_private_jax, "jax_ep/_kit/a.py", "import jax\njax._src.core.Trace"),
     (only_jax_private_touches_private_jax, "pallas_kernels/a.py", "from jax.interpreters.mlir import _lowerings"),
     (pallas_kernels_know_no_jax_ep, "pallas_kernels/a.py", "import jax_ep.group"),
     (pallas_kernels_know_no_jax_ep, "pallas_kernels/a.py", "def f():\n    from jax_ep import Group"),
@@ -227,21 +229,21 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (exports_only_export, "jax_ep/lax.py", "x = 1"),
     (python_touches_no_pointer, "jax_ep/a.py", "import ctypes.util"),
     (python_touches_no_pointer, "pallas_kernels/a.py", "from ctypes import c_int"),
-    (bootstrap_knows_no_jax, "jax_ep/_core/bootstrap.py", "import jax.numpy as jnp"),
-    (bootstrap_knows_no_jax, "jax_ep/_core/bootstrap.py", "from jax_ep._core import ffi"),
+    (bootstrap_knows_no_jax, "jax_ep/runtime/bootstrap.py", "import jax.numpy as jnp"),
+    (bootstrap_knows_no_jax, "jax_ep/runtime/bootstrap.py", "from jax_ep._kit import ffi"),
 ]
 
 # What must pass, for no rule may be so strict that it cannot be kept.
 KEPT = {
     "jax_ep/__init__.py": '"""Doc."""\nfrom jax_ep.ops.a.api import op as op\n__all__ = ["op"]',
     "jax_ep/errors.py": "class JaxEpError(RuntimeError): ...",
-    "jax_ep/group.py": "from jax_ep import errors\nfrom jax_ep._core import ffi, jax_private\nffi.library('cpu')",
-    "jax_ep/_core/__init__.py": '"""Doc."""',
-    "jax_ep/_core/bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
-    "jax_ep/_core/ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
-    "jax_ep/_core/jax_private.py": "from jax._src import distributed",
+    "jax_ep/group.py": "from jax_ep._kit import ffi\nfrom jax_ep.runtime import jax_private\nffi.library('cpu')",
+    "jax_ep/_kit/__init__.py": '"""Doc."""',
+    "jax_ep/runtime/bootstrap.py": "import socket\nfrom jax_ep.errors import PeerLostError",
+    "jax_ep/_kit/ffi.py": "import jax, importlib\njax.ffi.ffi_call(importlib.import_module('_jax_ep_cpu'), None)",
+    "jax_ep/runtime/jax_private.py": "from jax._src import distributed",
     "jax_ep/ops/a/api.py": "from jax_ep.group import Group\nfrom jax_ep.ops.a import kernels\nfrom . import types",
-    "jax_ep/ops/a/kernels.py": "import jax\nfrom jax_ep._core import ffi\nffi.call('x', jax.__version__)",
+    "jax_ep/ops/a/kernels.py": "import jax\nfrom jax_ep._kit import ffi\nffi.call('x', jax.__version__)",
     "jax_ep/ops/a/types.py": "import jax",
     "jax_ep/ops/moe_fused/api.py": "from jax_ep.ops.matmul.api import op\nfrom jax_ep.ops.moe import types",
     "jax_ep/nn/layers.py": "from jax_ep.ops.a.api import op\nfrom jax_ep.ops.b.api import other",

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 from jax_ep import Group, combine, dispatch
-from jax_ep._core import checks, collective_stream, ffi, gemm, opening
+from jax_ep._kit import checks, collective_stream, ffi, gemm
+from jax_ep.runtime import opening
 
 RANKS, EXPERTS, T, H, K = 2, 8, 2048, 1024, 4
 C = 2 * T * K  # rows of a rank

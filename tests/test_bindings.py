@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep import Group
-from jax_ep._core import checks, ffi
+from jax_ep._kit import checks, ffi
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jax_ep import PeerLostError, PeerTimeoutError
-from jax_ep._core import bootstrap
+from jax_ep.runtime import bootstrap
 
 TIMEOUT = 30.0
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep import CapacityError, Group, OnOverflow, combine, dispatch
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 pytestmark = [
     pytest.mark.skipif(ffi.library_name(jax.devices()[0]) != "cuda", reason="needs NVIDIA GPUs"),

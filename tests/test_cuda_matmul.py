@@ -12,7 +12,7 @@ from conftest import OpenGroup
 from jax.sharding import NamedSharding, PartitionSpec as P
 from matmul_cases import OPS, Operands, exact
 
-from jax_ep._core import ffi, gemm
+from jax_ep._kit import ffi, gemm
 
 pytestmark = [
     pytest.mark.skipif(

@@ -223,7 +223,7 @@ def test_group_of_another_mesh(open_group: OpenGroup) -> None:
 
 
 def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jax_ep._core.ffi.is_built", lambda platform: False)
+    monkeypatch.setattr("jax_ep._kit.ffi.is_built", lambda platform: False)
     group = open_group(SIZE)
     for implementation in ("auto", "ffi"):
         with pytest.raises(PlatformError, match=r"^dispatch: no jax_ep library is built for platform"):

@@ -15,7 +15,7 @@ from conftest import OpenGroup
 
 import jax_ep
 from jax_ep import Float8Rows, Float8Weights, Implementation, dequantize, lax, moe_mlp, quantize_rows, quantize_weights
-from jax_ep._core import gemm
+from jax_ep._kit import gemm
 
 BLOCK = 128
 BFLOAT16 = helpers.DTYPES[0]

@@ -12,7 +12,7 @@ from conftest import OpenGroup
 from helpers import DTYPES
 
 from jax_ep import dispatch_ragged_dot, lax
-from jax_ep._core import ffi, gemm
+from jax_ep._kit import ffi, gemm
 from jax_ep.ops.matmul import kernels
 from jax_ep.ops.matmul.api import gated_product
 

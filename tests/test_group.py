@@ -28,7 +28,8 @@ from jax_ep import (
     PlatformError,
     profiling,
 )
-from jax_ep._core import checks, native as native_module, open_groups
+from jax_ep._kit import checks
+from jax_ep.runtime import native as native_module, open_groups
 
 SIZE, EXPERTS = 2, 8
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jax_ep._core.heartbeats import Silence
-from jax_ep._core.signs import CLOSED, LEFT, OPEN, Part, Sign, Signs
+from jax_ep.runtime.heartbeats import Silence
+from jax_ep.runtime.signs import CLOSED, LEFT, OPEN, Part, Sign, Signs
 
 TIMEOUT = 10.0
 PAUSE = 1.25  # the longest between two reads

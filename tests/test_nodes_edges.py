@@ -15,8 +15,8 @@ from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
 from test_signs import Store
 
 from jax_ep import Group, Implementation, PeerTimeoutError, combine, dispatch
-from jax_ep._core import heartbeats, nodes, opening, signs
 from jax_ep.ops.moe.types import NodeRouting
+from jax_ep.runtime import heartbeats, nodes, opening, signs
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 128), (3, 0, 128), (3, 2, 0)], ids=["no tokens", "no experts", "no values"])

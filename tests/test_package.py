@@ -10,7 +10,7 @@ import pytest
 
 import jax_ep
 from jax_ep.__main__ import load
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep._core import gemm
+from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 from jax_ep.ops.matmul import api as matmul
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jax_ep import PeerLostError, PeerTimeoutError, PlatformError
-from jax_ep._core import bootstrap, rendezvous
+from jax_ep.runtime import bootstrap, rendezvous
 
 TIMEOUT = 30.0
 PAIR, TRIPLE = [[0, 1]], [[0, 1, 2]]

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from jax_ep import PeerTimeoutError
-from jax_ep._core import signs
-from jax_ep._core.heartbeats import Heartbeats
-from jax_ep._core.signs import Pulse, Sign
-from jax_ep._core.timeouts import Deadline
+from jax_ep.runtime import signs
+from jax_ep.runtime.heartbeats import Heartbeats
+from jax_ep.runtime.signs import Pulse, Sign
+from jax_ep.runtime.timeouts import Deadline
 
 TIMEOUT = 20.0  # of what must come about
 SHORT = 1.5  # of what must not

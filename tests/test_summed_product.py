@@ -11,7 +11,7 @@ from conftest import OpenGroup
 from helpers import DTYPES
 
 from jax_ep import dispatch_ragged_dot
-from jax_ep._core import gemm
+from jax_ep._kit import gemm
 from jax_ep.ops.matmul.api import add_lhs_gradients
 
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")

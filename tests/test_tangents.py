@@ -17,7 +17,7 @@ from matmul_cases import OPS, served
 
 import jax_ep
 from jax_ep import Group, Implementation, SparseRows
-from jax_ep._core import gemm
+from jax_ep._kit import gemm
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 5, 2, 16, 8
 

@@ -109,7 +109,7 @@ def test_report(open_group: OpenGroup, rng: np.random.Generator) -> None:
 
 
 def test_report_of_a_group_without_kernels(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jax_ep._core.ffi.is_built", lambda platform: False)
+    monkeypatch.setattr("jax_ep._kit.ffi.is_built", lambda platform: False)
     assert open_group(SIZE).report() == []
 
 

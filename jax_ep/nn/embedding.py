@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import checks
+from jax_ep._kit import checks
 from jax_ep.ops.sparse.coalesce import coalesce
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, check_sparse_rows
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks
-from jax_ep._core.float8 import BLOCK, Float8Weights
+from jax_ep._kit import checks
+from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.float8 import check_weights
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens

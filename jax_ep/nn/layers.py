@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks
-from jax_ep._core.checks import Implementation, OnOverflow
+from jax_ep._kit import checks
+from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.nn.layer_checks import Experts

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_ep._core import checks
+from jax_ep._kit import checks
 
 Array = jax.Array | np.ndarray
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import checks
+from jax_ep._kit import checks
 
 Array = jax.Array | np.ndarray
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep import Group, Implementation
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 from .fused import Fused
 from .mlp import MoeMlp

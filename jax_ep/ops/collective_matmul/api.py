@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, gemm
-from jax_ep._core.checks import Chosen, Implementation
-from jax_ep._core.linear import linear
+from jax_ep._kit import checks, gemm
+from jax_ep._kit.checks import Chosen, Implementation
+from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels, xla
 from jax_ep.ops.collective_matmul.kernels import Config

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 from jax_ep.group import Group
 
 

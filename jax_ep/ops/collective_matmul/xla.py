@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jax_ep._core.checks import AxisName
+from jax_ep._kit.checks import AxisName
 
 
 def matmul_all_reduce(a: jax.Array, b: jax.Array, *, dtype: Any, axis_name: AxisName) -> jax.Array:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, gemm
-from jax_ep._core.batches import batched_alike
-from jax_ep._core.float8 import Float8Rows, Float8Weights
-from jax_ep._core.linear import linear
+from jax_ep._kit import checks, gemm
+from jax_ep._kit.batches import batched_alike
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import float8, kernels
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, float8, gemm
-from jax_ep._core.batches import batched_alike
-from jax_ep._core.float8 import BLOCK, Float8Rows, Float8Weights
+from jax_ep._kit import checks, float8, gemm
+from jax_ep._kit.batches import batched_alike
+from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep.ops.matmul import kernels
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))

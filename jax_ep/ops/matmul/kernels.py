@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 
 def grouped_matmul(

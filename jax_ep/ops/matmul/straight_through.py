@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from jax_ep._core.float8 import Float8Weights
-from jax_ep._core.linear import linear
+from jax_ep._kit.float8 import Float8Weights
+from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul.api import lhs_gradient, product_tangent, rhs_gradient
 from jax_ep.ops.matmul.float8 import check_blocks, rounded_product, widened, without_gradient
 

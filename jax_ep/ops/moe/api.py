@@ -10,13 +10,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks
-from jax_ep._core.checks import Implementation, OnOverflow
-from jax_ep._core.undelivered import nan_on_overflow
+from jax_ep._kit import checks
+from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes, xla
 from jax_ep.ops.moe.arguments import check_combined, dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing
+from jax_ep.runtime.undelivered import nan_on_overflow
 
 
 def dispatch(

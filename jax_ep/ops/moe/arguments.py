@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, ffi, float8
-from jax_ep._core.checks import OnOverflow
+from jax_ep._kit import checks, ffi, float8
+from jax_ep._kit.checks import OnOverflow
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import Chunks, DispatchConfig, NodeRouting, Routing, worst_case_capacity
 

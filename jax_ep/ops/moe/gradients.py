@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._core.linear import linear
+from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, WHOLE, Chunks, DispatchConfig, Dispatched, Routing

@@ -2,8 +2,8 @@
 
 import jax
 
-from jax_ep._core import ffi
-from jax_ep._core.float8 import Float8Rows
+from jax_ep._kit import ffi
+from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 

@@ -18,11 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._core.agreement import once_agreed
-from jax_ep._core.float8 import BLOCK, Float8Rows, dequantize_rows, quantize_rows
-from jax_ep._core.linear import linear
-from jax_ep._core.nodes import added_up, sum_over_nodes
-from jax_ep._core.undelivered import nan_on_overflow
+from jax_ep._kit.float8 import BLOCK, Float8Rows, dequantize_rows, quantize_rows
+from jax_ep._kit.linear import linear
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import gradients, xla
@@ -37,6 +34,9 @@ from jax_ep.ops.moe.types import (
     NodeRouting,
     Routing,
 )
+from jax_ep.runtime.agreement import once_agreed
+from jax_ep.runtime.nodes import added_up, sum_over_nodes
+from jax_ep.runtime.undelivered import nan_on_overflow
 
 
 def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:

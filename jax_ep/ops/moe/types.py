@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import checks
-from jax_ep._core.checks import AxisName
+from jax_ep._kit import checks
+from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
 from jax_ep.ops.moe.shares import rows_of_experts
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core.checks import AxisName
-from jax_ep._core.float8 import Float8Rows, dequantize_rows, quantize_rows
+from jax_ep._kit.checks import AxisName
+from jax_ep._kit.float8 import Float8Rows, dequantize_rows, quantize_rows
 from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, gemm
-from jax_ep._core.checks import Implementation, OnOverflow
-from jax_ep._core.float8 import Float8Rows
+from jax_ep._kit import checks, gemm
+from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_operands, without_gradient
 from jax_ep.ops.moe.arguments import check_combined

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks
-from jax_ep._core.checks import Implementation, OnOverflow
-from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep._kit import checks
+from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group, check_group
 from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_weights, without_gradient
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens, operands

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient, ragged_dot
 from jax_ep.ops.matmul.float8 import (

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
-from jax_ep._core.float8 import Float8Rows, Float8Weights
-from jax_ep._core.linear import linear
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul.api import product_tangent, ragged_dot, rhs_gradient
 from jax_ep.ops.matmul.float8 import widened
 from jax_ep.ops.moe.gradients import (

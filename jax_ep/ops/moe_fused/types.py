@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import checks
-from jax_ep._core.float8 import Float8Rows, Float8Weights
+from jax_ep._kit import checks
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import DispatchCall
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._core.float8 import Float8Rows
+from jax_ep._kit.float8 import Float8Rows
 from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
 from jax_ep.ops.matmul.straight_through import float8_ragged_dot
 from jax_ep.ops.moe.api import checked_combine, checked_dispatch

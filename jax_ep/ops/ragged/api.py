@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import checks, ffi, open_groups
-from jax_ep._core.checks import AxisName, Implementation
-from jax_ep._core.undelivered import undelivered_if
+from jax_ep._kit import checks, ffi
+from jax_ep._kit.checks import AxisName, Implementation
 from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged import gradients, xla
+from jax_ep.runtime import open_groups
+from jax_ep.runtime.undelivered import undelivered_if
 
 OUTSIDE = (
     "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core.linear import linear
+from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.ragged import kernels
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 from jax_ep.group import Group
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core.checks import AxisName
+from jax_ep._kit.checks import AxisName
 
 
 def ragged_all_to_all(

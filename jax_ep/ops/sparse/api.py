@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import checks
-from jax_ep._core.checks import Implementation, OnOverflow
-from jax_ep._core.linear import linear
-from jax_ep._core.undelivered import nan_on_overflow
+from jax_ep._kit import checks
+from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, nodes, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
+from jax_ep.runtime.undelivered import nan_on_overflow
 from pallas_kernels import index_match
 
 OPS: tuple[SparseOp, ...] = get_args(SparseOp)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import checks
+from jax_ep._kit import checks
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
 
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 from jax_ep.group import Group
 from jax_ep.ops.sparse.types import SparseConfig, Union
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import checks
-from jax_ep._core.nodes import sum_over_nodes
+from jax_ep._kit import checks
 from jax_ep.group import Group
 from jax_ep.ops.sparse import kernels
 from jax_ep.ops.sparse.types import SparseConfig, Union
+from jax_ep.runtime.nodes import sum_over_nodes
 
 
 def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:

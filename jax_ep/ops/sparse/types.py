@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from jax_ep._core import checks
+from jax_ep._kit import checks
 
 SparseOp = Literal["sum", "mean", "mean_by_count"]
 Method = Literal["auto", "bitmap", "match"]

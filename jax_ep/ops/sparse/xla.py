@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core.checks import AxisName
+from jax_ep._kit.checks import AxisName
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import bootstrap, checks, jax_private, rendezvous
-from jax_ep._core.checks import AxisName
-from jax_ep._core.timeouts import Deadline
+from jax_ep._kit import checks
+from jax_ep._kit.checks import AxisName
 from jax_ep.errors import PeerTimeoutError, PlatformError
+from jax_ep.runtime import bootstrap, jax_private, rendezvous
+from jax_ep.runtime.timeouts import Deadline
 
 MOSTLY = 0.9  # a node that needs this share of the tokens is sent all
 SLACK = 1.25  # room for a router that is not quite even

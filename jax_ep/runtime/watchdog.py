@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from jax_ep._core.native import NativeGroup, close_all, history
+from jax_ep.runtime.native import NativeGroup, close_all, history
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep._core import bootstrap, jax_private
-from jax_ep._core.timeouts import Deadline
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
+from jax_ep.runtime import bootstrap, jax_private
+from jax_ep.runtime.timeouts import Deadline
 
 # Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
 _numbers: defaultdict[str, set[int]] = defaultdict(set)  # of those that are open here, by what they are over

@@ -4,7 +4,7 @@ import os
 import time
 from typing import Self
 
-from jax_ep._core import checks
+from jax_ep._kit import checks
 
 LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
 LONGEST_OPENING = 300.0  # seconds, unless it is given

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import checks
-from jax_ep._core.checks import AxisName
+from jax_ep._kit import checks
+from jax_ep._kit.checks import AxisName
 from jax_ep.errors import JaxEpError, MismatchError
 
 _Described = Mapping[str, int | np.dtype]

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import checks
-from jax_ep._core.collective_stream import is_scheduled, on_collective_stream
+from jax_ep._kit import checks
+from jax_ep._kit.collective_stream import is_scheduled, on_collective_stream
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 

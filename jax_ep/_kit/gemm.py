@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 
 CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 CORE_MULTIPLE = 8  # TMA wants lines of 16 bytes

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._core import native
 from jax_ep.errors import JaxEpError
+from jax_ep.runtime import native
 
 
 def undelivered_if(

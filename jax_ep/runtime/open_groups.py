@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jax_ep._core import checks
-from jax_ep._core.checks import AxisName
+from jax_ep._kit import checks
+from jax_ep._kit.checks import AxisName
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it

@@ -7,10 +7,11 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
-from jax_ep._core import checks, ffi, heartbeats, native, nodes, rendezvous
-from jax_ep._core.checks import AxisName
-from jax_ep._core.heartbeats import Heartbeats
-from jax_ep._core.timeouts import Deadline
+from jax_ep._kit import checks, ffi
+from jax_ep._kit.checks import AxisName
+from jax_ep.runtime import heartbeats, native, nodes, rendezvous
+from jax_ep.runtime.heartbeats import Heartbeats
+from jax_ep.runtime.timeouts import Deadline
 
 MOST_SMS = 2**31 - 1  # what a C++ int holds
 

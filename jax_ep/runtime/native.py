@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from jax_ep._core import ffi
+from jax_ep._kit import ffi
 from jax_ep.errors import (
     CapacityError,
     GroupClosedError,

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 
 import jax
 
-from jax_ep._core import jax_private
-from jax_ep._core.signs import CLOSED, LEFT, OPEN, Pulse, Signs
-from jax_ep._core.timeouts import Deadline
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
+from jax_ep.runtime import jax_private
+from jax_ep.runtime.signs import CLOSED, LEFT, OPEN, Pulse, Signs
+from jax_ep.runtime.timeouts import Deadline
 
 _LOGGER = logging.getLogger("jax_ep")
 _LOOK_SECONDS = 0.1  # between two looks at what was read

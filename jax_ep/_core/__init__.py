@@ -1,1 +1,0 @@
-"""What every op stands on: checks, libraries and groups. It knows no op."""
