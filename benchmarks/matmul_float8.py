@@ -68,10 +68,10 @@ def torch_program(lhs: Float8Rows, rhs: Float8Weights, sizes: jax.Array, calls: 
     """So many calls of torch's product of the same values, with a scale per row and one per column."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    def take(values: jax.Array) -> Any:
-        return torch.from_dlpack(jax.lax.bitcast_convert_type(values, jnp.uint8)).view(torch.float8_e4m3fn)
+    def take(bits: jax.Array) -> Any:
+        return torch.from_dlpack(bits).view(torch.float8_e4m3fn)
 
-    a, b = take(lhs.values), take(rhs.values).transpose(-2, -1)
+    a, b = take(lhs.bits), take(rhs.bits).transpose(-2, -1)
     of_rows = torch.ones(a.shape[0], device=a.device)
     of_columns = torch.ones(b.shape[0], b.shape[2], device=a.device)
     ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)

@@ -1,5 +1,6 @@
 """Quantizing to float8, products of float8 operands, and a layer of them, against float64 of the same rounding."""
 
+import dataclasses
 import itertools
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def test_weights(rng: np.random.Generator) -> None:
     assert quantized.values.dtype == oracle.FP8
     assert quantized.values.shape == (3, 384, 256)
     assert quantized.scales.shape == (3, 3, 2)
-    found = helpers.fetch(dequantize(Float8Weights(*map(jnp.asarray, quantized)), np.float32))
+    found = helpers.fetch(dequantize(jax.tree.map(jnp.asarray, quantized), np.float32))
     expected = rounded_weights(weights)
     if jax.default_backend() == "cpu":
         np.testing.assert_array_equal(found, expected)
@@ -144,7 +145,7 @@ def test_products(case: Product, result: str, rng: np.random.Generator) -> None:
 def test_dense_products(rows: int, spread: float, rng: np.random.Generator) -> None:
     case = Product((rows,), rows, 384, 256)
     lhs, rhs = draw_product(case, rng, spread)
-    found = helpers.fetch(jax.jit(lax.dot)(lhs, Float8Weights(*(x[0] for x in rhs))))
+    found = helpers.fetch(jax.jit(lax.dot)(lhs, jax.tree.map(lambda x: x[0], rhs)))
     assert found.dtype == helpers.DTYPES[0]
     assert_product(found, *multiplied(case, lhs, rhs), spread)
 
@@ -167,9 +168,9 @@ def test_products_of_nan_and_infinity(rng: np.random.Generator) -> None:
     """Each reaches the rows and columns that it meets, and no others; but XLA multiplies rows by all matrices."""
     case = Product((40, 60), 100, 256, 256)
     lhs, rhs = draw_product(case, rng)
-    lhs = lhs._replace(scales=lhs.scales.at[7, 1].set(jnp.nan).at[41, 0].set(jnp.inf))
+    lhs = dataclasses.replace(lhs, scales=lhs.scales.at[7, 1].set(jnp.nan).at[41, 0].set(jnp.inf))
     if gemm.has_gemm():
-        rhs = rhs._replace(scales=rhs.scales.at[1, 1, 0].set(jnp.nan))
+        rhs = dataclasses.replace(rhs, scales=rhs.scales.at[1, 1, 0].set(jnp.nan))
     found = helpers.fetch(jax.jit(lax.ragged_dot)(lhs, rhs, jnp.array(case.sizes)))
     expected = np.ones(found.shape, bool)
     expected[[7, 41]] = False
@@ -180,7 +181,7 @@ def test_products_of_nan_and_infinity(rng: np.random.Generator) -> None:
 def test_products_of_a_batch(rng: np.random.Generator) -> None:
     case = PRODUCTS[0]
     drawn = [draw_product(case, rng) for _ in range(2)]
-    lhs = Float8Rows(*(jnp.stack(leaves) for leaves in zip(*(rows for rows, _ in drawn), strict=True)))
+    lhs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(rows for rows, _ in drawn))
     product = jax.vmap(lax.ragged_dot, in_axes=(0, None, None))
     found = helpers.fetch(jax.jit(product)(lhs, drawn[0][1], jnp.array(case.sizes)))
     for each, (rows, _) in zip(found, drawn, strict=True):
@@ -191,24 +192,29 @@ def test_products_have_no_gradient(rng: np.random.Generator) -> None:
     lhs, rhs = draw_product(PRODUCTS[0], rng)
 
     def loss(scales: jax.Array) -> jax.Array:
-        return lax.ragged_dot(lhs._replace(scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
+        return lax.ragged_dot(dataclasses.replace(lhs, scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
 
     with pytest.raises(TypeError, match=r"^products of float8 operands have no gradient: .*moe_mlp"):
         jax.grad(loss)(lhs.scales)
 
 
 def wrong_products() -> list[tuple[Any, Any, type[Exception], str]]:
-    values, scales = jnp.zeros((4, 256), oracle.FP8), jnp.zeros((4, 2))
-    weights = Float8Weights(jnp.zeros((2, 128, 256), oracle.FP8), jnp.zeros((2, 1, 2)))
-    rows = Float8Rows(values, scales)
+    bits, scales = jnp.zeros((4, 256), np.uint8), jnp.zeros((4, 2))
+    weights = Float8Weights(jnp.zeros((2, 128, 256), np.uint8), jnp.zeros((2, 1, 2)))
+    rows = Float8Rows(bits, scales)
     return [
         (jnp.zeros((4, 256)), weights, TypeError, r"lhs must be Float8Rows .*, got float32\[4,256\]"),
         (rows, jnp.zeros((2, 256, 128)), TypeError, r"rhs must be Float8Weights"),
-        (Float8Rows(values, scales[:, :1]), weights, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
-        (Float8Rows(values.astype(np.float32), scales), weights, TypeError, r"lhs\.values must be of dtype float8"),
-        (rows, weights._replace(scales=scales), ValueError, r"rhs\.scales must have shape"),
-        (rows, weights._replace(values=weights.values[..., :128]), ValueError, r"rhs\.values must have 256 columns"),
-        (rows, weights._replace(values=weights.values[:, :64]), ValueError, r"multiples of 128"),
+        (Float8Rows(bits, scales[:, :1]), weights, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
+        (Float8Rows(rows.values, scales), weights, TypeError, r"lhs\.bits must be of dtype uint8, got float8_e4m3fn"),
+        (rows, dataclasses.replace(weights, scales=scales), ValueError, r"rhs\.scales must have shape"),
+        (
+            rows,
+            dataclasses.replace(weights, bits=weights.bits[..., :128]),
+            ValueError,
+            r"rhs\.bits must have 256 columns",
+        ),
+        (rows, dataclasses.replace(weights, bits=weights.bits[:, :64]), ValueError, r"multiples of 128"),
     ]
 
 
@@ -301,14 +307,14 @@ def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:
     rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 256, 128)), jnp.float32))
 
     def loss(scales: jax.Array) -> jax.Array:
-        return jax_ep.nn.float8_ragged_dot(lhs, rhs._replace(scales=scales), sizes).sum()
+        return jax_ep.nn.float8_ragged_dot(lhs, dataclasses.replace(rhs, scales=scales), sizes).sum()
 
     with pytest.raises(TypeError, match=r"^float8_ragged_dot: rhs in float8 has no gradient"):
         jax.grad(loss)(rhs.scales)
 
 
 def _without_scales(weights: Float8Weights) -> Float8Weights:
-    return weights._replace(scales=weights.scales[:, :1])
+    return dataclasses.replace(weights, scales=weights.scales[:, :1])
 
 
 def test_wrong_layers(open_group: OpenGroup) -> None:

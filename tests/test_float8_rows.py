@@ -43,7 +43,7 @@ def test_values_and_scales(
     case.ids[:, 2, 1:] = -1
     program = dispatch_only(open_group(4), implementation=implementation, alignment=4)
     dispatched = helpers.fetch(program(*case))
-    values, scales = dispatched.tokens
+    values, scales = np.asarray(dispatched.tokens.values), dispatched.tokens.scales
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=values.shape[1], alignment=4)
     helpers.assert_routing(dispatched, expected)
     assert values.dtype == FLOAT8
@@ -68,7 +68,7 @@ def test_combine_takes_the_routing(
     group = open_group(4)
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        (values, scales), _, routing = jax_ep.dispatch(
+        received, _, routing = jax_ep.dispatch(
             tokens,
             ids,
             weights,
@@ -78,7 +78,7 @@ def test_combine_takes_the_routing(
             dequantize=False,
             implementation=implementation,
         )
-        rows = values.astype(jnp.float32) * jnp.repeat(scales, 128, axis=1)
+        rows = received.values.astype(jnp.float32) * jnp.repeat(received.scales, 128, axis=1)
         return jax_ep.combine(rows, routing, group=group, implementation=implementation)
 
     case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, 256)

@@ -3,6 +3,7 @@
 Sums have its bits. Gradients differ by rounding; those of the weights go straight through the last product's, too.
 """
 
+import dataclasses
 from typing import Any
 
 import helpers
@@ -158,9 +159,9 @@ def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: 
 
         inner, (_, _, routing) = first(gate)
         if argument == "rhs":
-            return jax.grad(lambda scales: first(gate._replace(scales=scales))[0].sum())(gate.scales)
+            return jax.grad(lambda scales: first(dataclasses.replace(gate, scales=scales))[0].sum())(gate.scales)
         rows = quantize_rows(inner)
-        return jax.grad(lambda scales: last(routing, rows._replace(scales=scales), down))(rows.scales)
+        return jax.grad(lambda scales: last(routing, dataclasses.replace(rows, scales=scales), down))(rows.scales)
 
     for argument in ("rhs", "lhs"):
         with pytest.raises(TypeError, match=f": {argument} in float8 has no gradient"):
@@ -205,7 +206,7 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
     if "64" not in message:
         rhs = quantize_weights(rhs)
     if "scales" in changes:
-        rhs = rhs._replace(scales=rhs.scales[..., : changes.pop("scales")])
+        rhs = dataclasses.replace(rhs, scales=rhs.scales[..., : changes.pop("scales")])
 
     def body(x: jax.Array) -> jax.Array:
         tokens, ids = jnp.zeros((TOKENS, HIDDEN), jnp.bfloat16), jnp.zeros((TOKENS, TOP_K), jnp.int32)

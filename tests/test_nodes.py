@@ -181,9 +181,9 @@ def test_float8_on_both_wires(hidden: int, implementation: Implementation, rng: 
             return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).tokens
 
         operands = [x.reshape(2, 2, *x.shape[1:]) for x in case[:2]]
-        values, scales = by_rank(helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)), group)
+        found = by_rank(helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)), group)
     with np.errstate(invalid="ignore"):
-        wide = values.astype(np.float32) * np.repeat(scales, 128, axis=-1)
+        wide = np.asarray(found.values).astype(np.float32) * np.repeat(found.scales, 128, axis=-1)
     helpers.assert_rounded_to_float8(wide.astype(case.tokens.dtype), expected.tokens)
 
 

@@ -13,9 +13,10 @@ namespace jax_ep {
 
 namespace ffi = xla::ffi;
 
+// Float8 arrives as uint8: jax_ep/_kit/float8.py says why.
 inline ffi::DataType ffi_type(Values values) {
   static constexpr ffi::DataType kTypes[] = {
-      ffi::F32, ffi::BF16, ffi::F16, ffi::F8E4M3FN, ffi::S32, ffi::U8, ffi::DataType::INVALID};
+      ffi::F32, ffi::BF16, ffi::F16, ffi::U8, ffi::S32, ffi::U8, ffi::DataType::INVALID};
   return kTypes[static_cast<int>(values)];
 }
 

@@ -31,9 +31,9 @@ auto with_format(DType dtype, Run run) {
 // The dtype of a buffer; `any` where the op moves rows of so many bytes, whatever they hold.
 enum class Values : uint8_t { float32, bfloat16, float16, float8, int32, uint8, any };
 
-// As jax names them.
+// As jax names the arrays; float8 values travel as uint8.
 inline const char* name_of(Values values) {
-  static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "any"};
+  static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "uint8", "int32", "uint8", "any"};
   return kNames[static_cast<int>(values)];
 }
 

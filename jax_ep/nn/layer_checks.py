@@ -22,7 +22,7 @@ def check_experts(op: str, tokens: jax.Array, gate: Experts, up: Experts | None,
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
     for name, matrix in (("gate", gate), ("up", up), ("down", down)):
         if isinstance(matrix, Float8Weights):
-            checks.check_rank(op, f"{name}.values", matrix.values, 3, "[E / R, N, K]")
+            checks.check_rank(op, f"{name}.bits", matrix.bits, 3, "[E / R, N, K]")
     if not isinstance(gate, Float8Weights):
         checks.check_array(op, "gate", gate)
     if len(gate.shape) != 3:
@@ -44,7 +44,7 @@ def check_experts(op: str, tokens: jax.Array, gate: Experts, up: Experts | None,
     if group.size == 1 or not checks.tracks_varying(group.axis_name):
         return
     for name, (matrix, _, _) in named.items():
-        held = matrix.values if isinstance(matrix, Float8Weights) else matrix
+        held = matrix.bits if isinstance(matrix, Float8Weights) else matrix
         if not checks.varies(held, group.axis_name):
             raise ValueError(
                 f"{op}: {name} must be of the experts that each rank owns, got the same on all ranks: shard its first "

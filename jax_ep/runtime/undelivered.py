@@ -22,8 +22,7 @@ def undelivered_if(
       keep_error: of the group.
     """
     jax.lax.cond(wrong, lambda: jax.debug.callback(partial(_report, error, keep_error), wrong), lambda: None)
-    nothing = jnp.asarray(jnp.nan if jnp.issubdtype(result.dtype, jnp.inexact) else -1)
-    return jnp.where(wrong, nothing.astype(result.dtype), result)
+    return jnp.where(wrong, _nothing(result), result)
 
 
 def nan_on_overflow(
@@ -50,7 +49,12 @@ def nan_on_overflow(
         jax.debug.callback(partial(_report_overflow, op, capacity, keep_error, error), needed)
 
     jax.lax.cond(overflow, report, lambda: None)
-    return jax.tree.map(lambda x: jnp.where(overflow, jnp.asarray(jnp.nan, x.dtype), x), rows)
+    return jax.tree.map(lambda x: jnp.where(overflow, _nothing(x), x), rows)
+
+
+def _nothing(result: jax.Array) -> jax.Array:
+    """NaN, or all bits of an integer: -1, and NaN where uint8 holds float8 values."""
+    return jnp.asarray(jnp.nan if jnp.issubdtype(result.dtype, jnp.inexact) else -1).astype(result.dtype)
 
 
 def _report_overflow(

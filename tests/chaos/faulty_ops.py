@@ -74,7 +74,7 @@ def float8_rows(rng: np.random.Generator, group: Group) -> Op:
         out = jax_ep.dispatch(
             tokens, ids, weights, group=group, num_experts=experts, capacity=capacity, implementation="ffi", **options
         )
-        values, scales = out.tokens
+        values, scales = out.tokens.values, out.tokens.scales
         rows = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
         return rows, jax_ep.combine(rows, out.routing, group=group, implementation="ffi")
 

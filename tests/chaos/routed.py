@@ -174,7 +174,7 @@ class Float8(Routed):
             return True
         dispatched = helpers.fetch(self.run(*case))
         helpers.assert_routing(dispatched, expected)
-        values, scales = dispatched.tokens
+        values, scales = dispatched.tokens.values, dispatched.tokens.scales
         with np.errstate(invalid="ignore"):
             wide = helpers.wide(values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)
         self.assert_tokens(wide.astype(self.dtype), case, expected)

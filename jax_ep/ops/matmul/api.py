@@ -84,8 +84,8 @@ def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLik
       TypeError, ValueError: an argument is wrong; raised when traced.
     """
     dtype = float8.check_operands("dot", lhs, rhs, preferred_element_type, ndim=2)
-    one_group = Float8Weights(*(x[None] for x in rhs))
-    return float8.grouped_product(dtype, lhs, one_group, jnp.array([lhs.values.shape[0]], jnp.int32))
+    one_group = jax.tree.map(lambda x: x[None], rhs)
+    return float8.grouped_product(dtype, lhs, one_group, jnp.array([lhs.bits.shape[0]], jnp.int32))
 
 
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import batched_alike
-from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
+from jax_ep._kit.float8 import BITS, BLOCK, Float8Rows, Float8Weights
 from jax_ep.ops.matmul import kernels
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
@@ -69,7 +69,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
 
     Args:
       preferred_element_type: bfloat16 or float32; None: bfloat16.
-      ndim: of `rhs.values`, 2 or 3.
+      ndim: of `rhs.bits`, 2 or 3.
 
     Raises:
       TypeError, ValueError: an operand is wrong, or not in float8.
@@ -79,16 +79,16 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
             raise TypeError(
                 f"{op}: {name} must be {kind.__name__} as the other one is in float8, got {describe(operand)}"
             )
-        checks.check_dtype(op, f"{name}.values", operand.values, (FLOAT8,))
+        checks.check_dtype(op, f"{name}.bits", operand.bits, (BITS,))
         checks.check_dtype(op, f"{name}.scales", operand.scales, (np.dtype(np.float32),))
-    checks.check_rank(op, "lhs.values", lhs.values, 2, "[M, K]")
-    checks.check_rank(op, "rhs.values", rhs.values, ndim, "[G, N, K]" if ndim == 3 else "[N, K]")
-    (rows, k), (n, rhs_k) = lhs.values.shape, rhs.values.shape[-2:]
+    checks.check_rank(op, "lhs.bits", lhs.bits, 2, "[M, K]")
+    checks.check_rank(op, "rhs.bits", rhs.bits, ndim, "[G, N, K]" if ndim == 3 else "[N, K]")
+    (rows, k), (n, rhs_k) = lhs.bits.shape, rhs.bits.shape[-2:]
     if k != rhs_k:
-        raise ValueError(f"{op}: rhs.values must have {k} columns, as lhs.values has, got {rhs.values.shape}")
-    check_blocks(op, "rhs.values", (n, k))
+        raise ValueError(f"{op}: rhs.bits must have {k} columns, as lhs.bits has, got {rhs.bits.shape}")
+    check_blocks(op, "rhs.bits", (n, k))
     checks.check_shape(op, "lhs.scales", lhs.scales, (rows, k // BLOCK), "[M, K / 128]")
-    scales = (*rhs.values.shape[:-2], n // BLOCK, k // BLOCK)
+    scales = (*rhs.bits.shape[:-2], n // BLOCK, k // BLOCK)
     checks.check_shape(op, "rhs.scales", rhs.scales, scales, "[..., N / 128, K / 128]")
     result = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or RESULTS[0]
     if result not in RESULTS:
@@ -100,7 +100,7 @@ def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, 
     """Raises ValueError or TypeError unless `weights` are quantized matrices of `shape` [G, K, N]."""
     if weights.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {weights.shape}")
-    checks.check_dtype(op, f"{name}.values", weights.values, (FLOAT8,))
+    checks.check_dtype(op, f"{name}.bits", weights.bits, (BITS,))
     checks.check_dtype(op, f"{name}.scales", weights.scales, (np.dtype(np.float32),))
     groups, k, n = shape
     checks.check_shape(op, f"{name}.scales", weights.scales, (groups, n // BLOCK, k // BLOCK), "[G, N / 128, K / 128]")
@@ -119,7 +119,7 @@ def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes
 
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
-    operands = batched_alike(*lhs, *rhs, group_sizes)
+    operands = batched_alike(lhs.bits, lhs.scales, rhs.bits, rhs.scales, group_sizes)
     by_xla = partial(_by_xla, dtype)
     if not (gemm.has_gemm() and all(size > 0 for x in operands for size in x.shape)):
         return by_xla(*operands)
@@ -188,11 +188,11 @@ def quantized_gated_product(
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """
 
-    def by_parts(values: jax.Array, scales: jax.Array, group_sizes: jax.Array, *leaves: jax.Array) -> tuple[Any, ...]:
-        matrices = map(Float8Weights, leaves[::2], leaves[1::2])
-        return tuple(composed(Float8Rows(values, scales), group_sizes, *matrices))
+    def by_parts(bits: jax.Array, scales: jax.Array, group_sizes: jax.Array, *leaves: jax.Array) -> tuple[Any, ...]:
+        made = composed(Float8Rows(bits, scales), group_sizes, *map(Float8Weights, leaves[::2], leaves[1::2]))
+        return made.bits, made.scales
 
-    operands = batched_alike(*rows, group_sizes, *jax.tree.leaves(rhs))
+    operands = batched_alike(rows.bits, rows.scales, group_sizes, *jax.tree.leaves(rhs))
     columns = rhs[0].shape[-1] // (2 if len(rhs) == 1 else 1)
     if not gemm.has_gemm() or columns % BLOCK or not all(size > 0 for x in operands for size in x.shape):
         return Float8Rows(*by_parts(*operands))

@@ -62,7 +62,7 @@ def dispatch(
         gradients of both. The results have the same bits. "xla" does not look at it.
       wire_dtype: None, or float8_e4m3fn: rows travel as fp8 with one float32 scale per 128 values and arrive in the
         dtype of `tokens`. H must be a multiple of 128. Gradients pass straight through the rounding.
-      dequantize: False leaves the rows as `Float8Rows(values, scales)`, for a float8 product. Needs `wire_dtype`, has
+      dequantize: False leaves the rows as `Float8Rows(bits, scales)`, for a float8 product. Needs `wire_dtype`, has
         no gradient.
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of

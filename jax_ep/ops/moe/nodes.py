@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit.float8 import BLOCK, Float8Rows, dequantize_rows, quantize_rows
+from jax_ep._kit.float8 import BITS, BLOCK, Float8Rows, dequantize_rows, quantize_rows
 from jax_ep._kit.linear import linear
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
@@ -29,7 +29,6 @@ from jax_ep.ops.moe.types import (
     WHOLE,
     Chunks,
     DispatchCall,
-    DispatchConfig,
     Dispatched,
     NodeRouting,
     Routing,
@@ -218,7 +217,7 @@ def _moved(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _float8_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Float8Rows:
-    return _unpacked(_moved(call, _packed(tokens), sent, local), call.config)
+    return _unpacked(_moved(call, _packed(tokens), sent, local))
 
 
 @_float8_rows.defjvp
@@ -241,17 +240,14 @@ def _rounded_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
 
 def _packed(tokens: jax.Array) -> jax.Array:
     """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales: rows that both wires carry."""
-    values, scales = quantize_rows(tokens)
-    values = jax.lax.bitcast_convert_type(values.reshape(tokens.shape[0], tokens.shape[1] // 4, 4), jnp.float32)
-    return jnp.concatenate([values, scales], axis=1)
+    rows = quantize_rows(tokens)
+    words = jax.lax.bitcast_convert_type(rows.bits.reshape(tokens.shape[0], tokens.shape[1] // 4, 4), jnp.float32)
+    return jnp.concatenate([words, rows.scales], axis=1)
 
 
-def _unpacked(rows: jax.Array, whole: DispatchConfig) -> Float8Rows:
-    values, scales = jnp.split(rows, [rows.shape[1] * BLOCK // (BLOCK + 4)], axis=1)
-    assert whole.wire_dtype is not None
-    return Float8Rows(
-        jax.lax.bitcast_convert_type(values, whole.wire_dtype).reshape(rows.shape[0], values.shape[1] * 4), scales
-    )
+def _unpacked(rows: jax.Array) -> Float8Rows:
+    words, scales = jnp.split(rows, [rows.shape[1] * BLOCK // (BLOCK + 4)], axis=1)
+    return Float8Rows(jax.lax.bitcast_convert_type(words, BITS).reshape(rows.shape[0], words.shape[1] * 4), scales)
 
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit.checks import AxisName
-from jax_ep._kit.float8 import Float8Rows, dequantize_rows, quantize_rows
+from jax_ep._kit.float8 import Float8Rows, dequantize_rows, quantize_rows, to_bits
 from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
@@ -71,7 +71,8 @@ def dispatch(
     me = jax.lax.axis_index(axis_name)
     sent = tokens
     if not config.dequantize:  # both parts in one row; float32 holds them exactly
-        sent = jnp.concatenate([part.astype(jnp.float32) for part in quantize_rows(tokens)], axis=1)
+        quantized = quantize_rows(tokens)
+        sent = jnp.concatenate([quantized.values.astype(jnp.float32), quantized.scales], axis=1)
     elif config.wire_dtype is not None:  # the gradient passes straight through the rounding
         rounded = dequantize_rows(quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
@@ -99,7 +100,7 @@ def dispatch(
     )
     if not config.dequantize:
         values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
-        received = Float8Rows(values.astype(config.wire_dtype), scales)
+        received = Float8Rows(to_bits(values), scales)
     return Dispatched(received, placed.group_sizes[me], routing), placed.needed
 
 

@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, gemm
 from jax_ep._kit.checks import Implementation, OnOverflow
-from jax_ep._kit.float8 import Float8Rows
+from jax_ep._kit.float8 import BITS, Float8Rows
 from jax_ep.group import Group, check_group
-from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_operands, without_gradient
+from jax_ep.ops.matmul.float8 import check_blocks, check_operands, without_gradient
 from jax_ep.ops.moe.arguments import check_combined
 from jax_ep.ops.moe.types import Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
@@ -221,8 +221,8 @@ def combine_beside(
     in_float8 = is_in_float8(op, precision, lhs, rhs)
     if isinstance(lhs, Float8Rows):
         check_operands(op, lhs, rhs, None, ndim=3)
-        rows = lhs.values
-        check_combined(op, "lhs.values", rows, routing, group, dtypes=(FLOAT8,))
+        rows = lhs.bits
+        check_combined(op, "lhs.bits", rows, routing, group, dtypes=(BITS,))
     else:
         rows = lhs
         check_combined(op, "lhs", rows, routing, group)

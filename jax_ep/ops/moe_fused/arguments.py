@@ -121,7 +121,7 @@ def _is_pair(rhs: Any) -> bool:
 
 def check_matrix(op: str, name: str, matrix: Any, leading: tuple[int, int], layout: str, rows: jax.Array) -> None:
     if isinstance(matrix, Float8Weights):
-        checks.check_rank(op, f"{name}.values", matrix.values, 3, "[E / R, N, K]")
+        checks.check_rank(op, f"{name}.bits", matrix.bits, 3, "[E / R, N, K]")
         check_weights(op, name, matrix, (*leading, matrix.shape[2]), layout)
         return
     checks.check_rank(op, name, matrix, 3, layout)
