@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import quantize_rows, quantize_weights
+from jax_ep.float8 import quantize_rows, quantize_weights
 
 from . import layer, moe_sweep
 from .in_jit_loop import Loop, compile_loops, describe_pause, in_digits, median_microseconds, teraflops

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
 from jax_ep._kit import gemm
-from jax_ep.lax import ragged_dot
+from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights, ragged_dot
 
 from .in_jit_loop import (
     Loop,

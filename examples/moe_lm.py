@@ -131,7 +131,7 @@ def exchange(
     if config.float8:
         sending["wire_dtype"] = jnp.float8_e4m3fn
         dispatched = jax_ep.dispatch(tokens, ids, weights, **sending, **where)
-        sizes, multiply = dispatched.group_sizes, jax_ep.nn.float8_ragged_dot
+        sizes, multiply = dispatched.group_sizes, jax_ep.float8.ragged_dot
         hidden = multiply(dispatched.tokens, layer.expert_in, sizes)
         answers = multiply(jax.nn.gelu(hidden), layer.expert_out, sizes)
         return jax_ep.combine(answers, dispatched.routing, **where), dispatched

@@ -1,8 +1,7 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
-from jax_ep import embedding as embedding, lax as lax, nn as nn
+from jax_ep import embedding as embedding, float8 as float8, lax as lax, nn as nn
 from jax_ep._kit.checks import Implementation as Implementation, OnOverflow as OnOverflow
-from jax_ep._kit.float8 import Float8Rows as Float8Rows, Float8Weights as Float8Weights
 from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
@@ -20,11 +19,6 @@ from jax_ep.ops.collective_matmul.api import (
     all_gather_matmul as all_gather_matmul,
     matmul_all_reduce as matmul_all_reduce,
     matmul_reduce_scatter as matmul_reduce_scatter,
-)
-from jax_ep.ops.matmul.float8 import (
-    dequantize as dequantize,
-    quantize_rows as quantize_rows,
-    quantize_weights as quantize_weights,
 )
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
 from jax_ep.ops.moe.types import Dispatched as Dispatched, Routing as Routing

@@ -8,7 +8,7 @@ from pathlib import Path
 Rule = Callable[[Path], list[str]]
 
 PACKAGES = ("jax_ep", "pallas_kernels", "examples", "benchmarks")
-EXPORTS = ("jax_ep/lax.py", "jax_ep/embedding.py")  # besides every __init__.py
+EXPORTS = ("jax_ep/lax.py", "jax_ep/float8.py", "jax_ep/embedding.py")  # besides every __init__.py
 
 
 def python_files(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
@@ -98,7 +98,7 @@ def ops_know_no_layers(root: Path) -> list[str]:
     return [
         f"{path} imports {name}"
         for path, name in _imports_of(root, "jax_ep/ops")
-        if f"{name}.".startswith(("jax_ep.nn.", "jax_ep.lax.", "jax_ep.embedding."))
+        if f"{name}.".startswith(("jax_ep.nn.", "jax_ep.lax.", "jax_ep.float8.", "jax_ep.embedding."))
     ]
 
 

@@ -23,7 +23,7 @@ TOKENS, IDS = jnp.zeros((6, HIDDEN)), jnp.zeros((6, 2), jnp.int32)
 SQUARE, INDICES = jnp.zeros((8, 8)), jnp.zeros(2, jnp.int32)
 TABLE = jnp.zeros((V, D))
 ROWS = SparseRows.from_entries(jnp.zeros(5, jnp.int32), jnp.zeros((5, D)), num_rows=V)
-EIGHT = jax_ep.Float8Rows(jnp.zeros((48, 128), jnp.uint8), jnp.zeros((48, 1)))
+EIGHT = jax_ep.float8.Float8Rows(jnp.zeros((48, 128), jnp.uint8), jnp.zeros((48, 1)))
 
 no_arrays: Any = None  # as jax.tree.map may leave it
 
@@ -78,7 +78,7 @@ ON_RANKS: list[tuple[Call, str]] = [
     (lambda g: moe_mlp(g, tokens=[1.0]), "moe_mlp: tokens must be an array, got list"),
     (lambda g: moe_mlp(g, gate=None), "moe_mlp: gate must be an array, got NoneType"),
     (
-        lambda g: moe_mlp(g, gate=jax_ep.Float8Weights(*(no_arrays,) * 2), precision="float8"),
+        lambda g: moe_mlp(g, gate=jax_ep.float8.Float8Weights(*(no_arrays,) * 2), precision="float8"),
         "moe_mlp: gate.bits must be an array, got NoneType",
     ),
     (lambda g: moe_mlp(g, down=1), "moe_mlp: down must be an array, got int"),

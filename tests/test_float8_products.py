@@ -14,9 +14,9 @@ import oracle
 import pytest
 from conftest import OpenGroup
 
-import jax_ep
-from jax_ep import Float8Rows, Float8Weights, Implementation, dequantize, lax, moe_mlp, quantize_rows, quantize_weights
+from jax_ep import Implementation, float8, lax, moe_mlp
 from jax_ep._kit import gemm
+from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
 
 BLOCK = 128
 BFLOAT16 = helpers.DTYPES[0]
@@ -133,7 +133,7 @@ def assert_product(found: np.ndarray, expected: np.ndarray, magnitude: np.ndarra
 @pytest.mark.parametrize("result", ["bfloat16", "float32"])
 def test_products(case: Product, result: str, rng: np.random.Generator) -> None:
     operands = draw_product(case, rng)
-    product = jax.jit(partial(lax.ragged_dot, preferred_element_type=jnp.dtype(result)))
+    product = jax.jit(partial(float8.ragged_dot, preferred_element_type=jnp.dtype(result)))
     found = helpers.fetch(product(*operands, jnp.array(case.sizes)))
     assert found.dtype == jnp.dtype(result)
     assert_product(found, *multiplied(case, *operands))
@@ -145,7 +145,7 @@ def test_products(case: Product, result: str, rng: np.random.Generator) -> None:
 def test_dense_products(rows: int, spread: float, rng: np.random.Generator) -> None:
     case = Product((rows,), rows, 384, 256)
     lhs, rhs = draw_product(case, rng, spread)
-    found = helpers.fetch(jax.jit(lax.dot)(lhs, jax.tree.map(lambda x: x[0], rhs)))
+    found = helpers.fetch(jax.jit(float8.dot)(lhs, jax.tree.map(lambda x: x[0], rhs)))
     assert found.dtype == helpers.DTYPES[0]
     assert_product(found, *multiplied(case, lhs, rhs), spread)
 
@@ -158,7 +158,7 @@ def test_products_in_one_program(rng: np.random.Generator) -> None:
 
     def both(rows: jax.Array, weights: jax.Array) -> Any:
         operands = quantize_rows(rows), quantize_weights(weights)
-        return operands, lax.ragged_dot(*operands, jnp.array(case.sizes), preferred_element_type=jnp.float32)
+        return operands, float8.ragged_dot(*operands, jnp.array(case.sizes), preferred_element_type=jnp.float32)
 
     operands, found = jax.jit(both)(rows, weights)
     assert_product(helpers.fetch(found), *multiplied(case, *operands))
@@ -171,7 +171,7 @@ def test_products_of_nan_and_infinity(rng: np.random.Generator) -> None:
     lhs = dataclasses.replace(lhs, scales=lhs.scales.at[7, 1].set(jnp.nan).at[41, 0].set(jnp.inf))
     if gemm.has_gemm():
         rhs = dataclasses.replace(rhs, scales=rhs.scales.at[1, 1, 0].set(jnp.nan))
-    found = helpers.fetch(jax.jit(lax.ragged_dot)(lhs, rhs, jnp.array(case.sizes)))
+    found = helpers.fetch(jax.jit(float8.ragged_dot)(lhs, rhs, jnp.array(case.sizes)))
     expected = np.ones(found.shape, bool)
     expected[[7, 41]] = False
     expected[40:, BLOCK:] &= not gemm.has_gemm()
@@ -182,7 +182,7 @@ def test_products_of_a_batch(rng: np.random.Generator) -> None:
     case = PRODUCTS[0]
     drawn = [draw_product(case, rng) for _ in range(2)]
     lhs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(rows for rows, _ in drawn))
-    product = jax.vmap(lax.ragged_dot, in_axes=(0, None, None))
+    product = jax.vmap(float8.ragged_dot, in_axes=(0, None, None))
     found = helpers.fetch(jax.jit(product)(lhs, drawn[0][1], jnp.array(case.sizes)))
     for each, (rows, _) in zip(found, drawn, strict=True):
         assert_product(each, *multiplied(case, rows, drawn[0][1]))
@@ -192,7 +192,7 @@ def test_products_have_no_gradient(rng: np.random.Generator) -> None:
     lhs, rhs = draw_product(PRODUCTS[0], rng)
 
     def loss(scales: jax.Array) -> jax.Array:
-        return lax.ragged_dot(dataclasses.replace(lhs, scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
+        return float8.ragged_dot(dataclasses.replace(lhs, scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
 
     with pytest.raises(TypeError, match=r"^products of float8 operands have no gradient: .*moe_mlp"):
         jax.grad(loss)(lhs.scales)
@@ -203,8 +203,20 @@ def wrong_products() -> list[tuple[Any, Any, type[Exception], str]]:
     weights = Float8Weights(jnp.zeros((2, 128, 256), np.uint8), jnp.zeros((2, 1, 2)))
     rows = Float8Rows(bits, scales)
     return [
-        (jnp.zeros((4, 256)), weights, TypeError, r"lhs must be Float8Rows .*, got float32\[4,256\]"),
-        (rows, jnp.zeros((2, 256, 128)), TypeError, r"rhs must be Float8Weights"),
+        (jnp.zeros((4, 256)), jnp.zeros((2, 256, 64)), ValueError, r"rhs must have sizes that are multiples of 128"),
+        (
+            jnp.zeros((4, 256)),
+            jnp.zeros((2, 256, 128), np.float16),
+            TypeError,
+            r"rhs must be of the dtype of lhs, float32",
+        ),
+        (
+            jnp.zeros((4, 128)),
+            weights,
+            ValueError,
+            r"rhs must have shape \[G, K, N\] = \(2, 128, 128\), got Float8Weights",
+        ),
+        (rows, jnp.zeros((2, 128, 128)), ValueError, r"rhs\.bits must have 256 columns"),
         (Float8Rows(bits, scales[:, :1]), weights, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
         (Float8Rows(rows.values, scales), weights, TypeError, r"lhs\.bits must be of dtype uint8, got float8_e4m3fn"),
         (rows, dataclasses.replace(weights, scales=scales), ValueError, r"rhs\.scales must have shape"),
@@ -218,22 +230,23 @@ def wrong_products() -> list[tuple[Any, Any, type[Exception], str]]:
     ]
 
 
-@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize("case", range(9))
 def test_wrong_products(case: int) -> None:
     lhs, rhs, error, match = wrong_products()[case]
-    with pytest.raises(error, match=f"^ragged_dot: .*{match}"):
-        jax.eval_shape(lax.ragged_dot, lhs, rhs, jnp.zeros(2, jnp.int32))
+    with pytest.raises(error, match=rf"^float8\.ragged_dot: .*{match}"):
+        jax.eval_shape(float8.ragged_dot, lhs, rhs, jnp.zeros(2, jnp.int32))
 
 
 def test_wrong_dtypes_and_sizes() -> None:
-    plain, weights, *_ = wrong_products()[0]
-    rows = quantize_rows(jnp.asarray(plain))
-    with pytest.raises(TypeError, match=r"^ragged_dot: preferred_element_type must be bfloat16, float32 or None"):
-        lax.ragged_dot(rows, weights, jnp.zeros(2, jnp.int32), preferred_element_type=np.float16)
-    with pytest.raises(TypeError, match=r"^ragged_dot: group_sizes must be of an integer dtype, got float32"):
-        lax.ragged_dot(rows, weights, jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"^ragged_dot: group_sizes must have shape \[G\] = \(2,\), got \(3,\)"):
-        lax.ragged_dot(rows, weights, jnp.zeros(3, jnp.int32))
+    rows, weights = quantize_rows(jnp.zeros((4, 256))), quantize_weights(jnp.zeros((2, 256, 128)))
+    with pytest.raises(TypeError, match=r"ragged_dot: preferred_element_type must be bfloat16, float32 or None"):
+        float8.ragged_dot(rows, weights, jnp.zeros(2, jnp.int32), preferred_element_type=np.float16)
+    with pytest.raises(TypeError, match=r"^float8\.ragged_dot: group_sizes must be of an integer dtype, got float32"):
+        float8.ragged_dot(rows, weights, jnp.zeros(2))
+    with pytest.raises(
+        ValueError, match=r"^float8\.ragged_dot: group_sizes must have shape \[G\] = \(2,\), got \(3,\)"
+    ):
+        float8.ragged_dot(rows, weights, jnp.zeros(3, jnp.int32))
     with pytest.raises(
         ValueError, match=r"^quantize_rows: rows must have sizes that are multiples of 128, got \(130,\)"
     ):
@@ -245,6 +258,33 @@ def test_wrong_dtypes_and_sizes() -> None:
     for wrong in ("x", None, np.int32):
         with pytest.raises(TypeError, match=r"^dequantize: dtype must be "):
             dequantize(rows, wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_dense_products_are_of_float8_alone() -> None:
+    rows, matrix = quantize_rows(jnp.zeros((4, 256))), quantize_weights(jnp.zeros((256, 128)))
+    with pytest.raises(TypeError, match=r"^float8\.dot: lhs must be Float8Rows .*, got float32\[4,256\]"):
+        float8.dot(jnp.zeros((4, 256)), matrix)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^float8\.dot: rhs must be Float8Weights"):
+        float8.dot(rows, jnp.zeros((256, 128)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^ragged_dot: lhs must be an array, got Float8Rows: call jax_ep\.float8"):
+        lax.ragged_dot(rows, matrix, jnp.array([4]))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gradients_pass_straight_through(quantized: bool, rng: np.random.Generator) -> None:
+    """Also where the result has another dtype than the rows: they are those of the product that is not rounded."""
+    lhs = jnp.asarray(rng.standard_normal((9, 256)), BFLOAT16)
+    rhs = jnp.asarray(rng.standard_normal((2, 256, 128)), BFLOAT16)
+    cotangent, sizes = jnp.asarray(rng.standard_normal((9, 128)), jnp.float32), jnp.array([3, 5])
+    given = quantize_weights(rhs) if quantized else rhs
+    kept = dequantize(given, BFLOAT16) if isinstance(given, Float8Weights) else rhs
+    out, back = jax.vjp(lambda x: float8.ragged_dot(x, given, sizes, preferred_element_type=jnp.float32), lhs)
+    exact, exact_back = jax.vjp(lambda x: lax.ragged_dot(x, kept, sizes), lhs)
+    assert out.dtype == jnp.float32
+    assert relative(np.asarray(out), np.asarray(exact, np.float64)) < 0.1
+    np.testing.assert_array_equal(
+        *(np.asarray(f(y)[0]) for f, y in ((back, cotangent), (exact_back, cotangent.astype(BFLOAT16))))
+    )
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
@@ -307,9 +347,9 @@ def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:
     rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 256, 128)), jnp.float32))
 
     def loss(scales: jax.Array) -> jax.Array:
-        return jax_ep.nn.float8_ragged_dot(lhs, dataclasses.replace(rhs, scales=scales), sizes).sum()
+        return float8.ragged_dot(lhs, dataclasses.replace(rhs, scales=scales), sizes).sum()
 
-    with pytest.raises(TypeError, match=r"^float8_ragged_dot: rhs in float8 has no gradient"):
+    with pytest.raises(TypeError, match=r"^float8.ragged_dot: rhs in float8 has no gradient"):
         jax.grad(loss)(rhs.scales)
 
 

@@ -13,7 +13,8 @@ import pytest
 from conftest import OpenGroup
 from moe_oracle import Layer
 
-from jax_ep import Implementation, dispatch, moe_mlp, quantize_weights
+from jax_ep import Implementation, dispatch, moe_mlp
+from jax_ep.float8 import quantize_weights
 from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS
 
 SIZE, EXPERTS, TOKENS, TOP_K, WIDTH = 2, 4, 6, 2, 128

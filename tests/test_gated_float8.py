@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Float8Rows, dequantize, moe_mlp, quantize_rows, quantize_weights
+from jax_ep import moe_mlp
 from jax_ep._kit import gemm
+from jax_ep.float8 import Float8Rows, dequantize, quantize_rows, quantize_weights
 from jax_ep.ops.matmul import float8, kernels
 from jax_ep.ops.moe_fused import chain
 from jax_ep.ops.moe_fused.types import ACTIVATIONS

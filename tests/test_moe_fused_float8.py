@@ -17,19 +17,17 @@ from layer_cases import Body, assert_same_bits, with_gradient
 from moe_oracle import Layer
 
 from jax_ep import (
-    Float8Rows,
-    Float8Weights,
     Group,
     Implementation,
     combine,
     dispatch,
     dispatch_ragged_dot,
+    float8,
     lax,
     moe_mlp,
-    quantize_rows,
-    quantize_weights,
     ragged_dot_combine,
 )
+from jax_ep.float8 import Float8Rows, Float8Weights, quantize_rows, quantize_weights
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 12, 2, 256, 128
 FP8 = jnp.float8_e4m3fn
@@ -52,7 +50,7 @@ def fused(group: Group, **options: Any) -> Body:
 def straight(rows: jax.Array, quantized: Float8Rows, matrix: jax.Array, sizes: jax.Array) -> jax.Array:
     """The product in float8, with the gradients of the one that is not."""
     kept = jnp.bfloat16 if rows.dtype == jnp.bfloat16 else jnp.float32
-    return lax.ragged_dot(quantized, quantize_weights(matrix), sizes, preferred_element_type=kept)
+    return float8.ragged_dot(quantized, quantize_weights(matrix), sizes, preferred_element_type=kept)
 
 
 def _forward(rows: jax.Array, quantized: Float8Rows, matrix: jax.Array, sizes: jax.Array) -> Any:

@@ -14,7 +14,8 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Dispatched, Float8Rows, Group, InvalidRoutingError, Routing, SparseRows, combine, dispatch
+from jax_ep import Dispatched, Group, InvalidRoutingError, Routing, SparseRows, combine, dispatch
+from jax_ep.float8 import Float8Rows
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, CAPACITY = 2, 6, 3, 8, 16, 40
 LEAVES = ("targets", "rows", "weights", "counts", "dropped", "invalid")

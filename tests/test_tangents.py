@@ -125,7 +125,7 @@ def test_layers_in_float8(frozen: bool, open_group: OpenGroup, rng: np.random.Ge
 
     def products(fused: bool, ids: Any, primals: Any, tangents: Any) -> Any:
         def layer(*moved: jax.Array) -> jax.Array:
-            given: Any = (*moved, *map(jax_ep.quantize_weights, primals[moving:]))
+            given: Any = (*moved, *map(jax_ep.float8.quantize_weights, primals[moving:]))
             tokens, weights, *matrices = given
             return jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group, precision="float8", fused=fused)
 

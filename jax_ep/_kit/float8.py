@@ -73,6 +73,9 @@ class Float8Weights:
         return (*others, k, n)
 
 
+Float8 = Float8Rows | Float8Weights  # isinstance(x, Float8): whether it is in float8
+
+
 def quantize_rows(rows: jax.Array) -> Float8Rows:
     """[..., H], H a multiple of 128."""
     blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)

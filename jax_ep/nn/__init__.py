@@ -19,4 +19,3 @@ from jax_ep.nn.routers import (
     softmax_top_k as softmax_top_k,
     within_top_groups as within_top_groups,
 )
-from jax_ep.ops.matmul.straight_through import float8_ragged_dot as float8_ragged_dot

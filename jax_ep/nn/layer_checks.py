@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jax_ep._kit import checks
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
-from jax_ep.ops.matmul.float8 import check_weights
+from jax_ep.ops.matmul.quantize import check_weights
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens
 from jax_ep.ops.moe_fused.types import ACTIVATIONS, elementwise, wants_float8
 

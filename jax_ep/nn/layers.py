@@ -15,7 +15,7 @@ from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.nn.layer_checks import Experts
 from jax_ep.ops.matmul.api import plain_ragged_dot, ragged_dot
-from jax_ep.ops.matmul.straight_through import float8_ragged_dot
+from jax_ep.ops.matmul.straight_through import ragged_dot as float8_ragged_dot
 from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.moe.gradients import of_rows, weighed
 from jax_ep.ops.moe.types import Routing
@@ -148,7 +148,7 @@ def moe_mlp(
         Several shared experts are one whose S is the sum of theirs.
       capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for `jax_ep.dispatch`.
       precision: None, or "float8": rows travel to the experts in float8 (`wire_dtype`), and the products of routed rows
-        are of operands that are quantized first (`jax_ep.quantize_rows`, `jax_ep.quantize_weights`): H and F must be
+        are of operands that are quantized first (`jax_ep.float8`): H and F must be
         multiples of 128. Rows come back, shared experts are computed, and gradients pass straight through the rounding,
         in the dtype of `tokens`. Matrices that are `Float8Weights` already are not quantized at every call; they have
         no gradient.

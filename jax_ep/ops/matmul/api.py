@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, gemm
 from jax_ep._kit.batches import batched_alike
-from jax_ep._kit.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
-from jax_ep.ops.matmul import float8, kernels
+from jax_ep.ops.matmul import kernels
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -21,8 +20,8 @@ _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def ragged_dot(
-    lhs: jax.Array | Float8Rows,
-    rhs: jax.Array | Float8Weights,
+    lhs: jax.Array,
+    rhs: jax.Array,
     group_sizes: jax.Array,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -37,30 +36,27 @@ def ragged_dot(
     `jax.lax.ragged_dot` itself. Gradients run on the same kernel, with the cotangent rounded to the dtype of the
     operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
 
-    Products of float8 operands add up 128 of the contraction in tensor cores, scale the sum and add it in float32
-    (DeepGEMM's recipe). They have no gradient.
-
     Args:
-      lhs: [M, K] rows, those of a group next to each other; or `Float8Rows`, then `rhs` is in float8, too.
-      rhs: [G, K, N], a matrix per group; or `Float8Weights`.
+      lhs: [M, K] rows, those of a group next to each other.
+      rhs: [G, K, N], a matrix per group.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
-      precision, out_sharding: as in `jax.lax.ragged_dot`; float8 operands do not heed them.
+      precision, out_sharding: as in `jax.lax.ragged_dot`.
       group_offset: must be None.
-      preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`, and of float8 bfloat16.
+      preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`.
 
     Returns:
       [M, N].
 
     Raises:
-      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced.
+      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8.
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
     if group_offset is not None:
         raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
-    if isinstance(lhs, Float8Rows) or isinstance(rhs, Float8Weights):
-        dtype = float8.check_operands("ragged_dot", lhs, rhs, preferred_element_type, ndim=3)
-        group_sizes = float8.check_group_sizes(rhs.shape[0], group_sizes)
-        return float8.grouped_product(dtype, lhs, rhs, group_sizes)
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if isinstance(operand, Float8):
+            kind = type(operand).__name__
+            raise TypeError(f"ragged_dot: {name} must be an array, got {kind}: call jax_ep.float8.ragged_dot")
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, out_sharding=out_sharding, **options)
@@ -74,39 +70,10 @@ def ragged_dot(
     return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32))
 
 
-def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
-    """The product [M, N] of rows [M, K] and a matrix [K, N] in float8.
-
-    Args:
-      preferred_element_type: the dtype of the result: bfloat16, the default, or float32.
-
-    Raises:
-      TypeError, ValueError: an argument is wrong; raised when traced.
-    """
-    dtype = float8.check_operands("dot", lhs, rhs, preferred_element_type, ndim=2)
-    one_group = jax.tree.map(lambda x: x[None], rhs)
-    return float8.grouped_product(dtype, lhs, one_group, jnp.array([lhs.bits.shape[0]], jnp.int32))
-
-
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`jax.lax.ragged_dot`, which takes a batch of some operands too."""
     lhs, rhs, group_sizes = batched_alike(lhs, rhs, group_sizes)
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
-
-
-def product_tangent(
-    lhs: jax.Array | Float8Rows,
-    rhs: jax.Array | Float8Weights,
-    group_sizes: jax.Array,
-    d_lhs: jax.Array,
-    d_rhs: jax.Array | None,
-) -> jax.Array:
-    """The tangent of a grouped product, straight through the rounding of operands that are in float8.
-
-    For other families. `d_rhs` is None where `rhs` has none, and `lhs` is not looked at then.
-    """
-    by_lhs = ragged_dot(d_lhs, float8.widened(rhs, d_lhs.dtype), group_sizes)
-    return by_lhs if d_rhs is None else by_lhs + ragged_dot(float8.widened(lhs, d_rhs.dtype), d_rhs, group_sizes)
 
 
 def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -1,8 +1,11 @@
-"""float8: rows with a scale per 128 values, weights with one per 128 x 128, and their products (DeepGEMM's recipe)."""
+"""Products of float8 operands, by DeepGEMM's recipe. They have no gradient; those in straight_through.py have one.
+
+Tensor cores add up 128 terms of the contraction. The sum is scaled, and added in float32 to those before it.
+"""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,57 +14,30 @@ from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import batched_alike
-from jax_ep._kit.float8 import BITS, BLOCK, Float8Rows, Float8Weights
+from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep.ops.matmul import kernels
+from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize, describe
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
-FLOAT8 = np.dtype(jnp.float8_e4m3fn)
-Operand = TypeVar("Operand", bound=jax.Array | Float8Rows | Float8Weights)
 
 
-def quantize_rows(rows: jax.Array) -> Float8Rows:
-    """Rows [M, H] of bfloat16, float16 or float32 as `Float8Rows`: a scale per 128 values of a row.
+def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
+    """The product of rows and a matrix in float8. It has no gradient.
 
-    Raises:
-      ValueError, TypeError: H is no multiple of 128, or the dtype is another.
-    """
-    op = "quantize_rows"
-    checks.check_rank(op, "rows", rows, 2, "[M, H]")
-    checks.check_dtype(op, "rows", rows, checks.TOKEN_DTYPES)
-    check_blocks(op, "rows", rows.shape[1:])
-    return float8.quantize_rows(rows)
+    Args:
+      lhs: rows [M, K].
+      rhs: a matrix [K, N], quantized; N is a multiple of 128.
+      preferred_element_type: the dtype of the result: bfloat16, the default, or float32.
 
-
-def quantize_weights(weights: jax.Array) -> Float8Weights:
-    """Matrices [K, N] or [G, K, N] of bfloat16, float16 or float32 as `Float8Weights`: a scale per 128 x 128 weights.
-
-    `Float8Weights` hold them transposed.
+    Returns:
+      [M, N].
 
     Raises:
-      ValueError, TypeError: K or N is no multiple of 128, or the dtype is another.
+      TypeError, ValueError: an argument is wrong; raised when traced.
     """
-    op = "quantize_weights"
-    checks.check_dtype(op, "weights", weights, checks.TOKEN_DTYPES)
-    if weights.ndim not in (2, 3):
-        raise ValueError(f"{op}: weights must have shape [K, N] or [G, K, N], got {weights.shape}")
-    check_blocks(op, "weights", weights.shape[-2:])
-    return float8.quantize_weights(weights)
-
-
-def dequantize(quantized: Float8Rows | Float8Weights, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """The rows or weights that `quantize_rows` or `quantize_weights` was given, as far as float8 holds them.
-
-    Raises:
-      TypeError: `quantized` is neither, or `dtype` is none of floats.
-    """
-    result = checks.canonical_dtype("dequantize", "dtype", dtype)
-    if result is None or not jnp.issubdtype(result, jnp.floating):
-        raise TypeError(f"dequantize: dtype must be one of floats, got {dtype!r}")
-    if isinstance(quantized, Float8Rows):
-        return float8.dequantize_rows(quantized, result)
-    if isinstance(quantized, Float8Weights):
-        return float8.dequantize_weights(quantized, result)
-    raise TypeError(f"dequantize: quantized must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
+    dtype = check_operands("float8.dot", lhs, rhs, preferred_element_type, ndim=2)
+    one_group = jax.tree.map(lambda x: x[None], rhs)
+    return grouped_product(dtype, lhs, one_group, jnp.array([lhs.bits.shape[0]], jnp.int32))
 
 
 def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLike | None, *, ndim: int) -> np.dtype:
@@ -79,38 +55,16 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
             raise TypeError(
                 f"{op}: {name} must be {kind.__name__} as the other one is in float8, got {describe(operand)}"
             )
-        checks.check_dtype(op, f"{name}.bits", operand.bits, (BITS,))
-        checks.check_dtype(op, f"{name}.scales", operand.scales, (np.dtype(np.float32),))
-    checks.check_rank(op, "lhs.bits", lhs.bits, 2, "[M, K]")
+    check_rows(op, "lhs", lhs)
     checks.check_rank(op, "rhs.bits", rhs.bits, ndim, "[G, N, K]" if ndim == 3 else "[N, K]")
-    (rows, k), (n, rhs_k) = lhs.bits.shape, rhs.bits.shape[-2:]
-    if k != rhs_k:
+    k = lhs.bits.shape[1]
+    if rhs.bits.shape[-1] != k:
         raise ValueError(f"{op}: rhs.bits must have {k} columns, as lhs.bits has, got {rhs.bits.shape}")
-    check_blocks(op, "rhs.bits", (n, k))
-    checks.check_shape(op, "lhs.scales", lhs.scales, (rows, k // BLOCK), "[M, K / 128]")
-    scales = (*rhs.bits.shape[:-2], n // BLOCK, k // BLOCK)
-    checks.check_shape(op, "rhs.scales", rhs.scales, scales, "[..., N / 128, K / 128]")
+    check_weights(op, "rhs", rhs, rhs.shape, "[G, K, N]" if ndim == 3 else "[K, N]")
     result = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or RESULTS[0]
     if result not in RESULTS:
         raise TypeError(f"{op}: preferred_element_type must be bfloat16, float32 or None, got {result}")
     return result
-
-
-def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, ...], layout: str) -> None:
-    """Raises ValueError or TypeError unless `weights` are quantized matrices of `shape` [G, K, N]."""
-    if weights.shape != shape:
-        raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {weights.shape}")
-    checks.check_dtype(op, f"{name}.bits", weights.bits, (BITS,))
-    checks.check_dtype(op, f"{name}.scales", weights.scales, (np.dtype(np.float32),))
-    groups, k, n = shape
-    checks.check_shape(op, f"{name}.scales", weights.scales, (groups, n // BLOCK, k // BLOCK), "[G, N / 128, K / 128]")
-
-
-def check_group_sizes(groups: int, group_sizes: Any) -> jax.Array:
-    """Returns `group_sizes` of `ragged_dot` as int32."""
-    checks.check_kind("ragged_dot", "group_sizes", group_sizes, jnp.integer, "an integer")
-    checks.check_shape("ragged_dot", "group_sizes", group_sizes, (groups,), "[G]")
-    return checks.to_int32(group_sizes)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -198,34 +152,3 @@ def quantized_gated_product(
         return Float8Rows(*by_parts(*operands))
     core = partial(kernels.gated_matmul_float8, activation=activation)
     return Float8Rows(*jax.lax.platform_dependent(*checks.vary_as_any(*operands), cuda=core, default=by_parts))
-
-
-def widened(operand: jax.Array | Float8Rows | Float8Weights, dtype: DTypeLike) -> jax.Array:
-    """What a backward pass multiplies by: an operand as it is, or, of one that is in float8, what that holds."""
-    return dequantize(operand, dtype) if isinstance(operand, Float8Rows | Float8Weights) else operand
-
-
-def without_gradient(op: str, name: str, operand: Operand) -> Operand:
-    """The operand; if it is in float8, differentiating it raises a TypeError that names `op` and the argument."""
-    if not isinstance(operand, Float8Rows | Float8Weights):
-        return operand
-    return jax.tree.map(partial(_frozen, op, name), operand)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _frozen(op: str, name: str, part: jax.Array) -> jax.Array:
-    return part
-
-
-@_frozen.defjvp
-def _no_gradient_of_float8(op: str, name: str, *_: Any) -> Any:
-    raise TypeError(f"{op}: {name} in float8 has no gradient: differentiate one of another dtype")
-
-
-def describe(operand: Any) -> str:
-    return type(operand).__name__ if isinstance(operand, Float8Rows | Float8Weights) else checks.describe(operand)
-
-
-def check_blocks(op: str, name: str, shape: tuple[int, ...]) -> None:
-    if any(size % BLOCK for size in shape):
-        raise ValueError(f"{op}: {name} must have sizes that are multiples of {BLOCK}, got {shape}")

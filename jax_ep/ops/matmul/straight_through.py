@@ -1,51 +1,117 @@
-"""Grouped products whose operands are rounded to float8 on the way, with gradients straight through the rounding."""
+"""Grouped products whose operands are quantized to float8 on the way, with gradients straight through the rounding."""
 
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
-from jax_ep._kit.float8 import Float8Weights
+from jax_ep._kit import checks
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
-from jax_ep.ops.matmul.api import lhs_gradient, product_tangent, rhs_gradient
-from jax_ep.ops.matmul.float8 import check_blocks, rounded_product, widened, without_gradient
+from jax_ep.ops.matmul import api
+from jax_ep.ops.matmul.float8 import check_operands, grouped_product, rounded_product, rounded_weights
+from jax_ep.ops.matmul.quantize import check_blocks, check_weights, widened, without_gradient
 
 
-def float8_ragged_dot(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
-    """`ragged_dot` of operands [M, K] and [G, K, N], K and N multiples of 128, that are quantized first.
+def ragged_dot(
+    lhs: jax.Array | Float8Rows,
+    rhs: jax.Array | Float8Weights,
+    group_sizes: jax.Array,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` of operands in float8: those that are arrays are quantized first.
 
-    `rhs` may be quantized already: quantizing reads more bytes than the product does. The result has the dtype of
-    `lhs`. The gradients are those of `ragged_dot`, as if nothing had been rounded (the straight-through estimator:
-    Bengio et al., 2013).
+    Row i of the result is row i of `lhs` times the matrix of the group it is in; rows behind the last group are zero.
+    Quantizing weights reads more bytes than the product does: quantize those that do not change once, by
+    `quantize_weights`.
+
+    Gradients of arrays are those of `jax_ep.lax.ragged_dot`, as if nothing had been rounded (the straight-through
+    estimator: Bengio et al., 2013). Operands that are given in float8 have none, nor has anything beside `Float8Rows`.
+
+    Args:
+      lhs: [M, K] bfloat16, float16 or float32 rows, those of a group next to each other; or `Float8Rows`.
+      rhs: [G, K, N] in the dtype of `lhs`, a matrix per group, K and N multiples of 128; or `Float8Weights`.
+      group_sizes: [G] integers, the rows of each group; their sum may be less than M.
+      preferred_element_type: the dtype of the result; default: that of `lhs`, and of `Float8Rows` bfloat16. Of
+        `Float8Rows` it is bfloat16 or float32.
+
+    Returns:
+      [M, N].
 
     Raises:
-      ValueError, TypeError: K or N is no multiple of 128; `rhs` has another dtype than `lhs`; or it is differentiated
-        though it is in float8.
+      ValueError, TypeError: an argument is wrong; raised when traced. Or an operand that is given in float8 is
+        differentiated.
     """
-    op = "float8_ragged_dot"
-    check_blocks(op, "rhs", rhs.shape[1:])
-    if not isinstance(rhs, Float8Weights) and lhs.dtype != rhs.dtype:
+    op = "float8.ragged_dot"
+    groups = _check_group_sizes(op, rhs, group_sizes)
+    if isinstance(lhs, Float8Rows):
+        rhs = rounded_weights(rhs)
+        dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
+        return grouped_product(dtype, lhs, rhs, groups)
+    _check_mixed(op, lhs, rhs)
+    dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
+    if dtype not in checks.TOKEN_DTYPES:
+        raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
+    return _product(dtype, lhs, without_gradient(op, "rhs", rhs), groups)
+
+
+def _check_group_sizes(op: str, rhs: Any, group_sizes: Any) -> jax.Array:
+    """Returns `group_sizes` as int32."""
+    checks.check_kind(op, "group_sizes", group_sizes, np.integer, "an integer")
+    checks.check_shape(op, "group_sizes", group_sizes, rhs.shape[:1], "[G]")
+    return checks.to_int32(group_sizes)
+
+
+def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
+    """Of rows that are an array, and of matrices."""
+    checks.check_rank(op, "lhs", lhs, 2, "[M, K]")
+    checks.check_dtype(op, "lhs", lhs, checks.TOKEN_DTYPES)
+    shape = (rhs.shape[0], lhs.shape[1], rhs.shape[-1])
+    if isinstance(rhs, Float8Weights):
+        check_weights(op, "rhs", rhs, shape, "[G, K, N]")
+        return
+    checks.check_shape(op, "rhs", rhs, shape, "[G, K, N]")
+    check_blocks(op, "rhs", shape[1:])
+    if lhs.dtype != rhs.dtype:
         raise TypeError(f"{op}: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
-    return _product(lhs, without_gradient(op, "rhs", rhs), group_sizes)
 
 
-@jax.custom_jvp
-def _product(lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
-    return rounded_product(lhs, rhs, group_sizes)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _product(dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
+    return rounded_product(lhs, rhs, group_sizes, dtype=dtype)
 
 
 @_product.defjvp
-def _product_jvp(primals: Any, tangents: Any) -> Any:
+def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     (lhs, rhs, group_sizes), (d_lhs, d_rhs, _) = primals, tangents
+    narrow = lhs.dtype
     if isinstance(rhs, Float8Weights):
         lhs = d_rhs = None
-    return _product(*primals), linear(_forward, _backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
+
+    def forward(kept: Any, changes: Any) -> jax.Array:
+        return product_tangent(*kept, *changes).astype(dtype)
+
+    def backward(kept: Any, cotangent: jax.Array) -> Any:
+        lhs, rhs, group_sizes = kept
+        cotangent = cotangent.astype(narrow)
+        d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)
+        return api.lhs_gradient(cotangent, widened(rhs, narrow), group_sizes), d_rhs
+
+    return _product(dtype, *primals), linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
 
 
-def _forward(kept: Any, changes: Any) -> jax.Array:
-    return product_tangent(*kept, *changes)
+def product_tangent(
+    lhs: jax.Array | Float8Rows,
+    rhs: jax.Array | Float8Weights,
+    group_sizes: jax.Array,
+    d_lhs: jax.Array,
+    d_rhs: jax.Array | None,
+) -> jax.Array:
+    """The tangent of a grouped product, straight through the rounding of operands that are in float8.
 
-
-def _backward(kept: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs, group_sizes = kept
-    d_rhs = None if lhs is None else rhs_gradient(lhs, cotangent, group_sizes)
-    return lhs_gradient(cotangent, widened(rhs, cotangent.dtype), group_sizes), d_rhs
+    For other families. `d_rhs` is None where `rhs` has none, and `lhs` is not looked at then.
+    """
+    by_lhs = api.ragged_dot(d_lhs, widened(rhs, d_lhs.dtype), group_sizes)
+    return by_lhs if d_rhs is None else by_lhs + api.ragged_dot(widened(lhs, d_rhs.dtype), d_rhs, group_sizes)

@@ -10,7 +10,8 @@ from jax_ep._kit import checks, gemm
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import BITS, Float8Rows
 from jax_ep.group import Group, check_group
-from jax_ep.ops.matmul.float8 import check_blocks, check_operands, without_gradient
+from jax_ep.ops.matmul.float8 import check_operands
+from jax_ep.ops.matmul.quantize import check_blocks, without_gradient
 from jax_ep.ops.moe.arguments import check_combined
 from jax_ep.ops.moe.types import Dispatched, Routing
 from jax_ep.ops.moe_fused import gradients, unfused
@@ -66,7 +67,7 @@ def dispatch_ragged_dot(
       activation: of a gated unit: "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by tanh) and
         `jax.nn.relu`, or an elementwise function with activation(0) finite. None: the products themselves are wanted.
       precision: None, or "float8": rows travel in float8 (`wire_dtype`) and are multiplied as they arrive, by matrices
-        that are quantized first (`jax_ep.quantize_weights`): H and N (or F) are multiples of 128. Gradients pass
+        that are quantized first (`jax_ep.float8.quantize_weights`): H and N (or F) are multiples of 128. Gradients pass
         straight through the rounding, in the dtype of `tokens`. `Float8Weights` are not quantized at every call; they
         have no gradient, and stand for "float8".
       group, num_experts, capacity, capacity_factor, node_capacity, chunks, wire_dtype, on_overflow: as for

@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import Implementation, OnOverflow
-from jax_ep._kit.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.float8 import Float8, Float8Weights
 from jax_ep.group import Group, check_group
-from jax_ep.ops.matmul.float8 import FLOAT8, check_blocks, check_weights, without_gradient
+from jax_ep.ops.matmul.quantize import FLOAT8, check_blocks, check_weights, without_gradient
 from jax_ep.ops.moe.arguments import dispatch_config, node_chunks, node_tokens, operands
 from jax_ep.ops.moe.types import DispatchCall
 from jax_ep.ops.moe_fused.types import (
@@ -95,7 +95,7 @@ def checked_first(
 
 def is_in_float8(op: str, precision: Any, *operands: Any) -> bool:
     """Whether the product is of float8 operands: because one is, or because that is asked for."""
-    return wants_float8(op, precision) or any(isinstance(x, Float8Rows | Float8Weights) for x in operands)
+    return wants_float8(op, precision) or any(isinstance(x, Float8) for x in operands)
 
 
 def _first_matrices(op: str, rhs: Any, local_experts: int, tokens: jax.Array, *, is_gated: bool) -> Matrices:

@@ -15,13 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.api import add_lhs_gradients, gated_product, lhs_gradient, ragged_dot
-from jax_ep.ops.matmul.float8 import (
-    quantize_rows,
-    quantized_gated_product,
-    rounded_product,
-    rounded_weights,
-    widened,
-)
+from jax_ep.ops.matmul.float8 import quantized_gated_product, rounded_product, rounded_weights
+from jax_ep.ops.matmul.quantize import quantize_rows, widened
 from jax_ep.ops.moe.gradients import combine, dispatch, return_rows, scatter_all
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, Routing
 from jax_ep.ops.moe_fused.types import (

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
-from jax_ep._kit.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
-from jax_ep.ops.matmul.api import product_tangent, ragged_dot, rhs_gradient
-from jax_ep.ops.matmul.float8 import widened
+from jax_ep.ops.matmul.api import ragged_dot, rhs_gradient
+from jax_ep.ops.matmul.quantize import widened
+from jax_ep.ops.matmul.straight_through import product_tangent
 from jax_ep.ops.moe.gradients import (
     combine_tangent,
     dispatch_tangent,
@@ -73,7 +74,7 @@ def _delivered(call: FirstCall, dtype: Any, dispatched: Dispatched) -> Dispatche
 
 
 def _tangent(operand: Any, tangent: Any) -> Any:
-    return None if isinstance(operand, Float8Rows | Float8Weights) else tangent
+    return None if isinstance(operand, Float8) else tangent
 
 
 def _dispatch_dot_on(call: FirstCall, kept: Any, changes: Any) -> Any:

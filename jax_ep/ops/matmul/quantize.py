@@ -1,0 +1,116 @@
+"""float8 operands: rows with a scale per 128 values, weights with one per 128 x 128 (DeepGEMM's recipe)."""
+
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep._kit import checks, float8
+from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
+
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+Operand = TypeVar("Operand", bound=jax.Array | Float8)
+
+
+def quantize_rows(rows: jax.Array) -> Float8Rows:
+    """Rows [M, H] of bfloat16, float16 or float32 as `Float8Rows`: a scale per 128 values of a row.
+
+    Raises:
+      ValueError, TypeError: H is no multiple of 128, or the dtype is another.
+    """
+    op = "quantize_rows"
+    checks.check_rank(op, "rows", rows, 2, "[M, H]")
+    checks.check_dtype(op, "rows", rows, checks.TOKEN_DTYPES)
+    check_blocks(op, "rows", rows.shape[1:])
+    return float8.quantize_rows(rows)
+
+
+def quantize_weights(weights: jax.Array) -> Float8Weights:
+    """Matrices [K, N] or [G, K, N] of bfloat16, float16 or float32 as `Float8Weights`: a scale per 128 x 128 weights.
+
+    `Float8Weights` hold them transposed.
+
+    Raises:
+      ValueError, TypeError: K or N is no multiple of 128, or the dtype is another.
+    """
+    op = "quantize_weights"
+    checks.check_dtype(op, "weights", weights, checks.TOKEN_DTYPES)
+    if weights.ndim not in (2, 3):
+        raise ValueError(f"{op}: weights must have shape [K, N] or [G, K, N], got {weights.shape}")
+    check_blocks(op, "weights", weights.shape[-2:])
+    return float8.quantize_weights(weights)
+
+
+def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+    """The rows or weights that `quantize_rows` or `quantize_weights` was given, as far as float8 holds them.
+
+    Raises:
+      TypeError: `quantized` is neither, or `dtype` is none of floats.
+    """
+    result = checks.canonical_dtype("dequantize", "dtype", dtype)
+    if result is None or not jnp.issubdtype(result, jnp.floating):
+        raise TypeError(f"dequantize: dtype must be one of floats, got {dtype!r}")
+    if isinstance(quantized, Float8Rows):
+        return float8.dequantize_rows(quantized, result)
+    if isinstance(quantized, Float8Weights):
+        return float8.dequantize_weights(quantized, result)
+    raise TypeError(f"dequantize: quantized must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
+
+
+def check_rows(op: str, name: str, rows: Float8Rows) -> None:
+    """Raises ValueError or TypeError unless `rows` are quantized rows [M, K]."""
+    _check_dtypes(op, name, rows)
+    checks.check_rank(op, f"{name}.bits", rows.bits, 2, "[M, K]")
+    m, k = rows.bits.shape
+    check_blocks(op, f"{name}.bits", (k,))
+    checks.check_shape(op, f"{name}.scales", rows.scales, (m, k // BLOCK), "[M, K / 128]")
+
+
+def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, ...], layout: str) -> None:
+    """Raises ValueError or TypeError unless `weights` are quantized matrices of `shape`, [G, K, N] or [K, N]."""
+    if weights.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {weights.shape}")
+    _check_dtypes(op, name, weights)
+    *groups, k, n = shape
+    check_blocks(op, f"{name}.bits", (n, k))
+    scales = (*groups, n // BLOCK, k // BLOCK)
+    checks.check_shape(op, f"{name}.scales", weights.scales, scales, f"[{'G, ' if groups else ''}N / 128, K / 128]")
+
+
+def _check_dtypes(op: str, name: str, quantized: Float8) -> None:
+    checks.check_dtype(op, f"{name}.bits", quantized.bits, (BITS,))
+    checks.check_dtype(op, f"{name}.scales", quantized.scales, (np.dtype(np.float32),))
+
+
+def widened(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
+    """What a backward pass multiplies by: an operand as it is, or, of one that is in float8, what that holds."""
+    return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
+
+
+def without_gradient(op: str, name: str, operand: Operand) -> Operand:
+    """The operand; if it is in float8, differentiating it raises a TypeError that names `op` and the argument."""
+    if not isinstance(operand, Float8):
+        return operand
+    return jax.tree.map(partial(_frozen, op, name), operand)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _frozen(op: str, name: str, part: jax.Array) -> jax.Array:
+    return part
+
+
+@_frozen.defjvp
+def _no_gradient_of_float8(op: str, name: str, *_: Any) -> Any:
+    raise TypeError(f"{op}: {name} in float8 has no gradient: differentiate one of another dtype")
+
+
+def describe(operand: Any) -> str:
+    return type(operand).__name__ if isinstance(operand, Float8) else checks.describe(operand)
+
+
+def check_blocks(op: str, name: str, shape: tuple[int, ...]) -> None:
+    if any(size % BLOCK for size in shape):
+        raise ValueError(f"{op}: {name} must have sizes that are multiples of {BLOCK}, got {shape}")
