@@ -93,21 +93,26 @@ ON_RANKS: list[tuple[Call, str]] = [
         lambda g: exchange(parts=[0, 1]),
         "ragged_all_to_all: axis_index_groups must be None, or a sequence of sequences of ranks, got list",
     ),
-    (lambda g: product(g, [[1.0]]), "matmul_all_reduce: a must be an array, got list"),
-    (lambda g: product(g, b="b"), "matmul_all_reduce: b must be an array, got str"),
+    (lambda g: product(g, [[1.0]]), "matmul_all_reduce: lhs must be an array, got list"),
+    (lambda g: product(g, b="b"), "matmul_all_reduce: rhs must be an array, got str"),
     (lambda g: product(g, bias=[0.0] * 8), "matmul_all_reduce: bias must be an array, got list"),
     (
         lambda g: product(g, bias=jnp.zeros(8, jnp.complex64)),
         "matmul_all_reduce: bias must be of dtype bfloat16, float16, float32, got complex64",
     ),
-    (lambda g: product(g, out_dtype="foo"), "matmul_all_reduce: out_dtype must be a dtype or None, got 'foo'"),
     (
-        lambda g: product(g, out_dtype=jnp.float16),
-        "matmul_all_reduce: out_dtype must be float32, got float16",
+        lambda g: product(g, preferred_element_type="foo"),
+        "matmul_all_reduce: preferred_element_type must be a dtype or None, got 'foo'",
     ),
     (
-        lambda g: product(g, SQUARE.astype(jnp.bfloat16), SQUARE.astype(jnp.bfloat16), out_dtype=jnp.float16),
-        "matmul_all_reduce: out_dtype must be bfloat16 or float32, got float16",
+        lambda g: product(g, preferred_element_type=jnp.float16),
+        "matmul_all_reduce: preferred_element_type must be float32, got float16",
+    ),
+    (
+        lambda g: product(
+            g, SQUARE.astype(jnp.bfloat16), SQUARE.astype(jnp.bfloat16), preferred_element_type=jnp.float16
+        ),
+        "matmul_all_reduce: preferred_element_type must be bfloat16 or float32, got float16",
     ),
     (
         lambda g: jax_ep.sparse_all_reduce(SQUARE, group=g, capacity=8),  # pyright: ignore[reportArgumentType]

@@ -24,7 +24,7 @@ def no(value: Any) -> Any:
 
 def test_losses(rng: np.random.Generator) -> None:
     logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
-    ids = np.asarray(nn.softmax_top_k(logits, K).ids)
+    ids = np.asarray(nn.softmax_top_k(logits, K).expert_ids)
     shares = np.array([(ids == e).sum() for e in range(EXPERTS)]) / ids.size
     probabilities = np.mean([np.exp(row) / np.exp(row).sum() for row in logits.astype(float)], axis=0)
     np.testing.assert_allclose(nn.balance_loss(logits, ids), EXPERTS * shares @ probabilities, rtol=1e-5)
@@ -54,7 +54,7 @@ def test_a_bias_balances(rng: np.random.Generator) -> None:
 
     @jax.jit
     def step(bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-        load = nn.expert_load(nn.sigmoid_top_k(logits, K, bias=bias).ids, EXPERTS)
+        load = nn.expert_load(nn.sigmoid_top_k(logits, K, bias=bias).expert_ids, EXPERTS)
         return nn.balanced_bias(bias, load, rate=1e-2), nn.load_stats(load).max_over_mean
 
     bias = jnp.zeros(EXPERTS)
@@ -141,20 +141,23 @@ def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
     [
         (
             lambda: nn.balance_loss(zeros((3, 4)), zeros((2, 1), int)),
-            r"balance_loss: ids must be of the 3 tokens of logits, got \(2, 1\)",
+            r"balance_loss: expert_ids must be of the 3 tokens of logits, got \(2, 1\)",
         ),
         (
             lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1), int), score="tanh"),  # pyright: ignore[reportArgumentType]
             "balance_loss: score must be one of",
         ),
         (lambda: nn.z_loss(zeros((3, 4)), zeros(4, bool)), r"z_loss: mask must have shape \[T\] = \(3,\), got \(4,\)"),
-        (lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1))), "balance_loss: ids must be of an integer dtype, got"),
+        (
+            lambda: nn.balance_loss(zeros((3, 4)), zeros((3, 1))),
+            "balance_loss: expert_ids must be of an integer dtype, got",
+        ),
         (lambda: nn.z_loss(zeros(3)), r"z_loss: logits must have shape \[T, E\], got \(3,\)"),
         (lambda: nn.z_loss(zeros((3, 4)), zeros(3)), "z_loss: mask must be of dtype bool, got float64"),
         (lambda: nn.balanced_bias(zeros(3), zeros(4)), r"balanced_bias: load must have shape that of bias = \(3,\)"),
         (lambda: nn.balanced_bias(zeros(3), zeros(3), rate=no("0.1")), "balanced_bias: rate must be a number, got str"),
         (lambda: nn.balanced_bias(zeros(3, int), zeros(3)), "balanced_bias: bias must be of a float dtype, got int64"),
-        (lambda: nn.expert_load(zeros((3, 2)), 4), "expert_load: ids must be of an integer dtype, got float64"),
+        (lambda: nn.expert_load(zeros((3, 2)), 4), "expert_load: expert_ids must be of an integer dtype, got float64"),
         (lambda: nn.expert_load(zeros((3, 2), int), -1), "expert_load: num_experts must be at least 1, got -1"),
         (lambda: nn.expert_load(zeros((3, 2), int), 2**31), r"expert_load: num_experts must be below 2\*\*31, got"),
         (

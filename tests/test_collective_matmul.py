@@ -25,7 +25,7 @@ def op(request: pytest.FixtureRequest) -> str:
 
 def check(op: str, group: Group, operands: Operands, implementation: Implementation, **options: Any) -> None:
     out = helpers.fetch(program(op, group, implementation=implementation, **options)(*operands))
-    assert out.dtype == (options.get("out_dtype") or operands[0].dtype)
+    assert out.dtype == (options.get("preferred_element_type") or operands[0].dtype)
     assert_right(op, out, operands)
 
 
@@ -61,7 +61,7 @@ def test_float32_result_and_bias(
 ) -> None:
     group = open_group(2)
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
-    check(op, group, (a, b), implementation, out_dtype=FLOAT32)
+    check(op, group, (a, b), implementation, preferred_element_type=FLOAT32)
     bias = rng.standard_normal(24).astype(BFLOAT16)
 
     def body(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -124,16 +124,16 @@ def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
         with pytest.raises(error, match=match):
             program(name, group, **o)(*operands)
 
-    expect(ValueError, r"b must have shape \[K, N\]", a, jnp.zeros((2, 4, 8)))
-    expect(ValueError, r"a must have shape \[M, K\]", jnp.zeros((2, 8)), b)
-    expect(TypeError, "b must be of dtype float32", a, b.astype(jnp.bfloat16))
-    expect(TypeError, "out_dtype must be float32", a, b, out_dtype=jnp.bfloat16)
+    expect(ValueError, r"rhs must have shape \[K, N\]", a, jnp.zeros((2, 4, 8)))
+    expect(ValueError, r"lhs must have shape \[M, K\]", jnp.zeros((2, 8)), b)
+    expect(TypeError, "rhs must be of dtype float32", a, b.astype(jnp.bfloat16))
+    expect(TypeError, "preferred_element_type must be float32", a, b, preferred_element_type=jnp.bfloat16)
     for m, k, n in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
         for name in OPS:
             for implementation in ("auto", "ffi", "xla"):
                 expect(
                     ValueError,
-                    rf"^{name}: a and b must not be empty, got \({m}, {k}\) and \({k}, {n}\)",
+                    rf"^{name}: lhs and rhs must not be empty, got \({m}, {k}\) and \({k}, {n}\)",
                     jnp.zeros((2, m, k)),
                     jnp.zeros((2, k, n)),
                     name=name,
@@ -150,5 +150,5 @@ def test_more_rows_than_kernels_count(open_group: OpenGroup) -> None:
     group = open_group(2)
     program = helpers.per_rank(lambda a, b: jax_ep.all_gather_matmul(a, b, group=group), group.mesh)
     a, b = jax.ShapeDtypeStruct((2, 2**30, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 8, 8), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"all_gather_matmul: a must have fewer than 2\*\*31 / 2 rows, got"):
+    with pytest.raises(ValueError, match=r"all_gather_matmul: lhs must have fewer than 2\*\*31 / 2 rows, got"):
         jax.eval_shape(program, a, b)

@@ -24,12 +24,14 @@ def op(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype"), [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)], ids=str
+    ("dtype", "preferred_element_type"),
+    [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
+    ids=str,
 )
 def test_gradients(
     op: str,
     dtype: np.dtype,
-    out_dtype: np.dtype,
+    result_dtype: np.dtype,
     implementation: jax_ep.Implementation,
     open_group: OpenGroup,
     rng: np.random.Generator,
@@ -38,11 +40,13 @@ def test_gradients(
     if not served(group, implementation, (8, 8), dtype):
         pytest.skip("kernels on a GPU take 16-bit operands alone")
     a, b = draw(rng, group.size, (32, 24, 40), dtype)
-    above = rng.standard_normal(exact(op, a, b).shape).astype(out_dtype)
+    above = rng.standard_normal(exact(op, a, b).shape).astype(result_dtype)
 
     def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
         def varying(a: jax.Array, b: jax.Array) -> jax.Array:
-            return helpers.vary(OPS[op](a, b, group=group, out_dtype=out_dtype, implementation=implementation))
+            return helpers.vary(
+                OPS[op](a, b, group=group, preferred_element_type=result_dtype, implementation=implementation)
+            )
 
         return jax.vjp(varying, a, b)[1](above)
 
@@ -134,7 +138,9 @@ def test_cotangents_are_summed_before_they_are_rounded(
 
     def body(above: jax.Array) -> jax.Array:
         a, b = jnp.ones((size, size), BFLOAT16), jnp.eye(size, dtype=BFLOAT16)
-        reduce = partial(jax_ep.matmul_all_reduce, group=group, out_dtype=FLOAT32, implementation=implementation)
+        reduce = partial(
+            jax_ep.matmul_all_reduce, group=group, preferred_element_type=FLOAT32, implementation=implementation
+        )
         return jax.vjp(lambda a: reduce(a, b), a)[1](above[0])[0][None]
 
     mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)

@@ -100,8 +100,8 @@ PLAN = nn.plan_replicas(np.ones(200), num_ranks=2, num_slots=400)
 @pytest.mark.parametrize(
     ("ids", "plan", "offset", "match"),
     [
-        ([[0]], PLAN, 0, "ids must be an array, got list"),
-        (np.zeros((1, 1)), PLAN, 0, "ids must be of an integer dtype, got float64"),
+        ([[0]], PLAN, 0, "expert_ids must be an array, got list"),
+        (np.zeros((1, 1)), PLAN, 0, "expert_ids must be of an integer dtype, got float64"),
         (np.zeros((1, 1), int), tuple(PLAN), 0, "plan must be the ReplicaPlan of plan_replicas, got tuple"),
         (
             np.zeros((1, 1), int),

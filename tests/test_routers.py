@@ -86,9 +86,9 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda x: nn.softmax_top_k(x, 17), r"^softmax_top_k: k must be in \[1, E = 16\], got 17"),
+        (lambda x: nn.softmax_top_k(x, 17), r"^softmax_top_k: top_k must be in \[1, E = 16\], got 17"),
         (lambda x: nn.softmax_top_k(x[0], 1), r"^softmax_top_k: logits must have shape \[T, E\], got \(16,\)"),
-        (lambda x: nn.softmax_top_k(x, no_int), "^softmax_top_k: k must be a Python int"),
+        (lambda x: nn.softmax_top_k(x, no_int), "^softmax_top_k: top_k must be a Python int"),
         (lambda x: nn.softmax_top_k(x.astype(int), 1), "^softmax_top_k: logits must be of dtype .*, got int32"),
         (lambda x: nn.softmax_top_k(x, 4, groups=4, best_of_group=0), "^softmax_top_k: best_of_group must be at least"),
         (lambda x: nn.sigmoid_top_k(x, 4, groups=3), "^sigmoid_top_k: groups must divide the 16 experts, got 3"),
@@ -98,7 +98,7 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
             lambda x: nn.within_top_groups(x, 4, 4, 5),
             "^within_top_groups: top_groups must be at most the 4 groups, .* 5",
         ),
-        (lambda x: nn.within_top_groups(x, 0, 4, 1), "^within_top_groups: k must be at least 1, got 0"),
+        (lambda x: nn.within_top_groups(x, 0, 4, 1), "^within_top_groups: top_k must be at least 1, got 0"),
         (lambda x: nn.within_top_groups(x[0], 1, 4, 1), r"^within_top_groups: scores must have shape \[T, E\], got"),
         (
             lambda x: nn.sigmoid_top_k(x, 4, groups=8, top_groups=1),

@@ -18,22 +18,24 @@ Array = jax.Array | np.ndarray
 Score = Literal["softmax", "sigmoid"]
 
 
-def expert_load(ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
-    """[E] int32: the assignments [T, K] of each expert; ids outside [0, E) do not count."""
-    return _expert_load("expert_load", ids, num_experts, axis_name)
+def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
+    """[E] int32: the assignments [T, K] of each expert; those to ids outside [0, E) do not count."""
+    return _expert_load("expert_load", expert_ids, num_experts, axis_name)
 
 
-def _expert_load(op: str, ids: Array, num_experts: int, axis_name: AxisName | None) -> jax.Array:
-    checks.check_kind(op, "ids", ids, np.integer, "an integer")
+def _expert_load(op: str, expert_ids: Array, num_experts: int, axis_name: AxisName | None) -> jax.Array:
+    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
     checks.check_int(op, "num_experts", num_experts, below_32_bits=True)
-    ids = checks.to_int32(ids)
-    valid = (ids >= 0) & (ids < num_experts)
-    load = jnp.bincount(jnp.where(valid, ids, num_experts).reshape(-1), length=num_experts + 1)[:-1].astype(jnp.int32)
+    expert_ids = checks.to_int32(expert_ids)
+    valid = (expert_ids >= 0) & (expert_ids < num_experts)
+    load = jnp.bincount(jnp.where(valid, expert_ids, num_experts).reshape(-1), length=num_experts + 1)[:-1].astype(
+        jnp.int32
+    )
     return _sum(op, load, axis_name)
 
 
 def balance_loss(
-    logits: Array, ids: Array, *, score: Score = "softmax", axis_name: AxisName | None = None
+    logits: Array, expert_ids: Array, *, score: Score = "softmax", axis_name: AxisName | None = None
 ) -> jax.Array:
     """E times the sum over experts of (share of assignments) * (mean probability): 1 when both are even.
 
@@ -43,25 +45,25 @@ def balance_loss(
 
     Args:
       logits: [T, E].
-      ids: [T, K]; those outside [0, E) are skipped, and a token that has no others, as padding, does not count.
+      expert_ids: [T, K]; those outside [0, E) are skipped, and a token that has no others, as padding, does not count.
       score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
     """
     op = "balance_loss"
     checks.check_one_of(op, "score", score, get_args(Score))
     checks.check_rank(op, "logits", logits, 2, "[T, E]")
     checks.check_kind(op, "logits", logits, np.floating, "a float")
-    checks.check_rank(op, "ids", ids, 2, "[T, K]")
-    checks.check_kind(op, "ids", ids, np.integer, "an integer")
-    if len(ids) != len(logits):
-        raise ValueError(f"{op}: ids must be of the {len(logits)} tokens of logits, got {ids.shape}")
-    ids = checks.to_int32(ids)
+    checks.check_rank(op, "expert_ids", expert_ids, 2, "[T, K]")
+    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
+    if len(expert_ids) != len(logits):
+        raise ValueError(f"{op}: expert_ids must be of the {len(logits)} tokens of logits, got {expert_ids.shape}")
+    expert_ids = checks.to_int32(expert_ids)
     experts, wide = logits.shape[1], logits.astype(jnp.float32)
     probabilities = jax.nn.softmax(wide, axis=-1)
     if score == "sigmoid":
         scores = jax.nn.sigmoid(wide)
         probabilities = scores / jnp.maximum(scores.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    load = _expert_load(op, ids, experts, axis_name).astype(jnp.float32)
-    going = jnp.any((ids >= 0) & (ids < experts), axis=1)
+    load = _expert_load(op, expert_ids, experts, axis_name).astype(jnp.float32)
+    going = jnp.any((expert_ids >= 0) & (expert_ids < experts), axis=1)
     return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * _mean(op, probabilities, going, axis_name))
 
 

@@ -2,7 +2,7 @@
 
     plan = plan_replicas(load, num_ranks=8, num_slots=288)
     up_of_slots = up[plan.experts]  # and so all matrices
-    slots = physical_ids(ids, plan)  # for dispatch(..., num_experts=288)
+    slots = physical_ids(expert_ids, plan)  # for dispatch(..., num_experts=288)
 
 A plan is numpy: make one from time to time, and gather the matrices of its slots, sharded as those of experts are; the
 gradient of that gather adds up over replicas. Hand the plan to a jitted function as an argument: all plans of as many
@@ -78,7 +78,7 @@ def plan_replicas(load: np.ndarray, *, num_ranks: int, num_slots: int) -> Replic
     return ReplicaPlan(experts, np.array([np.resize(s, most) for s in slots], np.int32), counts)
 
 
-def physical_ids(ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
+def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
     """The slots [T, K] int32 that stand for experts [T, K], which are integers.
 
     The assignments to an expert are dealt to its replicas in turn, in the order of (token, k): what they get differs by
@@ -90,19 +90,19 @@ def physical_ids(ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) 
       offset: the replica that begins. With the rank, what cannot be divided goes to another one on every rank.
     """
     op = "physical_ids"
-    checks.check_kind(op, "ids", ids, np.integer, "an integer")
+    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
     _check_plan(op, plan)
     first = offset if isinstance(offset, jax.Array) else np.asarray(offset)
     checks.check_kind(op, "offset", first, np.integer, "an integer")
     checks.check_shape(op, "offset", first, (), "[]")
     num_experts, num_slots = len(plan.counts), len(plan.experts)
-    flat = checks.to_int32(ids).reshape(-1)
+    flat = checks.to_int32(expert_ids).reshape(-1)
     inside = (flat >= 0) & (flat < num_experts)
     expert = jnp.where(inside, flat, 0)
     turn = _turns(jnp.where(inside, flat, num_experts)) + checks.to_int32(first)
     slot = jnp.asarray(plan.slots)[expert, turn % jnp.asarray(plan.counts)[expert]]
     slot = jnp.where(inside, slot, jnp.where(flat == -1, -1, num_slots))
-    return slot.astype(jnp.int32).reshape(ids.shape)
+    return slot.astype(jnp.int32).reshape(expert_ids.shape)
 
 
 def _check_plan(op: str, plan: ReplicaPlan) -> None:

@@ -2,8 +2,8 @@
 
 Plain functions of logits [T, E] of this rank's tokens, float32 inside; they need no group.
 
-    ids, weights = softmax_top_k(tokens @ router, 8)
-    out = jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, group=group)
+    expert_ids, weights = softmax_top_k(tokens @ router, 8)
+    out = jax_ep.moe_mlp(tokens, expert_ids, weights, gate, up, down, group=group)
 """
 
 from typing import Any, NamedTuple
@@ -21,17 +21,17 @@ class Routed(NamedTuple):
     """What a router chooses.
 
     Attributes:
-      ids: [T, K] int32, different experts, the best first; of equal scores that of the lower id.
+      expert_ids: [T, K] int32, different experts, the best first; of equal scores that of the lower id.
       weights: [T, K] float32, differentiable in the logits.
     """
 
-    ids: jax.Array
+    expert_ids: jax.Array
     weights: jax.Array
 
 
 def softmax_top_k(
     logits: Array,
-    k: int,
+    top_k: int,
     *,
     groups: int = 1,
     top_groups: int | None = None,
@@ -39,7 +39,7 @@ def softmax_top_k(
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> Routed:
-    """The k likeliest experts by softmax (Shazeer et al., 2017; Mixtral, Qwen3; with groups, DeepSeek-V2, 2024).
+    """The `top_k` likeliest experts by softmax (Shazeer et al., 2017; Mixtral, Qwen3; with groups, DeepSeek-V2, 2024).
 
     Args:
       logits: [T, E] bfloat16, float16 or float32.
@@ -48,15 +48,15 @@ def softmax_top_k(
       scale: what the weights are multiplied by in the end.
     """
     op = "softmax_top_k"
-    _check_logits(op, logits, k)
+    _check_logits(op, logits, top_k)
     scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    chosen_by = _within_top_groups(op, scores, k, groups, top_groups, best_of_group)
-    return _take(op, scores, chosen_by, k, renormalize, scale)
+    chosen_by = _within_top_groups(op, scores, top_k, groups, top_groups, best_of_group)
+    return _take(op, scores, chosen_by, top_k, renormalize, scale)
 
 
 def sigmoid_top_k(
     logits: Array,
-    k: int,
+    top_k: int,
     *,
     bias: Array | None = None,
     groups: int = 1,
@@ -65,7 +65,7 @@ def sigmoid_top_k(
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> Routed:
-    """The k experts of the highest sigmoid scores (DeepSeek-V3, 2024; with groups=1 also Llama 4).
+    """The `top_k` experts of the highest sigmoid scores (DeepSeek-V3, 2024; with groups=1 also Llama 4).
 
     Args:
       logits: [T, E] bfloat16, float16 or float32.
@@ -77,25 +77,25 @@ def sigmoid_top_k(
       scale: what the weights are multiplied by in the end.
     """
     op = "sigmoid_top_k"
-    _check_logits(op, logits, k)
+    _check_logits(op, logits, top_k)
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
     _check_bias(op, bias, logits.shape[1])
     biased = scores if bias is None else scores + bias
-    chosen_by = _within_top_groups(op, biased, k, groups, top_groups, best_of_group)
-    return _take(op, scores, chosen_by, k, renormalize, scale)
+    chosen_by = _within_top_groups(op, biased, top_k, groups, top_groups, best_of_group)
+    return _take(op, scores, chosen_by, top_k, renormalize, scale)
 
 
-def within_top_groups(scores: Array, k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
+def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
     """Scores [T, E] with minus infinity for the experts outside of each token's `top_groups` best groups."""
     op = "within_top_groups"
     checks.check_rank(op, "scores", scores, 2, "[T, E]")
     checks.check_kind(op, "scores", scores, np.floating, "a float")
-    checks.check_int(op, "k", k)
-    return _within_top_groups(op, jnp.asarray(scores), k, groups, top_groups, best_of_group)
+    checks.check_int(op, "top_k", top_k)
+    return _within_top_groups(op, jnp.asarray(scores), top_k, groups, top_groups, best_of_group)
 
 
 def _within_top_groups(
-    op: str, scores: jax.Array, k: int, groups: int, top_groups: int | None, best_of_group: int
+    op: str, scores: jax.Array, top_k: int, groups: int, top_groups: int | None, best_of_group: int
 ) -> jax.Array:
     for name, number in (("groups", groups), ("best_of_group", best_of_group)):
         checks.check_int(op, name, number)
@@ -104,10 +104,10 @@ def _within_top_groups(
     tokens, experts = scores.shape
     if experts % groups:
         raise ValueError(f"{op}: groups must divide the {experts} experts, got {groups}")
-    if top_groups > groups or top_groups * (experts // groups) < k:
+    if top_groups > groups or top_groups * (experts // groups) < top_k:
         raise ValueError(
-            f"{op}: top_groups must be at most the {groups} groups, and so many that they hold k = {k} experts; "
-            f"got {top_groups}"
+            f"{op}: top_groups must be at most the {groups} groups, and so many that they hold top_k = {top_k} "
+            f"experts; got {top_groups}"
         )
     if top_groups == groups:
         return scores
@@ -117,22 +117,22 @@ def _within_top_groups(
     return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(tokens, experts)
 
 
-def _take(op: str, scores: jax.Array, chosen_by: jax.Array, k: int, renormalize: bool, scale: float) -> Routed:
+def _take(op: str, scores: jax.Array, chosen_by: jax.Array, top_k: int, renormalize: bool, scale: float) -> Routed:
     checks.check_bool(op, "renormalize", renormalize)
     checks.check_number(op, "scale", scale)
-    ids = jax.lax.top_k(jax.lax.stop_gradient(chosen_by), k)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=1)
+    expert_ids = jax.lax.top_k(jax.lax.stop_gradient(chosen_by), top_k)[1]
+    weights = jnp.take_along_axis(scores, expert_ids, axis=1)
     if renormalize:
         weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return Routed(ids.astype(jnp.int32), weights * scale)
+    return Routed(expert_ids.astype(jnp.int32), weights * scale)
 
 
-def _check_logits(op: str, logits: Any, k: int) -> None:
+def _check_logits(op: str, logits: Any, top_k: int) -> None:
     checks.check_rank(op, "logits", logits, 2, "[T, E]")
     checks.check_dtype(op, "logits", logits, checks.TOKEN_DTYPES)
-    checks.check_int(op, "k", k)
-    if k > logits.shape[1]:
-        raise ValueError(f"{op}: k must be in [1, E = {logits.shape[1]}], got {k}")
+    checks.check_int(op, "top_k", top_k)
+    if top_k > logits.shape[1]:
+        raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
 
 
 def _check_bias(op: str, bias: Any, num_experts: int) -> None:

@@ -31,10 +31,13 @@ class Product(Program):
         if not matmul_cases.served(group, self.implementation, (m, k, n), self.dtype):
             self.dtype, k, n = helpers.DTYPES[0], -(-k // 8) * 8, -(-n // 8) * 8
         self.shape = (m, k, n)
-        self.out_dtype = pick(rng, None, helpers.DTYPES[2])
+        self.result_dtype = pick(rng, None, helpers.DTYPES[2])
         self.bias, self.gradient = bool(rng.random() < 0.3), bool(rng.random() < 0.35)
-        self.options = {name: getattr(self, name) for name in ("op", "dtype", "shape", "out_dtype", "bias", "gradient")}
-        multiply, keywords = matmul_cases.OPS[self.op], {"out_dtype": self.out_dtype, "implementation": implementation}
+        self.options = {
+            name: getattr(self, name) for name in ("op", "dtype", "shape", "result_dtype", "bias", "gradient")
+        }
+        multiply = matmul_cases.OPS[self.op]
+        keywords = {"preferred_element_type": self.result_dtype, "implementation": implementation}
 
         def forward(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
             return multiply(a, b, group=group, bias=bias if self.bias else None, **keywords)
@@ -52,7 +55,7 @@ class Product(Program):
             exact = matmul_cases.exact(self.op, a, b)
             magnitude = matmul_cases.exact(self.op, np.abs(a), np.abs(b))
         if self.gradient:
-            above = draw_floats(rng, exact.shape, self.out_dtype or self.dtype)
+            above = draw_floats(rng, exact.shape, self.result_dtype or self.dtype)
             actual = helpers.fetch(self.run(a, b, above))
             wanted = matmul_cases.exact_gradients(self.op, a, b, above)
             sizes = matmul_cases.exact_gradients(self.op, *(np.abs(x) for x in (a, b, above)))

@@ -14,42 +14,42 @@ class Config(NamedTuple):
 
     group: Group
     dtype: np.dtype  # of the result
-    transpose_b: bool = False  # b is [N, K]
+    transpose_rhs: bool = False  # rhs is [N, K]
     reduce_scatter: bool = False
 
 
-def matmul_reduce(config: Config, a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul_reduce(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a share of its rows."""
     called = ffi.call(
         "matmul_reduce",
-        a,
-        b,
+        lhs,
+        rhs,
         group=config.group,
         computes=True,
         dtype=config.dtype,
-        operand_dtype=a.dtype,
-        m=a.shape[0],
-        n=b.shape[0 if config.transpose_b else 1],
-        k=a.shape[1],
-        transpose_b=config.transpose_b,
+        operand_dtype=lhs.dtype,
+        m=lhs.shape[0],
+        n=rhs.shape[0 if config.transpose_rhs else 1],
+        k=lhs.shape[1],
+        transpose_b=config.transpose_rhs,
         reduce_scatter=config.reduce_scatter,
     )
     return called["sums"]
 
 
-def gather_matmul(config: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[M, K], [K, N] (or [N, K], to be transposed) -> the rows of all ranks times b [R M, N], and those rows."""
+def gather_matmul(config: Config, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[M, K], [K, N] (or [N, K], to be transposed) -> the rows of all ranks times rhs [R M, N], and those rows."""
     called = ffi.call(
         "gather_matmul",
-        a,
-        b,
+        lhs,
+        rhs,
         group=config.group,
         computes=True,
         dtype=config.dtype,
-        operand_dtype=a.dtype,
-        m=a.shape[0],
-        n=b.shape[0 if config.transpose_b else 1],
-        k=a.shape[1],
-        transpose_b=config.transpose_b,
+        operand_dtype=lhs.dtype,
+        m=lhs.shape[0],
+        n=rhs.shape[0 if config.transpose_rhs else 1],
+        k=lhs.shape[1],
+        transpose_b=config.transpose_rhs,
     )
     return called["product"], called["gathered"]
