@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> int:
     repeats = options.repeats or (2 if options.quick else 5)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        implementation, on_cpu = group.resolve("bench", "auto"), group.platform == "cpu"
+        implementation, on_cpu = group._resolve("bench", "auto"), group.platform == "cpu"
         print(header(list(group.mesh.devices.flat), repr(implementation), ["layer", *arguments]))
         print(f"- bfloat16; per call inside one jitted loop, median of {repeats} loops, all in turns")
         print(f"- {'cold, on a CPU' if on_cpu else describe_pause(0)}")

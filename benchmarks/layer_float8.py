@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
     model = CPU_MODEL if on_cpu else layer.chosen_models(on_cpu, "V3", options.tokens, options.experts)[0]
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        note = repr(group.resolve("bench", "auto"))
+        note = repr(group._resolve("bench", "auto"))
         print(header(list(group.mesh.devices.flat), note, ["layer_float8", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print(f"- {'cold, on a CPU' if on_cpu else describe_pause(0)}")

@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        implementation = group.resolve("bench", options.implementation)
+        implementation = group._resolve("bench", options.implementation)
         print(header(list(group.mesh.devices.flat), repr(implementation), ["moe", *arguments]), flush=True)
         if options.loop or group.platform != "cpu":
             swept = moe_sweep.run(group, implementation, options.repeats or 5, options.quick, options.shapes)

@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
 
     traces: list[list[str]] = []
     with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, async_ops=True, max_sms=options.max_sms) as apart:
-        print(header(list(mesh.devices.flat), repr(group.resolve("bench", "auto")), ["overlap", *arguments]))
+        print(header(list(mesh.devices.flat), repr(group._resolve("bench", "auto")), ["overlap", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print("- in order: a group as it is; asynchronous: Group(async_ops=True), whose ops take few SMs")
         print("- hidden: how much shorter the asynchronous program is, of the exchange alone\n")

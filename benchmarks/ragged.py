@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
 
     with jax_ep.Group(mesh, AXIS) as group:
-        print(header(jax.devices(), repr(group.resolve("bench", "auto")), ["ragged", *arguments]))
+        print(header(jax.devices(), repr(group._resolve("bench", "auto")), ["ragged", *arguments]))
         loops = {
             "jax_ep.lax.ragged_all_to_all": ChainedLoop(
                 by(jax_ep.lax.ragged_all_to_all), (sent, *slices), empty, calls=50

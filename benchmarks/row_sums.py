@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     with jax_ep.Group(Mesh(np.array(jax.devices()[:1]), ("ep",)), "ep") as group:
         print(
-            header(list(group.mesh.devices.flat), repr(group.resolve("bench", "auto")), ["row_sums", *arguments]),
+            header(list(group.mesh.devices.flat), repr(group._resolve("bench", "auto")), ["row_sums", *arguments]),
             flush=True,
         )
         print("\n" + table(group, repeats=options.repeats))

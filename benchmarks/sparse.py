@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
         print(
             header(
                 list(group.mesh.devices.flat),
-                repr(group.resolve("bench", options.implementation)),
+                repr(group._resolve("bench", options.implementation)),
                 ["sparse", *arguments],
             ),
             flush=True,

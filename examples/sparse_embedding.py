@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     devices = np.array(jax.devices())
     devices = devices[: np.gcd.reduce([devices.size, PAIRS, NOISE])]  # the batch must divide
     with jax_ep.Group(Mesh(devices, ("dp",)), "dp", async_ops=options.async_ops) as group:
-        implementation = group.resolve("demo-sparse", options.implementation)
+        implementation = options.implementation
         print(
             f"2 tables of {len(corpus.vocabulary):,} words x {DIMENSION}, {PAIRS} pairs a step "
             f"on {group.size} x {devices[0].device_kind}; implementation {implementation!r}",

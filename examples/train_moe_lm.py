@@ -169,7 +169,7 @@ def main(arguments: list[str]) -> int:
     config = moe_lm.Config(implementation=options.implementation)
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
     with open_group(options.nodes, config) as group:
-        implementation = group.resolve("dispatch", config.implementation)
+        implementation = config.implementation
         text = load_bytes()
         params = moe_lm.init_params(jax.random.key(SEED), config, group)
         in_float8 = train_in_float8(text, options.steps, config, group) if options.float8 else None

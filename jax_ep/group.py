@@ -19,7 +19,6 @@ from jax_ep.runtime.heartbeats import Heartbeats
 from jax_ep.runtime.nodes import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
-ACROSS_NODES = ("dispatch", "combine", "dispatch_ragged_dot", "ragged_dot_combine", "moe_mlp", "sparse_all_reduce")
 
 # Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
 # order in each process, and wait for each other.
@@ -156,7 +155,7 @@ class Group:
         return 1 if self.intranode is None else self.size // self.intranode.size
 
     @property
-    def asks_processes(self) -> bool:
+    def _asks_processes(self) -> bool:
         """Whether ops compare their calls before XLA's collectives run: between CPU processes, where these abort."""
         return self.intranode is not None and self._spans_cpu_processes
 
@@ -258,15 +257,26 @@ class Group:
         self._native.close()
         self._free_number()
 
-    def resolve(self, op: str, implementation: Implementation) -> Chosen:
-        """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone."""
+    def _resolve(self, op: str, implementation: Implementation, *, across_nodes: bool = False) -> Chosen:
+        """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone.
+
+        Args:
+          op: what the user called, for errors and the log.
+          across_nodes: it combines the kernels of each node with XLA's collectives between nodes. Other ops are "xla"
+            in a group across nodes.
+
+        Raises:
+          ValueError: there is no such implementation.
+          GroupClosedError, PlatformError: the group is closed, or has no kernels for it and "ffi" was asked for.
+        """
+        checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
             return _chosen(op, "xla", "it was asked for")
-        if self.intranode is not None and op in ACROSS_NODES:
-            return self.intranode.resolve(op, implementation)
         if self.intranode is not None:
+            if across_nodes:
+                return self.intranode._resolve(op, implementation)
             if implementation == "auto":
                 return _chosen(op, "xla", "its kernels do not leave a node")
             raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
@@ -284,12 +294,12 @@ class Group:
         return _chosen(op, "ffi", f"there are kernels for {self.platform}")
 
     @property
-    def native_id(self) -> int:
+    def _native_id(self) -> int:
         """The id by which kernels' handlers find the group."""
         assert self._native is not None
         return self._native.id
 
-    def keep_error(self, error: JaxEpError) -> None:
+    def _keep_error(self, error: JaxEpError) -> None:
         """For the "xla" implementation: what the next `check()` raises."""
         with self._lock:
             self._overflow = error

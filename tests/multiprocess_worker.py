@@ -24,9 +24,9 @@ def main(address: str, processes: int, index: int) -> None:
         jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("ep")), lambda index, x=x: x[index]) for x in case
     ]
     with Group(mesh, "ep") as group:
-        assert group.resolve("dispatch", "auto") == "xla"
+        assert group._resolve("dispatch", "auto", across_nodes=True) == "xla"
         with pytest.raises(PlatformError, match="implementation='xla'"):
-            group.resolve("dispatch", "ffi")
+            group._resolve("dispatch", "ffi", across_nodes=True)
 
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto")
         out, combined = jax.block_until_ready(program(*operands))

@@ -136,7 +136,7 @@ def check_inside(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, nodes * size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     lines = [helpers.Case(*(x[node * size : (node + 1) * size] for x in case)) for node in range(nodes)]
     with Group(mesh, "ep", timeout=60) as inside:
-        assert (inside.size, inside.nodes, inside.resolve("ragged_all_to_all", "auto")) == (size, 1, "ffi")
+        assert (inside.size, inside.nodes, inside._resolve("ragged_all_to_all", "auto")) == (size, 1, "ffi")
         program = helpers.dispatch_combine(inside, num_experts=EXPERTS, implementation="auto")
         parts = [
             jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*AXES)), lambda index, x=x: x[index])
@@ -162,13 +162,13 @@ def check_sparse(group: Group, rng: np.random.Generator) -> None:
 
 def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
     assert (group.nodes, group.size, group.node_axes) == (nodes, nodes * inside, ("node",))
-    assert group.resolve("dispatch", "auto") == "ffi"
-    assert group.resolve("ragged_all_to_all", "auto") == "xla"
+    assert group._resolve("dispatch", "auto", across_nodes=True) == "ffi"
+    assert group._resolve("ragged_all_to_all", "auto") == "xla"
     if on_cpu():
         with Group(group.mesh, "node", timeout=60) as between:
-            assert between.resolve("dispatch", "auto") == "xla"
+            assert between._resolve("dispatch", "auto", across_nodes=True) == "xla"
             with pytest.raises(PlatformError, match="implementation='xla'"):
-                between.resolve("dispatch", "ffi")
+                between._resolve("dispatch", "ffi", across_nodes=True)
 
 
 def check_all(mesh: jax.sharding.Mesh) -> None:

@@ -220,7 +220,7 @@ def test_wrong_numbers_of_chunks() -> None:
 
 def test_any_number_of_chunks_can_be_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As processes do, by int32."""
-    monkeypatch.setattr(Group, "asks_processes", True)
+    monkeypatch.setattr(Group, "_asks_processes", True)
     with over(2, 2) as group:
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", chunks=2**31)
         shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32), jnp.zeros((2, 2, 3, 1))

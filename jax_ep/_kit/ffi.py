@@ -97,7 +97,7 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
     @property
-    def native_id(self) -> int: ...
+    def _native_id(self) -> int: ...
     @property
     def async_ops(self) -> bool: ...
 
@@ -146,7 +146,7 @@ def call(
             results,
             input_output_aliases=aliases,
             vmap_method="sequential",
-        )(*operands, group=np.int64(group.native_id), site=site, **attributes)
+        )(*operands, group=np.int64(group._native_id), site=site, **attributes)
         return called[: len(names)]
 
     site = _call_site()

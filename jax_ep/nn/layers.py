@@ -190,7 +190,7 @@ def moe_mlp(
         "on_overflow": on_overflow,
     }
     layer_checks.check_dispatch(op, tokens, expert_ids, weights, group, **sending)
-    by_xla = group.resolve(op, implementation) == "xla"
+    by_xla = group._resolve(op, implementation, across_nodes=True) == "xla"
     by_fused_ops = uses_fused_ops(fused, by_xla=by_xla)
     one_by_one = weigh_inputs or not by_fused_ops
     apart = group.async_ops and not by_xla

@@ -106,7 +106,6 @@ def _call(
     _check_operands(op, lhs, rhs)
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     _check_result(op, lhs, rhs, bias, group, dtype)
-    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     if op == "all_gather_matmul" and group.size * lhs.shape[0] >= 2**31:  # kernels count rows in int32
         raise ValueError(f"{op}: lhs must have fewer than 2**31 / {group.size} rows, got {lhs.shape}")
     lhs, rhs = checks.vary_alike(group.axis_name, lhs, rhs)
@@ -144,7 +143,7 @@ def _check_result(
 
 
 def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Array, rhs: jax.Array) -> Chosen:
-    if group.resolve(op, implementation) == "xla":
+    if group._resolve(op, implementation) == "xla":
         return "xla"
     served = group.platform == "cpu" or (
         group.platform == "cuda"

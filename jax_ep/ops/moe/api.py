@@ -104,7 +104,7 @@ def dispatch(
     to_nodes = node_tokens(op, node_capacity, group, num_experts, expert_ids)
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     sent = operands(group, tokens, expert_ids, weights)
-    by_kernels = group.resolve(op, implementation) == "ffi"
+    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
     cut = node_chunks(op, chunks, group, by_kernels=by_kernels)
     return checked_dispatch(DispatchCall(group, config, to_nodes, cut, by_kernels), *sent)
 
@@ -139,7 +139,7 @@ def combine(
     leaves, treedef = jax.tree.flatten(routing)
     expert_outputs, *leaves = checks.vary_alike(group.axis_name, expert_outputs, *leaves)
     routing = jax.tree.unflatten(treedef, leaves)
-    by_kernels = group.resolve(op, implementation) == "ffi"
+    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
     return checked_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 
 
@@ -152,7 +152,7 @@ def checked_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Arra
         return gradients.dispatch(group, config, tokens, expert_ids, weights)
     out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
     if not config.drop:
-        out = out._replace(tokens=nan_on_overflow("dispatch", needed, config.capacity, out.tokens, group.keep_error))
+        out = out._replace(tokens=nan_on_overflow("dispatch", needed, config.capacity, out.tokens, group._keep_error))
     return checkpoint_name(out, DISPATCHED)
 
 

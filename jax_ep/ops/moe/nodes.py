@@ -61,11 +61,11 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
 def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
     """As `jax_ep.combine`, of operands that are checked."""
     assert group.intranode is not None
-    if group.asks_processes:
+    if group._asks_processes:
         (capacity, hidden), came = expert_outputs.shape, routing.targets.shape[0]
         described = {"C": capacity, "H": hidden, "T": routing.num_tokens, "B": came // group.nodes}
         described |= {"chunks": min(routing.chunks, came), "dtype": expert_outputs.dtype}
-        (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group.keep_error)
+        (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group._keep_error)
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
         sums = gradients.combine_chunks(group.intranode, chunks, expert_outputs, routing.weights, routing.local)
@@ -84,7 +84,7 @@ def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Ar
     Kernels compare calls only inside a node.
     """
     (tokens, expert_ids, _), config, node_capacity = operands, call.config, call.node_capacity
-    if not call.group.asks_processes:
+    if not call.group._asks_processes:
         return operands, jnp.int32(0)
     described = {
         "T": tokens.shape[0],
@@ -99,7 +99,7 @@ def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Ar
         "chunks": min(call.chunks.number, tokens.shape[0]),
         "dtype": tokens.dtype,
     }
-    return once_agreed("dispatch", call.group.axis_name, described, operands, call.group.keep_error)
+    return once_agreed("dispatch", call.group.axis_name, described, operands, call.group._keep_error)
 
 
 def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
@@ -183,9 +183,9 @@ def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most:
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
     if most is not None and call.node_capacity is not None:
         all_sent = jax.lax.all_gather(most, group.axis_name)
-        received = nan_on_overflow(op, all_sent, call.node_capacity, received, group.keep_error, _node_capacity_error)
+        received = nan_on_overflow(op, all_sent, call.node_capacity, received, group._keep_error, _node_capacity_error)
         all_needed = jnp.where((all_sent > call.node_capacity).any(), 0, all_needed)
-    return nan_on_overflow(op, all_needed, call.config.capacity, received, group.keep_error)
+    return nan_on_overflow(op, all_needed, call.config.capacity, received, group._keep_error)
 
 
 def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) -> CapacityError:

@@ -233,7 +233,7 @@ def combine_beside(
     leaves, treedef = jax.tree.flatten((lhs, rhs, routing))
     lhs, rhs, routing = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
     lhs, rhs = without_gradient(op, "lhs", lhs), without_gradient(op, "rhs", rhs)
-    by_kernels = group.resolve(op, implementation) == "ffi"
+    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
     call = LastCall(group, in_float8)
     if by_kernels and group.intranode is None:
         return gradients.dot_combine(call, lhs, rhs, routing.weights, routing, beside)

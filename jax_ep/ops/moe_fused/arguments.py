@@ -84,7 +84,7 @@ def checked_first(
     if in_float8:
         check_blocks(op, "rhs", tuple(size for matrix in matrices for size in matrix.shape[1:]))
     name, function = _activation(op, activation)
-    by_kernels = group.resolve(op, implementation) == "ffi"
+    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
     leaves, treedef = jax.tree.flatten(matrices)
     tokens, expert_ids, weights, *leaves = operands(group, tokens, expert_ids, weights, *leaves)
     matrices = tuple(without_gradient(op, "rhs", matrix) for matrix in jax.tree.unflatten(treedef, leaves))

@@ -67,7 +67,6 @@ def ragged_all_to_all(
     slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
     _check_arrays(op, operand, output, *slices)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
-    checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     group = _group(op, axis_name, group)
     _check_slices(op, input_offsets.shape[0], group.size if axis_index_groups is None else 1)
     if jnp.issubdtype(operand.dtype, jax.dtypes.prng_key):
@@ -80,9 +79,9 @@ def ragged_all_to_all(
         parts = _partition(op, axis_index_groups, group.size, input_offsets.shape[0])
         indices = _among_all(group.axis_name, parts, *indices)
     operand, output, *indices = checks.vary_alike(group.axis_name, operand, output, *indices)
-    if group.resolve(op, implementation) == "xla":
+    if group._resolve(op, implementation) == "xla":
         result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
-        return undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group.keep_error)
+        return undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group._keep_error)
     return gradients.ragged_all_to_all(group, operand, output, *indices)
 
 

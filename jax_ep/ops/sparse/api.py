@@ -78,8 +78,7 @@ def sparse_all_reduce(
     check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
     checks.check_one_of(name, "method", method, METHODS)
-    checks.check_one_of(name, "implementation", implementation, checks.IMPLEMENTATIONS)
-    native = group.resolve(name, implementation) == "ffi"
+    native = group._resolve(name, implementation, across_nodes=True) == "ffi"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
         padding = (
@@ -100,7 +99,7 @@ def sparse_all_reduce(
     else:
         values = xla.reduce(config, group.axis_name, rows.values, union)
     if not config.drop and not (native and group.intranode is None):  # those kernels see to it
-        values = nan_on_overflow(name, union.needed(config), config.capacity, values, group.keep_error)
+        values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
     return SparseRows(
         indices=union.indices.astype(rows.indices.dtype),
