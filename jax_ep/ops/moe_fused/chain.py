@@ -57,7 +57,7 @@ def dispatch_multiply(
     """
     group, config = call.dispatch.group, call.dispatch.config
     config = dataclasses.replace(config, dequantize=not call.in_float8)
-    multiply = partial(rounded_product, dtype=tokens.dtype) if call.in_float8 else ragged_dot
+    multiply: Any = partial(rounded_product, dtype=tokens.dtype) if call.in_float8 else ragged_dot
     arrays: Any = rhs  # where products are not in float8
     dispatched = dispatch(group, config, tokens, expert_ids, weights)
     if beside is not None:
@@ -107,7 +107,8 @@ def multiply_return(
 
 def multiply_combine(call: LastCall, lhs: Rows, rhs: Matrix, weights: jax.Array, routing: Routing) -> jax.Array:
     """Rows times the matrices of their experts, summed up at their tokens."""
-    product = (rounded_product if call.in_float8 else ragged_dot)(lhs, rhs, routing.group_sizes)
+    multiply: Any = rounded_product if call.in_float8 else ragged_dot
+    product = multiply(lhs, rhs, routing.group_sizes)
     return checkpoint_name(combine(call.group, product, weights, routing), COMBINED)
 
 
