@@ -63,7 +63,7 @@ def summed_gradient(
     tables: Tables, batch: Batch, group: jax_ep.Group, implementation: Implementation
 ) -> tuple[dict[str, jax_ep.SparseRows], Metrics]:
     """On one device: the gradient of the loss of all devices. Words drawn twice are added up before they are sent."""
-    value, gradient = jax_ep.sparse_value_and_grad(loss)(tables, ids_of(batch))
+    value, gradient = embedding.sparse_value_and_grad(loss)(tables, ids_of(batch))
     own = {name: jax_ep.coalesce(rows) for name, rows in gradient.items()}
     total = {
         name: jax_ep.sparse_all_reduce(

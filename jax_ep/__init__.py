@@ -2,7 +2,6 @@
 
 from jax_ep import embedding as embedding, float8 as float8, lax as lax, nn as nn
 from jax_ep._kit.checks import Implementation as Implementation, OnOverflow as OnOverflow
-from jax_ep.embedding import sparse_value_and_grad as sparse_value_and_grad
 from jax_ep.errors import (
     CapacityError as CapacityError,
     GroupClosedError as GroupClosedError,

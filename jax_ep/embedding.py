@@ -11,7 +11,7 @@ keep their bits. Donate tables and states to the jitted step, or carry them thro
 place. A learning rate may be traced, so an optimizer may be made inside the step, with the rate of that step.
 """
 
-from jax_ep.nn.embedding import (
+from jax_ep.ops.sparse.embedding import (
     LazyAdamState as LazyAdamState,
     RowOptimizer as RowOptimizer,
     Scalar as Scalar,

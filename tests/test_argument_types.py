@@ -143,11 +143,11 @@ ANYWHERE: list[tuple[Callable[[], Any], str]] = [
         "lookup: ids must be an array, got list",
     ),
     (
-        lambda: jax_ep.sparse_value_and_grad(jnp.sum)(TABLE, [1, 2]),
+        lambda: embedding.sparse_value_and_grad(jnp.sum)(TABLE, [1, 2]),
         "sparse_value_and_grad: ids must be an array, got int",
     ),
     (
-        lambda: jax_ep.sparse_value_and_grad(jnp.sum)(1.0, INDICES),
+        lambda: embedding.sparse_value_and_grad(jnp.sum)(1.0, INDICES),
         "sparse_value_and_grad: table must be an array, got float",
     ),
     (lambda: embedding.sgd(0.1).update(TABLE, ()), "update: gradient must be SparseRows, got float32[12,3]"),
@@ -164,7 +164,7 @@ ANYWHERE: list[tuple[Callable[[], Any], str]] = [
     (lambda: embedding.lazy_adam(0.1).update(ROWS, TABLE), "update: state must be a LazyAdamState, got float32[12,3]"),
     (lambda: embedding.rowwise_adagrad(0.1).update(ROWS, None), "update: state must be an array, got NoneType"),
     (
-        lambda: jax_ep.sparse_value_and_grad(jnp.sum, None),  # pyright: ignore[reportArgumentType]
+        lambda: embedding.sparse_value_and_grad(jnp.sum, None),  # pyright: ignore[reportArgumentType]
         "sparse_value_and_grad: argnums must be an int or a sequence of them, got None",
     ),
     (lambda: embedding.apply_updates(TABLE, TABLE), "apply_updates: updates must be SparseRows, got float32[12,3]"),

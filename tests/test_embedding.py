@@ -15,7 +15,8 @@ from embedding_oracle import D, DenseOptimizer, V, dense_gradient, state_of
 from helpers import bits, fetch, largest_size, wide
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Implementation, SparseRows, embedding, sparse_all_reduce, sparse_value_and_grad
+from jax_ep import Implementation, SparseRows, embedding, sparse_all_reduce
+from jax_ep.embedding import sparse_value_and_grad
 
 
 def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:

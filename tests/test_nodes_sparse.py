@@ -11,8 +11,8 @@ import sparse_cases as cases
 from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce, sparse_value_and_grad
-from jax_ep.embedding import apply_updates, sgd
+from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce
+from jax_ep.embedding import apply_updates, sgd, sparse_value_and_grad
 
 ROWS, ENTRIES, WIDTH = 200, 24, 5
 AXES = ("node", "ep")
