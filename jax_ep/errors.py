@@ -10,8 +10,9 @@ class PeerTimeoutError(JaxEpError):
 
 
 class PeerLostError(JaxEpError):
-    """A peer gave up and told this rank so, or its process ended, or gives no sign of life. The group has failed: close
-    it and open a new one.
+    """A peer gave up and told this rank so, or its process ended, or it sends no heartbeats.
+
+    The group has failed: close it and open a new one.
     """
 
 

@@ -15,7 +15,7 @@ from jax_ep._kit import checks, collective_stream, ffi
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, nodes, open_groups, opening, timeouts, watchdog
-from jax_ep.runtime.heartbeats import Heartbeats
+from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.nodes import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
@@ -50,7 +50,7 @@ class Group:
       timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. Ranks drift apart while
         one of them compiles, loads data or saves a checkpoint, so it bounds these too. More than 24 days, and `inf`,
         count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a process
-        that gives no sign of life for so long, and at least 2 seconds, is lost (`PeerLostError`).
+        that sends no heartbeat for so long, and at least 2 seconds, is lost (`PeerLostError`).
       open_timeout: seconds that this call waits for the other processes, in all. Default: `timeout`, but at most 300.
 
     The devices may be of several processes (`jax.distributed`), of one host but for axes that cross nodes: then all of
@@ -98,7 +98,7 @@ class Group:
         self._lock = threading.Lock()
         self._native: native.NativeGroup | None = None
         self.intranode: Group | None = None  # of the ranks of each node, where there are several
-        self._heartbeats: Heartbeats | None = None  # of the processes of other nodes, where there are some
+        self._liveness: Liveness | None = None  # of the processes of other nodes, where there are some
         shared = self.platform == "cpu" and _CPU_PROCESSES_SHARE
         wanted = False if across_nodes is None and shared else across_nodes
         if nodes.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
@@ -132,7 +132,7 @@ class Group:
         self.intranode = Group(self.mesh, axes[-1], async_ops=self.async_ops, **options)
         open_groups.discard(self.intranode)
         try:
-            self._heartbeats = opening.open_heartbeats(
+            self._liveness = opening.open_liveness(
                 repr(self), self.platform, self.mesh, self.axis_name, timeout=self.timeout, open_timeout=open_timeout
             )
         except BaseException:
@@ -174,7 +174,7 @@ class Group:
             overflow, self._overflow = self._overflow, None
         if overflow is not None:
             raise overflow
-        if self._heartbeats is not None and (lost := self._heartbeats.error()) is not None:
+        if self._liveness is not None and (lost := self._liveness.error()) is not None:
             raise lost
         if self.intranode is not None:
             self._check_intranode(self.intranode)
@@ -188,7 +188,7 @@ class Group:
         try:
             intranode.check()
         except PeerTimeoutError as error:
-            if self._heartbeats is not None and (lost := self._heartbeats.error(in_vain=True)) is not None:
+            if self._liveness is not None and (lost := self._liveness.error(in_vain=True)) is not None:
                 raise lost from error
             raise
 
@@ -204,9 +204,7 @@ class Group:
             return self.intranode.report()
         return [] if self._native is None else native.history(self._native)
 
-    def launch_config(
-        self, op: native.Launched, num_tokens: int, *, wire_dtype: DTypeLike | None = None
-    ) -> native.LaunchConfig:
+    def launch_config(self, op: native.Launched, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> native.LaunchConfig:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
         Raises:
@@ -243,8 +241,8 @@ class Group:
         open_groups.discard(self)
         if self.intranode is not None:
             self.intranode.close()
-        if self._heartbeats is not None:
-            self._heartbeats.close(in_order=in_order)
+        if self._liveness is not None:
+            self._liveness.close(in_order=in_order)
         if self._native is not None:
             try:
                 profiling.group_closing(self)

@@ -232,7 +232,7 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
         leave()  # no goodbye, and nothing that the launcher would end the others for
     # Not awaited: it fails or hangs, as XLA's collectives do. On GPUs the very call may not return.
     pending = program(*operands) if on_cpu() else None
-    who = "process 0, did not answer" if lost == 0 else rf"process {lost} \(node {lost}, rank .*\) gave no sign of life"
+    who = "process 0, did not answer" if lost == 0 else rf"process {lost} \(node {lost}, rank .*\) sent no heartbeat"
     with pytest.raises(PeerLostError, match=who):
         check_until(group, start + LOST_TIMEOUT + ALLOWED + late())
     print(f"process {lost} was named after {time.monotonic() - start:.2f} s", flush=True)

@@ -1,4 +1,4 @@
-"""Processes that call each other over Unix sockets, hand over descriptors, and show strangers out."""
+"""Processes that call each other over Unix sockets, hand over descriptors, and reject who has not the secret."""
 
 import contextlib
 import errno
@@ -22,37 +22,37 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 
 
 @contextlib.contextmanager
-def receiving(secret: str, others: set[int]) -> Iterator[bootstrap.Reception]:
+def receiving(secret: str, others: set[int]) -> Iterator[bootstrap.Listener]:
     """Process 0 receives the others, on a thread, while the block runs."""
     over = threading.Event()
 
     def body() -> None:
         while not over.is_set():
-            reception.poll(0.05)
+            listener.poll(0.05)
 
-    with bootstrap.Reception(secret, 0, others) as reception:
+    with bootstrap.Listener(secret, 0, others) as listener:
         thread = threading.Thread(target=body)
         thread.start()
         try:
-            yield reception
+            yield listener
         finally:
             over.set()
             thread.join()
 
 
-def stranger(secret: str, hello: bytes | None = None) -> socket.socket:
+def intruder(secret: str, handshake: bytes | None = None) -> socket.socket:
     """Connected to process 0, to which it says something or nothing."""
     caller = bootstrap._new_socket()
     caller.settimeout(TIMEOUT)
     caller.connect(bootstrap._name(secret, 0))
-    if hello is not None:
+    if handshake is not None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            caller.send(hello)
+            caller.send(handshake)
     return caller
 
 
 def answer(caller: socket.socket) -> bytes:
-    """Nothing, where the caller is shown out."""
+    """Nothing, where the caller is rejected."""
     with contextlib.suppress(ConnectionResetError):
         return caller.recv(64)
     return b""
@@ -71,11 +71,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_descriptors_go_round_and_nothing_is_left() -> None:
     secret, before = secrets.token_hex(16), traces()
-    with receiving(secret, {3, 5}) as reception, bootstrap.call(secret, 3, 0, b"hello", timeout=TIMEOUT) as caller:
-        wait_until(lambda: {number: each.said for number, each in reception.callers.items()} == {3: b"hello"})
+    with receiving(secret, {3, 5}) as listener, bootstrap.connect(secret, 3, 0, b"hello", timeout=TIMEOUT) as caller:
+        wait_until(lambda: {number: each.payload for number, each in listener.accepted.items()} == {3: b"hello"})
         mine, theirs = bootstrap.pair()
         with mine, theirs:
-            bootstrap.send(reception.callers[3].connection, b"take this", [theirs.fileno()])
+            bootstrap.send(listener.accepted[3].connection, b"take this", [theirs.fileno()])
         message, [received] = bootstrap.receive(caller, timeout=TIMEOUT)
         assert message == b"take this"
         assert not os.get_inheritable(received.fileno())
@@ -86,57 +86,57 @@ def test_descriptors_go_round_and_nothing_is_left() -> None:
 
 def test_who_goes_is_dropped_and_may_call_again() -> None:
     secret = secrets.token_hex(16)
-    with receiving(secret, {1}) as reception:
-        for said in (b"one", b"two"):
-            with bootstrap.call(secret, 1, 0, said, timeout=TIMEOUT):
-                wait_until(lambda said=said: 1 in reception.callers and reception.callers[1].said == said)
-            wait_until(lambda: not reception.callers)
+    with receiving(secret, {1}) as listener:
+        for payload in (b"one", b"two"):
+            with bootstrap.connect(secret, 1, 0, payload, timeout=TIMEOUT):
+                wait_until(lambda payload=payload: 1 in listener.accepted and listener.accepted[1].payload == payload)
+            wait_until(lambda: not listener.accepted)
         with contextlib.ExitStack() as calls:  # the second before anybody heard the first go
-            old, _ = [calls.enter_context(bootstrap.call(secret, 1, 0, s, timeout=TIMEOUT)) for s in (b"3", b"4")]
+            old, _ = [calls.enter_context(bootstrap.connect(secret, 1, 0, s, timeout=TIMEOUT)) for s in (b"3", b"4")]
             assert bootstrap.receive(old, timeout=TIMEOUT) == (b"", [])
-            wait_until(lambda: 1 in reception.callers and reception.callers[1].said == b"4")
+            wait_until(lambda: 1 in listener.accepted and listener.accepted[1].payload == b"4")
 
 
-def test_strangers_are_shown_out() -> None:
+def test_without_the_secret_one_is_rejected() -> None:
     secret = secrets.token_hex(16)
-    hello = bootstrap._hello(secret, 1, 0, b"said")
-    with receiving(secret, {1}) as reception:
+    handshake = bootstrap._handshake(secret, 1, 0, b"said")
+    with receiving(secret, {1}) as listener:
         for false in (
-            bootstrap._hello(secrets.token_hex(16), 1, 0),
-            bootstrap._hello(secret, 2, 0),  # nobody waits for process 2
-            hello[:-1] + b"x",
+            bootstrap._handshake(secrets.token_hex(16), 1, 0),
+            bootstrap._handshake(secret, 2, 0),  # nobody waits for process 2
+            handshake[:-1] + b"x",
             b"short",
         ):
-            with stranger(secret, false) as caller:
+            with intruder(secret, false) as caller:
                 assert answer(caller) == b""
-        assert not reception.callers
-        with stranger(secret, hello) as caller:
-            assert answer(caller) == bootstrap._hello(secret, 0, 1)
+        assert not listener.accepted
+        with intruder(secret, handshake) as caller:
+            assert answer(caller) == bootstrap._handshake(secret, 0, 1)
 
 
 def test_who_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(bootstrap, "_HANDSHAKE_SECONDS", 0.3)
     secret = secrets.token_hex(16)
-    with receiving(secret, {1}), stranger(secret) as caller:
+    with receiving(secret, {1}), intruder(secret) as caller:
         start = time.monotonic()
         assert answer(caller) == b""
         assert time.monotonic() - start < 3
 
 
-@pytest.mark.parametrize("crowd", [100, bootstrap._MOST_UNDECIDED + 50])
+@pytest.mark.parametrize("crowd", [100, bootstrap._MOST_PENDING + 50])
 def test_a_crowd_that_says_nothing_holds_up_nobody(crowd: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 3 * crowd:
         pytest.skip(f"needs {3 * crowd} file descriptors, may open {soft}")
     secret = secrets.token_hex(16)
-    with receiving(secret, {1, 2}) as reception, contextlib.ExitStack() as strangers:
+    with receiving(secret, {1, 2}) as listener, contextlib.ExitStack() as intruders:
         for _ in range(crowd):
-            strangers.enter_context(stranger(secret))
+            intruders.enter_context(intruder(secret))
         start = time.monotonic()
         for process in (1, 2):
-            strangers.enter_context(bootstrap.call(secret, process, 0, timeout=TIMEOUT))
-        assert time.monotonic() - start < bootstrap._HELLO_SECONDS / 2
-        wait_until(lambda: reception.callers.keys() == {1, 2})
+            intruders.enter_context(bootstrap.connect(secret, process, 0, timeout=TIMEOUT))
+        assert time.monotonic() - start < bootstrap._HANDSHAKE_SECONDS / 2
+        wait_until(lambda: listener.accepted.keys() == {1, 2})
 
 
 def test_where_nobody_is_free_callers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,46 +144,46 @@ def test_where_nobody_is_free_callers_wait(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bootstrap, "_BACKLOG", 1)
     secret = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        reception = stack.enter_context(bootstrap.Reception(secret, 0, {1}))
+        listener = stack.enter_context(bootstrap.Listener(secret, 0, {1}))
         crowd = [stack.enter_context(bootstrap._new_socket()) for _ in range(8)]
         for each in crowd:
             each.setblocking(False)
         assert errno.EAGAIN in [each.connect_ex(bootstrap._name(secret, 0)) for each in crowd]
-        busy = threading.Timer(0.3, lambda: [reception.poll(0.05) for _ in range(20)])
+        busy = threading.Timer(0.3, lambda: [listener.poll(0.05) for _ in range(20)])
         busy.start()
-        with bootstrap.call(secret, 1, 0, timeout=TIMEOUT):
+        with bootstrap.connect(secret, 1, 0, timeout=TIMEOUT):
             busy.join()
-            assert reception.callers.keys() == {1}
+            assert listener.accepted.keys() == {1}
         with pytest.raises(PeerTimeoutError, match="process 0 did not answer"):
-            bootstrap.call(secret, 1, 0, timeout=0.2)
+            bootstrap.connect(secret, 1, 0, timeout=0.2)
 
 
 def test_another_user_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = secrets.token_hex(16)
     monkeypatch.setattr(bootstrap, "peer_uid", lambda connection: os.getuid() + 1)
-    with receiving(secret, {1}) as reception:
-        with stranger(secret) as caller:  # at once, not when its time to say hello is over
+    with receiving(secret, {1}) as listener:
+        with intruder(secret) as caller:  # at once, not when its time for the handshake is over
             start = time.monotonic()
             assert answer(caller) == b""
-            assert time.monotonic() - start < bootstrap._HELLO_SECONDS / 2
+            assert time.monotonic() - start < bootstrap._HANDSHAKE_SECONDS / 2
         with pytest.raises(PeerLostError, match="process 0 belongs to another user"):
-            bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
-        assert not reception.callers
+            bootstrap.connect(secret, 1, 0, timeout=TIMEOUT)
+        assert not listener.accepted
 
 
 def test_nobody_receives() -> None:
     with pytest.raises(PeerLostError, match="process 0 went away"):
-        bootstrap.call(secrets.token_hex(16), 1, 0, timeout=TIMEOUT)
+        bootstrap.connect(secrets.token_hex(16), 1, 0, timeout=TIMEOUT)
 
 
-def test_a_reception_that_ends() -> None:
+def test_a_listener_that_ends() -> None:
     secret = secrets.token_hex(16)
     with receiving(secret, {1}):
-        caller = bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+        caller = bootstrap.connect(secret, 1, 0, timeout=TIMEOUT)
     with caller:
         assert bootstrap.receive(caller, timeout=TIMEOUT) == (b"", [])
     with pytest.raises(PeerLostError, match="process 0"):
-        bootstrap.call(secret, 1, 0, timeout=TIMEOUT)
+        bootstrap.connect(secret, 1, 0, timeout=TIMEOUT)
 
 
 def test_the_users_of_a_socket_are_known() -> None:

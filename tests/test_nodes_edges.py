@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_heartbeat import Store
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
-from test_signs import Store
 
 from jax_ep import Group, Implementation, PeerTimeoutError, combine, dispatch
 from jax_ep.ops.moe.types import NodeRouting
-from jax_ep.runtime import heartbeats, nodes, opening, signs
+from jax_ep.runtime import heartbeat, liveness, nodes, opening
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 128), (3, 0, 128), (3, 2, 0)], ids=["no tokens", "no experts", "no values"])
@@ -143,15 +143,15 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(opening, "open_native", slow(opening.open_native))
     monkeypatch.setattr(nodes, "other_processes", lambda *_: {1: "process 1"})
     store = Store()
-    pulse = signs.Pulse(lambda: store, 0)
-    monkeypatch.setattr(heartbeats, "pulse", lambda: pulse)
+    heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
+    monkeypatch.setattr(liveness, "heartbeat_thread", lambda: heartbeat_thread)
     start = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
         over(2, 2, open_timeout=1.2)
     assert 1.2 <= time.monotonic() - start < 1.6
     assert left == sorted(left, reverse=True)
     assert left[-1] <= 0.8
-    pulse.stop()
+    heartbeat_thread.stop()
 
 
 def test_wrong_arguments() -> None:

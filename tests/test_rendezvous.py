@@ -129,12 +129,12 @@ def test_a_process_that_died_on_the_way(restarted: int, processes: Processes) ->
     if restarted == 1:
         while store.left["key/0/secret/0"].startswith("of"):
             time.sleep(0.01)
-        bootstrap.call(store.left["key/0/secret/0"], 1, 0, b"[]", timeout=TIMEOUT).close()
+        bootstrap.connect(store.left["key/0/secret/0"], 1, 0, b"[]", timeout=TIMEOUT).close()
     time.sleep(0.1)
     assert_met({other: waiting, restarted: processes.start(restarted, TRIPLE), 2: processes.start(2, TRIPLE)}, TRIPLE)
 
 
-def test_idle_strangers_hold_up_nobody(processes: Processes) -> None:
+def test_idle_intruders_hold_up_nobody(processes: Processes) -> None:
     """Dozens of connections to every name that anybody can see, again and again while processes meet."""
     over = threading.Event()
     seen: set[str] = set()
@@ -147,9 +147,9 @@ def test_idle_strangers_hold_up_nobody(processes: Processes) -> None:
                 seen.update(names)
                 for name in names:
                     for _ in range(60):
-                        stranger = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                        stranger.setblocking(False)
-                        stranger.connect_ex("\0" + name[1:])
+                        intruder = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                        intruder.setblocking(False)
+                        intruder.connect_ex("\0" + name[1:])
                 time.sleep(0.01)
 
     attacker = threading.Thread(target=attack)

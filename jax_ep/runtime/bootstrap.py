@@ -1,7 +1,8 @@
-"""How the processes of one host find each other: one receives calls on a Unix socket, of one user, who share a secret.
+"""How the processes of one host connect: one listens on a Unix socket, and accepts those of its user with the secret.
 
-The operating system only: no GPU, no JAX. The sockets' names are abstract (begin with NUL): no file is left behind.
-Anybody may connect to them, so strangers are shown out, and hold up nobody.
+The operating system only: no GPU, no JAX. The sockets' names are abstract (begin with NUL), so no file is left behind.
+Any process of the host may connect. A connection is pending until its handshake proves the secret; it is rejected
+otherwise, or after 2 seconds, and holds up no other one meanwhile.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ from typing import NamedTuple, Self
 from jax_ep.errors import PeerLostError, PeerTimeoutError
 
 _RETRY_SECONDS = 0.02
-_HELLO_SECONDS = 2.0  # that a caller has to say who it is
+_HANDSHAKE_SECONDS = 2.0  # that a connection may be pending
 _BACKLOG = 4096  # the kernel takes no more than net.core.somaxconn
-_MOST_UNDECIDED = 256  # callers who have not said who they are; each takes a file descriptor
+_MOST_PENDING = 256  # connections; each takes a file descriptor
 _LONGEST = 64 * 1024  # bytes of a message
-_HELLO = struct.Struct("=32sI")  # proof of the secret, process; then whatever else it says
+_HANDSHAKE = struct.Struct("=32sI")  # proof of the secret, process; then the payload
 
 
 def host_identity() -> str:
@@ -39,142 +40,144 @@ def peer_uid(connection: socket.socket) -> int:
     return credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
 
 
-class Caller(NamedTuple):
+class Accepted(NamedTuple):
     connection: socket.socket  # keeps the boundaries of messages, does not block
-    said: bytes
+    payload: bytes
 
 
-class Reception:
-    """Where `process` is called by `others`, who know the secret; a new one for every reception.
+class Listener:
+    """Accepts connections of the processes `others`, who know the secret, at `process`. Each has its own secret.
 
-    `poll` does all the work. A context manager: at its end all callers are hung up on.
+    `poll` does all the work. A context manager: at its end all connections are closed.
     """
 
     def __init__(self, secret: str, process: int, others: Collection[int]):
-        self.callers: dict[int, Caller] = {}  # by process: who has called, and not gone since
+        self.accepted: dict[int, Accepted] = {}  # by process: connections that are open
         self._secret, self._process, self._others = secret, process, frozenset(others)
-        self._undecided: dict[socket.socket, float] = {}  # until when they may say who they are, in order of arrival
+        self._pending: dict[socket.socket, float] = {}  # deadline of the handshake, in order of arrival
         self._selector = selectors.DefaultSelector()
-        self._listener = _new_socket()
-        self._listener.setblocking(False)
+        self._socket = _new_socket()
+        self._socket.setblocking(False)
         try:
-            self._listener.bind(_name(secret, process))
-            self._listener.listen(_BACKLOG)
+            self._socket.bind(_name(secret, process))
+            self._socket.listen(_BACKLOG)
         except OSError:
             self.__exit__()
             raise
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._socket, selectors.EVENT_READ)
 
     def poll(self, timeout: float) -> None:
-        """Takes in who calls and drops who goes: returns after `timeout` seconds, or when something has happened."""
-        until = min([time.monotonic() + timeout, *self._undecided.values()])
+        """Accepts, rejects, drops who has closed. Returns after `timeout` seconds, or when something has happened."""
+        until = min([time.monotonic() + timeout, *self._pending.values()])
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
-            if connection is self._listener:
-                self._accept()
+            if connection is self._socket:
+                self._take_connections()
             elif key.data is not None:
-                self.drop(key.data)  # callers say no more than hello: this one has gone
-            elif connection in self._undecided:  # not shown out a moment ago
-                self._hear(connection)
+                self.drop(key.data)  # nothing follows a handshake: this one has closed
+            elif connection in self._pending:  # not rejected a moment ago
+                self._finish_handshake(connection)
         now = time.monotonic()
-        for connection in [c for c, until in self._undecided.items() if until <= now]:
-            self._show_out(connection)
+        for connection in [c for c, until in self._pending.items() if until <= now]:
+            self._reject(connection)
 
     def drop(self, process: int) -> None:
-        """Hangs up on a caller, who may call again."""
-        connection = self.callers.pop(process).connection
+        """Closes the connection of a process, which may connect again."""
+        connection = self.accepted.pop(process).connection
         self._selector.unregister(connection)
-        _hang_up(connection)
+        _close(connection)
 
-    def _accept(self) -> None:
-        for _ in range(_MOST_UNDECIDED):
-            if len(self._undecided) >= _MOST_UNDECIDED:
-                self._show_out(next(iter(self._undecided)))
+    def _take_connections(self) -> None:
+        for _ in range(_MOST_PENDING):
+            if len(self._pending) >= _MOST_PENDING:
+                self._reject(next(iter(self._pending)))
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = self._socket.accept()
             except BlockingIOError:
                 return
             except OSError:  # no descriptors are left, for one
-                if self._undecided:
-                    self._show_out(next(iter(self._undecided)))
+                if self._pending:
+                    self._reject(next(iter(self._pending)))
                 time.sleep(_RETRY_SECONDS)
                 return
             if peer_uid(connection) != os.getuid():
-                _hang_up(connection)
+                _close(connection)
                 continue
             connection.setblocking(False)
-            self._undecided[connection] = time.monotonic() + _HELLO_SECONDS
+            self._pending[connection] = time.monotonic() + _HANDSHAKE_SECONDS
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, connection: socket.socket) -> None:
-        """A caller has said something: with the secret it is let in, and answered."""
+    def _finish_handshake(self, connection: socket.socket) -> None:
+        """A pending connection has sent its handshake: it is answered and accepted, or rejected."""
         try:
-            hello = connection.recv(_LONGEST)
-            sender, said = self._read(hello)
-            connection.send(_hello(self._secret, self._process, sender))
+            handshake = connection.recv(_LONGEST)
+            sender, payload = self._verify(handshake)
+            connection.send(_handshake(self._secret, self._process, sender))
         except (OSError, ValueError):
-            self._show_out(connection)
+            self._reject(connection)
             return
-        if sender in self.callers:  # it has called before, and nobody has heard it go
+        if sender in self.accepted:  # its older connection has not been seen to close
             self.drop(sender)
-        del self._undecided[connection]
+        del self._pending[connection]
         self._selector.modify(connection, selectors.EVENT_READ, sender)
-        self.callers[sender] = Caller(connection, said)
+        self.accepted[sender] = Accepted(connection, payload)
 
-    def _read(self, hello: bytes) -> tuple[int, bytes]:
-        """The process, and what else it says; ValueError if it does not prove to be one of the others."""
-        said = hello[_HELLO.size :]
-        sender = _HELLO.unpack_from(hello)[1] if len(hello) >= _HELLO.size else -1
-        if sender not in self._others or not _equal(hello, _hello(self._secret, sender, self._process, said)):
-            raise ValueError("a stranger")
-        return sender, said
+    def _verify(self, handshake: bytes) -> tuple[int, bytes]:
+        """The process and its payload; ValueError if it does not prove to be one of the others."""
+        payload = handshake[_HANDSHAKE.size :]
+        sender = _HANDSHAKE.unpack_from(handshake)[1] if len(handshake) >= _HANDSHAKE.size else -1
+        if sender not in self._others or not _equal(
+            handshake, _handshake(self._secret, sender, self._process, payload)
+        ):
+            raise ValueError("no proof of the secret")
+        return sender, payload
 
-    def _show_out(self, connection: socket.socket) -> None:
-        del self._undecided[connection]
+    def _reject(self, connection: socket.socket) -> None:
+        del self._pending[connection]
         self._selector.unregister(connection)
-        _hang_up(connection)
+        _close(connection)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for connection in [*self._undecided, *(caller.connection for caller in self.callers.values())]:
-            _hang_up(connection)
-        _hang_up(self._listener)
+        for connection in [*self._pending, *(each.connection for each in self.accepted.values())]:
+            _close(connection)
+        _close(self._socket)
         self._selector.close()
 
 
-def call(secret: str, process: int, peer: int, said: bytes = b"", *, timeout: float) -> socket.socket:
-    """Calls the reception of `peer`; the caller closes the connection, a blocking one that keeps messages apart.
+def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeout: float) -> socket.socket:
+    """Connects to the listener of `peer`: a blocking connection that keeps messages apart, for the caller to close.
 
     Args:
-      secret: that of the reception.
+      secret: that of the listener.
       process: the number of this process.
-      peer: the number of the process that receives.
-      said: what else the peer should know.
+      peer: the number of the process that listens.
+      payload: bytes for the peer.
       timeout: seconds to wait for the answer.
 
     Raises:
-      PeerLostError: the peer receives nobody, any more, or not us.
+      PeerLostError: the peer does not listen, or rejected this process.
       PeerTimeoutError: it did not answer in time.
     """
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as on_failure:
         connection = on_failure.enter_context(_new_socket())
         try:
-            _connect(connection, _name(secret, peer), deadline)
+            _connect_socket(connection, _name(secret, peer), deadline)
             if peer_uid(connection) != os.getuid():
                 raise PeerLostError(f"process {peer} belongs to another user")
             connection.settimeout(_left(deadline))
-            connection.send(_hello(secret, process, peer, said))
+            connection.send(_handshake(secret, process, peer, payload))
             answer = connection.recv(_LONGEST)
         except TimeoutError:
             raise PeerTimeoutError(f"process {peer} did not answer within {timeout:g} s") from None
         except OSError as error:
             raise PeerLostError(f"process {peer} went away while process {process} connected: {error}") from error
-        if not _equal(answer, _hello(secret, peer, process)):
-            raise PeerLostError(f"process {peer} refused the connection of process {process}")
+        if not _equal(answer, _handshake(secret, peer, process)):
+            raise PeerLostError(f"process {peer} rejected the connection of process {process}")
         connection.settimeout(None)
         on_failure.pop_all()
         return connection
@@ -220,7 +223,7 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _connect(connection: socket.socket, name: str, deadline: float) -> None:
+def _connect_socket(connection: socket.socket, name: str, deadline: float) -> None:
     """Retries where too many others are just calling, which a Unix socket says by EAGAIN."""
     while True:
         connection.settimeout(_left(deadline))
@@ -231,7 +234,7 @@ def _connect(connection: socket.socket, name: str, deadline: float) -> None:
             time.sleep(_RETRY_SECONDS)
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _close(connection: socket.socket) -> None:
     """Also for a process forked meanwhile, which holds the socket open."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -243,9 +246,9 @@ def _name(secret: str, process: int) -> str:
     return "\0jax_ep-" + hashlib.sha256(f"name {secret} {process}".encode()).hexdigest()[:32]
 
 
-def _hello(secret: str, sender: int, receiver: int, said: bytes = b"") -> bytes:
-    proof = hmac.digest(secret.encode(), f"{sender} to {receiver} ".encode() + said, "sha256")
-    return _HELLO.pack(proof, sender) + said
+def _handshake(secret: str, sender: int, receiver: int, payload: bytes = b"") -> bytes:
+    proof = hmac.digest(secret.encode(), f"{sender} to {receiver} ".encode() + payload, "sha256")
+    return _HANDSHAKE.pack(proof, sender) + payload
 
 
 def _equal(one: bytes, other: bytes) -> bool:

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import AxisName
-from jax_ep.errors import PeerTimeoutError, PlatformError
-from jax_ep.runtime import bootstrap, jax_private, rendezvous
+from jax_ep.errors import PeerTimeoutError
+from jax_ep.runtime import bootstrap, rendezvous
+from jax_ep.runtime.store import store
 from jax_ep.runtime.timeouts import Deadline
 
 MOSTLY = 0.9  # a node that needs this share of the tokens is sent all
@@ -121,9 +122,7 @@ def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> di
     """The node of each process."""
     if platform == "cpu" or len(everyone) == 1:
         return {process: str(process) for process in everyone}
-    client = jax_private.coordination_client()
-    if client is None:
-        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
+    client = store()
     client.key_value_set(f"{_FOLDER}/{jax.process_index()}", bootstrap.host_identity(), allow_overwrite=True)
     found: dict[int, str] = {}
     for process in sorted(everyone):

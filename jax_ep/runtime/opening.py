@@ -1,4 +1,4 @@
-"""How a process' part of a group comes to be: the compiled library's, and its signs of life to other nodes."""
+"""How a process' part of a group comes to be: the compiled library's, and its heartbeats for other nodes."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from jax_ep._kit import checks, ffi
 from jax_ep._kit.checks import AxisName
-from jax_ep.runtime import heartbeats, native, nodes, rendezvous
-from jax_ep.runtime.heartbeats import Heartbeats
+from jax_ep.runtime import liveness, native, nodes, rendezvous
+from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.timeouts import Deadline
 
 MOST_SMS = 2**31 - 1  # what a C++ int holds
@@ -55,19 +55,19 @@ def open_native(
         raise
 
 
-def open_heartbeats(
+def open_liveness(
     name: str, platform: str, mesh: Mesh, axis_name: AxisName, *, timeout: float, open_timeout: Deadline
-) -> Heartbeats | None:
+) -> Liveness | None:
     """Waits for the processes of the group's other nodes, and watches them; None if there are none.
 
     Raises:
-      PlatformError, PeerTimeoutError: as for `heartbeats.pulse` and `Heartbeats`.
+      PlatformError, PeerTimeoutError: as for `liveness.heartbeat_thread` and `Liveness`.
     """
     others = nodes.other_processes(mesh, checks.axes_of(axis_name))
     if not others:
         return None
     over = _described(platform, mesh, axis_name)
-    return Heartbeats(name, over, others, timeout, open_timeout, heartbeats.pulse())
+    return Liveness(name, over, others, timeout, open_timeout, liveness.heartbeat_thread())
 
 
 def _described(platform: str, mesh: Mesh, axis_name: AxisName) -> str:

@@ -1,9 +1,9 @@
 """How the processes of a group meet: all of them at once, or none.
 
-The lowest process leads. It receives the others on a Unix socket, whose secret it leaves in the key-value store of
-jax.distributed, and when all are there it hands every two that share a line the ends of a connection. So who is there
-is known from open connections alone: whoever gives up or dies hangs up, and whoever comes late or again finds the
-secret that is last. Nothing is counted, and nothing old can be mistaken for new.
+The lowest process leads. It listens on a Unix socket, and leaves the socket's secret in the key-value store of
+jax.distributed. When all processes are connected it hands every two that share a line the ends of a connection. So open
+connections alone say who is there: a process that gives up or dies closes its own, and one that comes late or again
+finds the last secret. Nothing is counted, and nothing old can be mistaken for new.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
-from jax_ep.runtime import bootstrap, jax_private
+from jax_ep.runtime import bootstrap
+from jax_ep.runtime.store import Store, not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
 # Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
@@ -30,13 +31,6 @@ _meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between looks into the store
 _ANSWER_SECONDS = 5.0  # within which a leader answers a call; then it has gone, or stopped
-
-
-class Store(Protocol):
-    """What we ask of the client of jax.distributed."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class Meeting(NamedTuple):
@@ -60,12 +54,9 @@ def introduce(what: str, me: int, processes: Sequence[Sequence[int]], timeout: f
       PlatformError: `jax.distributed.initialize` was not called.
       JaxEpError: as for `meet`.
     """
-    client = jax_private.coordination_client()
-    if client is None:
-        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
     key = f"jax_ep/{hashlib.sha256(what.encode()).hexdigest()}"
     with _meeting[what]:
-        number, sockets = meet(client, key, me, processes, taken=_numbers[what], timeout=timeout)
+        number, sockets = meet(store(), key, me, processes, taken=_numbers[what], timeout=timeout)
         _numbers[what].add(number)
     neighbours: dict[str, Any] = {}
     if sockets:
@@ -93,8 +84,8 @@ def meet(
       PlatformError: they are not of one host.
     """
     try:
-        guests = _Guests(store, key, me, neighbours(lines, me), timeout)
-        meeting = guests.lead(taken) if me == guests.leader else guests.join(taken)
+        participants = _Participants(store, key, me, neighbours(lines, me), timeout)
+        meeting = participants.lead(taken) if me == participants.leader else participants.join(taken)
     except jax.errors.JaxRuntimeError as error:
         raise PeerLostError(f"Group: the coordinator of jax.distributed did not answer: {error}") from error
     for each in meeting.sockets.values():
@@ -114,7 +105,7 @@ def neighbours(lines: Sequence[Sequence[int]], me: int) -> dict[int, set[int]]:
     return {process: shared[process] for process in sorted(met)}
 
 
-class _Guests:
+class _Participants:
     def __init__(self, store: Store, key: str, me: int, neighbours: dict[int, set[int]], timeout: float):
         self.leader = min(neighbours)
         self._store, self._folder, self._me = store, f"{key}/{self.leader}", me
@@ -122,38 +113,38 @@ class _Guests:
         self._timeout = Deadline(timeout)
         self._host = bootstrap.host_identity()
         self._missing = sorted(self._others) if me == self.leader else [self.leader]  # to blame when time is over
-        self._leave("host", me, self._host)
+        self._publish("host", me, self._host)
 
     def lead(self, taken: Collection[int]) -> Meeting:
         secret = secrets.token_hex(16)
-        with bootstrap.Reception(secret, self._me, self._others) as reception:
-            self._leave("secret", self.leader, secret)
+        with bootstrap.Listener(secret, self._me, self._others) as listener:
+            self._publish("secret", self.leader, secret)
             while True:
-                self._await_all(reception)
-                numbers = {*taken}.union(*(json.loads(caller.said) for caller in reception.callers.values()))
+                self._await_all(listener)
+                numbers = {*taken}.union(*(json.loads(each.payload) for each in listener.accepted.values()))
                 number = next(number for number in range(len(numbers) + 1) if number not in numbers)
                 with contextlib.ExitStack() as on_failure:
-                    if (sockets := self._introduce(reception, on_failure)) is not None:
-                        self._tell_all(reception, {"number": number})  # who goes only now is lost to all
+                    if (sockets := self._introduce(listener, on_failure)) is not None:
+                        self._send_to_all(listener, {"number": number})  # who goes only now is lost to all
                         on_failure.pop_all()
                         return Meeting(number, sockets)
 
-    def _await_all(self, reception: bootstrap.Reception) -> None:
-        """Tells those who are there whom they are waiting for."""
-        reception.poll(0)
-        told: list[bootstrap.Caller] = []
+    def _await_all(self, listener: bootstrap.Listener) -> None:
+        """Waits for all, and tells those who are there for whom."""
+        listener.poll(0)
+        informed: list[bootstrap.Accepted] = []
         never_here = set(self._others)
-        while missing := self._others - reception.callers.keys():
+        while missing := self._others - listener.accepted.keys():
             never_here &= missing
             self._missing = sorted(never_here or missing)  # others may have gone because of these
-            if told != (present := list(reception.callers.values())):
-                self._tell_all(reception, {"missing": self._missing})
-                told = present
-            self._look()
-            reception.poll(min(_LONGEST_PAUSE, self._left()))
+            if informed != (present := list(listener.accepted.values())):
+                self._send_to_all(listener, {"missing": self._missing})
+                informed = present
+            self._look_up_secret()
+            listener.poll(min(_LONGEST_PAUSE, self._left()))
 
     def _introduce(
-        self, reception: bootstrap.Reception, on_failure: contextlib.ExitStack
+        self, listener: bootstrap.Listener, on_failure: contextlib.ExitStack
     ) -> dict[int, socket.socket] | None:
         """This process' own sockets; None if somebody went meanwhile, and is to be awaited again."""
         mine: dict[int, socket.socket] = {}
@@ -163,30 +154,30 @@ class _Guests:
                     (on_failure if one == self._me else handed_over).enter_context(end)
                     if one == self._me:
                         mine[other] = end
-                    elif not self._tell(reception, one, {"peer": other}, [end.fileno()]):
+                    elif not self._send(listener, one, {"peer": other}, [end.fileno()]):
                         return None
-        reception.poll(0)
-        return mine if self._others == reception.callers.keys() else None
+        listener.poll(0)
+        return mine if self._others == listener.accepted.keys() else None
 
-    def _tell_all(self, reception: bootstrap.Reception, message: dict[str, Any]) -> None:
-        for process in list(reception.callers):
-            self._tell(reception, process, message)
+    def _send_to_all(self, listener: bootstrap.Listener, message: dict[str, Any]) -> None:
+        for process in list(listener.accepted):
+            self._send(listener, process, message)
 
-    def _tell(
-        self, reception: bootstrap.Reception, process: int, message: dict[str, Any], descriptors: Collection[int] = ()
+    def _send(
+        self, listener: bootstrap.Listener, process: int, message: dict[str, Any], descriptors: Collection[int] = ()
     ) -> bool:
-        """Whether the process was there to hear it; otherwise it is dropped."""
+        """Whether the process was connected; otherwise it is dropped."""
         try:
-            bootstrap.send(reception.callers[process].connection, json.dumps(message).encode(), descriptors)
+            bootstrap.send(listener.accepted[process].connection, json.dumps(message).encode(), descriptors)
         except OSError:
-            reception.drop(process)
+            listener.drop(process)
             return False
         return True
 
     def join(self, taken: Collection[int]) -> Meeting:
         pause = _FIRST_PAUSE
         while True:
-            if (secret := self._look()) is not None and (leader := self._call(secret, taken)) is not None:
+            if (secret := self._look_up_secret()) is not None and (leader := self._connect(secret, taken)) is not None:
                 with leader:
                     if (meeting := self._follow(leader)) is not None:
                         return meeting
@@ -194,11 +185,11 @@ class _Guests:
             time.sleep(min(pause, self._left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _call(self, secret: str, taken: Collection[int]) -> socket.socket | None:
+    def _connect(self, secret: str, taken: Collection[int]) -> socket.socket | None:
         """None if the leader has gone who left the secret."""
-        said, timeout = json.dumps(sorted(taken)).encode(), min(_ANSWER_SECONDS, self._left())
+        payload, timeout = json.dumps(sorted(taken)).encode(), min(_ANSWER_SECONDS, self._left())
         try:
-            return bootstrap.call(secret, self._me, self.leader, said, timeout=timeout)
+            return bootstrap.connect(secret, self._me, self.leader, payload, timeout=timeout)
         except (PeerLostError, PeerTimeoutError):
             return None
 
@@ -227,10 +218,10 @@ class _Guests:
                     on_failure.pop_all()
                     return Meeting(message["number"], sockets)
 
-    def _leave(self, what: str, process: int, value: str) -> None:
+    def _publish(self, what: str, process: int, value: str) -> None:
         self._store.key_value_set(f"{self._folder}/{what}/{process}", value, allow_overwrite=True)
 
-    def _look(self) -> str | None:
+    def _look_up_secret(self) -> str | None:
         """The secret that the leader left, if it did."""
         found = self._store.key_value_dir_get(f"{self._folder}/")
         left = {key.removeprefix(f"{self._folder}/"): value for key, value in found}
@@ -246,8 +237,5 @@ class _Guests:
         """Seconds until the deadline."""
         left = self._timeout.left()
         if left == 0:
-            names = ", ".join(map(str, self._missing))
-            raise PeerTimeoutError(
-                f"Group: process {names} did not create its part of the group within {self._timeout:g} s"
-            )
+            raise not_opened(self._missing, self._timeout)
         return left

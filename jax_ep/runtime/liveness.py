@@ -1,12 +1,13 @@
-"""Which processes of a group across nodes are there when it is opened, and which are lost later, by their signs.
+"""Which processes of a group across nodes are there when it is opened, and which are lost later, by their heartbeats.
 
 *Opening.* A process says which parts it sees of the group: those that all processes have begun last. When all say the
 same, each has seen every other one's part since it began its own. So all are opening this very group, and alive: what a
 dead process left in the store, or another group of a living one, never says so.
 
-*Loss.* Who writes nothing new for longer than the group's timeout is lost: it ended, was stopped, or its interpreter
-was held up. Who leaves the group by an error counts as silent from then on; only who has closed it may fall silent. The
-store lives in process 0, with the coordinator of jax.distributed: if that does not answer, process 0 is lost.
+*Loss.* A process that writes no new heartbeat for longer than the group's timeout is lost: it ended, was stopped, or
+its interpreter was held up. A process that leaves the group by an error counts as silent from then on; one that has
+closed it may fall silent. The store lives in process 0, with the coordinator of jax.distributed: if that does not
+answer, process 0 is lost.
 """
 
 import atexit
@@ -19,9 +20,10 @@ from collections.abc import Mapping
 
 import jax
 
-from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
+from jax_ep.errors import PeerLostError
 from jax_ep.runtime import jax_private
-from jax_ep.runtime.signs import CLOSED, LEFT, OPEN, Pulse, Signs
+from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, HeartbeatThread, Readings
+from jax_ep.runtime.store import not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
 _LOGGER = logging.getLogger("jax_ep")
@@ -32,13 +34,13 @@ _LEAST_SECONDS = 2.0  # of silence that count as a loss, lest a busy host seems 
 _JOIN_SECONDS = 1.0
 
 
-class Silence:
+class FailureDetector:
     """For how long processes were silent, and which are lost by that. Time that this process was stopped counts not.
 
     Args:
       others: by process, what an error calls it.
       timeout: seconds.
-      signs: the first that were read, of all of them.
+      readings: the first, with heartbeats of all of them.
       parts: by process, the id of its part.
       longest_pause: seconds between two reads of a store that answers.
     """
@@ -47,11 +49,11 @@ class Silence:
         self,
         others: Mapping[int, str],
         timeout: float,
-        signs: Signs,
+        readings: Readings,
         parts: Mapping[int, str],
         longest_pause: float,
     ):
-        self._others, self._limit, self._signs, self._parts = others, max(timeout, _LEAST_SECONDS), signs, parts
+        self._others, self._limit, self._readings, self._parts = others, max(timeout, _LEAST_SECONDS), readings, parts
         self._pause = longest_pause
         self._states = dict.fromkeys(others, OPEN)  # of their parts
         self._seconds = dict.fromkeys(others, 0.0)
@@ -62,20 +64,21 @@ class Silence:
         process = max(self._seconds, key=lambda each: self._seconds[each])
         return self._silent(process) if self._seconds[process] > self._pause else None
 
-    def look(self, signs: Signs, passed: float) -> str | None:
-        """What is lost, if `passed` seconds after the last look these signs have been read."""
+    def look(self, readings: Readings, passed: float) -> str | None:
+        """What is lost, if `passed` seconds after the last look these heartbeats have been read."""
         self._unanswered += passed if passed < _STOPPED_SECONDS else _LOOK_SECONDS
-        if signs.reads == self._signs.reads:
+        if readings.reads == self._readings.reads:
             if self._unanswered <= self._limit:
                 return None
             return f"the coordinator of jax.distributed, in process 0, did not answer for {self._unanswered:.1f} s"
         waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # a store that was gone excuses everybody
-        before, self._signs = self._signs, Signs(signs.reads, {**self._signs.by_process, **signs.by_process})
+        before = self._readings
+        self._readings = Readings(readings.reads, {**before.by_process, **readings.by_process})
         for process, who in self._others.items():
             if self._states[process] == CLOSED:
                 continue
-            old, new = before.by_process[process], self._signs.by_process[process]
-            if new.life != old.life:
+            old, new = before.by_process[process], self._readings.by_process[process]
+            if new.incarnation != old.incarnation:
                 return f"{who} was started again"
             state = self._states[process] = self._state(process)
             alive = state == CLOSED or (state != LEFT and new.beat != old.beat)
@@ -86,7 +89,7 @@ class Silence:
 
     def _state(self, process: int) -> str:
         """How its part is; one that has ended may be named no more, and stays as it was."""
-        part = self._signs.by_process[process].parts.get(self._parts[process])
+        part = self._readings.by_process[process].parts.get(self._parts[process])
         if part is None:
             return LEFT if self._states[process] == LEFT else CLOSED
         return part.state
@@ -95,10 +98,10 @@ class Silence:
         who, seconds = self._others[process], self._seconds[process]
         if self._states[process] == LEFT:
             return f"{who} left the group by an error {seconds:.1f} s ago"
-        return f"{who} gave no sign of life for {seconds:.1f} s"
+        return f"{who} sent no heartbeat for {seconds:.1f} s"
 
 
-class Heartbeats:
+class Liveness:
     """Watches the other processes of a group from when all of them are there until one is lost or the group is closed.
 
     Args:
@@ -107,78 +110,82 @@ class Heartbeats:
       others: by process, what an error calls it; at least one.
       timeout: seconds of silence after which a process is lost, if they are more than 2.
       open_timeout: seconds that this call waits for the others, in a process one call after the other.
-      pulse: of this process.
+      thread: of this process.
 
     Raises:
       PeerTimeoutError: a process did not open the group.
     """
 
     def __init__(
-        self, name: str, over: str, others: Mapping[int, str], timeout: float, open_timeout: Deadline, pulse: Pulse
+        self,
+        name: str,
+        over: str,
+        others: Mapping[int, str],
+        timeout: float,
+        open_timeout: Deadline,
+        thread: HeartbeatThread,
     ):
-        self._name, self._timeout, self._pulse = name, timeout, pulse
+        self._name, self._timeout, self._heartbeat = name, timeout, thread
         self._lost: str | None = None
         self._ended = threading.Event()
         group = hashlib.sha256(over.encode()).hexdigest()[:16]
-        with pulse.meeting[group]:
-            self._part = pulse.begin(group)
+        with thread.meeting[group]:
+            self._part = thread.begin(group)
             try:
-                signs, parts = self._meet(group, others, open_timeout)
-                pulse.tell(self._part, state=OPEN)
-                longest_pause = pulse.period + _STOPPED_SECONDS
-                self._silence = Silence(others, max(timeout, 4 * pulse.period), signs, parts, longest_pause)
-                self._thread = threading.Thread(target=self._watch, name="jax_ep heartbeats", daemon=True)
+                readings, parts = self._meet(group, others, open_timeout)
+                thread.update(self._part, state=OPEN)
+                longest_pause, limit = thread.period + _STOPPED_SECONDS, max(timeout, 4 * thread.period)
+                self._detector = FailureDetector(others, limit, readings, parts, longest_pause)
+                self._thread = threading.Thread(target=self._watch, name="jax_ep liveness", daemon=True)
                 self._thread.start()
             except BaseException:
-                pulse.tell(self._part, state=LEFT)  # some may have opened it
+                thread.update(self._part, state=LEFT)  # some may have opened it
                 raise
 
     def error(self, *, in_vain: bool = False) -> PeerLostError | None:
         """Which process is lost; or, if a rank of this process has waited in vain, which one is silent meanwhile."""
-        what = self._lost or (self._silence.longest() if in_vain else None)
+        what = self._lost or (self._detector.longest() if in_vain else None)
         return None if what is None else PeerLostError(f"{self._name}: {self._failed(what)}")
 
     def close(self, *, in_order: bool = True) -> None:
-        """Says goodbye, or that it is left by an error: then others miss it."""
+        """Ends this process' part: closed, or left by an error, which fails the group at the others."""
         self._ended.set()
         try:
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=_JOIN_SECONDS)
         finally:
-            self._pulse.tell(self._part, state=CLOSED if in_order else LEFT)
+            self._heartbeat.update(self._part, state=CLOSED if in_order else LEFT)
 
-    def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Signs, dict[int, str]]:
+    def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Readings, dict[int, str]]:
         """What was read when all saw the same parts; and these parts."""
         never_here = {*others}
         parts: dict[int, str] = {}
         seen = ""
         while True:
-            signs = self._pulse.signs
+            readings = self._heartbeat.readings
             # Who has met by what was said here before may have begun another part since.
-            if missing := _missing(signs, others, parts, seen):
+            if missing := _missing(readings, others, parts, seen):
                 last = {
-                    process: signs.by_process[process].last_part(group) for process in others.keys() & signs.by_process
+                    process: readings.by_process[process].last_part(group)
+                    for process in others.keys() & readings.by_process
                 }
                 parts = {process: part for process, part in last.items() if part is not None}
                 everyone = " ".join(sorted([self._part, *parts.values()]))
                 seen = hashlib.sha256(everyone.encode()).hexdigest()[:16]
-                self._pulse.tell(self._part, seen=seen)
-                missing = _missing(signs, others, parts, seen)
+                self._heartbeat.update(self._part, seen=seen)
+                missing = _missing(readings, others, parts, seen)
             if not missing:
-                return signs, parts
+                return readings, parts
             never_here &= missing
             if open_timeout.left() == 0:
-                names = ", ".join(map(str, sorted(never_here or missing)))  # others may have gone because of these
-                raise PeerTimeoutError(
-                    f"Group: process {names} did not create its part of the group within {open_timeout:g} s"
-                )
+                raise not_opened(never_here or missing, open_timeout)  # others may have gone because of the former
             time.sleep(_OPENING_SECONDS)
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._ended.wait(_LOOK_SECONDS) and not self._pulse.over:
+        while not self._ended.wait(_LOOK_SECONDS) and not self._heartbeat.over:
             last, before = time.monotonic(), last
-            self._lost = self._silence.look(self._pulse.signs, last - before)
+            self._lost = self._detector.look(self._heartbeat.readings, last - before)
             if self._lost is not None:
                 _LOGGER.error("%s: PeerLostError: %s", self._name, self._failed(self._lost))
                 return
@@ -187,21 +194,20 @@ class Heartbeats:
         return f"{what} (timeout {self._timeout:g} s); the group has failed"
 
 
-def _missing(signs: Signs, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
+def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
     """Those of `others` whose part, one of `parts`, does not say `seen`, or was left."""
-    found = {p: signs.by_process[p].parts.get(part) for p, part in parts.items() if p in signs.by_process}
+    found = {p: readings.by_process[p].parts.get(part) for p, part in parts.items() if p in readings.by_process}
     return others.keys() - {p for p, part in found.items() if part and part.seen == seen and part.state != LEFT}
 
 
 @functools.cache
-def pulse() -> Pulse:
+def heartbeat_thread() -> HeartbeatThread:
     """That of this process.
 
     Raises:
       PlatformError: `jax.distributed.initialize` was not called.
     """
-    if jax_private.coordination_client() is None:
-        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
-    here = Pulse(jax_private.coordination_client, jax.process_index())
+    store()
+    here = HeartbeatThread(jax_private.coordination_client, jax.process_index())
     atexit.register(here.stop)  # before the interpreter ends, as no thread may come back from native code later
     return here

@@ -8,14 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from jax_ep import PeerTimeoutError
-from jax_ep.runtime import signs
-from jax_ep.runtime.heartbeats import Heartbeats
-from jax_ep.runtime.signs import Pulse, Sign
+from jax_ep.runtime import heartbeat
+from jax_ep.runtime.heartbeat import Heartbeat, HeartbeatThread
+from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.timeouts import Deadline
 
 TIMEOUT = 20.0  # of what must come about
 SHORT = 1.5  # of what must not
-Opening = Future[Heartbeats]
+Opening = Future[Liveness]
 
 
 class Store:
@@ -31,27 +31,27 @@ class Store:
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
 
-    def sign(self, process: int) -> Sign:
-        return Sign.parse(self.left[f"jax_ep/alive/{process}"])
+    def heartbeat(self, process: int) -> Heartbeat:
+        return Heartbeat.parse(self.left[f"jax_ep/alive/{process}"])
 
 
 class Processes:
-    """`count` processes, each of which has a pulse and can open groups with all others."""
+    """`count` processes, each of which has a heartbeat thread and can open groups with all others."""
 
     def __init__(self, pool: ThreadPoolExecutor, count: int):
         self.store, self._pool, self._everyone = Store(), pool, range(count)
-        self.pulses = {me: self.start(me) for me in self._everyone}
+        self.threads = {me: self.start(me) for me in self._everyone}
 
-    def start(self, me: int) -> Pulse:
-        """A process that is started again under its old number has another pulse."""
-        return Pulse(lambda: self.store, me)
+    def start(self, me: int) -> HeartbeatThread:
+        """A process that is started again under its old number has another one."""
+        return HeartbeatThread(lambda: self.store, me)
 
     def open(self, me: int, group: str, timeout: float = TIMEOUT) -> Opening:
         others = {process: f"process {process}" for process in self._everyone if process != me}
-        pulse = self.pulses[me]
-        return self._pool.submit(lambda: Heartbeats(group, group, others, TIMEOUT, Deadline(timeout), pulse))
+        heartbeat_thread = self.threads[me]
+        return self._pool.submit(lambda: Liveness(group, group, others, TIMEOUT, Deadline(timeout), heartbeat_thread))
 
-    def open_all(self, group: str) -> list[Heartbeats]:
+    def open_all(self, group: str) -> list[Liveness]:
         return [opening.result(TIMEOUT) for opening in [self.open(me, group) for me in self._everyone]]
 
 
@@ -60,8 +60,8 @@ def processes() -> Iterator[Processes]:
     with ThreadPoolExecutor(8) as pool:
         three = Processes(pool, 3)
         yield three
-        for pulse in three.pulses.values():
-            pulse.stop()
+        for heartbeat_thread in three.threads.values():
+            heartbeat_thread.stop()
 
 
 def await_that(condition: Callable[[], bool]) -> None:
@@ -115,20 +115,20 @@ def test_an_open_group_over_the_same_devices_does_not_count(processes: Processes
 def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes) -> None:
     if how == "while it was open":
         groups = processes.open_all("a group")
-        processes.pulses[2].stop()
+        processes.threads[2].stop()
         for group in groups[:2]:
             group.close()
     else:
         dies = processes.open(2, "a group", 5 * SHORT)
         await_that(lambda: "jax_ep/alive/2" in processes.store.left)
-        processes.pulses[2].stop()
+        processes.threads[2].stop()
         with pytest.raises(PeerTimeoutError):
             dies.result(TIMEOUT)
-    left = processes.store.sign(2)
+    left = processes.store.heartbeat(2)
     assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
-    assert processes.store.sign(2) == left
+    assert processes.store.heartbeat(2) == left
     openings = [processes.open(me, "a group") for me in (0, 1)]
-    processes.pulses[2] = processes.start(2)
+    processes.threads[2] = processes.start(2)
     openings.append(processes.open(2, "a group"))
     for opening in openings:
         opening.result(TIMEOUT).close()
@@ -155,7 +155,7 @@ class HeldUp(Store):
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         found = super().key_value_dir_get(key)
-        seen = {part.seen for _, text in found for part in Sign.parse(text).parts.values()}
+        seen = {part.seen for _, text in found for part in Heartbeat.parse(text).parts.values()}
         if len(found) == 3 and len(seen) == 1 and seen != {""}:
             self.all_agree.set()
         if not self.all_agree.is_set():
@@ -168,7 +168,7 @@ class HeldUp(Store):
 def held_up(processes: Processes) -> Iterator[HeldUp]:
     """What process 0 reads."""
     store = HeldUp(processes.store)
-    processes.pulses[0] = Pulse(lambda: store, 0)
+    processes.threads[0] = HeartbeatThread(lambda: store, 0)
     yield store
     store.may_look.set()
 
@@ -193,7 +193,7 @@ def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up
     for each in others:
         each.result(TIMEOUT).close()
     next_ones = [processes.open(me, "a group") for me in (1, 2)]
-    await_that(lambda: all(len(processes.store.sign(me).parts) == 2 for me in (1, 2)))
+    await_that(lambda: all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
     held_up.may_look.set()
     first.result(TIMEOUT).close()
     assert not any(opening.done() for opening in next_ones)
@@ -210,9 +210,9 @@ def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None
             group.close()
 
     def states() -> list[str]:
-        return [part.state for part in processes.store.sign(0).parts.values()]
+        return [part.state for part in processes.store.heartbeat(0).parts.values()]
 
-    await_that(lambda: states().count(signs.OPEN) == 1)
+    await_that(lambda: states().count(heartbeat.OPEN) == 1)
     assert 1 < len(states()) < 12
     for group in groups:
         group.close()

@@ -1,7 +1,7 @@
-"""What processes tell each other through the key-value store of jax.distributed: that they live, and their groups.
+"""Heartbeats: that a process lives, and which groups it has, written to the key-value store of jax.distributed.
 
-A process that has a group across nodes writes its sign under its own key several times a second: a count, and its part
-of each such group. It reads the signs of all others. The store lives in process 0.
+A process that has a group across nodes writes its heartbeat under its own key several times a second: a count, and its
+part of each such group. It reads the heartbeats of all others.
 """
 
 import contextlib
@@ -12,25 +12,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import jax
 
+from jax_ep.runtime.store import Store
+
 _FOLDER = "jax_ep/alive"  # in the store; a key there for each process
-_PERIOD_SECONDS = 0.25  # between two signs of a process
+_PERIOD_SECONDS = 0.25  # between two heartbeats of a process
 _OPENING_SECONDS = 0.025  # likewise, while it opens a group
-_READS_A_SECOND = 256  # by all processes together, beyond which signs become rarer: each reads the signs of all
+_READS_A_SECOND = 256  # by all processes together, beyond which heartbeats become rarer: each reads those of all
 _JOIN_SECONDS = 1.0
-_MOST_ENDED = 4  # parts that a sign still names
+_MOST_ENDED = 4  # parts that a heartbeat still names
 
 OPENING, OPEN, CLOSED, LEFT = "opening", "open", "closed", "left"  # left: by an error
-
-
-class Store(Protocol):
-    """What we ask of the client of jax.distributed."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class Part(NamedTuple):
@@ -45,17 +40,17 @@ class Part(NamedTuple):
         return self.state in (CLOSED, LEFT)
 
 
-class Sign(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a process has written last."""
 
-    life: str  # a process that is started again under its old number has another
+    incarnation: str  # a process that is started again under its old number has another
     beat: int  # one more each time
     parts: Mapping[str, Part]  # by their ids, in the order in which they were begun; some that have ended, too
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        life, beat, parts = json.loads(text)
-        return cls(life, beat, {key: Part(*part) for key, part in parts.items()})
+        incarnation, beat, parts = json.loads(text)
+        return cls(incarnation, beat, {key: Part(*part) for key, part in parts.items()})
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -65,24 +60,24 @@ class Sign(NamedTuple):
         return next((key for key, part in reversed([*self.parts.items()]) if part.group == group), None)
 
 
-class Signs(NamedTuple):
+class Readings(NamedTuple):
     """What a process has read."""
 
     reads: int  # so far
-    by_process: Mapping[int, Sign]
+    by_process: Mapping[int, Heartbeat]
 
 
-class Pulse:
-    """Writes the sign of process `me` and reads those of all, in a thread that runs while the process has parts.
+class HeartbeatThread:
+    """Writes the heartbeat of process `me` and reads those of all, in a thread that runs while the process has parts.
 
     Args:
       store: returns None before and after the time of jax.distributed.
     """
 
     def __init__(self, store: Callable[[], Store | None], me: int):
-        self.signs = Signs(0, {})
+        self.readings = Readings(0, {})
         self.meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by group: one thread at a time
-        self._store, self._key, self._life = store, f"{_FOLDER}/{me}", secrets.token_hex(4)
+        self._store, self._key, self._incarnation = store, f"{_FOLDER}/{me}", secrets.token_hex(4)
         self._parts: dict[str, Part] = {}
         self._beats = itertools.count(1)
         self._lock = threading.Lock()
@@ -92,8 +87,8 @@ class Pulse:
 
     @property
     def period(self) -> float:
-        """Seconds between two signs."""
-        return max(_PERIOD_SECONDS, len(self.signs.by_process) / _READS_A_SECOND)
+        """Seconds between two heartbeats."""
+        return max(_PERIOD_SECONDS, len(self.readings.by_process) / _READS_A_SECOND)
 
     @property
     def over(self) -> bool:
@@ -108,12 +103,12 @@ class Pulse:
             if self._stopped.is_set() or self.over:
                 self._stopped = threading.Event()
                 run = partial(self._run, self._stopped)
-                self._thread = threading.Thread(target=run, name="jax_ep pulse", daemon=True)
+                self._thread = threading.Thread(target=run, name="jax_ep heartbeat", daemon=True)
                 self._thread.start()
         return part
 
-    def tell(self, part: str, **changed: str) -> None:
-        """What is the `state` of a part from now on, or what it has `seen`. A part ends once."""
+    def update(self, part: str, **changed: str) -> None:
+        """Changes the `state` of a part, or what it has `seen`. A part ends once."""
         with self._lock:
             self._parts[part] = self._parts[part]._replace(**changed)
             ended = [key for key, each in self._parts.items() if each.ended]
@@ -125,7 +120,7 @@ class Pulse:
         self._join()
 
     def stop(self) -> None:
-        """Falls silent, for good and without a last sign."""
+        """Falls silent, for good and without a last heartbeat."""
         with self._lock:
             self._silent = True
             self._stopped.set()
@@ -147,15 +142,15 @@ class Pulse:
         if store is None:
             return False
         with self._lock:
-            sign = Sign(self._life, next(self._beats), dict(self._parts))
+            heartbeat = Heartbeat(self._incarnation, next(self._beats), dict(self._parts))
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            store.key_value_set(self._key, str(sign), allow_overwrite=True)
+            store.key_value_set(self._key, str(heartbeat), allow_overwrite=True)
             found = store.key_value_dir_get(f"{_FOLDER}/")
-            signs = {int(key.rpartition("/")[2]): Sign.parse(text) for key, text in found}
-            self.signs = Signs(self.signs.reads + 1, signs)
+            readings = {int(key.rpartition("/")[2]): Heartbeat.parse(text) for key, text in found}
+            self.readings = Readings(self.readings.reads + 1, readings)
         return True
 
     def _pause(self) -> float:
         with self._lock:
             opens = any(part.state == OPENING for part in self._parts.values())
-        return max(_OPENING_SECONDS, len(self.signs.by_process) / _READS_A_SECOND) if opens else self.period
+        return max(_OPENING_SECONDS, len(self.readings.by_process) / _READS_A_SECOND) if opens else self.period

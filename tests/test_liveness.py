@@ -1,11 +1,11 @@
-"""When a process counts as lost, by the signs of life that another one reads; test_nodes_processes.py kills some."""
+"""When a process counts as lost, by the heartbeats that another one reads; test_nodes_processes.py kills some."""
 
 import dataclasses
 
 import pytest
 
-from jax_ep.runtime.heartbeats import Silence
-from jax_ep.runtime.signs import CLOSED, LEFT, OPEN, Part, Sign, Signs
+from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, Heartbeat, Part, Readings
+from jax_ep.runtime.liveness import FailureDetector
 
 TIMEOUT = 10.0
 PAUSE = 1.25  # the longest between two reads
@@ -17,48 +17,50 @@ OTHERS = {1: "process 1 (node 1, rank 2, 3)", 2: "process 2 (node 2, rank 4, 5)"
 class Store:
     """What the processes have written, and who goes on writing."""
 
-    silence: Silence
+    detector: FailureDetector
     reads: int
-    signs: dict[int, Sign]
+    readings: dict[int, Heartbeat]
 
     def wait(self, seconds: float, *, silent: tuple[int, ...] = (), answers: bool = True) -> str | None:
         """Looks ten times a second, until something is lost; the store is read every time if it answers."""
         for _ in range(round(seconds * 10)):
             if answers:
                 self.reads += 1
-                for process in self.signs.keys() - set(silent):
-                    self.signs[process] = self.signs[process]._replace(beat=self.reads)
+                for process in self.readings.keys() - set(silent):
+                    self.readings[process] = self.readings[process]._replace(beat=self.reads)
             if (lost := self.look(0.1)) is not None:
                 return lost
         return None
 
     def end(self, process: int, how: str) -> None:
         part = Part("group", how, "")
-        self.signs[process] = self.signs[process]._replace(parts={PARTS[process]: part})
+        self.readings[process] = self.readings[process]._replace(parts={PARTS[process]: part})
 
     def look(self, passed: float) -> str | None:
-        return self.silence.look(Signs(self.reads, dict(self.signs)), passed)
+        return self.detector.look(Readings(self.reads, dict(self.readings)), passed)
 
 
 @pytest.fixture
 def store() -> Store:
-    signs = {process: Sign(f"life{process}", 1, {PARTS[process]: Part("group", OPEN, "")}) for process in OTHERS}
-    return Store(Silence(OTHERS, TIMEOUT, Signs(1, dict(signs)), PARTS, PAUSE), 1, signs)
+    readings = {
+        process: Heartbeat(f"life{process}", 1, {PARTS[process]: Part("group", OPEN, "")}) for process in OTHERS
+    }
+    return Store(FailureDetector(OTHERS, TIMEOUT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
 
 
 def test_who_writes_lives(store: Store) -> None:
     assert store.wait(5 * TIMEOUT) is None
-    assert store.silence.longest() is None
+    assert store.detector.longest() is None
 
 
 def test_who_falls_silent_is_lost_after_the_timeout(store: Store) -> None:
     assert store.wait(TIMEOUT - 0.2, silent=(2,)) is None
-    suspect = store.silence.longest()
+    suspect = store.detector.longest()
     assert suspect is not None
-    assert suspect.startswith(f"{OTHERS[2]} gave no sign of life for 9.")
+    assert suspect.startswith(f"{OTHERS[2]} sent no heartbeat for 9.")
     lost = store.wait(0.5, silent=(2,))
     assert lost is not None
-    assert lost.startswith(f"{OTHERS[2]} gave no sign of life for 10.")
+    assert lost.startswith(f"{OTHERS[2]} sent no heartbeat for 10.")
 
 
 def test_a_sign_in_time_begins_anew(store: Store) -> None:
@@ -70,9 +72,9 @@ def test_a_sign_in_time_begins_anew(store: Store) -> None:
 def test_a_closed_group_may_fall_silent(store: Store) -> None:
     store.end(1, CLOSED)
     assert store.wait(3 * TIMEOUT, silent=(1,)) is None
-    store.signs[1] = store.signs[1]._replace(parts={})  # it has closed others since
+    store.readings[1] = store.readings[1]._replace(parts={})  # it has closed others since
     assert store.wait(3 * TIMEOUT, silent=(1,)) is None
-    store.signs[1] = Sign("another", 1, {})  # it was started again
+    store.readings[1] = Heartbeat("another", 1, {})  # it was started again
     assert store.wait(3 * TIMEOUT, silent=(1,)) is None
 
 
@@ -80,7 +82,7 @@ def test_who_left_by_an_error_is_missed(store: Store) -> None:
     """Not before others are that may have been the reason; also if other groups of the process go on."""
     store.end(2, LEFT)
     assert store.wait(1) is None
-    store.signs[2] = store.signs[2]._replace(parts={})  # it has ended others since
+    store.readings[2] = store.readings[2]._replace(parts={})  # it has ended others since
     assert store.wait(TIMEOUT - 1.2) is None
     lost = store.wait(0.5)
     assert lost is not None
@@ -88,12 +90,12 @@ def test_who_left_by_an_error_is_missed(store: Store) -> None:
 
 
 def test_a_process_that_was_started_again_is_another_one(store: Store) -> None:
-    store.signs[1] = Sign("another", 1, {})
+    store.readings[1] = Heartbeat("another", 1, {})
     assert store.wait(0.1) == f"{OTHERS[1]} was started again"
 
 
 def test_a_process_that_was_stopped_blames_nobody(store: Store) -> None:
-    """It finds old signs when it is continued; and time without a clock tick of its own counts for nothing."""
+    """It finds old heartbeats when it is continued; and time without a clock tick of its own counts for nothing."""
     assert store.wait(TIMEOUT - 1, silent=(1, 2)) is None
     assert store.look(1000.0) is None
     assert store.wait(0.5) is None
@@ -113,7 +115,7 @@ def test_a_store_that_stays_away_is_the_loss_of_process_0(store: Store) -> None:
 
 
 def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
-    silence = Silence(OTHERS, 0.1, Signs(1, dict(store.signs)), PARTS, PAUSE)
-    hasty = Store(silence, 1, store.signs)
+    detector = FailureDetector(OTHERS, 0.1, Readings(1, dict(store.readings)), PARTS, PAUSE)
+    hasty = Store(detector, 1, store.readings)
     assert hasty.wait(1.9, silent=(1,)) is None
     assert hasty.wait(0.4, silent=(1,)) is not None
