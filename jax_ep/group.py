@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ep import profiling
-from jax_ep._kit import checks, collective_stream, ffi
+from jax_ep._kit import checks, collective_stream, ffi, meshes
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, nodes, open_groups, opening, timeouts, watchdog
@@ -77,7 +77,7 @@ class Group:
         open_timeout: float | None = None,
         max_sms: int | None = None,
     ):
-        checks.check_mesh(mesh, axis_name)
+        meshes.check_mesh(mesh, axis_name)
         checks.check_bool("Group", "async_ops", async_ops)
         if max_sms is not None:
             checks.check_int("Group", "max_sms", max_sms)
@@ -104,7 +104,7 @@ class Group:
         if nodes.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
             self._open_across_nodes(open_timeout, max_sms)
         elif ffi.is_built(self.platform) and not self._needs_xla:
-            checks.check_ranks(self.size, ffi.MAX_RANKS)
+            meshes.check_ranks(self.size, ffi.MAX_RANKS)
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
             self._native, self._free_number = opening.open_native(
@@ -204,7 +204,9 @@ class Group:
             return self.intranode.report()
         return [] if self._native is None else native.history(self._native)
 
-    def launch_config(self, op: native.Launched, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> native.LaunchConfig:
+    def launch_config(
+        self, op: native.Launched, num_tokens: int, *, wire_dtype: DTypeLike | None = None
+    ) -> native.LaunchConfig:
         """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
 
         Raises:
@@ -349,4 +351,4 @@ def check_group(op: str, group: Any) -> None:
     if not isinstance(group, Group):
         raise TypeError(f"{op}: group must be an open jax_ep.Group(mesh, axis_name), got {checks.describe(group)}")
     group.check()
-    checks.check_inside_shard_map(op, group.mesh, group.axis_name)
+    meshes.check_inside_shard_map(op, group.mesh, group.axis_name)

@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep import Group
-from jax_ep._kit import checks, ffi
+from jax_ep._kit import ffi, vary
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -127,7 +127,7 @@ def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], *
     sizes = {name: np.int64(value) for name, value in (SCATTER | change).items() if value is not None}
 
     def body(*operands: jax.Array) -> jax.Array:
-        target = jax.ffi.ffi_call("jax_ep_scatter", checks.result_type(received, np.float32, operands[0]))
+        target = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
         return target(*operands, group=np.int64(group._native_id), **sizes, **SCATTER_OPTIONS)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
@@ -177,7 +177,7 @@ def call_sparse(group: Group, name: str, results: tuple[str, ...], operands: lis
     types = types_of(name, **settings)
 
     def body(*operands: jax.Array) -> dict[str, jax.Array]:
-        wanted = [checks.result_type(tuple(shape), dtype, operands[0]) for _, dtype, shape in types]
+        wanted = [vary.result_type(tuple(shape), dtype, operands[0]) for _, dtype, shape in types]
         found = jax.ffi.ffi_call(f"jax_ep_{name}", wanted)(*operands, group=np.int64(group._native_id), **sizes)
         return {key: value for (key, _, _), value in zip(types, found, strict=True) if key in results}
 
@@ -216,7 +216,7 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
     group = open_group(RANKS)
 
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
-        target = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", checks.result_type((4, 4), np.float32, rows))
+        target = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
         numbers = {name: np.int64(size) for name, size in sizes.items()}
         return target(rows, offsets, offsets, offsets, offsets, rows + 1, group=np.int64(group._native_id), **numbers)
 

@@ -102,7 +102,7 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
         (lambda x: nn.within_top_groups(x[0], 1, 4, 1), r"^within_top_groups: scores must have shape \[T, E\], got"),
         (
             lambda x: nn.sigmoid_top_k(x, 4, groups=8, top_groups=1),
-            "top_groups must be .* that they hold k = 4 .* got 1",
+            "top_groups must be .* that they hold top_k = 4 .* got 1",
         ),
         (lambda x: nn.sigmoid_top_k(x, 4, scale=no_number), "^sigmoid_top_k: scale must be a number, got NoneType"),
         (

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, meshes, vary
 from jax_ep._kit.collective_stream import is_scheduled, on_collective_stream
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
@@ -135,8 +135,8 @@ def call(
         if dtype is None:
             like = operands[-1]
             aliases[len(operands) - 1], dtype, shape = len(results), like.dtype, like.shape
-        results.append(checks.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
-    operands = tuple(checks.on_these_devices(op or known_as, x, group.mesh) for x in operands)
+        results.append(vary.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
+    operands = tuple(meshes.on_these_devices(op or known_as, x, group.mesh) for x in operands)
     names = [result for result, *_ in types if result != WORKSPACE]
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -169,7 +169,7 @@ def call_alone(name: str, *operands: jax.Array, **settings: bool | int | str | n
     """
     plain = {key: _plain(value) for key, value in settings.items()}
     _, types = library("cuda" if is_built("cuda") else "cpu").call_types(name, 1, **plain)  # both know them
-    results = [checks.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
+    results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
     attributes = {key: _attribute(value) for key, value in plain.items()}
     called = jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)
     return {result: array for (result, *_), array in zip(types, called, strict=True) if result != WORKSPACE}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights
@@ -41,11 +41,11 @@ def check_experts(op: str, tokens: jax.Array, gate: Experts, up: Experts | None,
     named["down"] = (down, (experts, width, hidden), "[E / R, F, H]")
     for name, (matrix, shape, layout) in named.items():
         _check_matrix(op, name, matrix, tokens.dtype, shape, layout)
-    if group.size == 1 or not checks.tracks_varying(group.axis_name):
+    if group.size == 1 or not vary.tracks_varying(group.axis_name):
         return
     for name, (matrix, _, _) in named.items():
         held = matrix.bits if isinstance(matrix, Float8Weights) else matrix
-        if not checks.varies(held, group.axis_name):
+        if not vary.varies(held, group.axis_name):
             raise ValueError(
                 f"{op}: {name} must be of the experts that each rank owns, got the same on all ranks: shard its first "
                 f"axis by P({group.axis_name!r}) in in_specs"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.errors import JaxEpError, MismatchError
 
@@ -34,14 +34,14 @@ def once_agreed(
       call: what the ranks must agree on: numbers below 2^31, and dtypes of tokens. All ranks name the same things.
       keep_error: of the group; gets the `MismatchError`.
     """
-    [mine] = checks.vary_alike(axis_name, jnp.array([_code(value) for value in call.values()], jnp.int32))
+    [mine] = vary.vary_alike(axis_name, jnp.array([_code(value) for value in call.values()], jnp.int32))
     everyone = jax.lax.all_gather(mine, axis_name)
     none = mine[0] * 0
 
     def refuse() -> jax.Array:
         callback = partial(_refuse, op, tuple(call), keep_error)
         raised = jax.pure_callback(callback, jax.ShapeDtypeStruct((), jnp.int32), everyone, vmap_method="sequential")
-        return checks.vary_as_any(raised, none)[0]
+        return vary.vary_alike(None, raised, none)[0]
 
     raised = jax.lax.cond((everyone != everyone[0]).any(), refuse, lambda: none)
     return tuple(jnp.where(raised == 0, x, jnp.zeros_like(x)) for x in operands), raised

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, meshes
 from jax_ep._kit.checks import AxisName
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -30,10 +30,10 @@ def find(op: str, axis_name: AxisName) -> Any:
       ValueError: no such axis is manual here, there is no such group, or more than one.
     """
     axis_name = checks.canonical_axis(axis_name)
-    checks.check_manual_axis(op, axis_name)
+    meshes.check_manual_axis(op, axis_name)
     with _lock:
         groups = list(_open)
-    found = [group for group in groups if group.axis_name == axis_name and checks.is_mesh_here(group.mesh)]
+    found = [group for group in groups if group.axis_name == axis_name and meshes.is_mesh_here(group.mesh)]
     if len(found) == 1:
         return found[0]
     what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, gemm
+from jax_ep._kit import checks, gemm, vary
 from jax_ep._kit.checks import Chosen, Implementation
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
@@ -108,7 +108,7 @@ def _call(
     _check_result(op, lhs, rhs, bias, group, dtype)
     if op == "all_gather_matmul" and group.size * lhs.shape[0] >= 2**31:  # kernels count rows in int32
         raise ValueError(f"{op}: lhs must have fewer than 2**31 / {group.size} rows, got {lhs.shape}")
-    lhs, rhs = checks.vary_alike(group.axis_name, lhs, rhs)
+    lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
     if _resolve(op, group, implementation, lhs, rhs) == "xla":
         by_xla = getattr(xla, op)
         out: jax.Array = by_xla(lhs, rhs, dtype=dtype, axis_name=group.axis_name)
@@ -223,7 +223,7 @@ def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
     As in the transpose of `jax.lax.psum`, and in its dtype: in float32 a sum of 16-bit values would send twice as much.
     """
     axis = config.group.axis_name
-    if checks.tracks_varying(axis):
+    if vary.tracks_varying(axis):
         return jax.lax.pcast(cotangent, axis, to="varying")
     return jax.lax.psum(cotangent, axis)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import checks, gemm
+from jax_ep._kit import gemm, vary
 from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
@@ -63,7 +63,7 @@ def ragged_dot(
     lhs, rhs, group_sizes = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
     if not gemm.has_gemm():
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
-    lhs, rhs, group_sizes = checks.vary_as_any(lhs, rhs, group_sizes)
+    lhs, rhs, group_sizes = vary.vary_alike(None, lhs, rhs, group_sizes)
     result = jax.eval_shape(partial(jax.lax.ragged_dot, **options), lhs, rhs, group_sizes)  # with all its checks
     if not _core_takes(lhs, rhs, group_sizes, result.dtype, precision):
         return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)

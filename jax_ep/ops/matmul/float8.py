@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, float8, gemm
+from jax_ep._kit import checks, float8, gemm, vary
 from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep.ops.matmul import kernels
@@ -78,7 +78,7 @@ def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes
     if not (gemm.has_gemm() and all(size > 0 for x in operands for size in x.shape)):
         return by_xla(*operands)
     core = partial(kernels.grouped_matmul_float8, dtype=dtype)
-    return jax.lax.platform_dependent(*checks.vary_as_any(*operands), cuda=core, default=by_xla)
+    return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_xla)
 
 
 def _by_xla(
@@ -151,4 +151,4 @@ def quantized_gated_product(
     if not gemm.has_gemm() or columns % BLOCK or not all(size > 0 for x in operands for size in x.shape):
         return Float8Rows(*by_parts(*operands))
     core = partial(kernels.gated_matmul_float8, activation=activation)
-    return Float8Rows(*jax.lax.platform_dependent(*checks.vary_as_any(*operands), cuda=core, default=by_parts))
+    return Float8Rows(*jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_parts))

@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes, xla
@@ -137,7 +137,7 @@ def combine(
     checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
     check_combined(op, "expert_outputs", expert_outputs, routing, group)
     leaves, treedef = jax.tree.flatten(routing)
-    expert_outputs, *leaves = checks.vary_alike(group.axis_name, expert_outputs, *leaves)
+    expert_outputs, *leaves = vary.vary_alike(group.axis_name, expert_outputs, *leaves)
     routing = jax.tree.unflatten(treedef, leaves)
     by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
     return checked_combine(group, expert_outputs, routing, by_kernels=by_kernels)

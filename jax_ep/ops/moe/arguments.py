@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, ffi, float8
+from jax_ep._kit import checks, ffi, float8, vary
 from jax_ep._kit.checks import OnOverflow
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import Chunks, DispatchConfig, NodeRouting, Routing, worst_case_capacity
@@ -112,7 +112,7 @@ def operands(
 ) -> tuple[jax.Array, ...]:
     """As kernels take them: ids int32, weights float32, all varying over one set of axes."""
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
-    return checks.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights, *others)
+    return vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights, *others)
 
 
 def check_combined(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
 from jax_ep.ops.moe.shares import rows_of_experts
@@ -174,11 +174,11 @@ class Routing:
         self._check_varying(op, axis_name, self.config.size, ("targets", "rows", "counts"))
 
     def _check_varying(self, op: str, axis_name: AxisName, ranks: int, names: tuple[str, ...]) -> None:
-        if ranks == 1 or not checks.tracks_varying(axis_name):
+        if ranks == 1 or not vary.tracks_varying(axis_name):
             return
         for name in names:
             leaf = getattr(self, name)
-            if leaf is not None and not checks.varies(leaf, axis_name):
+            if leaf is not None and not vary.varies(leaf, axis_name):
                 raise ValueError(
                     f"{op}: routing.{name} must be that of each rank, got the same on all: pass the routing through "
                     f"jax.shard_map by P({axis_name!r}), in and out"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, gemm
+from jax_ep._kit import checks, gemm, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import BITS, Float8Rows
 from jax_ep.group import Group, check_group
@@ -138,7 +138,7 @@ def experts_beside(
         return out, dispatched.routing, beside
     group = first.call.dispatch.group
     leaves, treedef = jax.tree.flatten((first.operands, down))
-    operands, down = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
+    operands, down = jax.tree.unflatten(treedef, vary.vary_alike(group.axis_name, *leaves))
     down = without_gradient("ragged_dot_combine", "rhs", down)
     sent = first.call.dispatch
     sent = sent._replace(config=dataclasses.replace(sent.config, zero_unused=_zeroes_unused(group)))
@@ -231,7 +231,7 @@ def combine_beside(
     if in_float8:
         check_blocks(op, "rhs", rhs.shape[1:])
     leaves, treedef = jax.tree.flatten((lhs, rhs, routing))
-    lhs, rhs, routing = jax.tree.unflatten(treedef, checks.vary_alike(group.axis_name, *leaves))
+    lhs, rhs, routing = jax.tree.unflatten(treedef, vary.vary_alike(group.axis_name, *leaves))
     lhs, rhs = without_gradient(op, "lhs", lhs), without_gradient(op, "rhs", rhs)
     by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
     call = LastCall(group, in_float8)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import checks, ffi
+from jax_ep._kit import checks, ffi, vary
 from jax_ep._kit.checks import AxisName, Implementation
 from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, check_group
@@ -78,7 +78,7 @@ def ragged_all_to_all(
     if axis_index_groups is not None:
         parts = _partition(op, axis_index_groups, group.size, input_offsets.shape[0])
         indices = _among_all(group.axis_name, parts, *indices)
-    operand, output, *indices = checks.vary_alike(group.axis_name, operand, output, *indices)
+    operand, output, *indices = vary.vary_alike(group.axis_name, operand, output, *indices)
     if group._resolve(op, implementation) == "xla":
         result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
         return undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group._keep_error)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
@@ -87,13 +87,13 @@ def sparse_all_reduce(
         )
         rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
     leaves, treedef = jax.tree.flatten(rows)
-    leaves = checks.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
+    leaves = vary.vary_alike(group.axis_name, *map(jnp.asarray, leaves))
     rows = jax.tree.unflatten(treedef, leaves)
     entries, row_values = rows.values.shape
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
     union = _union(group, config, rows, method, native)
-    union_here = Union(*checks.vary_alike(group.axis_name, rows.values, *union)[1:])
+    union_here = Union(*vary.vary_alike(group.axis_name, rows.values, *union)[1:])
     if native:
         values = _reduce(group, config, rows.values, union_here)
     else:
@@ -137,7 +137,7 @@ def _config(
 
 def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, native: bool) -> Union:
     missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
-    operands = checks.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
+    operands = vary.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if native and method == "bitmap" and group.intranode is None:
         return kernels.sparse_union(group, config, *operands)
     on_gpu = native and group.platform != "cpu"
@@ -171,7 +171,7 @@ def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array
         rows = slots - union.bounds[owner]
         taken = cotangent.at[owner, rows].get(mode="clip")
     else:
-        if not checks.tracks_varying(axis_name):  # then every rank has a part of it, as in the transpose of psum
+        if not vary.tracks_varying(axis_name):  # then every rank has a part of it, as in the transpose of psum
             cotangent = jax.lax.psum(cotangent.astype(jnp.float32), axis_name)
         rows = slots
         taken = cotangent.at[slots].get(mode="clip")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._kit import checks
+from jax_ep._kit import vary
 from jax_ep.group import Group
 from jax_ep.ops.sparse import kernels
 from jax_ep.ops.sparse.types import SparseConfig, Union
@@ -88,7 +88,7 @@ def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, unio
     slots = jnp.where(at.row < rows, of_rank * rows + at.row, group.size * rows)
     slots = slots.reshape(nodes, size, -1)[jax.lax.axis_index(group.node_axes)]
     bounds = jnp.arange(size + 1, dtype=jnp.int32) * (nodes * rows)
-    values, slots, bounds = checks.vary_alike(group.axis_name, values.astype(jnp.float32), slots, bounds)
+    values, slots, bounds = vary.vary_alike(group.axis_name, values.astype(jnp.float32), slots, bounds)
     here = union._replace(slots=slots, bounds=bounds)
     inside = dataclasses.replace(config, size=size, capacity=nodes * rows, op="sum", sharded=True, drop=True)
     sums = kernels.sparse_reduce(group.intranode, inside, values, here, group.size * rows)

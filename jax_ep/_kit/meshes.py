@@ -1,0 +1,105 @@
+"""Where an op is called: which mesh a group is opened over, and which one `jax.shard_map` runs over."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_ep._kit.checks import AxisName, axes_of, check_axis, describe
+
+
+def check_mesh(mesh: Any, axis_name: Any) -> None:
+    """What a group asks: a mesh of devices, and axes of it, each once."""
+    op = "Group"
+    if isinstance(jnp.zeros(()), Tracer):
+        raise RuntimeError(
+            f"{op}: must be opened outside of traced code (jax.jit, jax.shard_map, jax.eval_shape): open it once, and "
+            "let the function that is traced use it"
+        )
+    if isinstance(mesh, AbstractMesh):
+        raise TypeError(
+            f"{op}: mesh must have devices, got an AbstractMesh: open the group over the jax.sharding.Mesh, outside of "
+            "traced code; it serves ops inside a jax.shard_map over an AbstractMesh of the same axes and sizes"
+        )
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh, got {describe(mesh)}; call Group(mesh, axis_name)")
+    check_axis(op, axis_name)
+    axes = axes_of(axis_name)
+    if not set(axes) <= set(mesh.axis_names):
+        raise ValueError(f"{op}: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis_name {axis_name!r} names an axis twice")
+
+
+def check_ranks(size: int, most: int) -> None:
+    """What the kernels ask."""
+    if size > most:
+        raise ValueError(
+            f"Group: at most {most} devices along axis_name, got {size}: exchange over an axis within a host, "
+            "and shard batches, or experts' matrices, over the others"
+        )
+
+
+def check_manual_axis(op: str, axis_name: AxisName) -> None:
+    here = jax.sharding.get_abstract_mesh()
+    if not set(axes_of(axis_name)) <= set(here.manual_axes):
+        what = "axis" if isinstance(axis_name, str) else "axes"
+        raise ValueError(
+            f"{op}: must be called inside jax.shard_map over {what} {axis_name!r}; "
+            f"the manual axes here are {tuple(here.manual_axes)}"
+        )
+
+
+def is_mesh_here(mesh: Mesh) -> bool:
+    """Whether jax.shard_map runs over a mesh of these axes in this order. Nothing is known of its devices."""
+    return tuple(jax.sharding.get_abstract_mesh().shape.items()) == tuple(mesh.shape.items())
+
+
+def check_inside_shard_map(op: str, mesh: Mesh, axis_name: AxisName) -> None:
+    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume.
+
+    A type does not say how the compiler shards an operand over an axis that is left to it.
+    """
+    check_manual_axis(op, axis_name)
+    here: AbstractMesh = jax.sharding.get_abstract_mesh()
+    if not is_mesh_here(mesh):
+        raise ValueError(
+            f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, "
+            f"the group's is {dict(mesh.shape)}, with its axes in this order"
+        )
+    automatic = [name for name in here.axis_names if here.shape[name] > 1 and name not in here.manual_axes]
+    if automatic:
+        raise ValueError(
+            f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not: leave axis_names out there, "
+            f"or call the op in a second jax.shard_map inside, with axis_names={set(automatic)}, whose in_specs say "
+            "how its operands are sharded over them"
+        )
+
+
+# An identity that turns what no type tells into an error that names the op: it runs where devices have another order
+# than in the group's mesh, which shows only when the op is lowered.
+_guard_p = Primitive("jax_ep_guard")
+_guard_p.def_impl(lambda x, *, op, mesh: x)
+_guard_p.def_abstract_eval(lambda x, *, op, mesh: x)
+ad.deflinear2(_guard_p, lambda ct, x, *, op, mesh: [ct])
+batching.defvectorized(_guard_p)
+
+
+def _refuse_other_devices(ctx: mlir.LoweringRuleContext, x: Any, *, op: str, mesh: Mesh) -> Any:
+    here = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(here, Mesh) and here.devices.tolist() != mesh.devices.tolist():
+        ids = [[device.id for device in one.devices.flat] for one in (here, mesh)]
+        raise ValueError(f"{op}: the devices of this jax.shard_map are {ids[0]}, the group's are {ids[1]}")
+    return [x]
+
+
+mlir.register_lowering(_guard_p, _refuse_other_devices)
+
+
+def on_these_devices(op: str, x: jax.Array, mesh: Mesh) -> jax.Array:
+    """x, an operand of an op whose kernels take the devices to be those of `mesh`, in its order."""
+    return _guard_p.bind(x, op=op, mesh=mesh)

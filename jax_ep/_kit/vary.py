@@ -1,0 +1,41 @@
+"""Over which mesh axes arrays vary, as `jax.shard_map` with check_vma=True tracks it in their types."""
+
+from typing import Any
+
+import jax
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+
+from jax_ep._kit.checks import AxisName, axes_of
+
+
+def tracks_varying(axis_name: AxisName) -> bool:
+    """Whether this is traced with `check_vma=True`."""
+    return bool(jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying)
+
+
+def varies(x: jax.Array, axis_name: AxisName) -> bool:
+    """Over each of the axes."""
+    return set(axes_of(axis_name)) <= jax.typeof(x).manual_axis_type.varying
+
+
+def vary_alike(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts the operands to one varying set: whatever any of them varies over, and the axes, if they are given.
+
+    Without it, `check_vma=True` would reject operands that differ. It does nothing where `check_vma=False`.
+    """
+    axes = frozenset(axes_of(axis_name) if axis_name is not None and tracks_varying(axis_name) else ())
+    axes = axes.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    missing = [tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying)) for x in arrays]
+    return tuple(jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(arrays, missing, strict=True))
+
+
+def result_type(
+    shape: tuple[int, ...], dtype: Any, like: jax.Array, unvarying: frozenset[str] = frozenset()
+) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the axes `like` varies over, but for those it is the same along.
+
+    A plain result counts as unvarying.
+    """
+    varying = jax.typeof(like).manual_axis_type.varying - unvarying
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())  # says which axes are manual
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
