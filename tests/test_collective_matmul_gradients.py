@@ -24,7 +24,7 @@ def op(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "preferred_element_type"),
+    ("dtype", "result_dtype"),
     [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
     ids=str,
 )
