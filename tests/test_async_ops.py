@@ -136,7 +136,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Mesh:
     mesh = compile_only.mesh_of(RANKS)
     cpu = ffi.library("cpu")
     opened = SimpleNamespace(id=1, close=lambda: None, release=lambda: None, take_error=lambda: None)
-    opened.await_failure = lambda seconds: ("GroupClosedError", "")
+    opened.await_failure = lambda seconds: (cpu.ErrorKind.GroupClosedError, "")
     monkeypatch.setattr(ffi, "is_built", lambda platform: True)
     monkeypatch.setattr(ffi, "library", lambda platform: cpu)
     monkeypatch.setattr(ffi, "library_name", lambda device: "cuda")

@@ -139,7 +139,7 @@ PyHistory to_python(const RankHistory& history) {
           history.waited_ns, history.received_bytes, std::move(records)};
 }
 
-using PyError = std::optional<std::pair<std::string, std::string>>;
+using PyError = std::optional<std::pair<ErrorKind, std::string>>;
 
 PyError to_python(const std::optional<GroupError>& error) {
   if (!error) return std::nullopt;
@@ -184,7 +184,7 @@ class Handle {
     constexpr double kPeriod = 0.05;
     for (; seconds > 0; seconds -= kPeriod) {
       const std::shared_ptr<PlatformGroup> group = open_group();
-      if (!group) return std::pair{"GroupClosedError", "the group was closed"};
+      if (!group) return std::pair{ErrorKind::group_closed, "the group was closed"};
       if (const auto error = group->await_failure(kPeriod)) return to_python(error);
     }
     return std::nullopt;
@@ -245,7 +245,25 @@ class Handle {
 
 }  // namespace
 
+// The kinds, by the names of their exceptions, and `GroupException(kind, message)`, which opening a group may raise.
+void bind_errors(py::module_& module) {
+  py::enum_<ErrorKind> kinds(module, "ErrorKind", py::module_local());
+  for (const ErrorKind kind : kErrorKinds) kinds.value(name_of(kind), kind);
+  static PyObject* exception = nullptr;  // a translator holds no state
+  const std::string name = module.attr("__name__").cast<std::string>() + ".GroupException";
+  exception = PyErr_NewException(name.c_str(), PyExc_RuntimeError, nullptr);
+  module.attr("GroupException") = py::handle(exception);
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const GroupException& caught) {
+      PyErr_SetObject(exception, py::make_tuple(caught.error.kind, caught.error.message).ptr());
+    }
+  });
+}
+
 PYBIND11_MODULE(JAX_EP_MODULE, module) {
+  bind_errors(module);
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMailCounts;
   module.attr("max_ranks") = kMaxRanks;

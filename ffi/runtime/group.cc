@@ -109,7 +109,7 @@ void* Group::reach(Seat seat, int mail_index, void* data, std::size_t bytes, Com
 // Grows by doubling, so that there are few sizes. The old region stays: a captured graph may still use it.
 Region Group::staging(Seat seat, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
-  if (released_) throw GroupException({"GroupClosedError", "the group was closed before the op ran", true});
+  if (released_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran", true});
   Region& region = staging_[{index_of(seat), mail_index}];
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
@@ -136,7 +136,7 @@ void Group::lose(int process, const std::string& why) {
   const int first = culprits.begin()->second;
   const std::string who =
       "the process of rank " + std::to_string(first) + " (process " + std::to_string(process) + ") ";
-  fail({"PeerLostError", who + why + "; the group has failed", true});
+  fail({ErrorKind::peer_lost, who + why + "; the group has failed", true});
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
@@ -180,7 +180,7 @@ std::optional<Seat> Group::find_seat(int ordinal) const {
 }
 
 void Group::close() {
-  fail({"GroupClosedError", "the group was closed before the op ran", true});
+  fail({ErrorKind::group_closed, "the group was closed before the op ran", true});
   if (sharing_) sharing_->close();
 }
 

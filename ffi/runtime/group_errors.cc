@@ -30,9 +30,9 @@ void describe_routing(const Report& report, char* text, std::size_t size) {
 // How near an error is to the root of a failure: one that says which rank is silent tells more than one that says that
 // somebody gave up. What ended the group on purpose is never replaced.
 int weight_of(const GroupError& error) {
-  if (error.kind == "PeerLostError") return 1;
-  if (error.kind == "PeerTimeoutError") return 2;
-  return error.kind == "GroupClosedError" ? 0 : 3;
+  if (error.kind == ErrorKind::peer_lost) return 1;
+  if (error.kind == ErrorKind::peer_timeout) return 2;
+  return error.kind == ErrorKind::group_closed ? 0 : 3;
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ std::string describe_call(const Signature& signature, int32_t site) {
 void Group::fail(GroupError error) {
   {
     std::lock_guard lock(mutex_);
-    const bool closed = failure_ && failure_->kind == "GroupClosedError";
+    const bool closed = failure_ && failure_->kind == ErrorKind::group_closed;
     if (!failure_ || (!closed && weight_of(error) > weight_of(*failure_))) failure_ = std::move(error);
   }
   failed_.notify_all();
@@ -230,7 +230,8 @@ GroupError Group::describe(const Told& told) const {
       const int culprit = silent_rank(line, report);
       std::snprintf(text, sizeof(text), ": rank %d waited %g s for rank %d in vain: ", report.rank, timeout_seconds_,
                     culprit);
-      return {"PeerTimeoutError", op + text + progress(line, culprit, report.epoch) + "; the group has failed", true};
+      return {ErrorKind::peer_timeout, op + text + progress(line, culprit, report.epoch) + "; the group has failed",
+              true};
     }
     case Failure::peer_lost:
       if (report.peer == report.rank)
@@ -239,9 +240,9 @@ GroupError Group::describe(const Told& told) const {
       else
         std::snprintf(text, sizeof(text), ": rank %d gave up because rank %d did not answer; the group has failed",
                       report.rank, report.peer);
-      return {"PeerLostError", op + text, true};
+      return {ErrorKind::peer_lost, op + text, true};
     case Failure::mismatch:
-      return {"MismatchError",
+      return {ErrorKind::mismatch,
               op + " at rank " + std::to_string(report.rank) + ", but " +
                   describe_op(line, report.peer, report.epoch, "another op") + " at rank " +
                   std::to_string(report.peer) +
@@ -250,7 +251,7 @@ GroupError Group::describe(const Told& told) const {
     case Failure::capacity:
       std::snprintf(text, sizeof(text), "%s: rank %d needs %lld rows but capacity is %lld", name_of(report.op),
                     report.rank, seen, expected);
-      return {"CapacityError", text, false};
+      return {ErrorKind::capacity, text, false};
     case Failure::invalid_routing:
       if (report.op != OpKind::ragged_all_to_all)
         describe_routing(report, text, sizeof(text));
@@ -262,11 +263,11 @@ GroupError Group::describe(const Told& told) const {
                       "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
                       "receiver expects (expected at most %lld, got %lld)",
                       name_of(report.op), report.rank, report.peer, expected, seen);
-      return {"InvalidRoutingError", text, false};
+      return {ErrorKind::invalid_routing, text, false};
     case Failure::none:
       break;
   }
-  return {"JaxEpError", "an op failed without a reason", true};
+  return {ErrorKind::other, "an op failed without a reason", true};
 }
 
 }  // namespace jax_ep

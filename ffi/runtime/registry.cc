@@ -75,7 +75,7 @@ void close_all() {
 }
 
 GroupError group_not_open() {
-  return {"GroupClosedError",
+  return {ErrorKind::group_closed,
           "the group of this program is closed, or was never opened here: open a jax_ep.Group over the mesh and axis "
           "that the program was compiled for",
           true};
@@ -84,11 +84,11 @@ GroupError group_not_open() {
 xla::ffi::Error to_ffi(const GroupError& error) {
   using xla::ffi::ErrorCode;
   ErrorCode code = ErrorCode::kAborted;
-  if (error.kind == "PeerTimeoutError") code = ErrorCode::kDeadlineExceeded;
-  if (error.kind == "CapacityError") code = ErrorCode::kResourceExhausted;
-  if (error.kind == "InvalidRoutingError") code = ErrorCode::kOutOfRange;  // jax turns some codes into ValueError
-  if (error.kind == "GroupClosedError") code = ErrorCode::kFailedPrecondition;
-  return {code, error.kind + ": " + error.message};
+  if (error.kind == ErrorKind::peer_timeout) code = ErrorCode::kDeadlineExceeded;
+  if (error.kind == ErrorKind::capacity) code = ErrorCode::kResourceExhausted;
+  if (error.kind == ErrorKind::invalid_routing) code = ErrorCode::kOutOfRange;  // jax turns some codes into ValueError
+  if (error.kind == ErrorKind::group_closed) code = ErrorCode::kFailedPrecondition;
+  return {code, text_of(error)};
 }
 
 }  // namespace jax_ep

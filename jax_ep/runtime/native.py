@@ -2,32 +2,17 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
-from jax_ep._kit import ffi
-from jax_ep.errors import (
-    CapacityError,
-    GroupClosedError,
-    InvalidRoutingError,
-    JaxEpError,
-    MismatchError,
-    PeerLostError,
-    PeerTimeoutError,
-    PlatformError,
-)
+from jax_ep import errors
+from jax_ep._kit import checks, ffi
+from jax_ep.errors import CapacityError, JaxEpError, PlatformError
 
-Launched = Literal["dispatch", "combine", "ragged_all_to_all"]  # ops whose launch is told
-LAUNCHED: tuple[Launched, ...] = get_args(Launched)
 
-_ERRORS: dict[str, type[JaxEpError]] = {
-    "JaxEpError": JaxEpError,
-    "PeerTimeoutError": PeerTimeoutError,
-    "PeerLostError": PeerLostError,
-    "MismatchError": MismatchError,
-    "CapacityError": CapacityError,
-    "InvalidRoutingError": InvalidRoutingError,
-    "GroupClosedError": GroupClosedError,
-}
+class ErrorKind(Protocol):
+    """The enum of the compiled libraries."""
+
+    name: str  # of the exception
 
 
 class NativeGroup(Protocol):
@@ -37,8 +22,8 @@ class NativeGroup(Protocol):
 
     def close(self) -> None: ...
     def release(self) -> None: ...
-    def take_error(self) -> tuple[str, str] | None: ...
-    def await_failure(self, seconds: float) -> tuple[str, str] | None: ...
+    def take_error(self) -> tuple[ErrorKind, str] | None: ...
+    def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...
     def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
@@ -87,13 +72,13 @@ def create_group(
       PlatformError: the compiled library is of another version.
     """
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
+    library = ffi.library(platform)
     try:
-        return ffi.library(platform).Group(
-            lines, timeout, poison, processes, sockets, content, index, max_sms, async_ops
-        )
+        return library.Group(lines, timeout, poison, processes, sockets, content, index, max_sms, async_ops)
+    except library.GroupException as error:
+        raise _as_error(*error.args) from error
     except RuntimeError as error:
-        kind, _, message = str(error).partition(": ")
-        raise (_ERRORS[kind](message) if kind in _ERRORS else JaxEpError(str(error))) from error
+        raise JaxEpError(str(error)) from error
 
 
 def close_all() -> None:
@@ -111,11 +96,11 @@ class LaunchConfig(NamedTuple):
     shared_bytes_per_warp: int
 
 
-def launch_config(
-    native: NativeGroup, platform: str, op: Launched, num_tokens: int, encoded: bool
-) -> LaunchConfig | None:
-    """None on a CPU, whose ranks are threads."""
-    found = native.launch_config(ffi.library(platform).op_kinds[op], num_tokens, encoded)
+def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
+    """None on a CPU, whose ranks are threads. Raises ValueError if `op` is none of those that tell it."""
+    kinds = ffi.library(platform).op_kinds
+    checks.check_one_of("launch_config", "op", op, tuple(kinds))
+    found = native.launch_config(kinds[op], num_tokens, encoded)
     return None if found is None else LaunchConfig(*found)
 
 
@@ -152,16 +137,21 @@ def history(native: NativeGroup) -> list[RankReport]:
 WAY_OUT = "raise capacity= (or capacity_factor=), or drop what finds no room by on_overflow='drop'"
 
 
-def as_error(kind: str, message: str) -> JaxEpError:
-    return _ERRORS[kind](f"{message}; {WAY_OUT}" if kind == "CapacityError" else message)
+def _as_error(kind: ErrorKind, message: str) -> JaxEpError:
+    exception: type[JaxEpError] = getattr(errors, kind.name)
+    return exception(f"{message}; {WAY_OUT}" if exception is CapacityError else message)
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
     """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
     found = native.take_error()
-    if found is None:
-        return None
-    return as_error(*found)
+    return None if found is None else _as_error(*found)
+
+
+def await_failure(native: NativeGroup, seconds: float) -> JaxEpError | None:
+    """Why the group has failed or was closed, as soon as it has; None after `seconds`."""
+    found = native.await_failure(seconds)
+    return None if found is None else _as_error(*found)
 
 
 class Span(NamedTuple):

@@ -8,7 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from jax_ep.runtime.native import NativeGroup, close_all, history
+from jax_ep.errors import GroupClosedError
+from jax_ep.runtime.native import NativeGroup, await_failure, close_all, history
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
@@ -51,9 +52,10 @@ def _watch(native: NativeGroup, name: str, ended: threading.Event) -> None:
     try:
         found = None
         while found is None and not ended.is_set():
-            found = native.await_failure(_PERIOD_SECONDS)
-        if found is not None and found[0] != "GroupClosedError":
-            _LOGGER.error("%s: %s: %s%s", name, *found, _dump(native, name, *found))
+            found = await_failure(native, _PERIOD_SECONDS)
+        if found is not None and not isinstance(found, GroupClosedError):
+            kind, message = type(found).__name__, str(found)
+            _LOGGER.error("%s: %s: %s%s", name, kind, message, _dump(native, name, kind, message))
     finally:
         _watching.discard(threading.current_thread())
 

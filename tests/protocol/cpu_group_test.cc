@@ -77,7 +77,7 @@ void parked_when_the_group_fails() {
   const int site = 0;
   Outcome parked, late;
   arrive(*group, site, 0, [] {}, parked);
-  group->fail({"PeerLostError", "gone", true});
+  group->fail({ErrorKind::peer_lost, "gone", true});
   arrive(*group, site, 1, [] {}, late);
   expect(outcome_of(late)->message == "gone" && outcome_of(parked)->message == "gone", "all learn of a failure");
 }
@@ -117,7 +117,7 @@ void ranks_at_different_calls() {
   group->arrive(&there, 1, {signature(OpKind::combine, 32), 0}, {0, 1}, [] {}, take(1));
   for (Outcome& outcome : outcomes) {
     const auto error = outcome_of(outcome);
-    expect(error && error->kind == "MismatchError", "nobody is late");
+    expect(error && error->kind == ErrorKind::mismatch, "nobody is late");
     for (const char* part : {"dispatch float32 T=64", "combine float32 T=32", "rank 1 waits in"})
       expect(error->message.find(part) != std::string::npos, part);
   }

@@ -107,7 +107,7 @@ inline void lost_matmul_rank() {
         run_kernel<float>(comm, ranks[rank].reduce_args(false), coop);
     });
     const auto error = group.take_error();
-    expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+    expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
     expect(std::isnan(gather ? ranks[0].product[0] : ranks[0].reduced[0]), "results are NaN after a failure");
   }
 }

@@ -118,7 +118,7 @@ inline void row_out_of_bounds(Group& group, int tokens, int index) {
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].combined[0]), "no rank delivers what another did not send");
     const auto seen = group.reported({0, rank});
-    expect(seen && seen->kind == "InvalidRoutingError" && !seen->fatal, "every rank reports it");
+    expect(seen && seen->kind == ErrorKind::invalid_routing && !seen->fatal, "every rank reports it");
   }
   const auto error = group.take_error();
   expect(error && error->message.find("rank 1: routing.rows holds") != std::string::npos, "the leaf is named");
@@ -139,7 +139,7 @@ inline bool lost_rank_is_named(int tokens, Way way, double timeout_seconds) {
     if (rank != 2) run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
   });
   const auto error = group.take_error();
-  expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+  expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
   expect(std::isnan(ranks[0].received[0]), "results are NaN after a failure");
   bool named = true;
   for (const int rank : {0, 1, 3}) {
@@ -178,7 +178,7 @@ inline void reports_are_whole(int count) {
     if (!error) continue;
     long long first = 0, second = -1;
     const char* text = std::strpbrk(error->message.c_str(), ":") + std::strlen(": rank 0");
-    const bool capacity = error->kind == "CapacityError";
+    const bool capacity = error->kind == ErrorKind::capacity;
     const int read = capacity
                          ? std::sscanf(text, " needs %lld rows but capacity is %lld", &first, &second)
                          : std::sscanf(text, ": routing.rows holds %lld, which is out of bounds: it must be below %lld",
@@ -202,7 +202,7 @@ inline void given_up_between_ops() {
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].received[0]), "nothing is delivered");
     const auto seen = group.reported({0, rank});
-    expect(seen && seen->kind == "PeerLostError", "every rank tells the host");
+    expect(seen && seen->kind == ErrorKind::peer_lost, "every rank tells the host");
   }
   on_all_ranks(group, dispatch);
   for (int rank = 0; rank < kRanks; ++rank)
@@ -247,7 +247,7 @@ inline void different_ops(bool other_op) {
       run_in_float32(signed_by(comm, dispatch), dispatch, coop);
   });
   const auto error = group.take_error();
-  expect(error && error->kind == "MismatchError", "ranks that run different ops learn of it");
+  expect(error && error->kind == ErrorKind::mismatch, "ranks that run different ops learn of it");
   for (const char* part : {"dispatch float32 T=40", other_op ? "combine float32 T=40" : "T=530", "rank 2"})
     expect(error->message.find(part) != std::string::npos, part);
   for (const float x : ranks[0].received) expect(std::isnan(x), "nothing is delivered");

@@ -29,7 +29,7 @@ std::string kind_of_error(Body body) {
   try {
     body();
   } catch (const GroupException& failure) {
-    return failure.error.kind;
+    return name_of(failure.error.kind);
   }
   return "";
 }
@@ -118,7 +118,7 @@ inline void lost_process() {
   try {
     Group group({{0, -1}}, 20.0, /*poison=*/false, Neighbours{{{0, 1}}, {-1, sockets[0]}});
   } catch (const GroupException& failure) {
-    lost = failure.error.kind == "PeerLostError";
+    lost = failure.error.kind == ErrorKind::peer_lost;
   }
   ending.join();
   expect(lost, "a process that ended is a PeerLostError");

@@ -130,7 +130,7 @@ inline void lost_sparse_rank() {
     if (rank != 2) run_kernel<float>(comm, ranks[rank].reduce_args(false), coop);
   });
   const auto error = group.take_error();
-  expect(error && error->kind == "PeerTimeoutError", "a lost rank is a PeerTimeoutError");
+  expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
   expect(std::isnan(ranks[0].result[0]), "results are NaN after a failure");
 }
 

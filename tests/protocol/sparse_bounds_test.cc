@@ -39,7 +39,7 @@ void bad_slots(int times) {
       run_kernel<float>(comm, args, coop);
     });
     const auto error = group.take_error();
-    expect(!error || (error->kind == "CapacityError" && !drop), "the group goes on");
+    expect(!error || (error->kind == ErrorKind::capacity && !drop), "the group goes on");
   }
 }
 

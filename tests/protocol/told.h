@@ -14,7 +14,7 @@ inline void all_ranks_are_told_at_one_call() {
   fill(ranks, random);
   const auto told = [&](int rank) {
     const auto error = group->error_before({0, rank});
-    expect(!error || error->kind == "InvalidRoutingError", "it is the error of the op");
+    expect(!error || error->kind == ErrorKind::invalid_routing, "it is the error of the op");
     return error.has_value();
   };
   for (int rank = 0; rank < kRanks; ++rank) expect(!told(rank), "nothing has happened");
@@ -45,7 +45,7 @@ inline void an_execution_notices_by_itself() {
   expect(!group.failure(), "nobody has looked");
   for (const int rank : {0, 1, 2, 3}) {
     const auto error = group.error_before({0, rank});
-    expect(error && error->kind == "PeerTimeoutError", "every rank is told");
+    expect(error && error->kind == ErrorKind::peer_timeout, "every rank is told");
   }
 }
 

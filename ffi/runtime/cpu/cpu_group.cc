@@ -55,7 +55,7 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
   } catch (const GroupException& failure) {
     return failure.error;
   } catch (const std::exception& error) {
-    return GroupError{"JaxEpError", error.what(), true};
+    return GroupError{ErrorKind::other, error.what(), true};
   }
 }
 
@@ -69,7 +69,7 @@ std::optional<GroupError> CpuGroup::outcome(Seat seat, const Task& task) {
   if (std::optional<GroupError> error = reported(seat)) return error;
   const uint64_t abort = load_acquire(&heap(seat)->abort);
   if (!abort) return std::nullopt;
-  fail({"PeerLostError",  // an op that began after it has no report
+  fail({ErrorKind::peer_lost,  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) + " did not answer", true});
   return failure();
 }
@@ -143,12 +143,12 @@ GroupError CpuGroup::nobody_came(const Key& key, const Gathering& gathering) con
   std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), gathering.arrivals.begin()->first);
   const std::string call = describe_call(gathering.what.signature, gathering.what.site);
   if (missing.empty())
-    return {"MismatchError",
+    return {ErrorKind::mismatch,
             call + ": not all ranks came" + text + diverged +
                 ": all ranks must run the same ops in one order; the group has failed",
             true};
-  return {"PeerTimeoutError", call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed",
-          true};
+  return {ErrorKind::peer_timeout,
+          call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed", true};
 }
 
 void CpuGroup::stall(int rank, const std::string& where) {

@@ -114,11 +114,11 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
   return give_up(*group, seat,
-                 {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
+                 {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
 } catch (const GroupException& failure) {
   return give_up(*group, seat, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
+  return give_up(*group, seat, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
 template <class Args>
