@@ -28,7 +28,7 @@ from jax_ep import (
     PlatformError,
     profiling,
 )
-from jax_ep._kit import checks
+from jax_ep._kit import meshes
 from jax_ep.runtime import native as native_module, open_groups
 
 SIZE, EXPERTS = 2, 8
@@ -128,8 +128,8 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
             opening.join()
             return False
 
-        monkeypatch.setattr(checks, "check_manual_axis", lambda op, axis_name: None)
-        monkeypatch.setattr(checks, "is_mesh_here", look)
+        monkeypatch.setattr(meshes, "check_manual_axis", lambda op, axis_name: None)
+        monkeypatch.setattr(meshes, "is_mesh_here", look)
         for _ in range(3):
             opened.enter_context(Group(mesh, "ep"))
         with pytest.raises(ValueError, match=r"no open jax_ep.Group over axis 'ep'"):
