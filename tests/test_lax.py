@@ -29,7 +29,7 @@ def group(implementation: Implementation, open_group: OpenGroup, monkeypatch: py
 def choose(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     """For calls that leave `implementation` out, which is never "xla" where the library is built."""
     if implementation == "xla":
-        monkeypatch.setattr(Group, "resolve", lambda *_: "xla")
+        monkeypatch.setattr(Group, "_resolve", lambda *_, **__: "xla")
 
 
 def exchange(group: Group) -> Callable[..., Any]:
