@@ -16,7 +16,7 @@ namespace {
 // Describes invalid_routing of an op that was handed a routing. `peer` is the leaf out of bounds, or -1 where another
 // rank's routing is, which kept that rank from sending.
 void describe_routing(const Report& report, char* text, std::size_t size) {
-  constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
+  constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
   const char* op = name_of(report.op);
   if (report.peer < 0)
     std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);

@@ -30,20 +30,20 @@ struct DispatchArgs {
   DType dtype;
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   bool drop, wire_float8;
-  bool rows_float8;           // they stay as they travelled
-  bool leave_unused;          // rows behind the last expert's are not zeroed
-  const char* tokens;         // [T, H]
-  const int32_t* expert_ids;  // [T, K]
-  const float* weights;       // [T, K]
-  char* received;             // [C, H]
-  float* scales;              // [C, H / 128], of rows in float8
-  int32_t* group_sizes;       // [L]
-  int32_t* targets;           // [T, K]
-  int32_t* rows;              // [R, T, K]
-  float* arrived;             // [R, T, K]
-  int32_t* counts;            // [R, L]
-  int32_t* dropped;           // [1]
-  int32_t* invalid;           // [1]
+  bool rows_float8;            // they stay as they travelled
+  bool leave_unused;           // rows behind the last expert's are not zeroed
+  const char* tokens;          // [T, H]
+  const int32_t* expert_ids;   // [T, K]
+  const float* token_weights;  // [T, K]
+  char* rows;                  // [C, H]
+  float* scales;               // [C, H / 128], of rows in float8
+  int32_t* group_sizes;        // [L]
+  int32_t* targets;            // [T, K]
+  int32_t* row_of;             // [R, T, K] the row here of a source rank's assignment, or -1
+  float* weights;              // [R, T, K] of those assignments, or 0
+  int32_t* counts;             // [R, L]
+  int32_t* dropped;            // [1]
+  int32_t* invalid;            // [1]
   int32_t* scratch;
   bool few;       // tokens
   int eager;      // tokens, the first: they land in landing slots by source and token, and go to their rows from there
@@ -65,7 +65,7 @@ struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 
 // The leaves of a routing that is handed to scatter and combine; as the `peer` of a report, the one out of bounds.
-enum class RoutingLeaf : int32_t { targets, rows, counts };
+enum class RoutingLeaf : int32_t { targets, row_of, counts };
 
 struct ScatterArgs {
   DType dtype;
@@ -74,9 +74,9 @@ struct ScatterArgs {
   bool leave_unused;       // rows behind the last expert's are not zeroed
   const char* tokens;      // [T, H]
   const int32_t* targets;  // [T, K]
-  const int32_t* rows;     // [R, T, K]
+  const int32_t* row_of;   // [R, T, K]
   const int32_t* counts;   // [R, L], or null
-  char* received;          // [C, H]
+  char* rows;              // [C, H]
 };
 
 struct CombineArgs {
@@ -87,7 +87,7 @@ struct CombineArgs {
   const float* weights;      // [R, T, K], or null for 1
   const float* scalars;      // [R, T, K] to return to their token's rank, or null
   const int32_t* targets;    // [T, K]
-  const int32_t* rows;       // [R, T, K]
+  const int32_t* row_of;     // [R, T, K]
   char* combined;            // [T, H]
   float* returned;           // [T, K], or null
   char* landing;             // [R, T, H] partial sums
@@ -152,7 +152,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static Load load(const Args& args) { return {args.num_tokens, args.wire_float8}; }
 
-  // Peers write rows of received, and what belongs to them, where some tokens do not land in landing slots; and tell
+  // Peers write rows of `rows`, and what belongs to them, where some tokens do not land in landing slots; and tell
   // each other where all have their rows where not every rank works that out for itself.
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
@@ -161,10 +161,10 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     const Values rows = a.rows_float8 ? Values::float8 : values_of(a.dtype);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
-    visit(operand("weights", Values::float32, tokens, top_k), &Args::weights);
-    visit(result("received", rows, a.capacity, a.hidden).for_peers(straight), &Args::received);
-    visit(result("rows", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::rows);
-    visit(result("arrived", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::arrived);
+    visit(operand("weights", Values::float32, tokens, top_k), &Args::token_weights);
+    visit(result("rows", rows, a.capacity, a.hidden).for_peers(straight), &Args::rows);
+    visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::row_of);
+    visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);
     visit(result("scales", Values::float32, a.capacity, a.hidden / kScaleBlock).when(a.rows_float8).for_peers(straight),
           &Args::scales);
     visit(result("group_sizes", Values::int32, local).undelivered_as(Undelivered::size), &Args::group_sizes);
@@ -205,12 +205,11 @@ struct OpSpec<ScatterArgs> : OpDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     visit(operand("tokens", values_of(a.dtype), a.num_tokens, a.hidden), &Args::tokens);
     visit(operand("targets", Values::int32, a.num_tokens, a.top_k), &Args::targets);
-    visit(operand("rows", Values::int32, ranks, a.num_tokens, a.top_k), &Args::rows);
+    visit(operand("row_of", Values::int32, ranks, a.num_tokens, a.top_k), &Args::row_of);
     visit(operand("counts", Values::int32, ranks, a.local_experts).when(!a.onto), &Args::counts);
-    const BufferSpec received =
-        a.onto ? any_rows("received", Use::updated, a.capacity, int64_t{a.hidden} * size_of(a.dtype))
-               : result("received", values_of(a.dtype), a.capacity, a.hidden);
-    visit(received.for_peers(), &Args::received);
+    const BufferSpec rows = a.onto ? any_rows("rows", Use::updated, a.capacity, int64_t{a.hidden} * size_of(a.dtype))
+                                   : result("rows", values_of(a.dtype), a.capacity, a.hidden);
+    visit(rows.for_peers(), &Args::rows);
   }
 };
 
@@ -241,7 +240,7 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit(operand("weights", Values::float32, ranks, tokens, a.top_k).when(a.weighted), &Args::weights);
     visit(operand("scalars", Values::float32, ranks, tokens, a.top_k).when(a.returning), &Args::scalars);
     visit(operand("targets", Values::int32, tokens, a.top_k), &Args::targets);
-    visit(operand("rows", Values::int32, ranks, tokens, a.top_k), &Args::rows);
+    visit(operand("row_of", Values::int32, ranks, tokens, a.top_k), &Args::row_of);
     visit(scratch("landing", values, ranks, tokens, a.hidden).for_peers(), &Args::landing);
     visit(result("combined", values, tokens, a.hidden), &Args::combined);
     visit(result("returned", Values::float32, tokens, a.top_k).when(a.returning).for_peers(), &Args::returned);

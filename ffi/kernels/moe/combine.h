@@ -29,7 +29,7 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
-        row_bound_(RoutingLeaf::rows, args.capacity),
+        row_bound_(RoutingLeaf::row_of, args.capacity),
         target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
         rows_(op.coop,
               in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
@@ -167,7 +167,7 @@ class Combine {
   JAX_EP_FN Assigned assigned(int home, int token, int k) const {
     if (k >= args_.top_k) return {};
     const int64_t at = table(home, token) + k;
-    return {args_.rows[at], args_.weights ? args_.weights[at] : 1.0f};
+    return {args_.row_of[at], args_.weights ? args_.weights[at] : 1.0f};
   }
   JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) {
     const int row = row_bound_.index(assigned.row);
@@ -214,7 +214,7 @@ class Combine {
     float* there = Window<float>(op_, kWindow<&CombineArgs::returned>).peer(home) + int64_t{token} * args_.top_k;
     const int64_t at = table(home, token);
     for (int k = op_.coop.lane; k < args_.top_k; k += Coop::lanes)
-      if (args_.rows[at + k] >= 0) there[k] = args_.scalars[at + k];
+      if (args_.row_of[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
 
   // What a lane knows of a token of this rank: the assignment at its position among the terms, and a target.

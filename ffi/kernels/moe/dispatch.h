@@ -26,7 +26,7 @@ class Landing {
         row_bytes_(int64_t{args.hidden} * value_bytes),
         slot_bytes_(landing_slot_bytes(args)),
         by_owner_(args.num_experts / op.comm.size),
-        rows_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::received>),
+        rows_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::rows>),
         scales_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::scales>),
         slots_(op, kWindow<&DispatchArgs::landing>) {}
 
@@ -58,7 +58,7 @@ class Landing {
 
   // Where a token has landed here, and its scales, if `row` is the first of its rows.
   JAX_EP_FN const char* here(int source, int token, int row) const {
-    return is_eager(token) ? slot_here(source, token) : args_.received + row * row_bytes_;
+    return is_eager(token) ? slot_here(source, token) : args_.rows + row * row_bytes_;
   }
   JAX_EP_FN const char* slot_here(int source, int token) const { return args_.landing + slot(source, token); }
   JAX_EP_FN const char* scales_here(int source, int token, int row) const {
@@ -89,7 +89,7 @@ class Landing {
 
 // The rows here of a source's tokens.
 JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
-  return args.rows + int64_t{source} * args.num_tokens * args.top_k;
+  return args.row_of + int64_t{source} * args.num_tokens * args.top_k;
 }
 
 // A token of this rank; null for -1.
@@ -118,7 +118,7 @@ class PlainDispatch {
         [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.received, bytes_, counts); }
+  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.rows, bytes_, counts); }
 
   JAX_EP_FN void expand() {
     if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
@@ -137,7 +137,7 @@ class PlainDispatch {
   template <class From>
   JAX_EP_FN void copy(int source, Stride tokens, From from) {
     const int here =
-        copy_to_rows(op_.coop, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+        copy_to_rows(op_.coop, mover_, tokens, args_.rows, bytes_, rows_from(args_, source), args_.top_k, from);
     if (op_.coop.lane == 0) op_.count_received(source, here * bytes_);
   }
 
@@ -169,7 +169,7 @@ class EncodedDispatch {
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.received, row_bytes(), counts); }
+  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.rows, row_bytes(), counts); }
 
   JAX_EP_FN void expand() {
     MessageStream<T, Decode<T>> decoder(op_.coop, args_.hidden, stream_, {writer_});
@@ -179,7 +179,7 @@ class EncodedDispatch {
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
         const auto rows = line_up<char>(op_.coop, args_.top_k, [&](int k) {
-          return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
+          return term(table[k] < 0 ? nullptr : args_.rows + table[k] * row_bytes());
         });
         if (rows.empty()) continue;
         decoder.begin(landing_.slot_here(source, token), rows);
@@ -234,7 +234,7 @@ class Float8Dispatch {
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
-    zero_padding(op_, args_, args_.received, args_.hidden, counts);
+    zero_padding(op_, args_, args_.rows, args_.hidden, counts);
     zero_padding(op_, args_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts);
   }
 
@@ -245,7 +245,7 @@ class Float8Dispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.rows, args_.hidden, table,
                                     args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
       if (op_.coop.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,

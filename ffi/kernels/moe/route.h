@@ -120,7 +120,7 @@ class Router {
   }
 
  private:
-  JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.weights[item]}; }
+  JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.token_weights[item]}; }
 
   // After it the peers have this rank's counts.
   JAX_EP_FN void count() {
@@ -167,8 +167,8 @@ class Router {
     const Divider by_local(local_);
     const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
     int dropped = 0;
-    const LaneWindow<int32_t> rows(op_, kWindow<&DispatchArgs::rows>);
-    const LaneWindow<float> weights(op_, kWindow<&DispatchArgs::arrived>);
+    const LaneWindow<int32_t> rows(op_, kWindow<&DispatchArgs::row_of>);
+    const LaneWindow<float> weights(op_, kWindow<&DispatchArgs::weights>);
     const auto first_row = [&](int e) { return segments_.first_row(e); };
     tally_.number([&](int item) { return choice(item); }, first_row,
                   [&](int index, int bin, int row, float weight) {
@@ -244,7 +244,7 @@ class FewRouter {
       Choice choices[kAhead];
       for (int i = 0; i < kAhead; ++i) {
         const int item = smaller(first + i * step, per_rank_ - 1);
-        choices[i] = {args_.expert_ids[item], args_.weights[item]};
+        choices[i] = {args_.expert_ids[item], args_.token_weights[item]};
       }
       for (int peer = 0; peer < op_.comm.size; ++peer) {
         int32_t* const experts = SentMail(op_).counts(peer);
@@ -296,8 +296,8 @@ class FewRouter {
                     const int row = fits || !valid ? number : segments_.row_kept(source, owner, bin, number);
                     const bool placed = valid && row >= 0 && row < args_.capacity;
                     const bool here = placed && owner == op_.comm.rank;
-                    args_.rows[item] = here ? row : -1;
-                    args_.arrived[item] = here ? weight : 0.0f;
+                    args_.row_of[item] = here ? row : -1;
+                    args_.weights[item] = here ? weight : 0.0f;
                     if (owner == op_.comm.rank) atomic_add(&args_.counts[source * local_ + bin - owner * local_], 1);
                     if (source != op_.comm.rank) return;
                     args_.targets[item - source * per_rank_] = placed ? pack_target({owner, row}, args_.capacity) : -1;

@@ -187,7 +187,7 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
 // landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none. Returns how many
 // tokens have a row.
 template <class Mover, class From, class Valid>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
                            const int32_t* table, int top_k, From from, Valid valid) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the token has landed whose source was asked for last
@@ -196,25 +196,25 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
     const TokenRows found = rows_of_token(coop, top_k, [&](int k) { return row_at(token, k); });
     const char* landed = from(token, found.first);
     here += found.count > 0;
-    filled = landed == received + found.first * bytes ? found.first : -1;
+    filled = landed == rows + found.first * bytes ? found.first : -1;
     return found.count > (filled < 0 ? 0 : 1) ? landed : nullptr;
   };
   const auto sink = [&](int token, int k) -> char* {
     const int row = k < top_k ? row_at(token, k) : -1;
-    return row >= 0 && row != filled ? received + row * bytes : nullptr;
+    return row >= 0 && row != filled ? rows + row * bytes : nullptr;
   };
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   return here;
 }
 template <class Mover, class From>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
                            const int32_t* table, int top_k, From from) {
-  return copy_to_rows(coop, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
+  return copy_to_rows(coop, mover, tokens, rows, bytes, table, top_k, from, [](int row) { return row; });
 }
 
 // As copy_to_rows, for rows so short that lanes copy several at once.
 template <class From>
-JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, const int32_t* table, Range tokens,
+JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* rows, int bytes, const int32_t* table, Range tokens,
                                   int top_k, From from) {
   for (int begin = tokens.begin * top_k; begin < tokens.end * top_k; begin += Coop::lanes) {
     const int i = begin + coop.lane;
@@ -225,7 +225,7 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, c
       const int32_t* first = table + i / top_k * top_k;
       while (*first < 0) ++first;
       landed = from(i / top_k, *first);
-      to = received + int64_t{row} * bytes;
+      to = rows + int64_t{row} * bytes;
     }
     copy_short(coop, coop.ballot(to != landed), to, landed, bytes);
   }
@@ -238,9 +238,9 @@ JAX_EP_FN bool zeroes_rows(const Args& args) {
 }
 
 // Zeroes what holds no token: the padding of every segment and, unless they are to be left, the unused rows behind the
-// last. `received`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
+// last. `rows`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
 template <class Args, class Counts>
-JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t bytes, const Counts& counts) {
+JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {
   const int capacity = args.capacity, alignment = args.alignment;
   const Coop& coop = op.coop;
   const Part receiver = coop.receiver;
@@ -249,7 +249,7 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t by
   const auto zero = [&](int begin, int end, int first, int step) {
     begin = larger(0, smaller(begin, capacity));  // what a user's counts add up to may have wrapped around
     for (int row = begin + first; row < smaller(end, capacity); row += step)
-      fill_row(coop, received + row * bytes, 0, bytes);
+      fill_row(coop, rows + row * bytes, 0, bytes);
   };
   const auto pad = [&](int expert, const Segment& segment) {
     const bool mine = expert % receiver.count == receiver.index && segment.rows < segment.padded;

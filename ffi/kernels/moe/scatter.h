@@ -32,7 +32,7 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
   if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
-  zero_padding(op, args, args.received, int64_t{args.hidden} * size_of(args.dtype), counts);
+  zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
 // Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known
@@ -58,11 +58,11 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   if (!args.onto) op.poison(results);
   op.post(posted(args, comm.size));
   RowMover mover(coop);
-  Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::rows, args.capacity);
+  Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::row_of, args.capacity);
   if (!coop.sender.empty()) {
     const ScatteredTokens tokens(op, args.num_tokens);
     op.wait_posted();
-    const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::received>);
+    const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::rows>);
     if (op.ok())
       push_chunks(
           op, mover, tokens, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
@@ -72,10 +72,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
   if (!args.onto) pad(op, args, &counts);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-    const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
+    const int32_t* table = args.row_of + int64_t{source} * args.num_tokens * args.top_k;
     const int here = copy_to_rows(
-        op.coop, mover, {tokens.begin, tokens.end, 1}, args.received, bytes, table, args.top_k,
-        [&](int, int row) { return args.received + row * bytes; }, [&](int row) { return rows.index(row); });
+        op.coop, mover, {tokens.begin, tokens.end, 1}, args.rows, bytes, table, args.top_k,
+        [&](int, int row) { return args.rows + row * bytes; }, [&](int row) { return rows.index(row); });
     if (coop.lane == 0) op.count_received(source, here * bytes);
   });
   mover.complete_to(mover.mark());
