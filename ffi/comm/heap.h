@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "comm/dtype.h"
 
@@ -15,16 +16,18 @@ constexpr int kMailBuffers = 5;
 
 enum class OpKind : int32_t;  // kernels/ops.h
 
-// What an op is called with. Ranks that run an op together call it with equal signatures; kernels/signature.h says what
-// sizes and flags mean.
-constexpr int kSignatureSizes = 6;
+// What an op is called with. Ranks that run an op together call it with equal signatures. kernels/signature.h fills one
+// in from the op's spec, and checks that the sizes and flags of every spec have room here.
+constexpr int kSignatureSizes = 12;
+constexpr int kSignatureFlags = 32;
 struct Signature {
   OpKind op;
   DType dtype, other_dtype;  // rows, or a product's result; a product's operands
-  uint32_t flags;
+  uint32_t flags;            // one bit each
   int64_t sizes[kSignatureSizes];
+  int32_t plan[4];  // of a launch that the ranks must agree on; otherwise zero
 };
-static_assert(sizeof(Signature) == 64, "no padding, which would be compared too");
+static_assert(std::has_unique_object_representations_v<Signature>, "its bytes are hashed, so it has no padding");
 
 // Failures from `timeout` on end the group.
 enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
