@@ -73,12 +73,8 @@ OP_NAMES = re.compile(r"dispatch|combine|scatter|gather|ragged|sparse|matmul|moe
 
 
 def comm_names_no_op(root: Path) -> list[str]:
-    """But in the model of a GPU: plans of all ops, those of gemm/ too, share its one table of rates."""
     return [
-        f"{path} names {name}"
-        for path, text in native_files(root, "comm")
-        for name in OP_NAMES.findall(text)
-        if not path.startswith("comm/hardware_model.")
+        f"{path} names {name}" for path, text in native_files(root, "comm") for name in OP_NAMES.findall(text)
     ]
 
 
@@ -287,7 +283,7 @@ KEPT = {
     "ffi/comm/platform.h": '#if defined(__CUDACC__)\n#include "comm/target/cuda.h"\n#endif',
     "ffi/comm/target/cuda.h": '#include <cuda_runtime.h>\nasm volatile("fence;");',
     "ffi/comm/target/hip.h": "#include <hip/hip_runtime.h>\n",
-    "ffi/comm/hardware_model.h": "struct DispatchRates { int sparse; };",
+    "ffi/kernels/hardware_model.h": "struct DispatchRates { int sparse; };",
     "ffi/comm/a.h": '// never asm or throw, nor __CUDACC__\n#include "comm/platform.h"\n#include <cstdint>',
     "ffi/kernels/a.h": '#pragma once\n#include "comm/part.h"\n#include "kernels/b.h"\n#if defined(NDEBUG)\n#endif',
     "ffi/gemm/a.cc": '#include <cuda_bf16.h>\n#include "gemm/ptx/tma.h"\n#include "comm/integers.h"',

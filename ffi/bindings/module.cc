@@ -46,9 +46,7 @@ py::dict stages(XLA_FFI_Handler* handler) {
 
 // Whether a product whose rows are in groups is planned as two halves of its contraction, on a Hopper of so many SMs.
 bool splits_contraction(int m, int n, int k, int groups, int sms) {
-  HardwareModel model = hardware_model("sm_90");
-  model.sms = sms;
-  return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, model).split_k;
+  return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
 
 // The stages of each target's handler.

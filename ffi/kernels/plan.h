@@ -4,8 +4,7 @@
 
 #include <string>
 
-#include "comm/hardware_model.h"
-#include "gemm/plan.h"
+#include "kernels/hardware_model.h"
 #include "kernels/ops.h"
 
 namespace jax_ep {

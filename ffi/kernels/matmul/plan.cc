@@ -81,7 +81,7 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   const int most = model.sms - rates.spare_sms;
   OverlapConfig config{};
   config.block_n = block_n;
-  config.split_k = gemm::should_split(model.gemm, block_n, shape.k, rows * columns, most);
+  config.split_k = gemm::should_split(block_n, shape.k, rows * columns, most);
   const int shares = rows * columns * (config.split_k ? 2 : 1);
   config.multiplying = std::min(most, shares + 1) / 2 * 2;
   config.band =
@@ -110,7 +110,7 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
   config.block_n = block_n;
   config.communicating = communicating;
   // Few tiles: two SMs take one, half of the contraction each.
-  config.split_k = gemm::should_split(model.gemm, block_n, shape.k, tiles, model.sms);
+  config.split_k = gemm::should_split(block_n, shape.k, tiles, model.sms);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(model.sms, parts * tiles + 1) / 2 * 2;
   // Whole rows of tiles are announced: a wave should finish some, or, where there are many, many waves.
