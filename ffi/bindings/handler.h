@@ -12,7 +12,6 @@
 #include "bindings/settings.h"
 #include "platform/launch.h"
 #include "runtime/registry.h"
-#include "runtime/sites.h"
 
 namespace jax_ep {
 

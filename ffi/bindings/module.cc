@@ -13,7 +13,6 @@
 #include "bindings/bound_op.h"
 #include "gemm/plan.h"
 #include "platform/launch.h"
-#include "runtime/call_site.h"
 #include "runtime/memory.h"
 #include "runtime/recorder.h"
 

@@ -1,5 +1,5 @@
 #include "bindings/bound_op.h"
-#include "runtime/extra.h"
+#include "platform/launch.h"
 
 namespace jax_ep {
 

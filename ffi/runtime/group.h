@@ -12,6 +12,7 @@
 #include <set>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,12 @@ struct RankHistory {
 constexpr bool is_fatal(Failure failure) { return failure >= kFirstFatal; }
 
 const char* name_of(OpKind op);
+
+// The place in the user's program that calls an op, as a text, and as a number that fits into a flight record. The
+// number of a text is the same in every process.
+int32_t number_of_site(std::string_view text);
+// From now on this process knows the text of the number.
+void remember_site(std::string_view text);
 
 // "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
 std::string describe_call(const Signature& signature, int32_t site);

@@ -3,12 +3,13 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 #include "kernels/moe/args.h"
 #include "kernels/signature.h"
 #include "runtime/group.h"
-#include "runtime/sites.h"
 
 namespace jax_ep {
 namespace {
@@ -35,7 +36,33 @@ int weight_of(const GroupError& error) {
   return error.kind == "GroupClosedError" ? 0 : 3;
 }
 
+struct Sites {
+  std::mutex mutex;
+  std::map<int32_t, std::string> texts;
+};
+
+Sites& sites() {
+  static auto* const sites = new Sites;  // outlives every program that may still run at exit
+  return *sites;
+}
+
+// Empty where only another process knows the number.
+std::string text_of_site(int32_t number) {
+  std::lock_guard lock(sites().mutex);
+  const auto found = sites().texts.find(number);
+  return found == sites().texts.end() ? "" : found->second;
+}
+
 }  // namespace
+
+int32_t number_of_site(std::string_view text) {
+  return static_cast<int32_t>(hash_of(text.data(), text.size()) & 0x7fffffff);
+}
+
+void remember_site(std::string_view text) {
+  std::lock_guard lock(sites().mutex);
+  sites().texts.emplace(number_of_site(text), text);
+}
 
 std::string describe_call(const Signature& signature, int32_t site) {
   const std::string text = text_of_site(site);

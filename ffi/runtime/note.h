@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "runtime/descriptor.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 

@@ -3,8 +3,8 @@
 
 #include <deque>
 
-#include "runtime/descriptor.h"
 #include "runtime/note.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 

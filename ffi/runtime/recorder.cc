@@ -2,9 +2,6 @@
 
 #include <algorithm>
 
-#include "runtime/host_clock.h"
-#include "runtime/memory.h"
-
 namespace jax_ep {
 namespace {
 

@@ -5,9 +5,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <random>
 #include <stdexcept>
-
-#include "runtime/thread_name.h"
 
 namespace jax_ep {
 namespace {
@@ -20,6 +19,61 @@ const std::string kBroke = "broke the protocol: ";
 int milliseconds_until(std::chrono::steady_clock::time_point moment) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(moment - std::chrono::steady_clock::now());
   return static_cast<int>(std::max<int64_t>(0, left.count()));
+}
+
+// Regions of other processes that are mapped here, each once, however many groups use it.
+struct Mapping {
+  char* base;
+  std::size_t bytes;
+  std::set<int> users;  // devices
+  int holders;
+};
+
+struct Mappings {
+  std::mutex mutex;
+  std::map<RegionName, Mapping> by_name;
+};
+
+Mappings& mappings() {
+  static auto* const mappings = new Mappings;
+  return *mappings;
+}
+
+// A number of this process that no other has. With the number of a region it names that region on this host.
+uint64_t number_of_this_process() {
+  static const uint64_t number = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random() | 1;  // never zero
+  }();
+  return number;
+}
+
+// Maps a region of another process, or finds it mapped. Each call needs one drop_mapping(). Throws std::runtime_error
+// and FalseRegion.
+char* hold_mapping(const RegionName& name, int descriptor, std::size_t bytes, const std::vector<int>& devices) {
+  std::lock_guard lock(mappings().mutex);
+  auto found = mappings().by_name.find(name);
+  if (found == mappings().by_name.end()) {
+    Mapping mapping{map_region(descriptor, bytes, devices), bytes, {}, 0};
+    mapping.users.insert(devices.begin(), devices.end());
+    found = mappings().by_name.emplace(name, std::move(mapping)).first;
+  }
+  Mapping& mapping = found->second;
+  if (mapping.bytes != bytes) throw FalseRegion("it shared a region with another size than before");
+  std::vector<int> further;
+  for (const int device : devices)
+    if (!mapping.users.count(device)) further.push_back(device);
+  allow_users(mapping.base, bytes, further);
+  mapping.users.insert(further.begin(), further.end());
+  ++mapping.holders;
+  return mapping.base;
+}
+
+void drop_mapping(const RegionName& name) {
+  std::lock_guard lock(mappings().mutex);
+  const auto found = mappings().by_name.find(name);
+  if (--found->second.holders == 0 && unmap_region(found->second.base, found->second.bytes))
+    mappings().by_name.erase(found);
 }
 
 Note note_of(Note::Kind kind) {
@@ -122,7 +176,7 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
 // The thread, until this process closes.
 void Sharing::serve() {
   name_thread("jax_ep sharing");
-  Clock::time_point next_beat = Clock::now() + Pulse::kPeriod;
+  Clock::time_point next_beat = Clock::now() + Liveness::kPeriod;
   for (;;) {
     listen_until(next_beat);
     {
@@ -131,7 +185,7 @@ void Sharing::serve() {
     }
     if (Clock::now() < next_beat) continue;
     beat();
-    next_beat = Clock::now() + Pulse::kPeriod;
+    next_beat = Clock::now() + Liveness::kPeriod;
   }
   say_goodbye();
 }
@@ -228,12 +282,12 @@ void Sharing::handle(int process, const Note& note, const Descriptor& descriptor
   if (note.kind == Note::Kind::share) return map(process, note, descriptor);
   std::lock_guard lock(mutex_);
   Peer& peer = peers_[process];
-  peer.pulse.beat();
+  peer.liveness.beat();
   if (note.kind == Note::Kind::goodbye) {
     peer.gone = "has left it";
     peer.outbox.clear();
   } else if (note.kind == Note::Kind::heartbeat) {
-    if (note.seat != kNoSeat) peer.pulse.note(note.seat, note.epoch);
+    if (note.seat != kNoSeat) peer.liveness.note(note.seat, note.epoch);
     return;
   } else {
     Answer& answer = shared_[note.region][process];
@@ -260,7 +314,7 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
     std::snprintf(answer.text, sizeof(answer.text), "%s", error.what());
   }
   std::lock_guard lock(mutex_);
-  peers_[process].pulse.beat();
+  peers_[process].liveness.beat();
   peers_[process].owner = request.owner;
   push(process, answer);  // before anybody here sees the heap, who may then close the group
   if (!base) return;
@@ -322,7 +376,7 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
 
 double Sharing::seconds_silent(int process) const {
   std::lock_guard lock(mutex_);
-  return peers_.at(process).pulse.seconds_silent();
+  return peers_.at(process).liveness.seconds_silent();
 }
 
 std::string Sharing::state_of(int process) const {
@@ -333,15 +387,16 @@ std::string Sharing::state_of(int process) const {
 std::string Sharing::state_here(int process) const {
   const Peer& peer = peers_.at(process);
   if (!peer.gone.empty()) return "it " + peer.gone;
-  return peer.pulse.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
+  return peer.liveness.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
 }
 
 std::vector<Heartbeat> Sharing::heartbeats() const {
   std::lock_guard lock(mutex_);
   std::vector<Heartbeat> all;
   for (int process = 0; process < static_cast<int>(peers_.size()); ++process) {
-    const Pulse& pulse = peers_[process].pulse;
-    if (peers_[process].other) all.push_back({process, pulse.seconds_silent(), pulse.epochs(), state_here(process)});
+    const Liveness& liveness = peers_[process].liveness;
+    if (peers_[process].other)
+      all.push_back({process, liveness.seconds_silent(), liveness.epochs(), state_here(process)});
   }
   return all;
 }

@@ -2,6 +2,7 @@
 // so that nobody waits for what a peer's Python is doing, and says every second that this process is alive.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -12,14 +13,13 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "runtime/descriptor.h"
 #include "runtime/error.h"
-#include "runtime/mappings.h"
 #include "runtime/note.h"
 #include "runtime/outbox.h"
-#include "runtime/pulse.h"
+#include "runtime/posix.h"
 #include "runtime/region.h"
 
 namespace jax_ep {
@@ -30,13 +30,50 @@ struct Neighbours {
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
 };
 
-// When another process was last heard of, and how far its ranks were then.
+// Ops that ranks have finished, by seat: line * size + rank.
+using Epochs = std::map<int, uint64_t>;
+
+// When another process was last heard of, and how many ops its ranks had finished then.
+class Liveness {
+ public:
+  static constexpr auto kPeriod = std::chrono::seconds(1);  // of a process that is alive
+  static constexpr double kSilentSeconds = 2.5;             // what more than two lost heartbeats take
+
+  void beat() { heard_ = Clock::now(); }
+  void note(int seat, uint64_t epoch) { epochs_[seat] = epoch; }
+
+  const Epochs& epochs() const { return epochs_; }
+  double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
+
+  // Whether it is slow or dead, beside a process that is at `ours`. Ranks of one line run the same ops, so their
+  // distance says how far behind it is. `size`: the ranks of a line.
+  std::string describe(const Epochs& ours, int size) const {
+    const double silent = seconds_silent();
+    if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
+    if (epochs_.empty() || ours.empty()) return "it is alive";
+    int64_t behind = 0;
+    for (const auto& [their_seat, their_epoch] : epochs_)
+      for (const auto& [seat, epoch] : ours)
+        if (their_seat / size == seat / size) behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
+    return "it is alive, " + std::to_string(behind) + (behind == 1 ? " op" : " ops") + " behind";
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point heard_ = Clock::now();
+  Epochs epochs_;
+};
+
+// What is known of another process.
 struct Heartbeat {
   int process;
   double seconds_silent;
   Epochs epochs;
   std::string state;  // as Sharing::state_of has it
 };
+
+// A region by the number of its process and its own number there.
+using RegionName = std::pair<uint64_t, uint64_t>;
 
 class Sharing {
  public:
@@ -83,7 +120,7 @@ class Sharing {
   struct Peer {
     bool other;  // than this process: it has, or had, a socket
     Outbox outbox;
-    Pulse pulse;
+    Liveness liveness;
     uint64_t owner;    // how it calls itself, zero while unknown
     std::string gone;  // why it is not listened to any more
   };
@@ -118,9 +155,9 @@ class Sharing {
   std::condition_variable changed_;
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
-  std::set<RegionName> mapped_;
-  std::map<int, char*> heaps_;  // of other processes, by seat
-  Epochs epochs_;               // of this process, by seat, at the last heartbeat
+  std::set<RegionName> mapped_;                     // of other processes
+  std::map<int, char*> heaps_;                      // of other processes, by seat
+  Epochs epochs_;                                   // of this process, by seat, at the last heartbeat
   bool closing_ = false;
   std::thread thread_;
 };

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "moe.h"
-#include "runtime/host_clock.h"
 #include "runtime/recorder.h"
 
 namespace jax_ep {

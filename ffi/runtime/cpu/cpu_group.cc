@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "runtime/thread_name.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 

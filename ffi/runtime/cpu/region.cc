@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "runtime/descriptor.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 namespace {

@@ -1,7 +1,6 @@
 // How the ops start that need no group of ranks: the products of ffi/gemm.
 #include "gemm/gemm.h"
 #include "kernels/ops.h"
-#include "runtime/extra.h"
 #include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {

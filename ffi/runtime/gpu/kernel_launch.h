@@ -36,6 +36,10 @@ struct ProductKernel {
   static gpu::Error load();
 };
 
+// Loads the kernels that only some platforms' libraries have, on the current device, or says why that failed. Defined
+// in runtime/cuda/alone.cc, or bindings/no_matmul.cc.
+std::optional<std::string> load_extra_kernels();
+
 // Answers so many questions of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
 

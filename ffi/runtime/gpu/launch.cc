@@ -1,10 +1,8 @@
-#include "runtime/gpu/launch.h"
+#include "platform/launch.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
-
-#include "runtime/extra.h"
 
 namespace jax_ep {
 

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "runtime/call_site.h"
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/stream_order.h"
