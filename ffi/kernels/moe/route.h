@@ -18,18 +18,18 @@ class Routed {
 
   // Waits until the rows of the local experts are counted, and returns the counts.
   JAX_EP_FN RowCounts counts() const {
-    op_.wait_noted(&op_.heap->laid_out);
+    op_.wait_here(&op_.heap->laid_out);
     return segments_.counts();
   }
 
   // Waits until this rank's assignments have their rows.
-  JAX_EP_FN void await_placed() const { op_.wait_noted(&op_.heap->placed[op_.comm.rank]); }
+  JAX_EP_FN void await_placed() const { op_.wait_here(&op_.heap->placed[op_.comm.rank]); }
 
   // Waits until the assignments of all ranks have their rows, and returns whether there is room for them. If tokens are
   // few, each rank places all.
   JAX_EP_FN bool settled() const {
     await_placed();
-    if (!args_.few) op_.wait_told(&Heap::placed);
+    if (!args_.few) op_.wait(&Heap::placed);
     return op_.ok() && segments_.check_capacity();
   }
 
@@ -105,18 +105,18 @@ class Router {
   JAX_EP_FN void route() {
     if (!tally_.routes()) return;
     count();
-    op_.tell(&Heap::chosen, tally_.is_first());
-    op_.wait_told(&Heap::chosen);
+    op_.signal(&Heap::chosen, tally_.is_first());
+    op_.wait(&Heap::chosen);
     const LatePost posted(op_, tally_.is_responsible());
     op_.enter(Phase::layout);
     lay_out();
     posted.post_if_late(op_, args_);
     tally_.barrier();
-    op_.note(&op_.heap->laid_out, tally_.is_first());
+    op_.signal_here(&op_.heap->laid_out, tally_.is_first());
     op_.wait_posted();
     if (op_.ok()) place();
     tally_.barrier();
-    op_.tell(&Heap::placed, tally_.is_first());
+    op_.signal(&Heap::placed, tally_.is_first());
   }
 
  private:
@@ -219,17 +219,17 @@ class FewRouter {
   JAX_EP_FN void route() {
     if (!tally_.routes()) return;
     send_choices();
-    op_.wait_told(&Heap::chosen);
+    op_.wait(&Heap::chosen);
     const LatePost posted(op_, tally_.is_responsible());
     count();
     posted.post_if_late(op_, args_);
     op_.enter(Phase::layout);
     segments_.lay_out(tally_.part(), [&](int e) { return segments_.totals()[e]; }, [](int) { return 0; }, [](int) {});
     tally_.barrier();
-    op_.note(&op_.heap->laid_out, tally_.is_first());
+    op_.signal_here(&op_.heap->laid_out, tally_.is_first());
     if (op_.ok()) place();
     tally_.barrier();
-    op_.note(&op_.heap->placed[op_.comm.rank], tally_.is_first());
+    op_.signal_here(&op_.heap->placed[op_.comm.rank], tally_.is_first());
   }
 
  private:
@@ -258,7 +258,7 @@ class FewRouter {
       }
     }
     coop.cta_sync();
-    op_.tell(&Heap::chosen, tally_.is_first());
+    op_.signal(&Heap::chosen, tally_.is_first());
   }
 
   // An item of all ranks' assignments in order.
