@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -113,13 +112,6 @@ PyRecording to_python(const Recording& recording) {
   return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
 }
 
-py::dict op_kinds() {
-  py::dict kinds;
-  for (const OpKind op : {OpKind::dispatch, OpKind::combine, OpKind::ragged_all_to_all})
-    kinds[name_of(op)] = static_cast<int>(op);
-  return kinds;
-}
-
 // (epoch, op, call, outcome, begin_ns, end_ns)
 using PyRecord = std::tuple<uint64_t, const char*, std::string, const char*, uint64_t, uint64_t>;
 // (line, rank, finished, process, waited_ns, received_bytes, records)
@@ -214,11 +206,6 @@ class Handle {
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
   }
-  // Blocks, threads, sender warps of a block, bytes of shared memory of a warp; nothing on a CPU.
-  std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
-    const std::shared_ptr<PlatformGroup> group = open_group();
-    return group ? describe_launch(*group, static_cast<OpKind>(op), num_tokens, encoded) : std::nullopt;
-  }
   // Test hooks.
   void stall(int rank, const std::string& where) {
     if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stall(rank, where);
@@ -246,7 +233,6 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMailCounts;
   module.attr("max_ranks") = kMaxRanks;
-  module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
@@ -267,7 +253,6 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
       .def("last_phase", &Handle::last_phase, unlocked)
-      .def("launch_config", &Handle::launch_config)
       .def("stall", &Handle::stall)
       .def("stage_all", &Handle::stage_all);
 }

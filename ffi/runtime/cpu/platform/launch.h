@@ -1,7 +1,6 @@
 // How the bindings start an op on the CPU: park it with its group, and give XLA a future.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <optional>
 
@@ -17,9 +16,6 @@ namespace ffi = xla::ffi;
 
 using PlatformGroup = CpuGroup;
 
-inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup&, OpKind, int, bool) {
-  return std::nullopt;
-}
 using LaunchResult = ffi::Future;
 constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
 constexpr bool kSendsAhead = false;  // peers' memory is as near as one's own

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -57,12 +56,6 @@ class PlatformGroup final : public Group {
   int stalled_ = -1;
   std::deque<gpu::StreamOrder> orders_;  // by seat
 };
-
-inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
-                                                         bool encoded) {
-  const LaunchConfig config = group.config(op, num_tokens, encoded);
-  return {{config.blocks, config.threads, config.senders_per_cta, config.warp_bytes}};
-}
 
 // What a handler learns from XLA about its call.
 struct Call {
