@@ -34,14 +34,10 @@ struct BoundOp {
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 
-// Instantiated in bindings/rows.cc and matmul.cc: on the CPU those hold the kernels, and a compiler takes long.
-template <class Args>
-BoundOp bind();
-
-// The products with a collective, where the library has them: bindings/matmul.cc, or else no_matmul.cc.
-std::vector<BoundOp> bind_products();
-
-// The ops that need no group of ranks, where the library knows them: bindings/matmul.cc, or else no_matmul.cc.
-std::vector<BoundOp> bind_alone();
+// The ops of the lists in kernels/ops.h. The library for HIP has no products, and bindings/no_matmul.cc in place of
+// matmul.cc. In several files, as a compiler takes long: on the CPU they hold the kernels.
+std::vector<BoundOp> bind_row_ops();
+std::vector<BoundOp> bind_product_ops();
+std::vector<BoundOp> bind_local_ops();
 
 }  // namespace jax_ep

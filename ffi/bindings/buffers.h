@@ -87,7 +87,7 @@ std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args
   if (call.operands.size() != counts.operands || call.results.size() != counts.results)
     return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
            " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
-  const char* const where = kIsAlone<Args> ? "" : " in this group";
+  const char* const where = kIsLocal<Args> ? "" : " in this group";
   auto operand = call.operands.begin(), result = call.results.begin();
   auto origin = call.operands.end() - counts.updated;
   std::optional<std::string> error;

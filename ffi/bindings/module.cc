@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -25,13 +26,15 @@ py::capsule capsule(Function* handler) {
   return py::capsule(reinterpret_cast<void*>(handler));
 }
 
-std::vector<BoundOp> bound_ops() {
-#define JAX_EP_BOUND(Args) bind<Args>(),
-  std::vector<BoundOp> ops{JAX_EP_MOE_OPS(JAX_EP_BOUND) JAX_EP_RAGGED_OPS(JAX_EP_BOUND)
-                               JAX_EP_SPARSE_OPS(JAX_EP_BOUND)};
-#undef JAX_EP_BOUND
-  for (const auto& more : {bind_products(), bind_alone()}) ops.insert(ops.end(), more.begin(), more.end());
-  return ops;
+// Every op of this library, by the name of its target.
+const std::map<std::string, BoundOp>& bound_ops() {
+  static const auto* const ops = [] {
+    auto* const all = new std::map<std::string, BoundOp>;
+    for (const auto& some : {bind_row_ops(), bind_product_ops(), bind_local_ops()})
+      for (const BoundOp& op : some) all->emplace(op.target, op);
+    return all;
+  }();
+  return *ops;
 }
 
 py::dict stages(XLA_FFI_Handler* handler) {
@@ -50,9 +53,9 @@ bool splits_contraction(int m, int n, int k, int groups, int sms) {
 // The stages of each target's handler.
 py::dict handlers() {
   py::dict all;
-  for (const BoundOp& op : bound_ops()) {
-    all[op.target] = stages(op.handler);
-    if (op.uncaptured) all[py::str(std::string(op.target) + "_uncaptured")] = stages(op.uncaptured);
+  for (const auto& [target, op] : bound_ops()) {
+    all[py::str(target)] = stages(op.handler);
+    if (op.uncaptured) all[py::str(target + "_uncaptured")] = stages(op.uncaptured);
   }
   return all;
 }
@@ -80,14 +83,9 @@ class Keywords final : public Settings {
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
 using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
 PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
-  PyCallTypes found;
-  for (const BoundOp& op : bound_ops())
-    if (target == op.target) {
-      const CallTypes types = op.call_types(Keywords(settings), ranks);
-      found.first = types.op;
-      for (const ResultType& type : types.results)
-        found.second.emplace_back(type.name, type.dtype, type.shape, type.alike);
-    }
+  const CallTypes types = bound_ops().at(target).call_types(Keywords(settings), ranks);
+  PyCallTypes found{types.op, {}};
+  for (const ResultType& type : types.results) found.second.emplace_back(type.name, type.dtype, type.shape, type.alike);
   return found;
 }
 

@@ -3,8 +3,8 @@
 
 namespace jax_ep {
 
-std::vector<BoundOp> bind_products() { return {}; }
-std::vector<BoundOp> bind_alone() { return {}; }
+std::vector<BoundOp> bind_product_ops() { return {}; }
+std::vector<BoundOp> bind_local_ops() { return {}; }
 std::optional<std::string> load_extra_kernels() { return std::nullopt; }
 
 }  // namespace jax_ep

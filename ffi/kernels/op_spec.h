@@ -28,6 +28,9 @@ auto with_format(DType dtype, Run run) {
   }
 }
 
+// The format of kernels that look at no values.
+struct NoFormat {};
+
 // The dtype of a buffer; `any` where the op moves rows of so many bytes, whatever they hold.
 enum class Values : uint8_t { float32, bfloat16, float16, float8, int32, uint8, any };
 
@@ -164,9 +167,9 @@ struct OpSpec;
 
 // Alike, of an op that needs no group of ranks: it has neither kinds nor a load, its `ranks` are one, and errors call
 // it by its target.
-struct AloneDefaults : OpDefaults {};
+struct LocalDefaults : OpDefaults {};
 template <class Args>
-constexpr bool kIsAlone = std::is_base_of_v<AloneDefaults, OpSpec<Args>>;
+constexpr bool kIsLocal = std::is_base_of_v<LocalDefaults, OpSpec<Args>>;
 
 // What a setting that is an enum may be, as Python says it.
 template <class Enum>

@@ -10,7 +10,7 @@
 namespace jax_ep {
 
 // What the specs have in common.
-struct GroupedSpec : AloneDefaults {
+struct GroupedSpec : LocalDefaults {
   static constexpr int kMultiple = 8;  // TMA wants lines of 16 bytes
 
  protected:

@@ -2,6 +2,8 @@
 // rows, in rank order.
 #pragma once
 
+#include <variant>
+
 #include "comm/integers.h"
 #include "comm/op.h"
 #include "comm/push.h"
@@ -313,10 +315,9 @@ JAX_EP_FN void run_kernel(const Comm& comm, const LongCombineArgs& args, const C
   run_kernel<T, kRowPacks>(comm, static_cast<const CombineArgs&>(args), coop);
 }
 
-// The kernel of a combine.
-template <class Run>
-auto choose_kernel(const CombineArgs& args, Run run) {
-  return sums_long_batches(args) ? run(LongCombineArgs{args}) : run(args);
+inline std::variant<CombineArgs, LongCombineArgs> kernel_of(const CombineArgs& args) {
+  if (sums_long_batches(args)) return LongCombineArgs{args};
+  return args;
 }
 
 }  // namespace jax_ep

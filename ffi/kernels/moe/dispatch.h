@@ -2,6 +2,8 @@
 // if it sets off before its row is known or is to be decoded, into a landing slot.
 #pragma once
 
+#include <variant>
+
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/route.h"
@@ -287,6 +289,7 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   op.finish(results);
 }
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const PlainDispatchArgs& args, const Coop& coop) {
   route_and_send<PlainDispatch>(comm, args, coop);
 }
@@ -299,11 +302,12 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Float8DispatchArgs& args, cons
   route_and_send<Float8Dispatch<T>>(comm, args, coop);
 }
 
-// The kernel of a dispatch: one for each way that tokens travel.
-template <class Run>
-auto choose_kernel(const DispatchArgs& args, Run run) {
-  if (!args.wire_float8) return run(PlainDispatchArgs{args});
-  return args.rows_float8 ? run(Float8DispatchArgs{args}) : run(EncodedDispatchArgs{args});
+// A dispatch has a kernel for each way that tokens travel.
+using DispatchKernel = std::variant<PlainDispatchArgs, EncodedDispatchArgs, Float8DispatchArgs>;
+inline DispatchKernel kernel_of(const DispatchArgs& args) {
+  if (!args.wire_float8) return PlainDispatchArgs{args};
+  if (args.rows_float8) return Float8DispatchArgs{args};
+  return EncodedDispatchArgs{args};
 }
 
 }  // namespace jax_ep

@@ -51,6 +51,7 @@ class ScatteredTokens {
   PushItems items_;
 };
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
   Op op(comm, coop, OpKind::scatter);
   const int64_t bytes = int64_t{args.hidden} * size_of(args.dtype);

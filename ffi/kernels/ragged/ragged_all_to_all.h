@@ -70,6 +70,7 @@ JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
   op.wait_delivered(0);
 }
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::ragged_all_to_all);

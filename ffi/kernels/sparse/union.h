@@ -158,6 +158,7 @@ class SparseUnion {
   int32_t* const coop_counts_;
 };
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::sparse_union);

@@ -24,7 +24,7 @@ gpu::Error load_kernels(int shared_bytes);
 // Starts an op that needs no group of ranks, or says why it cannot. May be captured in a graph. The library for CUDA
 // alone has them: runtime/cuda/alone.cc.
 template <class Args>
-std::optional<std::string> start_alone(gpu::Stream stream, const Args& args);
+std::optional<std::string> start_local(gpu::Stream stream, const Args& args);
 
 // The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h.
 template <class Args>

@@ -39,7 +39,7 @@ void run_here(Group& group, Seat seat, int32_t site, const Args& args) {
   const Reached<Args> reached = reach(group, seat, args, site);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
   with_kernel(reached.args,
-              [&](auto format, const auto& chosen) { run_kernel_on<decltype(format)>(reached.comm, chosen, Coop{}); });
+              [&](auto format, const auto& chosen) { run_kernel<decltype(format)>(reached.comm, chosen, Coop{}); });
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
@@ -59,7 +59,7 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Sea
 // Ops that need no group have no kernels here: the library only knows their buffers, and says what is wrong with a
 // call.
 template <class Args>
-ffi::Future launch_alone(const Call&, const Args&) {
+ffi::Future launch_local(const Call&, const Args&) {
   return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});
 }
 

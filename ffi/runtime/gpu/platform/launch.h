@@ -114,8 +114,8 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
 }
 
 template <class Args>
-ffi::Error launch_alone(const Call& call, const Args& args) {
-  const std::optional<std::string> error = start_alone(call.stream, args);
+ffi::Error launch_local(const Call& call, const Args& args) {
+  const std::optional<std::string> error = start_local(call.stream, args);
   if (!error) return ffi::Error::Success();
   return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kTarget) + ": " + *error};
 }
