@@ -107,7 +107,7 @@ PyRecording to_python(const Recording& recording) {
   std::vector<PySpan> spans;
   for (const Span& s : recording.spans)
     spans.emplace_back(s.cta, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
-  return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
+  return {recording.slot.line, recording.slot.rank, recording.lost, recording.unfinished, std::move(spans)};
 }
 
 // (epoch, op, call, outcome, begin_ns, end_ns)
@@ -122,7 +122,7 @@ PyHistory to_python(const RankHistory& history) {
   for (const OpRecord& op : history.ops)
     records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
                          kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
-  return {history.seat.line, history.seat.rank,      history.finished,  history.process,
+  return {history.slot.line, history.slot.rank,      history.finished,  history.process,
           history.waited_ns, history.received_bytes, std::move(records)};
 }
 

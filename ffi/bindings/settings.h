@@ -108,7 +108,7 @@ std::optional<std::string> read_settings(const Settings& settings, int ranks, bo
   SettingsReader<Args> reader(settings, args);
   OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { reader(name, label, member); });
   if (reader.error()) return reader.error();
-  if (const char* fault = OpSpec<Args>::fault(*args, ranks)) return fault;
+  if (const char* const error = OpSpec<Args>::validate(*args, ranks)) return error;
   OpSpec<Args>::complete(*args, ranks, sends_ahead);
   return std::nullopt;
 }

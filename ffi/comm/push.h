@@ -9,7 +9,7 @@ namespace jax_ep {
 // Waits up to `patience_ns` for an item's coop to claim it, as coops usually begin within a microsecond; otherwise
 // claims it. Returns whether this lane has it now. One lane calls. All is handed over by value: a call that is not
 // inlined would force variables of the caller into memory.
-JAX_EP_COLD_FN bool take_over(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
+JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
   const uint64_t since = clock_ns();
   for (unsigned tries = 0; load_relaxed(claimed) != epoch; ++tries) {
     if (clock_ns() - since >= patience_ns) return atomic_exchange(claimed, epoch) != epoch;
@@ -24,7 +24,7 @@ JAX_EP_COLD_FN bool take_over(uint64_t* claimed, uint64_t epoch, uint64_t patien
 //
 // With `own_first`, for senders alone, the first item of a sender is the one of its index, and it asks for tickets
 // after that: to wait for one before the first row costs a tenth of the time of few tokens. The constructor claims that
-// item. When next() gives -1 and what was put is announced, the sender asks for next_abandoned() until it gives -1,
+// item. When next() gives -1 and what was put is announced, the sender asks for next_stolen() until it gives -1,
 // too: items of senders that have made no PushItems yet. Every claimed item has somebody who looks after the next one,
 // so all items are handed out, once each, if one sender runs.
 class PushItems {
@@ -53,16 +53,16 @@ class PushItems {
 
   // Whether another coop has taken over the item that next() gave: then it must be neither put nor announced. Asked as
   // late as may be, as it waits for the claim.
-  JAX_EP_FN bool was_taken(int item) const {
+  JAX_EP_FN bool was_stolen(int item) const {
     return has_own_ && item == op_.coop.sender.index && op_.coop.broadcast(claimed_before_ == op_.epoch);
   }
 
-  JAX_EP_FN int next_abandoned() {
+  JAX_EP_FN int next_stolen() {
     if (own_ == 0) return -1;
     looked_ = looked_ + 1 == own_ ? 0 : looked_ + 1;
     uint64_t* const claimed = &op_.heap->claimed[looked_];
     int found = 0;
-    if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = take_over(claimed, op_.epoch, patience_ns_);
+    if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = steal(claimed, op_.epoch, patience_ns_);
     patience_ns_ = 0;                                 // for all items together
     return op_.coop.broadcast(found) ? looked_ : -1;  // whoever has claimed it looks after the next
   }

@@ -37,7 +37,7 @@ struct GatherRates {
   double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
   double narrow = 0.93;          // of that with 128 columns
   double tile_us = 1;            // to begin and to store a tile
-  double greet_us = 10;          // until the first rows can be here
+  double handshake_us = 10;      // until the first rows can be here
   double bytes_per_cta = 2.3e3;  // that leave for each peer in a microsecond
   double once_us = 7;            // to start and to end the kernel
   int most_leaving = 108;        // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4

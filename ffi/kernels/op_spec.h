@@ -128,7 +128,7 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
 }
 
 // What an op has to do, for the choice of its launch: tokens or entries, or the rows that it zeroes at least.
-struct Load {
+struct WorkSize {
   int tokens;
   bool encoded;  // rows travel in float8
 };
@@ -145,19 +145,19 @@ struct KindName {
 //   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: they
 //                                                          are FFI attributes, and what ranks must agree on. Errors say
 //                                                          the label, if it is not null.
-//   static Load load(args)
+//   static WorkSize work_size(args)
 //   template <class Visit> static void buffers(args, ranks, visit)
 //                                                          calls visit(spec, member) for each: operands and results in
 //                                                          the order of the call, parts of the workspace anywhere
 //
-// and kind_of(args), one of kKinds. `fault` refuses what Python refuses, too: a program may come from a file.
+// and kind_of(args), one of kKinds. `validate` checks what Python checks, too, as a program may come from a file.
 struct OpDefaults {
   // Sets what follows from the settings. `sends_ahead`: peers are so far that parts of sums are sent before they ask.
   template <class Args>
   static void complete(Args&, int, bool) {}
   // What is wrong with the settings, or null.
   template <class Args>
-  static const char* fault(const Args&, int) {
+  static const char* validate(const Args&, int) {
     return nullptr;
   }
 };

@@ -125,7 +125,7 @@ inline SignatureNames names_of(OpKind op) {
   JAX_EP_ROW_OPS(JAX_EP_FIND_NAMES)
   JAX_EP_PRODUCT_OPS(JAX_EP_FIND_NAMES)
 #undef JAX_EP_FIND_NAMES
-      return names;
+  return names;
 }
 
 // "dispatch bfloat16 T=64 K=2 H=8192 E=16 capacity=1024 alignment=1, drop".

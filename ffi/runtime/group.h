@@ -24,14 +24,14 @@
 
 namespace jax_ep {
 
-// The seat of a device: its line along the group's axis, and its rank there.
-struct Seat {
+// The slot of a device: its line along the group's axis, and its rank there.
+struct RankSlot {
   int line, rank;
 };
 
 // What a rank did last, and how long it waited for whom.
 struct RankHistory {
-  Seat seat;
+  RankSlot slot;
   uint64_t finished;                                // ops
   std::string process;                              // how that of the rank is, if it is another: see Group::state_of
   std::vector<OpRecord> ops;                        // the last that it began, in order
@@ -66,18 +66,18 @@ class Group {
   int line_count() const { return static_cast<int>(lines_.size()); }
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
-  const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
-  // The signal pad of a seat, as the ranks of its line in this process see it; null if there are none.
-  Heap* heap(Seat seat) const { return heaps_[index_of(seat)]; }
+  const Comm& comm(RankSlot slot) const { return comms_[index_of(slot)]; }
+  // The signal pad of a slot, as the ranks of its line in this process see it; null if there are none.
+  Heap* heap(RankSlot slot) const { return heaps_[index_of(slot)]; }
 
-  int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
+  int device_of(RankSlot slot) const { return lines_[slot.line][slot.rank]; }
   // Whether the device is of this process.
-  bool is_local(Seat seat) const { return device_of(seat) >= 0; }
+  bool is_local(RankSlot slot) const { return device_of(slot) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
 
-  // The seat of a device, if it has one.
-  std::optional<Seat> find_seat(int ordinal) const;
+  // The slot of a device, if it has one.
+  std::optional<RankSlot> find_slot(int ordinal) const;
 
   // Ends the group: nothing runs on it any more. May be called twice.
   virtual void close();
@@ -97,7 +97,7 @@ class Group {
   std::vector<RankHistory> history() const;
 
   // Fails the group because this rank cannot run its op: no peer waits for it until the timeout.
-  void give_up(Seat seat, GroupError error);
+  void give_up(RankSlot slot, GroupError error);
 
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
@@ -105,20 +105,20 @@ class Group {
   // What a call of an op raises before its program runs it: the failure, or, once, an error that left the group usable
   // and that take_error() has not told. Each rank of this process asks before each of its calls, all in one order, and
   // all are told at the same call: none waits for another that was told earlier.
-  std::optional<GroupError> error_before(Seat seat);
+  std::optional<GroupError> error_before(RankSlot slot);
 
-  // The error that the kernel of the last op reported at this seat. It fails the group if it must.
-  std::optional<GroupError> reported(Seat seat);
+  // The error that the kernel of the last op reported at this slot. It fails the group if it must.
+  std::optional<GroupError> reported(RankSlot slot);
 
   // Where peers shall write instead of into `data`, the buffer `mail_index` of an op's mail: `data` itself if they can,
   // or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
-  void* reach(Seat seat, int mail_index, void* data, std::size_t bytes, Comm* comm);
+  void* reach(RankSlot slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
   // When the other processes were last heard of. Neither this nor the next waits for anybody.
   std::vector<Heartbeat> heartbeats() const;
 
   // Whether the process of another rank is slow or dead, for the text of an error; nothing for a rank of this process.
-  std::string state_of(Seat seat) const;
+  std::string state_of(RankSlot slot) const;
 
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
@@ -127,20 +127,20 @@ class Group {
   // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
   void release_regions();
 
-  // The kernels of `rank`, whose heap this seat's device reaches, learn that the group has failed, for want of
+  // The kernels of `rank`, whose heap this slot's device reaches, learn that the group has failed, for want of
   // `culprit`.
-  void raise_abort(Seat seat, int rank, int culprit);
+  void raise_abort(RankSlot slot, int rank, int culprit);
 
  private:
-  int index_of(Seat seat) const { return seat.line * size() + seat.rank; }
+  int index_of(RankSlot slot) const { return slot.line * size() + slot.rank; }
   std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
-  void* make_heap(Seat seat);
+  void* make_heap(RankSlot slot);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
-  Region staging(Seat seat, int mail_index, std::size_t bytes);
+  Region staging(RankSlot slot, int mail_index, std::size_t bytes);
   // A rank whose process has ended writes nothing any more: nobody who gives up need wait for it.
-  void raise_acknowledged(Seat seat, int peer);
+  void raise_acknowledged(RankSlot slot, int peer);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
@@ -170,7 +170,7 @@ class Group {
   const std::vector<std::vector<int>> processes_;
   const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
-  std::vector<Heap*> heaps_;  // by seat
+  std::vector<Heap*> heaps_;  // by slot
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::condition_variable failed_;
@@ -178,7 +178,7 @@ class Group {
   std::mutex told_mutex_;  // of what follows
   // By line, as an error of one op is one error on all its ranks: what take_error() and error_before() have told.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;
-  std::vector<uint64_t> calls_asked_;             // by seat
+  std::vector<uint64_t> calls_asked_;             // by slot
   uint64_t calls_decided_ = 0;                    // whoever asks first decides for all
   std::map<uint64_t, GroupError> calls_refused_;  // that some rank has not asked for
   std::atomic<bool> open_ = false;
@@ -186,9 +186,9 @@ class Group {
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
   std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
-  std::map<std::pair<int, int>, Region> staging_;       // by seat and index in the mail
+  std::map<std::pair<int, int>, Region> staging_;       // by slot and index in the mail
   std::map<int, std::unique_ptr<PeerOffsets>>
-      peer_offsets_;                  // by seat of this process, where there are other processes
+      peer_offsets_;                  // by slot of this process, where there are other processes
   std::unique_ptr<Sharing> sharing_;  // none in a group of one process
 };
 

@@ -149,12 +149,12 @@ std::optional<GroupError> Group::take_error() {
   return recoverable;
 }
 
-std::optional<GroupError> Group::error_before(Seat seat) {
+std::optional<GroupError> Group::error_before(RankSlot slot) {
   if (std::optional<GroupError> failed = failure()) return failed;
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
   std::lock_guard lock(told_mutex_);
-  const uint64_t call = ++calls_asked_[index_of(seat)];
+  const uint64_t call = ++calls_asked_[index_of(slot)];
   if (call > calls_decided_) {
     calls_decided_ = call;
     if (std::optional<GroupError> error = take_recoverable(&epochs_raised_)) calls_refused_.emplace(call, *error);
@@ -170,9 +170,9 @@ std::optional<GroupError> Group::error_before(Seat seat) {
   return error;
 }
 
-std::optional<GroupError> Group::reported(Seat seat) {
-  const std::optional<Told> mine = told_by(index_of(seat));
-  if (!mine || mine->report.epoch != heap(seat)->epoch) return std::nullopt;
+std::optional<GroupError> Group::reported(RankSlot slot) {
+  const std::optional<Told> mine = told_by(index_of(slot));
+  if (!mine || mine->report.epoch != heap(slot)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
@@ -207,7 +207,7 @@ std::vector<RankHistory> Group::history() const {
 Group::SeenHeap Group::heap_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
-    if (const Seat seat{line, here}; is_local(seat)) return {heap({line, rank}), device_of(seat)};
+    if (const RankSlot slot{line, here}; is_local(slot)) return {heap({line, rank}), device_of(slot)};
   return {};
 }
 

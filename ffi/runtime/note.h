@@ -12,12 +12,12 @@ struct Note {
   enum class Kind : int32_t { share, mapped, refused, goodbye, heartbeat };
 
   Kind kind;
-  int32_t seat;     // share: of which the region is the heap, or -1. heartbeat: whose epoch it tells, or -1
+  int32_t slot;     // share: of which the region is the heap, or -1. heartbeat: whose epoch it tells, or -1
   uint64_t owner;   // share: a number of the process that has the region
   uint64_t region;  // its number there
   uint64_t bytes;
   uint64_t base;   // mapped: where the one who answers has mapped it
-  uint64_t epoch;  // heartbeat: ops that the seat has finished
+  uint64_t epoch;  // heartbeat: ops that the slot has finished
   char text[160];  // refused: why
 };
 

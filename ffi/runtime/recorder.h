@@ -26,7 +26,7 @@ struct Span {
 
 // What one rank recorded: its tracks one after another, each in order.
 struct Recording {
-  Seat seat;
+  RankSlot slot;
   std::vector<Span> spans;
   uint64_t lost;        // phases that later ones have overwritten
   uint64_t unfinished;  // tracks that were inside an op when the recording ended
@@ -69,11 +69,11 @@ class Recorder {
   std::vector<Recording> stop();
 
   // By the first track of a rank of this process, while ops run; nothing before its first event.
-  std::optional<Moment> last_of(Seat seat) const;
+  std::optional<Moment> last_of(RankSlot slot) const;
 
  private:
   struct Rank {
-    Seat seat;
+    RankSlot slot;
     int device;
     Heap* heap;
     Timeline* timeline;          // on the device
@@ -81,7 +81,7 @@ class Recorder {
     std::vector<uint64_t> seen;  // events of each track before the recording
     ClockSample begin;
   };
-  void add_rank(Seat seat);
+  void add_rank(RankSlot slot);
   std::vector<Track> read_tracks(const Rank& rank) const;
   Recording read(const Rank& rank) const;
 

@@ -110,9 +110,9 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
   if (!id.has_value()) return ffi::Error::Success();
   const std::shared_ptr<Group> group = find_group(*id);
   if (!group) return to_ffi(group_not_open());
-  const std::optional<Seat> seat = group->find_seat(device);
-  if (!seat) return ffi::Error::Success();  // as the op itself will say
-  const std::optional<GroupError> error = group->error_before(*seat);
+  const std::optional<RankSlot> slot = group->find_slot(device);
+  if (!slot) return ffi::Error::Success();  // as the op itself will say
+  const std::optional<GroupError> error = group->error_before(*slot);
   return error ? to_ffi(*error) : ffi::Error::Success();
 }
 

@@ -79,13 +79,13 @@ void drop_mapping(const RegionName& name) {
 Note note_of(Note::Kind kind) {
   Note note{};
   note.kind = kind;
-  note.seat = Sharing::kNoSeat;
+  note.slot = Sharing::kNoSlot;
   return note;
 }
 
-Note request_of(const Region& region, int seat) {
+Note request_of(const Region& region, int slot) {
   Note note = note_of(Note::Kind::share);
-  note.seat = seat;
+  note.slot = slot;
   note.owner = number_of_this_process();
   note.region = region.id;
   note.bytes = region.bytes;
@@ -133,13 +133,13 @@ void Sharing::unmap() {
   heaps_.clear();
 }
 
-std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int seat) {
+std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int slot) {
   std::unique_lock lock(mutex_);
   std::vector<Answer>& answers = shared_.try_emplace(region.id, peers_.size()).first->second;
   for (const int process : processes) {
     if (!peers_[process].other || answers[process].asked) continue;
     answers[process].asked = true;
-    push(process, request_of(region, seat), region.descriptor);
+    push(process, request_of(region, slot), region.descriptor);
     if (peers_[process].outbox.waiting()) wake();
   }
   std::vector<char*> bases(peers_.size());
@@ -152,10 +152,10 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
   return bases;
 }
 
-char* Sharing::await_heap(int process, int seat) {
+char* Sharing::await_heap(int process, int slot) {
   std::unique_lock lock(mutex_);
-  await(lock, process, "share its heap", [&] { return heaps_.count(seat) > 0; });
-  return heaps_[seat];
+  await(lock, process, "share its heap", [&] { return heaps_.count(slot) > 0; });
+  return heaps_[slot];
 }
 
 void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char* doing,
@@ -258,12 +258,12 @@ void Sharing::beat() {
   }
   std::lock_guard lock(mutex_);
   epochs_ = epochs;
-  if (epochs.empty()) epochs.emplace(kNoSeat, 0);
+  if (epochs.empty()) epochs.emplace(kNoSlot, 0);
   for (std::size_t process = 0; process < peers_.size(); ++process) {
     if (peers_[process].outbox.waiting()) continue;  // who does not read needs no more of them
-    for (const auto& [seat, epoch] : epochs) {
+    for (const auto& [slot, epoch] : epochs) {
       Note note = note_of(Note::Kind::heartbeat);
-      note.seat = seat;
+      note.slot = slot;
       note.epoch = epoch;
       push(static_cast<int>(process), note);
     }
@@ -287,7 +287,7 @@ void Sharing::handle(int process, const Note& note, const Descriptor& descriptor
     peer.gone = "has left it";
     peer.outbox.clear();
   } else if (note.kind == Note::Kind::heartbeat) {
-    if (note.seat != kNoSeat) peer.liveness.note(note.seat, note.epoch);
+    if (note.slot != kNoSlot) peer.liveness.note(note.slot, note.epoch);
     return;
   } else {
     Answer& answer = shared_[note.region][process];
@@ -319,7 +319,7 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
   push(process, answer);  // before anybody here sees the heap, who may then close the group
   if (!base) return;
   mapped_.insert(name);
-  if (request.seat != kNoSeat) heaps_[request.seat] = base;
+  if (request.slot != kNoSlot) heaps_[request.slot] = base;
   changed_.notify_all();
 }
 
@@ -337,10 +337,10 @@ void Sharing::lose(int process, const std::string& why) {
   changed_.notify_all();
 }
 
-bool Sharing::lives_at(int seat, int process) const {
-  if (seat < 0 || processes_.empty()) return false;
-  const std::size_t size = processes_.front().size(), line = seat / size;
-  return line < processes_.size() && processes_[line][seat % size] == process;
+bool Sharing::lives_at(int slot, int process) const {
+  if (slot < 0 || processes_.empty()) return false;
+  const std::size_t size = processes_.front().size(), line = slot / size;
+  return line < processes_.size() && processes_[line][slot % size] == process;
 }
 
 // The rule that a note breaks, or nothing.
@@ -356,8 +356,9 @@ std::string Sharing::breach_of(int process, const Note& note) const {
       return note.kind == Note::Kind::mapped && !note.base ? "it mapped memory at address zero" : "";
     }
     case Note::Kind::heartbeat:
-      return note.seat == kNoSeat || lives_at(note.seat, process) ? ""
-                                                                  : "it told the epoch of a seat that it does not have";
+      return note.slot == kNoSlot || lives_at(note.slot, process)
+                 ? ""
+                 : "it told the epoch of a rank slot that it does not have";
     case Note::Kind::goodbye:
       break;
   }
@@ -369,9 +370,9 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (note.owner == 0 || (known && note.owner != known)) return "it shared memory under a number that is not its own";
   if (note.bytes == 0) return "it shared no memory";
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
-  if (note.seat == kNoSeat) return "";
-  if (!lives_at(note.seat, process)) return "it shared the heap of a seat that it does not have";
-  return heaps_.count(note.seat) ? "it shared the heap of a seat twice" : "";
+  if (note.slot == kNoSlot) return "";
+  if (!lives_at(note.slot, process)) return "it shared the heap of a rank slot that it does not have";
+  return heaps_.count(note.slot) ? "it shared the heap of a rank slot twice" : "";
 }
 
 double Sharing::seconds_silent(int process) const {

@@ -30,7 +30,7 @@ struct Neighbours {
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
 };
 
-// Ops that ranks have finished, by seat: line * size + rank.
+// Ops that ranks have finished, by slot: line * size + rank.
 using Epochs = std::map<int, uint64_t>;
 
 // When another process was last heard of, and how many ops its ranks had finished then.
@@ -40,7 +40,7 @@ class Liveness {
   static constexpr double kSilentSeconds = 2.5;             // what more than two lost heartbeats take
 
   void beat() { heard_ = Clock::now(); }
-  void note(int seat, uint64_t epoch) { epochs_[seat] = epoch; }
+  void note(int slot, uint64_t epoch) { epochs_[slot] = epoch; }
 
   const Epochs& epochs() const { return epochs_; }
   double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
@@ -52,9 +52,9 @@ class Liveness {
     if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
     if (epochs_.empty() || ours.empty()) return "it is alive";
     int64_t behind = 0;
-    for (const auto& [their_seat, their_epoch] : epochs_)
-      for (const auto& [seat, epoch] : ours)
-        if (their_seat / size == seat / size) behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
+    for (const auto& [their_slot, their_epoch] : epochs_)
+      for (const auto& [slot, epoch] : ours)
+        if (their_slot / size == slot / size) behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
     return "it is alive, " + std::to_string(behind) + (behind == 1 ? " op" : " ops") + " behind";
   }
 
@@ -77,13 +77,13 @@ using RegionName = std::pair<uint64_t, uint64_t>;
 
 class Sharing {
  public:
-  static constexpr int kNoSeat = -1;
+  static constexpr int kNoSlot = -1;
 
   // Both are called on the thread.
   struct Hooks {
     // A process has ended without goodbye, or broken a rule; and which. It is not listened to any more.
     std::function<void(int process, const std::string& why)> lost;
-    // Ops that the ranks of this process have finished, by seat; none before the heaps are there.
+    // Ops that the ranks of this process have finished, by slot; none before the heaps are there.
     std::function<Epochs()> epochs;
   };
 
@@ -100,11 +100,11 @@ class Sharing {
   void unmap();
 
   // Where these processes see the region, by process; whoever has not been asked yet is asked to map it. Throws
-  // GroupException. `seat`: the one of which the region is the heap. The region must live until this is closed.
-  std::vector<char*> share(const Region& region, const std::set<int>& processes, int seat = kNoSeat);
+  // GroupException. `slot`: the one of which the region is the heap. The region must live until this is closed.
+  std::vector<char*> share(const Region& region, const std::set<int>& processes, int slot = kNoSlot);
 
-  // Where this process sees the heap of a seat of `process`, once that has shared it. Throws GroupException.
-  char* await_heap(int process, int seat);
+  // Where this process sees the heap of a slot of `process`, once that has shared it. Throws GroupException.
+  char* await_heap(int process, int slot);
 
   // Seconds since anything was heard of a process.
   double seconds_silent(int process) const;
@@ -142,7 +142,7 @@ class Sharing {
   void lose(int process, const std::string& why);
   std::string breach_of(int process, const Note& note) const;
   std::string breach_of_share(int process, const Note& note) const;
-  bool lives_at(int seat, int process) const;
+  bool lives_at(int slot, int process) const;
   std::string state_here(int process) const;
   void await(std::unique_lock<std::mutex>& lock, int process, const char* doing, const std::function<bool()>& ready);
 
@@ -156,8 +156,8 @@ class Sharing {
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
   std::set<RegionName> mapped_;                     // of other processes
-  std::map<int, char*> heaps_;                      // of other processes, by seat
-  Epochs epochs_;                                   // of this process, by seat, at the last heartbeat
+  std::map<int, char*> heaps_;                      // of other processes, by slot
+  Epochs epochs_;                                   // of this process, by slot, at the last heartbeat
   bool closing_ = false;
   std::thread thread_;
 };

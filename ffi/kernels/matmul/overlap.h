@@ -103,13 +103,13 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
 // What the aux warps of a CTA share in a gather.
-struct Lookout {
+struct Waiter {
   uint32_t here;  // tiles that had to wait for their rows, and need not any more
 };
 
 template <>
 struct AuxOf<GatherMatmulArgs> {
-  using Type = Lookout;
+  using Type = Waiter;
 };
 
 // A gather. A warp of every CTA looks out for the rows of its tiles, and in some CTAs two more spread this rank's rows.
@@ -121,7 +121,7 @@ struct GatherHooks {
   const Work<GatherMatmulArgs>& work;
   const CUtensorMap& own;
   const gemm::Problem& problem;
-  Lookout& aux;
+  Waiter& aux;
   mutable uint32_t awaited = 0;  // of the producer
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
@@ -132,7 +132,7 @@ struct GatherHooks {
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
   // In the end a warp stands for all of its CTA that multiply.
-  enum { kLookouts, kSpreaders, kMultipliers };
+  enum { kWaiters, kSpreaders, kMultipliers };
   JAX_EP_FN Roles<3> roles() const {
     return {attendants(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
   }
@@ -141,7 +141,7 @@ struct GatherHooks {
     if (number < 0) return;
     const Coop coop = role.coop(/*is_tracked=*/number == kSpreaders);
     Op op(work.comm, coop, kind_of(work.args));
-    if (number == kLookouts)
+    if (number == kWaiters)
       look_out(op, share);
     else
       spread(op);
@@ -181,7 +181,7 @@ template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& operands,
                               const Work<GatherMatmulArgs>& work) {
   poison_results(work);
-  Lookout& aux = reinterpret_cast<gemm::Shared<kBlockN, Lookout>*>(memory)->aux;
+  Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
   if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
   const GatherHooks hooks{work, operands.own, operands.problem, aux};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,

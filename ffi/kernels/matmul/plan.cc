@@ -21,7 +21,9 @@ struct Rounds {
   double tile, moving;  // for a tile; until all rows are here, which come at an even rate
 
   // When the rows of the first so many pairs are here.
-  double here(int wanted) const { return wanted > own ? rates.greet_us + moving * (wanted - own) / (pairs - own) : 0; }
+  double here(int wanted) const {
+    return wanted > own ? rates.handshake_us + moving * (wanted - own) / (pairs - own) : 0;
+  }
 
   // Until the last of so many is done.
   double microseconds(int tiles) const {
@@ -52,7 +54,7 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
   const double tile = 2.0 * kTileRows * block_n * k / rate + rates.tile_us;
   const double moving = double(m) / ranks * k * value_bytes / (communicating * rates.bytes_per_cta);
   // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
-  const bool waits = moving + rates.greet_us > tile * own * columns / (config.multiplying / 2);
+  const bool waits = moving + rates.handshake_us > tile * own * columns / (config.multiplying / 2);
   // Without tiles of this rank's rows alone there is nothing to begin with.
   config.band = own ? std::clamp(waits ? own / 4 : own, std::min(own, 2), rates.most_pairs) : rates.most_pairs;
   const int clusters = config.multiplying / 2;

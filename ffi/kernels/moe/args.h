@@ -102,7 +102,7 @@ constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
 
 // What is wrong with the numbers of rows that an op along a routing moves.
 template <class Args>
-const char* fault_of_counts(const Args& args, int ranks) {
+const char* validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
   if (!fits_int32(assignments) || !fits_int32(ranks * assignments))
     return "the assignments of all ranks must be fewer than 2**31";
@@ -110,10 +110,10 @@ const char* fault_of_counts(const Args& args, int ranks) {
 }
 // What is wrong with how a dispatch, or combine's gradient, lays rows out.
 template <class Args>
-const char* fault_of_layout(const Args& args, int ranks) {
+const char* validate_layout(const Args& args, int ranks) {
   if (args.alignment <= 0) return "alignment must be positive";
   if (args.capacity % args.alignment) return "capacity must be a multiple of alignment";
-  return fault_of_counts(args, ranks);
+  return validate_counts(args, ranks);
 }
 
 template <>
@@ -140,17 +140,17 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     args.few = are_few(args.num_tokens, args.top_k);
     args.eager = eager_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
   }
-  static const char* fault(const Args& args, int ranks) {
+  static const char* validate(const Args& args, int ranks) {
     if (args.num_experts % ranks) return "the experts must be a multiple of the ranks";
     if (args.num_experts > kMaxExperts) return "there are more experts than a mailbox holds";
     if (args.wire_float8 && args.hidden % kScaleBlock) return "float8 needs rows of whole blocks of 128 values";
     if (args.rows_float8 && !args.wire_float8) return "rows in float8 need a wire in float8";
-    if (const char* const fault = fault_of_layout(args, ranks)) return fault;
+    if (const char* const error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const bool fits = fits_int32(int64_t{ranks} * args.num_tokens * args.top_k + padding);
     return fits ? nullptr : "the rows and their padding must be fewer than 2**31";
   }
-  static Load load(const Args& args) { return {args.num_tokens, args.wire_float8}; }
+  static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire_float8}; }
 
   // Peers write rows of `rows`, and what belongs to them, where some tokens do not land in landing slots; and tell
   // each other where all have their rows where not every rank works that out for itself.
@@ -195,8 +195,8 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("onto", "onto rows", &Args::onto);
     visit("leave_unused", "unused rows left", &Args::leave_unused);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_layout(args, ranks); }
-  static Load load(const Args& args) {
+  static const char* validate(const Args& args, int ranks) { return validate_layout(args, ranks); }
+  static WorkSize work_size(const Args& args) {
     const bool zeroes = !args.onto && !args.leave_unused;
     return {zeroes ? std::max(args.num_tokens, args.capacity) : args.num_tokens, false};
   }
@@ -229,8 +229,8 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit("weighted", "weights", &Args::weighted);
     visit("returning", "scalars", &Args::returning);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_counts(args, ranks); }
-  static Load load(const Args& args) { return {args.num_tokens, false}; }
+  static const char* validate(const Args& args, int ranks) { return validate_counts(args, ranks); }
+  static WorkSize work_size(const Args& args) { return {args.num_tokens, false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {

@@ -49,7 +49,7 @@ class Combine {
     PushItems items(op_, rows * parts, args_.num_tokens <= kFewTokens);
     int item = items.next();
     while (push_from(item, parts, items, announcer)) {
-      item = items.next_abandoned();
+      item = items.next_stolen();
       if (item < 0) break;
     }
   }
@@ -123,7 +123,7 @@ class Combine {
       const int next = items.next();
       const Assigned nexts = ask(next);
       raised = op_.ask_abort();
-      push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_taken(index); });
+      push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_stolen(index); });
       index = next;
       mine = nexts;
     }
@@ -137,12 +137,12 @@ class Combine {
     return !raised;
   }
 
-  // Whoever has taken an item that was_taken() puts, announces and reports it.
-  template <class Chunks, class WasTaken>
+  // Whoever has taken an item that was_stolen() puts, announces and reports it.
+  template <class Chunks, class WasStolen>
   JAX_EP_FN void push_item(const Item& item, Range columns, Assigned mine, Announcer<Chunks>& announcer,
-                           WasTaken was_taken) {
-    const bool put = push_partial(item.home, item.token, columns, mine, was_taken);
-    if (was_taken()) return row_bound_.forget();
+                           WasStolen was_stolen) {
+    const bool put = push_partial(item.home, item.token, columns, mine, was_stolen);
+    if (was_stolen()) return row_bound_.forget();
     if (put)
       announcer.begun(item.token, rows_);
     else
@@ -186,9 +186,9 @@ class Combine {
   }
 
   // Begins to sum the rows here of a token of `home`, into its landing there. Returns whether it has any. It is not put
-  // if was_taken(), which is asked when peers may be written to.
-  template <class WasTaken>
-  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasTaken was_taken) {
+  // if was_stolen(), which is asked when peers may be written to.
+  template <class WasStolen>
+  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasStolen was_stolen) {
     const auto terms = line_up<const T>(op_.coop, args_.top_k, [&](int k) {
       const bool known = k == op_.coop.lane || op_.coop.lane >= args_.top_k;
       return own_term(known ? mine : assigned(home, token, k), columns.begin);
@@ -196,7 +196,7 @@ class Combine {
     if (terms.empty()) return false;
     const auto there = [&] {  // the first rows come while peers are waited for
       wait_posted();
-      T* landing = op_.ok() && !was_taken() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
+      T* landing = op_.ok() && !was_stolen() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
       return sink(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
     };
     rows_.sum_to(terms, there, columns.end - columns.begin);

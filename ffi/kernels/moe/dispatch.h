@@ -6,7 +6,7 @@
 
 #include "comm/window.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/route.h"
+#include "kernels/moe/routing.h"
 #include "kernels/moe/rows.h"
 #include "rows/float8_rows.h"
 #include "rows/wire.h"

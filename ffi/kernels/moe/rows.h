@@ -86,7 +86,7 @@ class RowSink {
 };
 
 // Pushes the tokens that items.next() hands out, until it gives -1, and announces their chunks; before the last of
-// these, settle() is called. Then come those that items.next_abandoned() gives, each with all that next() has after it.
+// these, settle() is called. Then come those that items.next_stolen() gives, each with all that next() has after it.
 template <class Items, class Source, class Sink, class Settle>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
                            Source source, Sink sink, Settle settle) {
@@ -99,10 +99,10 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
     may_push = op.may_push();  // for the next row: the answer comes while this one moves
     return source(token);
   };
-  int abandoned = -1;
+  int stolen = -1;
   const auto next = [&] {
-    const int token = abandoned < 0 ? items.next() : abandoned;
-    abandoned = -1;
+    const int token = stolen < 0 ? items.next() : stolen;
+    stolen = -1;
     return token;
   };
   const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
@@ -110,8 +110,8 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
     mover.move(next, bytes, fanout, checked, sink, after);
     settle();
     announcer.finish(mover);
-    abandoned = items.next_abandoned();
-  } while (abandoned >= 0);
+    stolen = items.next_stolen();
+  } while (stolen >= 0);
 }
 
 // As push_chunks, one by one: begin(token, packed_of) starts to encode a token, and with that the one before is put; in

@@ -43,9 +43,9 @@ class ScatteredTokens {
 
   JAX_EP_FN int next() {
     const int token = items_.next();
-    return items_.was_taken(token) ? items_.next() : token;
+    return items_.was_stolen(token) ? items_.next() : token;
   }
-  JAX_EP_FN int next_abandoned() { return items_.next_abandoned(); }
+  JAX_EP_FN int next_stolen() { return items_.next_stolen(); }
 
  private:
   PushItems items_;

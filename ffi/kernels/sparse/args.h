@@ -84,7 +84,7 @@ constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce
 
 // Entries of all ranks are counted in int32.
 template <class Args>
-const char* fault_of_entries(const Args& args, int ranks) {
+const char* validate_entries(const Args& args, int ranks) {
   return fits_int32(int64_t{ranks} * args.entries) ? nullptr : "the entries of all ranks must be fewer than 2**31";
 }
 
@@ -101,8 +101,8 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("sharded", "sharded", &Args::sharded);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_entries(args, ranks); }
-  static Load load(const Args& args) { return {args.entries, false}; }
+  static const char* validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
+  static WorkSize work_size(const Args& args) { return {args.entries, false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
@@ -134,11 +134,11 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit("drop", "drop", &Args::drop);
     visit("by_count", "by count", &Args::by_count);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_entries(args, ranks); }
+  static const char* validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
   static void complete(Args& args, int ranks, bool sends_ahead) {
     args.landing_room = sends_ahead ? landing_room(args.entries, ranks, args.sharded) : 0;
   }
-  static Load load(const Args& args) { return {std::max(args.entries, args.capacity), false}; }
+  static WorkSize work_size(const Args& args) { return {std::max(args.entries, args.capacity), false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {

@@ -38,7 +38,7 @@ class CpuGroup final : public Group {
   // One rank has come to a call site, known by its address, in a run of its program. When all ranks of its line have
   // that are of this process, their tasks run; `done` is called exactly once, on a thread that may block. If the op has
   // failed, that is when all those tasks have ended: a slow one may still write into the buffers of the others.
-  void arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done);
+  void arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done);
 
   // The most CTAs that an op has.
   int most_ctas() const { return 1; }
@@ -73,8 +73,8 @@ class CpuGroup final : public Group {
 
   void start(int line, std::map<int, Arrival> arrivals);
   static std::optional<GroupError> perform(const Task& task);
-  void run(Seat seat, const Arrival& arrival, Running& running);
-  std::optional<GroupError> outcome(Seat seat, const Task& task);
+  void run(RankSlot slot, const Arrival& arrival, Running& running);
+  std::optional<GroupError> outcome(RankSlot slot, const Task& task);
   void watch();
   void release(const GroupError& error);
   GroupError nobody_came(const Key& key, const Gathering& gathering) const;

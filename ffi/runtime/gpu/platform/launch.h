@@ -47,14 +47,14 @@ class PlatformGroup final : public Group {
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
-  bool stalled(Seat seat) const { return seat.rank == stalled_; }
+  bool stalled(RankSlot slot) const { return slot.rank == stalled_; }
 
-  gpu::StreamOrder& order(Seat seat) { return orders_[seat.line * size() + seat.rank]; }
+  gpu::StreamOrder& order(RankSlot slot) { return orders_[slot.line * size() + slot.rank]; }
 
  private:
   HardwareModel model_ = hardware_model({});
   int stalled_ = -1;
-  std::deque<gpu::StreamOrder> orders_;  // by seat
+  std::deque<gpu::StreamOrder> orders_;  // by slot
 };
 
 // What a handler learns from XLA about its call.
@@ -78,26 +78,26 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
 }
 
 // This rank cannot run its op.
-inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& error) {
-  group.give_up(seat, error);
+inline ffi::Error give_up(PlatformGroup& group, RankSlot slot, const GroupError& error) {
+  group.give_up(slot, error);
   return to_ffi(error);
 }
 
 template <class Args>
-ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, RankSlot slot, int32_t site,
                   const Args& args) try {
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
-  if (group->stalled(seat)) return ffi::Error::Success();
-  const gpu::StreamOrder::Turn turn(group->order(seat), call.stream);
-  Reached<Args> reached = reach(*group, seat, args, site);
+  if (group->stalled(slot)) return ffi::Error::Success();
+  const gpu::StreamOrder::Turn turn(group->order(slot), call.stream);
+  Reached<Args> reached = reach(*group, slot, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
       const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
       sign(&reached.comm, with_plan(reached.comm.signature, config));
       return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
-      const Load load = OpSpec<Args>::load(args);
-      const LaunchConfig config = group->config(kind_of(args), load.tokens, load.encoded);
+      const WorkSize size = OpSpec<Args>::work_size(args);
+      const LaunchConfig config = group->config(kind_of(args), size.tokens, size.encoded);
       return explain(start_kernel(config, call.stream, reached.comm, reached.args));
     }
   };
@@ -105,12 +105,12 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (!error) error = start();
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return give_up(*group, seat,
+  return give_up(*group, slot,
                  {"JaxEpError", std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
 } catch (const GroupException& failure) {
-  return give_up(*group, seat, failure.error);
+  return give_up(*group, slot, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, seat, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
+  return give_up(*group, slot, {"JaxEpError", std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
 template <class Args>
