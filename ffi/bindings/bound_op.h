@@ -1,4 +1,4 @@
-// An op as the module of a library sees it.
+// An op as module.cc sees it.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// What Python must know of a result; the dtype is null where it is that of an operand which it begins as.
+// What Python must know of a result. The dtype is null if the result begins as an operand, whose dtype it has.
 struct ResultType {
   std::string name;
   const char* dtype;
@@ -27,10 +27,10 @@ struct CallTypes {
 struct BoundOp {
   const char* target;  // of the FFI
   XLA_FFI_Handler* handler;
-  // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream. Null for
-  // an op that needs no group.
+  // The handler that groups with async_ops call. XLA keeps it out of command buffers, whose graphs run on one stream.
+  // Null for an op that needs no group.
   XLA_FFI_Handler* uncaptured;
-  // Those of a call with these settings; throws std::invalid_argument.
+  // The types of a call with these settings. Throws std::invalid_argument.
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 

@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-// The group of a call and the slot of its device in it, or why there is none.
+// The group of a call and the rank slot of its device, or why there is none.
 struct Caller {
   std::shared_ptr<PlatformGroup> group;
   RankSlot slot;

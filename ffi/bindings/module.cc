@@ -45,7 +45,7 @@ py::dict stages(XLA_FFI_Handler* handler) {
   return stages;
 }
 
-// Whether a product whose rows are in groups is planned as two halves of its contraction, on a Hopper of so many SMs.
+// Whether a product with grouped rows is planned as two halves of its contraction, on a Hopper of so many SMs.
 bool splits_contraction(int m, int n, int k, int groups, int sms) {
   return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
@@ -78,8 +78,8 @@ class Keywords final : public Settings {
   const py::kwargs& all_;
 };
 
-// What a call of an op by so many ranks is: what users know the op as, and its results (name, dtype, shape, alike) in
-// order. The dtype is None where a result begins as an operand, of which it has the type.
+// What a call of an op by `ranks` ranks is: the name under which users know the op, and its results in order as (name,
+// dtype, shape, alike). The dtype is None if a result begins as an operand, whose dtype it has.
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
 using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
 PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
@@ -133,8 +133,8 @@ PyError to_python(const std::optional<GroupError>& error) {
   return std::pair{error->kind, error->message};
 }
 
-// A group as Python holds it: registered while open. A child that was forked has none of the group's threads: there
-// everything is left as it is. Once the group is closed or released, there is nothing more to tell.
+// A group as Python holds it; it is registered while open. A forked child has none of the group's threads, so there
+// everything is left as it is. A closed or released group has nothing more to tell.
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
@@ -160,13 +160,13 @@ class Handle {
     recorder_ = nullptr;
     std::atomic_load(&registration_)->end();
   }
-  // Nobody in Python holds the group any more: it is closed with the last program that was compiled for it.
+  // Called when nobody in Python holds the group any more. It is closed with the last program that was compiled for it.
   void release() {
     if (is_forked()) return;
     recorder_ = nullptr;
     std::atomic_store(&registration_, {});
   }
-  // In short waits: between them the watchdog, who calls this, does not keep a released group alive.
+  // Waits in short steps. Between them the caller, the watchdog, does not keep a released group alive.
   PyError await_failure(double seconds) {
     constexpr double kPeriod = 0.05;
     for (; seconds > 0; seconds -= kPeriod) {

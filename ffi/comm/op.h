@@ -77,7 +77,7 @@ class Op : public WorkQueue {
   friend class SentMail;
   friend class ReceivedMail;
 
-  // The box in which `source` leaves its mail at `rank` for this op: see window.h.
+  // The mailbox in which `source` leaves its mail at `rank` for this op: see window.h.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
 
   // The address of a buffer of the mail, as a peer sees it.

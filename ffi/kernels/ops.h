@@ -1,5 +1,5 @@
-// Every op by name. An op is added here, in args.h of its family (what it is called with), in a header of its own (what
-// its kernel does), and in kernels.h; bindings, signatures and launches follow from these lists.
+// Every op by name. To add an op, add it here, in args.h of its family (what it is called with), in a header of its own
+// (what its kernel does), and in kernels.h. Bindings, signatures and launches follow from these lists.
 #pragma once
 
 #include <cstdint>

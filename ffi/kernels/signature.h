@@ -1,4 +1,4 @@
-// What the ranks must agree on when they run an op together: its signature, from the arguments of this rank.
+// What the ranks must agree on when they run an op together: its signature, made from the arguments of this rank.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace jax_ep {
 
-// What a kind of op, its sizes and its flags are called in errors; null where there is none, or nothing to tell.
+// What errors call a kind of op, its sizes and its flags. Null: there is none, or it has nothing to say.
 struct SignatureNames {
   const char* op = "an unknown op";
   const char* sizes[kSignatureSizes] = {};
@@ -24,7 +24,7 @@ struct SignatureNames {
   bool rows = false;  // whether it looks at the dtype of rows
 };
 
-// How many settings of an op its signature must hold.
+// How many sizes and flags the settings of an op need.
 struct SignatureRoom {
   int sizes = 0, flags = 0;
 
@@ -43,7 +43,7 @@ constexpr bool fits_signature() {
   return room.sizes <= kSignatureSizes && room.flags <= kSignatureFlags;
 }
 
-// Puts the settings of an op where they stand in its signature: numbers among the sizes, options among the flags.
+// Puts the settings of an op into its signature: numbers among the sizes, options among the flags.
 template <class Args>
 struct SignatureOf {
   const Args& args;

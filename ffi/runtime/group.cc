@@ -106,7 +106,7 @@ void* Group::reach(RankSlot slot, int mail_index, void* data, std::size_t bytes,
   return data;
 }
 
-// Grows by doubling, so that there are few sizes. The old region stays: a captured graph may still use it.
+// Grows by doubling, so that there are few sizes. The old region stays, as a captured graph may still use it.
 Region Group::staging(RankSlot slot, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
   if (released_) throw GroupException({"GroupClosedError", "the group was closed before the op ran", true});

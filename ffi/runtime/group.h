@@ -1,4 +1,4 @@
-// A group as the host sees it: which device is which rank of which line, their heaps, and what went wrong.
+// A group as the host sees it: which device is which rank of which line, the ranks' heaps, and errors.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@
 
 namespace jax_ep {
 
-// The slot of a device: its line along the group's axis, and its rank there.
+// The rank slot of a device: its line along the group's axis, and its rank in that line.
 struct RankSlot {
   int line, rank;
 };
@@ -53,9 +53,9 @@ std::string describe_call(const Signature& signature, int32_t site);
 
 class Group {
  public:
-  // `lines` holds device ordinals in rank order, -1 for a device of another process. With neighbours, returns when all
-  // of them have created their part. Throws std::invalid_argument, std::runtime_error and GroupException.
-  // `id`: by which programs know it; a later group with this id may get its memory.
+  // `lines` holds device ordinals in rank order, and -1 for a device of another process. If there are neighbours, the
+  // constructor returns when all of them have created their part. `id`: the number by which programs know the group; a
+  // later group with this id may reuse its memory. Throws std::invalid_argument, std::runtime_error and GroupException.
   Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
         int64_t id = 0);
   virtual ~Group();
@@ -67,7 +67,7 @@ class Group {
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
   const Comm& comm(RankSlot slot) const { return comms_[index_of(slot)]; }
-  // The signal pad of a slot, as the ranks of its line in this process see it; null if there are none.
+  // The heap of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks there.
   Heap* heap(RankSlot slot) const { return heaps_[index_of(slot)]; }
 
   int device_of(RankSlot slot) const { return lines_[slot.line][slot.rank]; }
@@ -85,50 +85,50 @@ class Group {
   // Keeps memory that kernels use for as long as the group.
   void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
-  // Fails the group for good. The first failure is kept, but one that is nearer to the root replaces it.
+  // Fails the group for good. A later failure replaces the first one only if it is nearer to the root.
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
 
-  // Waits for the group to fail or to be closed, for so many seconds, and takes what kernels have reported: what a
-  // watchdog thread calls again and again.
+  // Waits up to `seconds` for the group to fail or to be closed, and takes what kernels have reported. A watchdog
+  // thread calls this again and again.
   std::optional<GroupError> await_failure(double seconds);
 
   // The flight recorders of all ranks of the lines that have ranks in this process. Kernels may run meanwhile.
   std::vector<RankHistory> history() const;
 
-  // Fails the group because this rank cannot run its op: no peer waits for it until the timeout.
+  // Fails the group because this rank cannot run its op. So no peer waits for it until the timeout.
   void give_up(RankSlot slot, GroupError error);
 
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
 
-  // What a call of an op raises before its program runs it: the failure, or, once, an error that left the group usable
-  // and that take_error() has not told. Each rank of this process asks before each of its calls, all in one order, and
-  // all are told at the same call: none waits for another that was told earlier.
+  // What a call of an op raises before its program runs: the failure; or, once, an error that left the group usable and
+  // that take_error() has not returned. Each rank of this process asks before each of its calls, in one order. All
+  // ranks get an error at the same call, so none waits for a rank that got it earlier.
   std::optional<GroupError> error_before(RankSlot slot);
 
-  // The error that the kernel of the last op reported at this slot. It fails the group if it must.
+  // The error that the kernel of the last op reported at this rank slot. Fails the group if the error is fatal.
   std::optional<GroupError> reported(RankSlot slot);
 
-  // Where peers shall write instead of into `data`, the buffer `mail_index` of an op's mail: `data` itself if they can,
-  // or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
+  // Where peers shall write for `data`, which is buffer `mail_index` of an op's mail: `data` itself if peers can reach
+  // it, or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
   void* reach(RankSlot slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
-  // When the other processes were last heard of. Neither this nor the next waits for anybody.
+  // What is known of the other processes. Neither this nor state_of() waits for anybody.
   std::vector<Heartbeat> heartbeats() const;
 
-  // Whether the process of another rank is slow or dead, for the text of an error; nothing for a rank of this process.
+  // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
   std::string state_of(RankSlot slot) const;
 
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
 
  protected:
-  // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
+  // Frees the memory that processes share, when the group is closed and no thread of this process touches it.
   void release_regions();
 
-  // The kernels of `rank`, whose heap this slot's device reaches, learn that the group has failed, for want of
-  // `culprit`.
+  // Tells the kernels of `rank` that the group has failed because `culprit` did not answer. This slot's device reaches
+  // the heap of `rank`.
   void raise_abort(RankSlot slot, int rank, int culprit);
 
  private:
@@ -139,7 +139,7 @@ class Group {
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
   Region staging(RankSlot slot, int mail_index, std::size_t bytes);
-  // A rank whose process has ended writes nothing any more: nobody who gives up need wait for it.
+  // Acknowledges for a peer whose process has ended: it writes nothing any more, so nobody need wait for it.
   void raise_acknowledged(RankSlot slot, int peer);
   void lose(int process, const std::string& why);
 
@@ -152,7 +152,7 @@ class Group {
   };
   std::optional<Told> told_by(int index) const;
   std::vector<Told> told(bool fatal, const std::vector<uint64_t>& taken) const;
-  // The error of an op later than those taken, of each line.
+  // The error of an op that is later than those already taken, of each line.
   std::optional<GroupError> take_recoverable(std::vector<uint64_t>* taken);
   GroupError describe(const Told& told) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
@@ -176,7 +176,8 @@ class Group {
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
   std::mutex told_mutex_;  // of what follows
-  // By line, as an error of one op is one error on all its ranks: what take_error() and error_before() have told.
+  // By line, as an error of one op is one error on all its ranks: the epochs that take_error() and error_before() have
+  // returned.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;
   std::vector<uint64_t> calls_asked_;             // by slot
   uint64_t calls_decided_ = 0;                    // whoever asks first decides for all

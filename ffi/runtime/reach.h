@@ -1,4 +1,5 @@
-// A launch with buffers that peers can write into: XLA's own where they can be mapped, staging elsewhere.
+// Makes an op's buffers reachable: peers write into XLA's own buffers if these can be mapped, and into staging
+// otherwise.
 #pragma once
 
 #include <vector>

@@ -5,7 +5,7 @@
 namespace jax_ep {
 namespace {
 
-// Bounds of the length of a track's ring, in events: many for the few tracks of a CPU.
+// Bounds of the length of a track's ring, in events. CPUs have few tracks, which get long rings.
 constexpr std::size_t kShortestRing = 4096, kLongestRing = 32768;
 constexpr std::size_t kRankEvents = 1 << 20;
 

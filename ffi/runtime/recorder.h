@@ -15,7 +15,7 @@ namespace jax_ep {
 
 const char* name_of(Phase phase);
 
-// What the coop of a track was busy with, in ns of the host's steady clock.
+// One phase of a track, in ns of the host's steady clock.
 struct Span {
   int cta, role;
   uint64_t epoch;
@@ -38,8 +38,8 @@ struct Moment {
   Phase phase;  // none: between ops
 };
 
-// Turns times of a device into times of the host: between two samples, as the clocks drift apart; outside them, as if
-// they did not.
+// Turns times of a device into times of the host. Between two samples it corrects for the drift of the clocks; outside
+// them it assumes no drift.
 class HostClock {
  public:
   HostClock(ClockSample begin, ClockSample end) : begin_(begin), end_(end) {}
@@ -68,7 +68,7 @@ class Recorder {
   void start();
   std::vector<Recording> stop();
 
-  // By the first track of a rank of this process, while ops run; nothing before its first event.
+  // What the first track of a rank of this process has entered last, while ops run. Nothing before its first event.
   std::optional<Moment> last_of(RankSlot slot) const;
 
  private:

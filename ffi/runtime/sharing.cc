@@ -173,7 +173,7 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
                         true});
 }
 
-// The thread, until this process closes.
+// The thread's loop, until this process closes.
 void Sharing::serve() {
   name_thread("jax_ep sharing");
   Clock::time_point next_beat = Clock::now() + Liveness::kPeriod;
@@ -231,7 +231,7 @@ void Sharing::attend(int process) {
     lose(process, kBroke + breach);
 }
 
-// Waits only so long for a peer that does not read.
+// Waits no longer than kFarewell for a peer that does not read.
 void Sharing::say_goodbye() {
   const Clock::time_point deadline = Clock::now() + kFarewell;
   std::unique_lock lock(mutex_);
@@ -270,7 +270,7 @@ void Sharing::beat() {
   }
 }
 
-// The caller holds the lock, so what is said to a process arrives in that order.
+// The caller holds the lock, so notes arrive in the order in which they were pushed.
 void Sharing::push(int process, const Note& note, int descriptor) {
   Peer& peer = peers_[process];
   if (peer.outbox.socket() >= 0 && peer.gone.empty()) peer.outbox.push(note, descriptor);

@@ -1,5 +1,6 @@
-// What the processes of a group show each other: each maps the others' regions and tells them where. A thread answers,
-// so that nobody waits for what a peer's Python is doing, and says every second that this process is alive.
+// How the processes of a group share memory: each maps the others' regions and tells them where. A thread answers
+// requests, so that no process waits for what another's Python is doing. Every second that thread also sends a
+// heartbeat.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,7 @@
 
 namespace jax_ep {
 
-// Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
+// Where the ranks of a group live that spans several processes of a host. Empty for a group of one process.
 struct Neighbours {
   std::vector<std::vector<int>> processes;  // by line and rank
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
@@ -45,8 +46,8 @@ class Liveness {
   const Epochs& epochs() const { return epochs_; }
   double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
 
-  // Whether it is slow or dead, beside a process that is at `ours`. Ranks of one line run the same ops, so their
-  // distance says how far behind it is. `size`: the ranks of a line.
+  // Says whether the process is slow or dead, compared with a process that is at `ours`. Ranks of one line run the same
+  // ops, so the difference of their epochs says how far it is behind. `size`: the ranks of a line.
   std::string describe(const Epochs& ours, int size) const {
     const double silent = seconds_silent();
     if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
@@ -81,13 +82,14 @@ class Sharing {
 
   // Both are called on the thread.
   struct Hooks {
-    // A process has ended without goodbye, or broken a rule; and which. It is not listened to any more.
+    // A process has ended without goodbye, or broken a rule of the protocol. `why` says which. It is not listened to
+    // any more.
     std::function<void(int process, const std::string& why)> lost;
-    // Ops that the ranks of this process have finished, by slot; none before the heaps are there.
+    // Ops that the ranks of this process have finished, by rank slot. Empty before the heaps are there.
     std::function<Epochs()> epochs;
   };
 
-  // Takes the sockets over. `devices`: of this process, which are to write into what is mapped.
+  // Owns the sockets from now on. `devices`: those of this process, which will write into what is mapped.
   Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks);
   ~Sharing();
   Sharing(const Sharing&) = delete;
@@ -96,23 +98,24 @@ class Sharing {
   // Says goodbye, after all answers, and stops answering. May be called twice.
   void close();
 
-  // Lets go of what is mapped, when this process is closed and touches it no more.
+  // Unmaps all regions, when this process is closed and touches them no more.
   void unmap();
 
-  // Where these processes see the region, by process; whoever has not been asked yet is asked to map it. Throws
-  // GroupException. `slot`: the one of which the region is the heap. The region must live until this is closed.
+  // Where these processes see the region, by process. Those that have not been asked yet are asked to map it. `slot`:
+  // the rank slot whose heap the region is. The region must live until this is closed. Throws GroupException.
   std::vector<char*> share(const Region& region, const std::set<int>& processes, int slot = kNoSlot);
 
-  // Where this process sees the heap of a slot of `process`, once that has shared it. Throws GroupException.
+  // Where this process sees the heap of a rank slot of `process`. Waits until that process has shared it. Throws
+  // GroupException.
   char* await_heap(int process, int slot);
 
   // Seconds since anything was heard of a process.
   double seconds_silent(int process) const;
 
-  // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "alive, 2 ops behind".
+  // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "it is alive, 2 ops behind".
   std::string state_of(int process) const;
 
-  // The heartbeats of all other processes. Neither this nor the two functions above wait for anybody.
+  // What is known of all other processes. Neither this nor the two functions above wait for anybody.
   std::vector<Heartbeat> heartbeats() const;
 
  private:
@@ -121,7 +124,7 @@ class Sharing {
     bool other;  // than this process: it has, or had, a socket
     Outbox outbox;
     Liveness liveness;
-    uint64_t owner;    // how it calls itself, zero while unknown
+    uint64_t owner;    // its number of itself, zero while unknown
     std::string gone;  // why it is not listened to any more
   };
   struct Answer {  // of one process, about one region of this one

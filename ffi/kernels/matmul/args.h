@@ -16,7 +16,7 @@ struct MatmulReduceArgs {
   DType dtype, operand_dtype;  // of the result, of a and b
   int m, n, k;
   bool transpose_b;     // b is [N, K]
-  bool reduce_scatter;  // a rank gets its share of the rows alone
+  bool reduce_scatter;  // a rank gets only its share of the rows
   const char* a;        // [M, K]
   const char* b;        // [K, N]
   char* result;         // [M, N], or [M / R, N]
@@ -42,7 +42,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
 }
 JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
 
-// What both are told alike.
+// What the specs of both have in common.
 template <class Args>
 struct ProductSpec : OpDefaults {
   template <class Visit>

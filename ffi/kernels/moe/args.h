@@ -1,4 +1,4 @@
-// What dispatch and the ops along its routing are called with: plain pointers into XLA's buffers of this rank, and the
+// The arguments of dispatch and of the ops along its routing: plain pointers into XLA's buffers of this rank, and the
 // shapes.
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace jax_ep {
 
-// Whether ranks tell each other all that their tokens chose.
+// Whether tokens are few: then ranks send each other all ids and weights, and each works out the whole routing.
 constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
 }
 
-// How many tokens, the first ones, are eager: all, if they are few or are to be decoded, as those land in landing slots
-// anyway.
+// How many tokens are eager: these travel to landing slots before their rows are known, like eager messages in MPI. All
+// tokens are eager if they are few, or if they are decoded where they land, as those land in landing slots anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, bool wire_float8, bool rows_float8) {
   const bool all = are_few(num_tokens, top_k) || (wire_float8 && !rows_float8);
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
@@ -46,25 +46,26 @@ struct DispatchArgs {
   int32_t* invalid;            // [1]
   int32_t* scratch;
   bool few;       // tokens
-  int eager;      // tokens, the first: they land in landing slots by source and token, and go to their rows from there
+  int eager;      // the first so many tokens land in landing slots, and go to their rows from there
   char* landing;  // [R, eager] landing slots
 };
 
-// Bytes of a token's landing slot: messages in float8, values in float8 and behind them their scales, or values as they
-// are.
+// Bytes of a token's landing slot. It holds messages in float8, or values in float8 with their scales behind them, or
+// values as they are.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   if (a.wire_float8 && !a.rows_float8) return wire_bytes(a.hidden);
   return a.rows_float8 ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
                        : int64_t{a.hidden} * size_of(a.dtype);
 }
 
-// DispatchArgs for kernels of their own, by how tokens travel: as they are, in float8 to be decoded where they land, or
-// in float8 to stay so.
+// DispatchArgs for a kernel of its own for each way that tokens travel: as they are; in float8, decoded where they
+// land; in float8, and they stay so.
 struct PlainDispatchArgs : DispatchArgs {};
 struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 
-// The leaves of a routing that is handed to scatter and combine; as the `peer` of a report, the one out of bounds.
+// The leaves of a routing that users hand to scatter and combine. As the `peer` of a report: the leaf with a value out
+// of bounds.
 enum class RoutingLeaf : int32_t { targets, row_of, counts };
 
 struct ScatterArgs {
@@ -93,14 +94,14 @@ struct CombineArgs {
   char* landing;             // [R, T, H] partial sums
 };
 
-// CombineArgs for a kernel of its own, which sums long batches.
+// CombineArgs for the kernel that sums long batches.
 struct LongCombineArgs : CombineArgs {};
 
 constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
 constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
 constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
 
-// What is wrong with the numbers of rows that an op along a routing moves.
+// What is wrong with the numbers of rows of an op along a routing, or null.
 template <class Args>
 const char* validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
@@ -108,7 +109,7 @@ const char* validate_counts(const Args& args, int ranks) {
     return "the assignments of all ranks must be fewer than 2**31";
   return fits_int32(int64_t{ranks} * args.capacity) ? nullptr : "the rows of all ranks must be fewer than 2**31";
 }
-// What is wrong with how a dispatch, or combine's gradient, lays rows out.
+// What is wrong with the layout of rows of a dispatch, or of combine's gradient; or null.
 template <class Args>
 const char* validate_layout(const Args& args, int ranks) {
   if (args.alignment <= 0) return "alignment must be positive";
@@ -152,8 +153,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire_float8}; }
 
-  // Peers write rows of `rows`, and what belongs to them, where some tokens do not land in landing slots; and tell
-  // each other where all have their rows where not every rank works that out for itself.
+  // Peers write `rows` and `scales` if some tokens do not go through landing slots. They write `row_of` and `weights`
+  // unless each rank works out the whole routing itself.
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;

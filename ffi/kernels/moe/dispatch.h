@@ -1,5 +1,5 @@
-// dispatch: route, and every token to where it lands at the ranks that own its experts: straight into XLA's buffer, or,
-// if it sets off before its row is known or is to be decoded, into a landing slot.
+// dispatch: works out the routing, and sends every token once to each rank that owns one of its experts. A token goes
+// straight into XLA's buffer there. If it is eager or is decoded on arrival, it goes into a landing slot.
 #pragma once
 
 #include <variant>
@@ -13,13 +13,13 @@
 
 namespace jax_ep {
 
-// Where a token in float8 lands, and its scales.
+// Where a token in float8 lands.
 struct Spot {
   char *values, *scales;
 };
 
-// Eager tokens in a landing slot of their own, for every token of every rank, at each rank: who owns them follows from
-// their experts. The others in their first row at every owner, and those of this rank in all of their rows.
+// Where tokens land. Every rank has a landing slot for every eager token of every rank; the token's experts say which
+// ranks get it. Other tokens land in their first row at every owner. This rank's own tokens land in all of their rows.
 class Landing {
  public:
   JAX_EP_FN Landing(const Op& op, const DispatchArgs& args, int value_bytes)
@@ -35,12 +35,13 @@ class Landing {
   JAX_EP_FN int64_t slot_bytes() const { return slot_bytes_; }
   JAX_EP_FN bool is_eager(int token) const { return token < args_.eager; }
 
-  // What push_items asks for ahead of a token's k-th assignment: its packed target, or the expert of an eager token.
+  // What push_items asks for ahead of a token's k-th assignment: the expert of an eager token, or else the packed
+  // target.
   JAX_EP_FN int packed(int token, int k) const {
     if (!is_eager(token)) return rows_.packed(token, k);
     return k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
   }
-  // All lanes ask together, each for its own k. Where the token lands, alone or with its scales.
+  // Where the token lands, without or with its scales. All lanes ask together, each for its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
     return is_eager(token) ? slot_at_owner(token, k, packed) : rows_.row(token, k, row_bytes_, packed);
   }
@@ -52,13 +53,13 @@ class Landing {
     const Target target = rows_.target(token, k, packed);
     return {rows_.row_at(target, row_bytes_), scales_.row_at(target, scale_row_bytes(args_.hidden))};
   }
-  // As at_owner(), but null where an eager token would travel to its own rank.
+  // As at_owner(), but null for an eager token whose owner is this rank.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {
     char* there = at_owner(token, k, packed);
     return is_eager(token) && owner_of(packed) == op_.comm.rank ? nullptr : there;
   }
 
-  // Where a token has landed here, and its scales, if `row` is the first of its rows.
+  // Where a token has landed here, and its scales. `row`: the first of its rows.
   JAX_EP_FN const char* here(int source, int token, int row) const {
     return is_eager(token) ? slot_here(source, token) : args_.rows + row * row_bytes_;
   }
@@ -103,7 +104,7 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
 // An address, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens travel as they are. This rank's own eager tokens do not travel.
+// Tokens travel as they are. This rank's own eager tokens do not travel: expand() copies them.
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
@@ -150,7 +151,7 @@ class PlainDispatch {
   RowMover mover_;
 };
 
-// Tokens in float8, this rank's own too: encoded into their landing slots and decoded from there.
+// Tokens travel in float8, also this rank's own: they are encoded into landing slots and decoded from there.
 template <class T>
 class EncodedDispatch {
  public:
@@ -203,7 +204,7 @@ class EncodedDispatch {
   RowWriter writer_;
 };
 
-// Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own too.
+// Tokens travel in float8 and stay so, also this rank's own: values and scales land apart.
 template <class T>
 class Float8Dispatch {
  public:

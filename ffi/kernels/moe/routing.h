@@ -1,5 +1,6 @@
-// Routing: which row each assignment of a dispatch gets, worked out by some coops, and what the others learn of it; how
-// peers learn where its buffers are. Rows are ordered by (expert, source rank, token, k), whatever the number of coops.
+// Routing: the routers, which are some coops of a rank, work out which row each assignment of a dispatch gets; the
+// other coops wait for what they need of it. Rows are ordered by (expert, source rank, token, k), whatever the number
+// of coops.
 #pragma once
 
 #include "comm/ctas.h"
@@ -11,19 +12,18 @@
 
 namespace jax_ep {
 
-// An assignment, as far as routing looks at it.
+// What routing knows of an assignment.
 struct Choice {
   int expert;
   float weight;
 };
 
-// Counting by the routers, which are the first CTAs of a rank that have begun: how many items each bin has, and which
-// position an item takes among those of its bin, whatever the number of coops. A CTA's coops keep their histograms in
-// shared memory.
+// Counts items by bin, and gives each item its position in its bin, whatever the number of coops. The routers are the
+// first CTAs of a rank that have begun. A CTA's coops keep their histograms in shared memory.
 class Histogram {
  public:
-  // All coops of a CTA call together. Counts `items` assignments: there is a bin for every expert, and one behind them
-  // for ids out of range.
+  // Counts `items` assignments, with a bin for every expert, and one behind them for ids out of range. All coops of a
+  // CTA call together.
   JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
         num_experts_(args.num_experts),
@@ -42,8 +42,8 @@ class Histogram {
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
   JAX_EP_FN void barrier() const { op_.router_barrier(ctas_); }
 
-  // Counts what choice_of(item) gives for every item, and calls take(bin, total) once for every bin. What was written
-  // by then is seen by all routers.
+  // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. All routers
+  // then see what was written.
   template <class ChoiceOf, class Take>
   JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
     int32_t* mine = bins(coop_.member.index);
@@ -61,8 +61,8 @@ class Histogram {
     barrier();
   }
 
-  // Calls visit(item, bin, position, weight) for this coop's share, where first_of(expert) is the position of the first
-  // in a bin. All lanes call together, with item -1 beyond the last and bin -1 for an assignment that is skipped.
+  // Calls visit(item, bin, position, weight) for this coop's share. first_of(expert) is the first position of a bin.
+  // All lanes call together, with item -1 behind the last item, and bin -1 for an assignment that is skipped.
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.member.index);
@@ -84,7 +84,7 @@ class Histogram {
   static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;
 
  private:
-  // This coop among those of the CTAs that route; one CTA needs nobody to come.
+  // This coop among those of the CTAs that route. A single CTA need not wait for others.
   JAX_EP_FN static Coop as_router(Op& op, int wanted) {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
@@ -118,7 +118,7 @@ class Histogram {
     return expert >= 0 && expert < num_experts_ ? expert : num_experts_;
   }
 
-  // What is read from memory is read a few steps ahead.
+  // Items are read from memory a few steps ahead.
   template <class ChoiceOf, class Visit>
   JAX_EP_FN void for_each(ChoiceOf choice_of, Visit visit) {
     if (!op_.ok()) return;  // what peers did not send in time must not be looked at
@@ -192,7 +192,7 @@ class Histogram {
   int ahead_from_ = -1;
 };
 
-// What the coops of a rank learn of the routing, which some of them work out.
+// What all coops of a rank learn from the routers.
 class Routed {
  public:
   JAX_EP_FN Routed(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
@@ -207,7 +207,7 @@ class Routed {
   JAX_EP_FN void await_placed() const { op_.wait_here(&op_.heap->placed[op_.comm.rank]); }
 
   // Waits until the assignments of all ranks have their rows, and returns whether there is room for them. If tokens are
-  // few, each rank places all.
+  // few, each rank places all of them itself.
   JAX_EP_FN bool settled() const {
     await_placed();
     if (!args_.few) op_.wait(&Heap::placed);
@@ -220,7 +220,7 @@ class Routed {
   const Segments segments_;
 };
 
-// Hands out the tokens of a dispatch, one that is not eager only when it has its rows; none once the op has failed.
+// Hands out the tokens of a dispatch. One that is not eager waits for its row. There are none once the op has failed.
 class RoutedTokens {
  public:
   JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const Routed& routed)
@@ -245,8 +245,8 @@ class RoutedTokens {
   bool placed_ = false;
 };
 
-// Who tells the peers where the buffers of a dispatch are: the last coop of the last CTA, so that nobody waits who
-// routes; or one of the routers, if that CTA finds no SM while other kernels run. To post twice does no harm.
+// Tells the peers where the buffers of a dispatch are. The last coop of the last CTA does so, so that the routers need
+// not. If other kernels keep that CTA from an SM, one of the routers posts. To post twice does no harm.
 JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool elected) {
   op.post_by(elected, posted(args, op.comm.size));
 }
@@ -257,11 +257,11 @@ JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   post_buffers(op, args, op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1));
 }
 
-// For the routers: made when they have heard what the peers chose, and asked to post when they have counted that. By
-// then it is known whether the last CTA has posted.
+// Lets a router post if the last CTA is late. Made when the peers' choices are here; post_if_late() is called when they
+// are counted, when it is known whether the last CTA has posted.
 class LatePost {
  public:
-  // One coop of the rank is `responsible`. A thread of the CPU has posted itself.
+  // One coop of the rank is `responsible`. A CPU thread has posted itself.
   JAX_EP_FN LatePost(const Op& op, bool responsible)
       : asked_(Coop::lanes > 1 && responsible ? op.ask_posted() : ~uint64_t{0}) {}
 
@@ -271,8 +271,8 @@ class LatePost {
   const uint64_t asked_;
 };
 
-// Every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its assignments,
-// while the first tokens are on their way.
+// Routes many tokens. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
+// of its assignments, while the eager tokens travel.
 class Router {
  public:
   JAX_EP_FN Router(Op& op, const DispatchArgs& args)
@@ -282,7 +282,7 @@ class Router {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // Other coops do not wait for it before they need what it finds: see Routed.
+  // The other coops wait for the results only where they need them: see Routed.
   JAX_EP_FN void route() {
     if (!histogram_.routes()) return;
     count();
@@ -316,7 +316,7 @@ class Router {
                      });
   }
 
-  // From all ranks' counts: the segments of every rank, and in them the first row of this rank's share.
+  // Derives the segments of every rank from all ranks' counts, and in each segment the first row of this rank's share.
   JAX_EP_FN void lay_out() {
     const Comm& comm = op_.comm;
     const ReceivedMail mail(op_);
@@ -340,8 +340,8 @@ class Router {
         [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
   }
 
-  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them: those that find
-  // room, or, where none may be dropped, none if some rank has no room.
+  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them. Assignments
+  // without room have none. If nothing may be dropped and some rank has no room, no assignment has a row.
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const bool fits = segments_.rank_without_room() < 0;
@@ -383,9 +383,8 @@ class Router {
   const int local_;
 };
 
-// For few tokens: every rank tells all which experts its tokens chose, and works out alone where everything goes. So
-// ranks talk once, before any row is on its way; the rows set off while it is worked out, to where they land by source
-// and token.
+// Routes few tokens. Every rank sends its choices to all, and each rank works out the whole routing. So ranks exchange
+// messages once before rows travel, and rows travel to landing slots meanwhile.
 class FewRouter {
  public:
   JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
@@ -397,7 +396,7 @@ class FewRouter {
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 
-  // Other coops do not wait for it before they need what it finds: see Routed.
+  // The other coops wait for the results only where they need them: see Routed.
   JAX_EP_FN void route() {
     if (!histogram_.routes()) return;
     send_choices();

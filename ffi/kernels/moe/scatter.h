@@ -1,4 +1,4 @@
-// scatter: rows along a routing that is already known, as combine's backward pass needs it.
+// scatter: sends rows along a routing that is already known. This is the backward pass of combine.
 #pragma once
 
 #include "comm/op.h"
@@ -9,7 +9,8 @@
 
 namespace jax_ep {
 
-// RowCounts from a routing, each value checked, less what its dispatch dropped.
+// The rows of each local expert, from the counts of a routing. Each value is checked, and what the dispatch dropped is
+// left out.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;
@@ -24,7 +25,7 @@ struct BoundedCounts {
   }
 };
 
-// Zeroes what holds no token, as a dispatch does. All lanes call.
+// Zeroes the rows without a token, as a dispatch does. All lanes call.
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   if (op.coop.receiver.empty() || !zeroes_rows(args)) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
@@ -35,8 +36,8 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
-// Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known
-// whether the first was taken.
+// Hands out the tokens for push_chunks. Made before peers are waited for, so that by then it is known whether the first
+// token was stolen.
 class ScatteredTokens {
  public:
   JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}

@@ -46,7 +46,7 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
   op.deliver(0, 1, op.coop.sender.count);
 }
 
-// What peers said they send must be what this rank was told it receives.
+// Checks that peers send what this rank expects to receive.
 JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   if (!op.ok() || op.coop.index != 0) return;
   const ReceivedMail mail(op);

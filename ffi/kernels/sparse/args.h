@@ -58,7 +58,7 @@ struct SparseReduceArgs {
   float* partials;        // [N, D] sums over entries of this rank, at the first of them
 };
 
-// The most coops of a rank that count ids of sparse_union: its scratch is sized the same everywhere.
+// The most coops of a rank that count ids of sparse_union, for which its scratch is sized.
 constexpr int kMaxCoops = 1024;
 
 // Scratch of sparse_union, in int32: a bit per row of the table and one more, ids below each word, ids per coop.
@@ -67,8 +67,8 @@ JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_wo
 JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
 JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
 
-// The landing of sparse_reduce: where the part of each holder lies, by slot, then room for parts of every other rank.
-// None where the result is sharded: its owners would have little left to do but to wait.
+// The landing of sparse_reduce: by slot, where the part of each holder lies; then room for parts of every other rank.
+// There is none if the result is sharded, as its owners would only wait.
 JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
   return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
 }

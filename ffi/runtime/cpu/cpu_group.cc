@@ -38,7 +38,7 @@ void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankS
   changed_.notify_one();
 }
 
-// Under the lock, so that every rank's worker meets the ops in one order: no two of them can wait for each other.
+// Under the lock, so that every rank's thread gets the ops in one order, and no two ranks wait for each other.
 void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
   for (auto& [rank, arrival] : arrivals) {
@@ -89,8 +89,8 @@ void CpuGroup::run(RankSlot slot, const Arrival& arrival, Running& running) {
   for (std::function<void()>& held : running.held) completions_.run(std::move(held));
 }
 
-// Waits for the earliest deadline among the gatherings; when one passes, the group fails and everybody is released.
-// Time in which this process was stopped does not count.
+// Waits for the earliest deadline among the gatherings. When a deadline passes, the group fails and all ranks are
+// released. Time in which this process was suspended does not count.
 void CpuGroup::watch() {
   name_thread("jax_ep watch");
   std::unique_lock lock(gather_mutex_);
@@ -122,7 +122,7 @@ void CpuGroup::release(const GroupError& error) {
   stalled_.clear();
 }
 
-// Where else a rank has come to in the line and waits there, if it does.
+// Where else a rank of the line has arrived and waits, if it does.
 const CpuGroup::Gathering* CpuGroup::elsewhere(const Key& key, int rank) const {
   for (const auto& [other, gathering] : gatherings_)
     if (other != key && std::get<2>(other) == std::get<2>(key) && gathering.arrivals.count(rank)) return &gathering;

@@ -1,5 +1,5 @@
-// The kernels of the ops on rows, for the files that instantiate them: one for each dtype, as a compiler takes a minute
-// for it, and kernels.cu.
+// The kernels of the ops on rows. They are instantiated in kernels.cu, and in one file for each dtype, as a compiler
+// takes a minute for each.
 #pragma once
 
 #include "kernels/kernels.h"

@@ -56,8 +56,7 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
   return future;
 }
 
-// Ops that need no group have no kernels here: the library only knows their buffers, and says what is wrong with a
-// call.
+// Ops that need no group have no kernels on a CPU. The library only checks their calls.
 template <class Args>
 ffi::Future launch_local(const Call&, const Args&) {
   return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});
