@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from jax_ep import profiling
 from jax_ep._kit import checks, collective_stream, ffi, meshes
@@ -203,23 +202,6 @@ class Group:
         if self.intranode is not None:
             return self.intranode.report()
         return [] if self._native is None else native.history(self._native)
-
-    def launch_config(self, op: str, num_tokens: int, *, wire_dtype: DTypeLike | None = None) -> native.LaunchConfig:
-        """How `op` ("dispatch", "combine" or "ragged_all_to_all") is launched for `num_tokens` tokens a rank.
-
-        Raises:
-          ValueError, TypeError: there is no such op, or num_tokens is no int from 0 to 2^31 - 1.
-          PlatformError: the group has no kernels, or they run on a CPU, as threads.
-        """
-        checks.check_int("launch_config", "num_tokens", num_tokens, least=0, below_32_bits=True)
-        if self.intranode is not None:
-            return self.intranode.launch_config(op, num_tokens, wire_dtype=wire_dtype)
-        config = None
-        if self._native is not None:
-            config = native.launch_config(self._native, self.platform, op, num_tokens, wire_dtype is not None)
-        if config is None:
-            raise PlatformError(f"launch_config: {self!r} launches no GPU kernels")
-        return config
 
     def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
         """What `node_capacity="auto"` stands for: how many tokens of a rank go to each node."""

@@ -29,17 +29,17 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
 
 def test_results_follow_from_the_settings() -> None:
     scatter = SCATTER | SCATTER_OPTIONS | {"dtype": "bfloat16"}
-    assert types_of("scatter", **scatter) == [("received", "bfloat16", [8, 4])]
-    rows = {"received": ("float32", [8, 256]), "rows": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
+    assert types_of("scatter", **scatter) == [("rows", "bfloat16", [8, 4])]
+    results = {"rows": ("float32", [8, 256]), "row_of": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
     found = {
         name: (dtype, shape)
         for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | {"hidden": 256})
     }
-    assert found.items() >= rows.items()
+    assert found.items() >= results.items()
     assert "scales" not in found
     float8 = {"hidden": 256, "wire_float8": True, "rows_float8": True}
     found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | float8)}
-    assert found["received"] == ("uint8", [8, 256])
+    assert found["rows"] == ("uint8", [8, 256])
     assert found["scales"] == ("float32", [8, 2])
 
 
@@ -145,7 +145,7 @@ def test_a_call_that_fits(open_group: OpenGroup) -> None:
 @pytest.mark.parametrize(
     ("change", "received", "operands", "message"),
     [
-        ({}, (9, 4), operands_of(), r"received must be float32\[8, 4\] in this group, got float32\[9, 4\]"),
+        ({}, (9, 4), operands_of(), r"rows must be float32\[8, 4\] in this group, got float32\[9, 4\]"),
         ({}, (8, 4), operands_of(top_k=3), r"targets must be int32\[3, 2\] in this group, got int32\[3, 3\]"),
         ({"hidden": 5}, (8, 4), operands_of(), r"tokens must be float32\[3, 5\] in this group, got float32\[3, 4\]"),
         ({}, (8, 4), operands_of()[:1], "there must be 4 operands and 1 results, got 1 and 1"),

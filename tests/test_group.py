@@ -235,16 +235,3 @@ def test_a_capacity_error_says_what_to_do(
         helpers.fetch(program(*case))
     with pytest.raises(CapacityError, match=r"but capacity is 1; raise capacity= .* or drop .* by on_overflow='drop'$"):
         group.check()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("moe_mlp", 4), "op must be one of 'dispatch', 'combine', 'ragged_all_to_all'; got 'moe_mlp'"),
-        (("dispatch", -1), "num_tokens must be at least 0, got -1"),
-        (("combine", 2.5), "num_tokens must be a Python int, .* got float"),
-    ],
-)
-def test_launches_that_are_refused(arguments: Any, message: str, open_group: OpenGroup) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"^launch_config: {message}"):
-        open_group(1).launch_config(*arguments)

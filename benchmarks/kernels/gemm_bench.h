@@ -104,9 +104,9 @@ class Buffers {
   const Case& of() const { return case_; }
 
   Config config() const {
-    jax_ep::HardwareModel model = jax_ep::hardware_model("sm_90");
-    CHECK(cudaDeviceGetAttribute(&model.sms, cudaDevAttrMultiProcessorCount, 0));
-    return plan({case_.grouping, case_.m, case_.n, case_.k, case_.groups()}, model);
+    int sms = 0;
+    CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    return plan({case_.grouping, case_.m, case_.n, case_.k, case_.groups()}, sms);
   }
   void run(const Config& config) {
     const Arguments arguments{

@@ -85,10 +85,10 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
   d.capacity = capacity, d.alignment = 1;
   d.tokens = reinterpret_cast<char*>(upload(r.tokens));
-  d.expert_ids = upload(r.ids), d.weights = upload(r.weights);
-  d.received = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
-  d.targets = device_array<int32_t>(r.ids.size()), d.rows = device_array<int32_t>(table);
-  d.arrived = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
+  d.expert_ids = upload(r.ids), d.token_weights = upload(r.weights);
+  d.rows = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
+  d.targets = device_array<int32_t>(r.ids.size()), d.row_of = device_array<int32_t>(table);
+  d.weights = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
   d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
   d.landing = device_array<char>(ranks * s.tokens * row);
@@ -102,13 +102,13 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
   a.num_tokens = s.tokens, a.top_k = s.top_k, a.hidden = s.hidden, a.local_experts = local, a.capacity = capacity;
-  a.alignment = 1, a.tokens = d.tokens, a.targets = d.targets, a.rows = d.rows, a.counts = d.counts;
-  a.received = d.received;
+  a.alignment = 1, a.tokens = d.tokens, a.targets = d.targets, a.row_of = d.row_of, a.counts = d.counts;
+  a.rows = d.rows;
 
   CombineArgs& c = r.combine;
   c.dtype = DType::bfloat16;
   c.num_tokens = s.tokens, c.top_k = s.top_k, c.hidden = s.hidden, c.capacity = capacity;
-  c.outputs = d.received, c.weights = d.arrived, c.targets = d.targets, c.rows = d.rows;
+  c.outputs = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
   c.combined = device_array<char>(s.tokens * row);
   c.landing = device_array<char>(ranks * s.tokens * row);
   CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
@@ -117,9 +117,10 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
 
 void release(Rank& r) {
   const DispatchArgs& d = r.dispatch;
-  const void* all[] = {d.tokens,  d.expert_ids,       d.weights,         d.received,          d.group_sizes, d.targets,
-                       d.rows,    d.arrived,          d.counts,          d.dropped,           d.invalid,     d.scratch,
-                       d.landing, r.combine.combined, r.combine.landing, r.float8_rows.scales};
+  const void* all[] = {d.tokens,      d.expert_ids,       d.token_weights,   d.rows,
+                       d.group_sizes, d.targets,          d.row_of,          d.weights,
+                       d.counts,      d.dropped,          d.invalid,         d.scratch,
+                       d.landing,     r.combine.combined, r.combine.landing, r.float8_rows.scales};
   for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
   CHECK(cudaStreamDestroy(r.stream));
 }

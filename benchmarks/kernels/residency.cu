@@ -115,27 +115,27 @@ void add_routed(std::vector<Case>& cases, int ranks, int tokens) {
     d.dtype = DType::float32;
     d.num_tokens = tokens, d.top_k = kTopK, d.hidden = kHidden, d.num_experts = kExperts, d.capacity = capacity;
     d.alignment = 1, d.few = are_few(tokens, kTopK), d.eager = eager_tokens(tokens, kTopK, false, false);
-    const Array received(capacity * row), sizes(local * 4), targets(table * 4), rows(ranks * table * 4),
-        arrived(ranks * table * 4), counts(kExperts * 4), combined(tokens * row), scattered(capacity * row);
+    const Array rows(capacity * row), sizes(local * 4), targets(table * 4), row_of(ranks * table * 4),
+        row_weights(ranks * table * 4), counts(kExperts * 4), combined(tokens * row), scattered(capacity * row);
     d.tokens = Array(floats(size_t{1} * tokens * kHidden)).as<char>();
-    d.expert_ids = Array(integers(table, kExperts)).as<int32_t>(), d.weights = Array(floats(table)).as<float>();
-    d.received = received.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
-    d.rows = rows.as<int32_t>(), d.arrived = arrived.as<float>(), d.counts = counts.as<int32_t>();
+    d.expert_ids = Array(integers(table, kExperts)).as<int32_t>(), d.token_weights = Array(floats(table)).as<float>();
+    d.rows = rows.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
+    d.row_of = row_of.as<int32_t>(), d.weights = row_weights.as<float>(), d.counts = counts.as<int32_t>();
     d.dropped = Array(4).as<int32_t>(), d.invalid = Array(4).as<int32_t>();
     d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks, /*drop=*/false) * 4).as<int32_t>(),
     d.landing = Array(ranks * tokens * row).as<char>();
     CombineArgs c{};
     c.dtype = DType::float32;
     c.num_tokens = tokens, c.top_k = kTopK, c.hidden = kHidden, c.capacity = capacity;
-    c.outputs = d.received, c.weights = d.arrived, c.targets = d.targets, c.rows = d.rows;
+    c.outputs = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
     c.combined = combined.as<char>(), c.landing = Array(ranks * tokens * row).as<char>();
     ScatterArgs s{};
     s.dtype = DType::float32;
     s.num_tokens = tokens, s.top_k = kTopK, s.hidden = kHidden, s.local_experts = local, s.capacity = capacity;
-    s.alignment = 1, s.tokens = d.tokens, s.targets = d.targets, s.rows = d.rows, s.counts = d.counts;
-    s.received = scattered.as<char>();
+    s.alignment = 1, s.tokens = d.tokens, s.targets = d.targets, s.row_of = d.row_of, s.counts = d.counts;
+    s.rows = scattered.as<char>();
     dispatch.launches.push_back([d](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, d); });
-    dispatch.results.push_back({received, sizes, targets, rows, arrived, counts});
+    dispatch.results.push_back({rows, sizes, targets, row_of, row_weights, counts});
     combine.launches.push_back([c](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, c); });
     combine.results.push_back({combined});
     scatter.launches.push_back([s](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, s); });

@@ -1,4 +1,4 @@
-// An op as the module of a library sees it.
+// An op as module.cc sees it.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// What Python must know of a result; the dtype is null where it is that of an operand which it begins as.
+// What Python must know of a result. The dtype is null if the result begins as an operand, whose dtype it has.
 struct ResultType {
   std::string name;
   const char* dtype;
@@ -27,21 +27,17 @@ struct CallTypes {
 struct BoundOp {
   const char* target;  // of the FFI
   XLA_FFI_Handler* handler;
-  // What groups of asynchronous ops call: XLA keeps it out of command buffers, whose graphs run on one stream. Null for
-  // an op that needs no group.
+  // The handler that groups with async_ops call. XLA keeps it out of command buffers, whose graphs run on one stream.
+  // Null for an op that needs no group.
   XLA_FFI_Handler* uncaptured;
-  // Those of a call with these settings; throws std::invalid_argument.
+  // The types of a call with these settings. Throws std::invalid_argument.
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 
-// Instantiated in bindings/rows.cc and matmul.cc: on the CPU those hold the kernels, and a compiler takes long.
-template <class Args>
-BoundOp bind();
-
-// The products with a collective, where the library has them: bindings/matmul.cc, or else no_matmul.cc.
-std::vector<BoundOp> bind_products();
-
-// The ops that need no group of ranks, where the library knows them: bindings/matmul.cc, or else no_matmul.cc.
-std::vector<BoundOp> bind_alone();
+// The ops of the lists in kernels/ops.h. The library for HIP has no products, and bindings/no_matmul.cc in place of
+// matmul.cc. In several files, as a compiler takes long: on the CPU they hold the kernels.
+std::vector<BoundOp> bind_row_ops();
+std::vector<BoundOp> bind_product_ops();
+std::vector<BoundOp> bind_local_ops();
 
 }  // namespace jax_ep

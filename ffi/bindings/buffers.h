@@ -1,4 +1,4 @@
-// The buffers of a call against those that the op's spec lists: compared, and set in its arguments.
+// Compares the buffers of a call with those of the op's spec, and sets them in its arguments.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@ inline std::string describe(ffi::AnyBuffer buffer) {
   return describe(type, sizes.begin(), sizes.end());
 }
 
-// What is wrong with a buffer. A program that was compiled for another group may come here, from a file.
-// `where`: behind what it must be.
+// What is wrong with a buffer. A program from a file may have been compiled for another group. `where` follows the type
+// in the error.
 inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer buffer, const char* where) {
   const auto sizes = buffer.dimensions();
   const bool any = spec.values == Values::any;
@@ -51,8 +51,8 @@ inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer
   return std::string(spec.name) + " must be " + wanted + where + ", got " + describe(buffer);
 }
 
-// All that a call hands over. Behind the operands of the spec come those that updated results begin as, and behind the
-// results the workspace, if there is one.
+// All buffers of a call. Behind the operands of the spec come the operands that updated results begin as. Behind the
+// results comes the workspace, if there is one.
 struct CallBuffers {
   std::vector<ffi::AnyBuffer> operands, results;
 
@@ -79,7 +79,7 @@ BufferCounts count_buffers(const Args& args, int ranks, int64_t workspace_bytes)
   return counts;
 }
 
-// Sets the pointers of `args`, whose sizes are set; or says which buffer is not what those want.
+// Sets the pointers of `args`, whose sizes are set already; or says which buffer does not fit them.
 template <class Args>
 std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args* args) {
   const int64_t workspace_bytes = for_each_part(*args, ranks, [](auto, int64_t) {});
@@ -87,7 +87,7 @@ std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args
   if (call.operands.size() != counts.operands || call.results.size() != counts.results)
     return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
            " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
-  const char* const where = kIsAlone<Args> ? "" : " in this group";
+  const char* const where = kIsLocal<Args> ? "" : " in this group";
   auto operand = call.operands.begin(), result = call.results.begin();
   auto origin = call.operands.end() - counts.updated;
   std::optional<std::string> error;

@@ -12,14 +12,13 @@
 #include "bindings/settings.h"
 #include "platform/launch.h"
 #include "runtime/registry.h"
-#include "runtime/sites.h"
 
 namespace jax_ep {
 
-// The group of a call and the seat of its device in it, or why there is none.
+// The group of a call and the rank slot of its device, or why there is none.
 struct Caller {
   std::shared_ptr<PlatformGroup> group;
-  Seat seat;
+  RankSlot slot;
   std::optional<ffi::Error> error;
 };
 
@@ -27,8 +26,8 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
   Caller caller{id ? std::static_pointer_cast<PlatformGroup>(find_group(*id)) : nullptr, {}, std::nullopt};
   if (!caller.group) {
     caller.error = to_ffi(group_not_open());
-  } else if (const std::optional<Seat> seat = caller.group->find_seat(call.device)) {
-    caller.seat = *seat;
+  } else if (const std::optional<RankSlot> slot = caller.group->find_slot(call.device)) {
+    caller.slot = *slot;
   } else {
     caller.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
                               "device " + std::to_string(call.device) + " is not in the group of this program");
@@ -39,7 +38,7 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
 // What users know an op as.
 template <class Args>
 std::string op_name(const Args& args) {
-  if constexpr (kIsAlone<Args>)
+  if constexpr (kIsLocal<Args>)
     return OpSpec<Args>::kTarget;
   else
     return name_of(kind_of(args));
@@ -53,25 +52,21 @@ std::string wrong_call(const Args& args, const std::string& what) {
 template <class Args>
 LaunchResult execute(Call call, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
   const Attributes settings(attributes);
-  const Caller caller = find_caller(call, settings.integer("group"));
-  if (caller.error) return fail_call(*caller.error);
+  Caller caller{};
+  int ranks = 1;
+  if constexpr (!kIsLocal<Args>) {
+    caller = find_caller(call, settings.integer("group"));
+    if (caller.error) return fail_call(*caller.error);
+    ranks = caller.group->size();
+  }
   Args args{};
-  std::optional<std::string> error = read_settings(settings, caller.group->size(), kSendsAhead, &args);
-  if (!error) error = set_pointers(CallBuffers(operands, results), caller.group->size(), &args);
+  std::optional<std::string> error = read_settings(settings, ranks, kSendsAhead, &args);
+  if (!error) error = set_pointers(CallBuffers(operands, results), ranks, &args);
   if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, wrong_call(args, *error)});
-  const int32_t site = number_of_site(settings.text("site").value_or(""));
-  return launch(call, caller.group, caller.seat, site, args);
-}
-
-// An op that needs no group of ranks.
-template <class Args>
-LaunchResult execute_alone(Call call, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                           ffi::Dictionary attributes) {
-  Args args{};
-  std::optional<std::string> error = read_settings(Attributes(attributes), 1, kSendsAhead, &args);
-  if (!error) error = set_pointers(CallBuffers(operands, results), 1, &args);
-  if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, wrong_call(args, *error)});
-  return launch_alone(call, args);
+  if constexpr (kIsLocal<Args>)
+    return launch_local(call, args);
+  else
+    return launch(call, caller.group, caller.slot, number_of_site(settings.text("site").value_or("")), args);
 }
 
 template <class Args>
@@ -96,16 +91,10 @@ BoundOp bind() {
                          {kTraits});
   XLA_FFI_DEFINE_HANDLER(uncaptured, execute<Args>,
                          ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs());
-  return {OpSpec<Args>::kTarget, handler, uncaptured, call_types<Args>};
-}
-
-template <class Args>
-BoundOp bind_one_alone() {
-  XLA_FFI_DEFINE_HANDLER(handler, execute_alone<Args>,
-                         ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(), {kTraits});
-  return {OpSpec<Args>::kTarget, handler, nullptr, call_types<Args>};
+  return {OpSpec<Args>::kTarget, handler, kIsLocal<Args> ? nullptr : uncaptured, call_types<Args>};
 }
 
 }  // namespace jax_ep
 
-#define JAX_EP_BIND(Args) template BoundOp bind<Args>();
+// For the lists of kernels/ops.h.
+#define JAX_EP_BIND(Args) bind<Args>(),

@@ -5,16 +5,7 @@
 
 namespace jax_ep {
 
-std::vector<BoundOp> bind_products() {
-#define JAX_EP_BOUND(Args) bind<Args>(),
-  return {JAX_EP_MATMUL_OPS(JAX_EP_BOUND)};
-#undef JAX_EP_BOUND
-}
-
-std::vector<BoundOp> bind_alone() {
-#define JAX_EP_BOUND(Args) bind_one_alone<Args>(),
-  return {JAX_EP_ALONE_OPS(JAX_EP_BOUND)};
-#undef JAX_EP_BOUND
-}
+std::vector<BoundOp> bind_product_ops() { return {JAX_EP_PRODUCT_OPS(JAX_EP_BIND)}; }
+std::vector<BoundOp> bind_local_ops() { return {JAX_EP_LOCAL_OPS(JAX_EP_BIND)}; }
 
 }  // namespace jax_ep

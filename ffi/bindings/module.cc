@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -13,7 +13,6 @@
 #include "bindings/bound_op.h"
 #include "gemm/plan.h"
 #include "platform/launch.h"
-#include "runtime/call_site.h"
 #include "runtime/memory.h"
 #include "runtime/recorder.h"
 
@@ -27,13 +26,15 @@ py::capsule capsule(Function* handler) {
   return py::capsule(reinterpret_cast<void*>(handler));
 }
 
-std::vector<BoundOp> bound_ops() {
-#define JAX_EP_BOUND(Args) bind<Args>(),
-  std::vector<BoundOp> ops{JAX_EP_MOE_OPS(JAX_EP_BOUND) JAX_EP_RAGGED_OPS(JAX_EP_BOUND)
-                               JAX_EP_SPARSE_OPS(JAX_EP_BOUND)};
-#undef JAX_EP_BOUND
-  for (const auto& more : {bind_products(), bind_alone()}) ops.insert(ops.end(), more.begin(), more.end());
-  return ops;
+// Every op of this library, by the name of its target.
+const std::map<std::string, BoundOp>& bound_ops() {
+  static const auto* const ops = [] {
+    auto* const all = new std::map<std::string, BoundOp>;
+    for (const auto& some : {bind_row_ops(), bind_product_ops(), bind_local_ops()})
+      for (const BoundOp& op : some) all->emplace(op.target, op);
+    return all;
+  }();
+  return *ops;
 }
 
 py::dict stages(XLA_FFI_Handler* handler) {
@@ -44,19 +45,17 @@ py::dict stages(XLA_FFI_Handler* handler) {
   return stages;
 }
 
-// Whether a product whose rows are in groups is planned as two halves of its contraction, on a Hopper of so many SMs.
+// Whether a product with grouped rows is planned as two halves of its contraction, on a Hopper of so many SMs.
 bool splits_contraction(int m, int n, int k, int groups, int sms) {
-  HardwareModel model = hardware_model("sm_90");
-  model.sms = sms;
-  return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, model).split_k;
+  return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
 
 // The stages of each target's handler.
 py::dict handlers() {
   py::dict all;
-  for (const BoundOp& op : bound_ops()) {
-    all[op.target] = stages(op.handler);
-    if (op.uncaptured) all[py::str(std::string(op.target) + "_uncaptured")] = stages(op.uncaptured);
+  for (const auto& [target, op] : bound_ops()) {
+    all[py::str(target)] = stages(op.handler);
+    if (op.uncaptured) all[py::str(target + "_uncaptured")] = stages(op.uncaptured);
   }
   return all;
 }
@@ -79,19 +78,14 @@ class Keywords final : public Settings {
   const py::kwargs& all_;
 };
 
-// What a call of an op by so many ranks is: what users know the op as, and its results (name, dtype, shape, alike) in
-// order. The dtype is None where a result begins as an operand, of which it has the type.
+// What a call of an op by `ranks` ranks is: the name under which users know the op, and its results in order as (name,
+// dtype, shape, alike). The dtype is None if a result begins as an operand, whose dtype it has.
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
 using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
 PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
-  PyCallTypes found;
-  for (const BoundOp& op : bound_ops())
-    if (target == op.target) {
-      const CallTypes types = op.call_types(Keywords(settings), ranks);
-      found.first = types.op;
-      for (const ResultType& type : types.results)
-        found.second.emplace_back(type.name, type.dtype, type.shape, type.alike);
-    }
+  const CallTypes types = bound_ops().at(target).call_types(Keywords(settings), ranks);
+  PyCallTypes found{types.op, {}};
+  for (const ResultType& type : types.results) found.second.emplace_back(type.name, type.dtype, type.shape, type.alike);
   return found;
 }
 
@@ -113,14 +107,7 @@ PyRecording to_python(const Recording& recording) {
   std::vector<PySpan> spans;
   for (const Span& s : recording.spans)
     spans.emplace_back(s.cta, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
-  return {recording.seat.line, recording.seat.rank, recording.lost, recording.unfinished, std::move(spans)};
-}
-
-py::dict op_kinds() {
-  py::dict kinds;
-  for (const OpKind op : {OpKind::dispatch, OpKind::combine, OpKind::ragged_all_to_all})
-    kinds[name_of(op)] = static_cast<int>(op);
-  return kinds;
+  return {recording.slot.line, recording.slot.rank, recording.lost, recording.unfinished, std::move(spans)};
 }
 
 // (epoch, op, call, outcome, begin_ns, end_ns)
@@ -135,7 +122,7 @@ PyHistory to_python(const RankHistory& history) {
   for (const OpRecord& op : history.ops)
     records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
                          kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
-  return {history.seat.line, history.seat.rank,      history.finished,  history.process,
+  return {history.slot.line, history.slot.rank,      history.finished,  history.process,
           history.waited_ns, history.received_bytes, std::move(records)};
 }
 
@@ -146,8 +133,8 @@ PyError to_python(const std::optional<GroupError>& error) {
   return std::pair{error->kind, error->message};
 }
 
-// A group as Python holds it: registered while open. A child that was forked has none of the group's threads: there
-// everything is left as it is. Once the group is closed or released, there is nothing more to tell.
+// A group as Python holds it; it is registered while open. A forked child has none of the group's threads, so there
+// everything is left as it is. A closed or released group has nothing more to tell.
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
@@ -173,13 +160,13 @@ class Handle {
     recorder_ = nullptr;
     std::atomic_load(&registration_)->end();
   }
-  // Nobody in Python holds the group any more: it is closed with the last program that was compiled for it.
+  // Called when nobody in Python holds the group any more. It is closed with the last program that was compiled for it.
   void release() {
     if (is_forked()) return;
     recorder_ = nullptr;
     std::atomic_store(&registration_, {});
   }
-  // In short waits: between them the watchdog, who calls this, does not keep a released group alive.
+  // Waits in short steps. Between them the caller, the watchdog, does not keep a released group alive.
   PyError await_failure(double seconds) {
     constexpr double kPeriod = 0.05;
     for (; seconds > 0; seconds -= kPeriod) {
@@ -216,11 +203,6 @@ class Handle {
     if (!recorder_) return all;
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
-  }
-  // Blocks, threads, sender warps of a block, bytes of shared memory of a warp; nothing on a CPU.
-  std::optional<std::array<int, 4>> launch_config(int op, int num_tokens, bool encoded) const {
-    const std::shared_ptr<PlatformGroup> group = open_group();
-    return group ? describe_launch(*group, static_cast<OpKind>(op), num_tokens, encoded) : std::nullopt;
   }
   // Test hooks.
   void stall(int rank, const std::string& where) {
@@ -267,7 +249,6 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMailCounts;
   module.attr("max_ranks") = kMaxRanks;
-  module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
@@ -288,7 +269,6 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
       .def("last_phase", &Handle::last_phase, unlocked)
-      .def("launch_config", &Handle::launch_config)
       .def("stall", &Handle::stall)
       .def("stage_all", &Handle::stage_all);
 }

@@ -6,6 +6,6 @@
 
 namespace jax_ep {
 
-JAX_EP_ROW_OPS(JAX_EP_BIND)
+std::vector<BoundOp> bind_row_ops() { return {JAX_EP_ROW_OPS(JAX_EP_BIND)}; }
 
 }  // namespace jax_ep

@@ -1,4 +1,5 @@
-// The sizes and options of a call, by name: FFI attributes when it runs, Python's keywords when it is traced.
+// The sizes and options of a call, by name. They are FFI attributes when an op runs, and Python's keywords when it is
+// traced.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ namespace jax_ep {
 
 namespace ffi = xla::ffi;
 
-// Each answers nothing where there is no such setting of this type.
+// Each function returns nothing if there is no such setting of this type.
 class Settings {
  public:
   virtual ~Settings() = default;
@@ -46,7 +47,7 @@ class Attributes final : public Settings {
   const ffi::Dictionary& all_;
 };
 
-// Reads every setting of an op into its arguments; keeps what is wrong with the first that is.
+// Reads every setting of an op into its arguments, and keeps the first error.
 template <class Args>
 class SettingsReader {
  public:
@@ -108,7 +109,7 @@ std::optional<std::string> read_settings(const Settings& settings, int ranks, bo
   SettingsReader<Args> reader(settings, args);
   OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { reader(name, label, member); });
   if (reader.error()) return reader.error();
-  if (const char* fault = OpSpec<Args>::fault(*args, ranks)) return fault;
+  if (const char* const error = OpSpec<Args>::validate(*args, ranks)) return error;
   OpSpec<Args>::complete(*args, ranks, sends_ahead);
   return std::nullopt;
 }

@@ -17,8 +17,8 @@ JAX_EP_FN bool in_words(const void* a, const void* b, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uintptr_t>(bytes)) % 16 == 0;
 }
 
-// Copies every `step`-th word from `first` on. The calling lane has several words in flight: how many is a choice, here
-// and below.
+// Copies every `step`-th word from `first` on. A lane has several words in flight; how many is a choice, here and
+// below.
 JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t first, int step) {
   constexpr int kInFlight = 4;
   int64_t i = first;
@@ -57,7 +57,7 @@ struct Batch {
   }
 };
 
-// Copies one row to `fanout` addresses and reads it once: all lanes ask for to(k) together.
+// Copies one row to `fanout` addresses, reading it once. All lanes call to(k) together.
 template <class To>
 JAX_EP_FN void copy_to_each(const Coop& coop, int fanout, To to, const char* from, int64_t bytes) {
   if (Coop::lanes == 1 || !in_words(to(0), from, bytes)) {
@@ -83,8 +83,8 @@ JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
   }
 }
 
-// All lanes call. Each lane in `holders` has a short row, whose bytes are a multiple of 4. The coop copies several of
-// these rows at once, so that memory is waited for once.
+// All lanes call. Each lane in `holders` has a short row of a multiple of 4 bytes. The coop copies several of these
+// rows at once, so that it waits for memory once.
 JAX_EP_FN void copy_short(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
   constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);
   if (Coop::lanes == 1 || bytes > Coop::lanes * kWordBytes || coop.ballot(!in_words(to, from, bytes))) {

@@ -7,10 +7,10 @@
 
 namespace jax_ep {
 
-// Everything any coop of the first `ctas` did before it is visible to all of them behind the cta_sync() that must
-// follow it. All coops of a CTA call it, also those for which the op has failed: `join` is then false, and the others
-// find the abort word. One coop of a CTA stands for all, and alone learns the status: it raises the abort word, if need
-// be, before that cta_sync().
+// A barrier of the first `ctas` CTAs. What a coop did before it is visible to all of them behind the cta_sync() that
+// must follow it. All coops of a CTA call it, also those whose op has failed: `join` is then false, and the other CTAs
+// find the abort word. One coop of a CTA waits for all its coops, and alone learns the status. If the wait failed, that
+// coop raises the abort word before the cta_sync().
 JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bool join, const uint64_t* abort_word,
                              uint64_t timeout_ns) {
   coop.cta_sync();
@@ -27,16 +27,17 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
   return static_cast<Status>(coop.broadcast(status));
 }
 
-// The members of an op whose CTAs meet at barriers are the CTAs that have begun when the first ones stop waiting for
-// more. A kernel that runs beside others may get SMs for some of its CTAs only; the rest begin when these have ended,
-// and must not be waited for.
+// The members of an op are the CTAs that take part in its barriers: those that have begun when the first ones stop
+// waiting for more. Beside another kernel some CTAs may not find an SM until these have ended, so nobody may wait for
+// them.
 
-// How long the first CTAs wait for the others, which usually begin within a microsecond: a choice, that `residency`
-// runs with all SMs but one taken. Threads of a CPU, which outnumber its cores, get longer.
+// How long the first CTAs wait for the others, which usually begin within a microsecond. A choice, which `residency`
+// times with all SMs but one taken. CPU threads outnumber the cores, so they wait longer.
 constexpr uint64_t kJoinNs = Coop::lanes == 1 ? 10'000'000 : 20'000;
 
-// Returns the part of this CTA among the members; an empty one if they were settled before it began. One lane of a CTA
-// calls. `words` is one word of the heap: CTAs that have begun in its low half, members in its high half.
+// Returns the part of this CTA among the members, or an empty part if the members were settled before it began. One
+// lane of a CTA calls. `words` is one word of the heap: its low half counts the CTAs that have begun, its high half the
+// members.
 JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   const auto settled = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
@@ -55,10 +56,9 @@ JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   }
 }
 
-// Whether `count` coops, warps of a role, have begun; all of them ask, and wait for the others as long as join() does.
-// `begun` is a word that is zero when the op begins. Whoever begins as the last is always told that all have, so one
-// coop at least stays if those leave that are told otherwise; and who stays may wait for peers, as nobody else of this
-// rank needs an SM.
+// Whether all `count` coops of a role have begun. Each of them asks, and waits as long as join() does. `begun` is a
+// word that is zero when the op begins. The last coop to begin always gets true, so at least one coop stays if those
+// that get false leave. A coop that stays may wait for peers, as no other coop of this rank then needs an SM.
 JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
   int all = 0;
   if (coop.lane == 0) {
@@ -73,7 +73,7 @@ JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
   return coop.broadcast(all);
 }
 
-// All coops of a CTA call; the first bytes of its shared memory are overwritten.
+// All coops of a CTA call. Overwrites the first bytes of the CTA's shared memory.
 JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   Part joined{0, 1};
   if (ctas == 1) return joined;
@@ -93,14 +93,14 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   return joined;
 }
 
-// A part that some coops of all CTAs have, in sender_part()'s order, once the members alone have one.
+// The part of a coop in sender_part()'s order, once only the members have parts.
 JAX_EP_FN Part among_members(Part part, Part cta, Part member) {
   const int of_cta = part.count / cta.count;  // parts
   return of_cta == 0 ? Part{} : Part{part.index / cta.count * member.count + member.index, of_cta * member.count};
 }
 
-// This coop, numbered as if the member CTAs were all CTAs. It has no part in the op where its CTA has none. A thread of
-// the CPU both sends and receives.
+// This coop, numbered as if the member CTAs were all CTAs. If its CTA is no member, it has no part in the op. A CPU
+// thread both sends and receives.
 JAX_EP_FN Coop as_member(Coop coop, Part cta) {
   if (cta.empty()) {
     coop.sender = coop.receiver = coop.cta = {};
@@ -120,8 +120,7 @@ JAX_EP_FN Coop as_member(Coop coop, Part cta) {
   return coop;
 }
 
-// This coop among those of all CTAs of its rank that have begun. Its CTA has no part if it came too late: then it only
-// finishes the op.
+// This coop among those of all CTAs of its rank that have begun. If its CTA came too late, it only finishes the op.
 JAX_EP_FN Coop join_op(const Comm& comm, const Coop& coop) {
   return as_member(coop, join_cta(coop, &comm.own_heap->members, coop.cta.count));
 }

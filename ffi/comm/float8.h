@@ -1,6 +1,6 @@
-// How the values of a block are scaled to float8 e4m3: such that the largest magnitude becomes the largest that the
-// format holds. The scale undoes the factor. A block of zeros has the scale 1; one with a NaN or an infinity becomes
-// NaN.
+// How the values of a block are scaled to float8 e4m3: the largest magnitude becomes 448, the largest of the format. A
+// value times the factor is stored; times the scale it is restored. A block of zeros has the scale 1. A block with a
+// NaN or an infinity becomes NaN.
 #pragma once
 
 #include "comm/platform.h"
@@ -9,7 +9,7 @@ namespace jax_ep {
 
 constexpr float kFloat8Max = 448.0f;
 
-// The factor of a block of tiny values must not be infinite: zero times it would be NaN.
+// A block of tiny values must not get an infinite factor, as zero times infinity is NaN.
 JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }
 
 JAX_EP_FN float factor_for(float largest) { return largest == 0 ? 1.0f : finite(kFloat8Max / largest); }

@@ -2,35 +2,38 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "comm/dtype.h"
 
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
-// Both are choices; the second bounds the experts and the slices of an op.
-constexpr int kMaxFlags = 1024;    // chunks of a source that are announced apart: row blocks of a matrix are many
-constexpr int kMailCounts = 4096;  // numbers in a box
+// Both are choices. kMailCounts bounds the experts and the slices of an op.
+constexpr int kMaxFlags = 1024;    // most chunks of a source with a flag each: a matrix has many row blocks
+constexpr int kMailCounts = 4096;  // numbers in a mailbox
 constexpr int kMailBuffers = 5;
 
 enum class OpKind : int32_t;  // kernels/ops.h
 
-// What an op is called with. Ranks that run an op together call it with equal signatures; kernels/signature.h says what
-// sizes and flags mean.
-constexpr int kSignatureSizes = 6;
+// What an op is called with. Ranks that run an op together call it with equal signatures. kernels/signature.h fills one
+// in from the op's spec, and checks that the sizes and flags of every spec have room here.
+constexpr int kSignatureSizes = 12;
+constexpr int kSignatureFlags = 32;
 struct Signature {
   OpKind op;
   DType dtype, other_dtype;  // rows, or a product's result; a product's operands
-  uint32_t flags;
+  uint32_t flags;            // one bit each
   int64_t sizes[kSignatureSizes];
+  int32_t plan[4];  // of a launch that the ranks must agree on; otherwise zero
 };
-static_assert(sizeof(Signature) == 64, "no padding, which would be compared too");
+static_assert(std::has_unique_object_representations_v<Signature>, "its bytes are hashed, so it has no padding");
 
 // Failures from `timeout` on end the group.
 enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
 constexpr Failure kFirstFatal = Failure::timeout;
 
-// What a rank reports to the host: the first coop of an op to fail claims it in the heap and fills it in.
+// What a rank reports to the host. The first coop of an op to fail claims the report in the heap, and fills it in.
 struct Report {
   uint64_t epoch;  // of the op that failed, written last
   Failure failure;
@@ -46,20 +49,20 @@ struct Posted {
   void* buffers[kMailBuffers];
 };
 
-// What a source rank leaves at a peer when an op begins: where the peer may write, and what it will send.
+// What a source rank leaves at a peer when an op begins: where the peer may write, and what the source will send.
 struct Mail {
   void* buffers[kMailBuffers];  // as the peer sees them
-  int32_t counts[kMailCounts];  // what they stand for is the op's affair
+  int32_t counts[kMailCounts];  // the op decides what they mean
   float weights[kMailCounts];
 };
 
-// A barrier among some CTAs of a rank. CTAs that meet at another barrier have words of their own.
+// A barrier among some CTAs of a rank. Each such barrier has words of its own.
 struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// An entry of a rank's flight recorder: Op::record_begin() begins it, the coop that finishes the op ends it. The host
-// reads it word by word meanwhile.
+// An entry of a rank's flight recorder. Op::record_begin() begins it, and the coop that finishes the op ends it. The
+// host may read it word by word meanwhile.
 enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
   uint64_t epoch;
@@ -70,23 +73,23 @@ struct OpRecord {
 };
 constexpr int kRecordedOps = 64;
 
-// Items that are senders' own (PushItems): more than a rank has senders.
+// The most items that senders claim without a ticket (PushItems). A rank has fewer senders.
 constexpr int kMaxClaims = 2048;
 
-constexpr int kCounters = 64;  // so many CTAs, at least, count apart: one word for all would keep them waiting
+constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word would wait for each other
 
-// A flag holds the stamp of the last op that it stands for: the op's epoch, and in the low bits the tag of what it was
-// called with. So nothing is ever reset between ops, and a rank that runs another op is noticed where it is waited for.
+// A flag holds the stamp of the last op that raised it. A stamp is the op's epoch, with the tag of its signature in the
+// low bits. Epochs only rise, so flags are never reset. A waiter that finds the right epoch with another tag knows that
+// the peer runs another op.
 constexpr int kTagBits = 24;
 
-// All ops share one pad, whose flags are told apart by what they stand for. `chosen`, `laid_out`, `placed` and what is
-// named for routers are used where ranks first tell each other what they will send: today by dispatches alone. They
-// stand here and not with the kernels that raise them: a pad has one layout, which peers of other processes map, and an
-// op that had words of its own would need room of its own in it.
+// All ops' flags live in this one struct because other processes map it: its layout is ABI. Flags are named for what
+// they stand for. Only ops whose ranks first tell each other what they will send use `chosen`, `laid_out`, `placed` and
+// the words of routers.
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
-  uint64_t never;     // an abort word that nobody raises
+  uint64_t never;     // an abort word that is never raised, for waits that must not be aborted
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
@@ -106,11 +109,12 @@ struct alignas(128) Heap {
   alignas(128) uint64_t push_ticket;                      // the next row to push
   alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
   alignas(128) uint64_t claimed[kMaxClaims];              // by item: epoch of the last op in which it was claimed
-  // Two boxes per source, by the parity of the epoch: a peer one op ahead never overwrites mail still in use.
+  // Two mailboxes per source, by the parity of the epoch. So a peer that is one op ahead never overwrites mail that is
+  // still in use.
   Mail mail[2][kMaxRanks];
 };
 
-// Clears what counts within an op, by one lane when nobody else is left in it.
+// Clears the counts of an op. One lane calls, when no other coop is left in the op.
 JAX_EP_FN void clear_counts(Heap* heap) {
   store_relaxed(&heap->routers.arrived, uint64_t{0});
   store_relaxed(&heap->everyone.arrived, uint64_t{0});
@@ -121,8 +125,8 @@ JAX_EP_FN void clear_counts(Heap* heap) {
   store_relaxed(&heap->push_ticket, uint64_t{0});
 }
 
-// Handed to every kernel by value. A launch finds its arguments in lines of 64 bytes, none of them cached: what all
-// coops need at once stands in the first.
+// Handed to every kernel by value. A launch reads its arguments from uncached memory in lines of 64 bytes, so the first
+// line holds what all coops need at once.
 struct Comm {
   int rank;
   int size;
@@ -131,12 +135,13 @@ struct Comm {
   uint64_t timeout_ns;
   Report* report;  // host memory
   Heap* own_heap;
-  // The signal pads of all ranks, as this one sees them; the host asks Group::heap. All are handed over: a kernel that
-  // looked for some of them elsewhere took 3 % longer over few tokens (`bench moe --shapes T=128`).
+  // The signal pads of all ranks, as this rank sees them. The host asks Group::heap. They are passed by value because a
+  // kernel that loaded some of them from memory took 3 % longer over few tokens (`bench moe --shapes T=128`).
   Heap* heaps[kMaxRanks];
-  // By buffer of the mail: by peer, from the address here to the address there. Null where all are of one process.
+  // For each buffer of the mail: by peer, the distance from the address here to the address there. Null if all ranks
+  // are in one process.
   const int64_t* peer_offsets[kMailBuffers];
-  // For the flight recorder alone, hence last.
+  // Only the flight recorder reads these, so they come last.
   Signature signature;
   int32_t site;
 };

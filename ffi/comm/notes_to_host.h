@@ -1,4 +1,5 @@
-// What an op leaves for the host: why it failed, and its entry in the flight recorder. Failures are out of line.
+// What an op leaves for the host: why it failed, and its entry in the flight recorder. Functions for failures are not
+// inlined.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace jax_ep {
 
-// Leaves a report for the host, unless this op, or a later one, has left one. The host may look meanwhile: the epoch is
-// zero until the rest is written, and the host sees the words in the order of their stores.
+// Leaves a report for the host, unless this op or a later one has left one. The host may read meanwhile: the epoch is
+// zero until the rest is written, and words arrive in the order of their stores.
 JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   const uint64_t before = load_relaxed(&heap->reported);
   if (before >= what.epoch || !compare_exchange(&heap->reported, before, what.epoch)) return;
@@ -30,8 +31,8 @@ JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
   return load_acquire(&report->epoch) != 0 && report->failure >= kFirstFatal;
 }
 
-// Leaves a report of a wait that did not end by its flag. After a timeout or a mismatch it also raises the abort word,
-// if that is zero, to the rank that was waited for, plus 1.
+// Leaves a report of a wait that failed. After a timeout or a mismatch it also raises the abort word, if that is zero,
+// to 1 + the rank that was waited for.
 JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
   const bool aborted = status == Status::aborted;
   what.failure = aborted ? Failure::peer_lost : status == Status::timeout ? Failure::timeout : Failure::mismatch;
@@ -40,8 +41,8 @@ JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Re
   if (!aborted) compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 
-// Writes what a rank begins, word by word: the host may read it meanwhile. In line, as a call among the first
-// instructions of a kernel costs the rest its registers.
+// Writes what a rank begins, word by word, as the host may read meanwhile. Inlined: a call this early in a kernel would
+// cost it registers.
 JAX_EP_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, const Signature& signature) {
   constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
   const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(site), signature};
@@ -50,7 +51,6 @@ JAX_EP_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, cons
   for (int i = 0; i < kWords; ++i) store_relaxed(reinterpret_cast<uint64_t*>(record) + i, words[i]);
 }
 
-// Adds the time of a wait that was not over at once.
 JAX_EP_COLD_FN void add_wait(uint64_t* sum, uint64_t ns) { fetch_add(sum, ns); }
 
 }  // namespace jax_ep

@@ -11,12 +11,13 @@ struct Part {
   JAX_EP_CONSTANT_FN bool empty() const { return count == 0; }
 };
 
-// The first `senders` coops of a CTA send: neighbouring parts are in different CTAs, to spread few rows ...
+// The first `senders` coops of a CTA send. Neighbouring parts are in different CTAs, so that few rows are spread over
+// all.
 JAX_EP_CONSTANT_FN Part sender_part(int cta, int ctas, int coop, int senders) {
   return coop < senders ? Part{coop * ctas + cta, ctas * senders} : Part{};
 }
 
-// ... and the others receive, or all of them where there are no others.
+// The other coops receive, or all coops if all send.
 JAX_EP_CONSTANT_FN Part receiver_part(int cta, int ctas, int coop, int coops, int senders) {
   const int receivers = senders < coops ? coops - senders : coops;
   const int first = senders < coops ? senders : 0;

@@ -1,8 +1,8 @@
-// Chooses the target this code is compiled for. No other file asks the compiler which one that is.
+// Chooses the target this code is compiled for. No other file asks the compiler for it.
 //
-// A target header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), JAX_EP_ROLLED (of a loop whose
-// body is long and would be repeated for each of its few turns), the memory-order verbs, clock_ns, pause, and Coop: the
-// unit that runs a kernel together, a warp on a GPU and a thread on the CPU.
+// A target header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), JAX_EP_ROLLED (for a loop with a
+// long body and few turns, which must not be unrolled), loads and stores with memory order, clock_ns, pause, and Coop.
+// A coop runs a kernel together: a warp on a GPU, a thread on the CPU.
 #pragma once
 
 namespace jax_ep {

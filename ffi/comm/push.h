@@ -1,4 +1,4 @@
-// Pushing, shared among the coops of a rank: who takes which item, and how the peers learn of a chunk.
+// How the coops of a rank share the rows to push, and how peers learn that a chunk is whole.
 #pragma once
 
 #include "comm/integers.h"
@@ -6,10 +6,10 @@
 
 namespace jax_ep {
 
-// Waits up to `patience_ns` for an item's coop to claim it, as coops usually begin within a microsecond; otherwise
-// claims it. Returns whether this lane has it now. One lane calls. All is handed over by value: a call that is not
-// inlined would force variables of the caller into memory.
-JAX_EP_COLD_FN bool take_over(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
+// Waits up to `patience_ns` for an item's coop to claim the item, as coops usually begin within a microsecond. Then
+// claims it. Returns whether this lane has claimed it. One lane calls. Arguments go by value: this call is not inlined,
+// and references would force the caller's variables into memory.
+JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
   const uint64_t since = clock_ns();
   for (unsigned tries = 0; load_relaxed(claimed) != epoch; ++tries) {
     if (clock_ns() - since >= patience_ns) return atomic_exchange(claimed, epoch) != epoch;
@@ -18,15 +18,14 @@ JAX_EP_COLD_FN bool take_over(uint64_t* claimed, uint64_t epoch, uint64_t patien
   return false;
 }
 
-// Hands out items in order by ticket, to whoever is free: links and SMs are not equally fast, and some coops may not
-// have begun. A coop makes one for an op; the constructor asks for its first ticket. All lanes call together. next()
-// may be called again after it has given -1.
+// Hands out items by ticket, so that fast coops take more of them and coops that have not begun take none. A coop makes
+// one PushItems for an op; the constructor draws its first ticket. All lanes call together. next() may be called again
+// after it has returned -1.
 //
-// With `own_first`, for senders alone, the first item of a sender is the one of its index, and it asks for tickets
-// after that: to wait for one before the first row costs a tenth of the time of few tokens. The constructor claims that
-// item. When next() gives -1 and what was put is announced, the sender asks for next_abandoned() until it gives -1,
-// too: items of senders that have made no PushItems yet. Every claimed item has somebody who looks after the next one,
-// so all items are handed out, once each, if one sender runs.
+// `own_first` (senders only): sender i starts with item i, which the constructor claims, and draws tickets from then
+// on. Waiting for the first ticket would cost 10 % of a small dispatch. When next() has returned -1 and what was put is
+// announced, the sender calls next_stolen() until that returns -1, too. It returns items of senders that have not
+// begun. Whoever claims an item looks after the next one, so every item is handed out once as long as one sender runs.
 class PushItems {
  public:
   JAX_EP_FN PushItems(Op& op, int items, bool own_first = false)
@@ -51,25 +50,25 @@ class PushItems {
     return item;
   }
 
-  // Whether another coop has taken over the item that next() gave: then it must be neither put nor announced. Asked as
-  // late as may be, as it waits for the claim.
-  JAX_EP_FN bool was_taken(int item) const {
+  // Whether another coop has stolen the item that next() returned. Then it must be neither put nor announced. Ask as
+  // late as possible, as this waits for the claim.
+  JAX_EP_FN bool was_stolen(int item) const {
     return has_own_ && item == op_.coop.sender.index && op_.coop.broadcast(claimed_before_ == op_.epoch);
   }
 
-  JAX_EP_FN int next_abandoned() {
+  JAX_EP_FN int next_stolen() {
     if (own_ == 0) return -1;
     looked_ = looked_ + 1 == own_ ? 0 : looked_ + 1;
     uint64_t* const claimed = &op_.heap->claimed[looked_];
     int found = 0;
-    if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = take_over(claimed, op_.epoch, patience_ns_);
+    if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = steal(claimed, op_.epoch, patience_ns_);
     patience_ns_ = 0;                                 // for all items together
     return op_.coop.broadcast(found) ? looked_ : -1;  // whoever has claimed it looks after the next
   }
 
  private:
   Op& op_;
-  const int items_, own_;  // of which the first `own_` go without a ticket
+  const int items_, own_;  // the first `own_` items need no ticket
   int looked_;             // the item that was looked after last
   const bool has_own_;
   bool begun_ = false;
@@ -77,10 +76,10 @@ class PushItems {
   uint64_t patience_ns_ = kJoinNs;
 };
 
-// Counts the items that this coop has put, and tells when those of a chunk are written: when the next are already on
-// their way, so that the wire does not run dry. All lanes call. Tokens come in any order to after(), and rise between
-// two calls of finish(), of which there may be several, to begun() and skipped(). `Chunks` has chunks, chunk(),
-// chunk_of().
+// Counts the items that this coop has put, and raises a chunk's flag when they are written. It waits for them only when
+// the next items are already under way, so that the wire does not run dry. All lanes call. after() takes tokens in any
+// order. begun() and skipped() take rising tokens between two calls of finish(), which may be called several times.
+// `Chunks` has chunks, chunk(), chunk_of().
 template <class Chunks>
 class Announcer {
  public:
@@ -115,7 +114,7 @@ class Announcer {
     after(token, rows);
   }
 
-  // Everything was put, so far. If there are no items at all, every sender announces all chunks: any may be the only
+  // Everything was put, so far. If there are no items at all, every sender announces all chunks, as it may be the only
   // one that takes part.
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {

@@ -6,8 +6,8 @@
 
 namespace jax_ep {
 
-// What the bytes of a result become when it is not delivered: NaN, or -1 in integers; 0 for sizes, which other kernels
-// trust; and for targets, something less than -1, by which combine knows that its tokens never left.
+// What every byte of an undelivered result becomes. nan: NaN, or -1 in integers. size: 0, as other kernels trust sizes.
+// target: a number below -1, by which combine knows that the dispatch failed.
 enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
 
 // A result of an op.
@@ -17,8 +17,7 @@ struct Buffer {
   Undelivered undelivered = Undelivered::nan;
 };
 
-// Fills the share of a buffer that belongs to one of several coops. It is told its lane alone: to hand over a whole
-// coop would cost a kernel registers.
+// Fills one coop's share of a buffer. It takes the lane and not the coop, which would cost the caller registers.
 JAX_EP_COLD_FN void fill_share(int lane, Buffer buffer, Part part) {
   constexpr int64_t kChunk = 1 << 16;
   for (int64_t begin = part.index * kChunk; begin < buffer.bytes; begin += part.count * kChunk) {

@@ -13,12 +13,12 @@ struct Waited {
   uint64_t ns;    // that the wait took, zero for a short one
 };
 
-// A waiter that has not seen the clock for so long was stopped itself, perhaps with all its peers.
+// A waiter that looks at the clock this late was suspended itself, perhaps with all its peers.
 constexpr uint64_t kStoppedNs = 1'000'000'000;
 
 constexpr unsigned kShortWait = 64;  // looks at the flag before the first at the clock
 
-// A wait that is not short, by the clock.
+// A longer wait, with a deadline.
 JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t began = clock_ns(), looked = began;
   for (unsigned tries = 1;; ++tries) {
@@ -35,9 +35,9 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
   }
 }
 
-// Waits until *flag is at least `value`, for at most `timeout_ns` in which this waiter ran. Polls without ordering,
-// which would cost the other coops their caches, and orders once at the end: or at once, if nothing is to be waited
-// for. What the ordering load returns is not looked at, as that would cost its way to memory once more.
+// Waits until *flag is at least `value`, for at most `timeout_ns` of this waiter's own running time. It polls with
+// relaxed loads, as acquire loads would invalidate the caches of the other coops, and acquires once at the end. The
+// value of that last load is not used, so nobody waits for it.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);
   if (seen >= value) return {Status::ok, seen, 0};

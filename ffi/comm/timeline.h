@@ -1,8 +1,8 @@
 // The timeline inside a rank's kernels: when each CTA entered which phase of which op.
 //
-// A track belongs to the first coop of each role in a CTA, which alone appends to it: no atomics. It is a ring that is
-// never reset; the host remembers where a recording began. A phase ends where the next event of its track begins. Where
-// no timeline is kept, this costs one comparison a phase.
+// The first coop of each role in a CTA has a track. Only that coop appends to it, so there are no atomics. A track is a
+// ring that is never reset; the host remembers where a recording began. A phase ends where the next event of its track
+// begins. When nothing is recorded, a phase costs one comparison.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ struct Timeline {
   Track* tracks;
 };
 
-// In host memory: the host counts up `asked`, the device answers with its time.
+// In host memory. The host counts `asked` up, and the device answers with its time.
 struct ClockFace {
   uint64_t asked, answered, ns;
   uint64_t cancelled;

@@ -1,9 +1,8 @@
-// The only way to a peer's memory, but for the flags that Op raises there.
+// The only way to a peer's memory, except for the flags that Op raises there.
 //
-// A window is a buffer that a rank posts when an op begins, so that its peers may write or read it: from when they have
-// seen it posted (Op::wait_posted) until they deliver the last that the rank waits for. Windows are numbered in the
-// order of the op's spec. The rest of the mail is numbers that a rank leaves at its peers before it raises a flag
-// there.
+// A window is a buffer that a rank posts when an op begins. Its peers may write or read it from when they have seen it
+// posted (Op::wait_posted) until they deliver the last chunk that the rank waits for. Windows are numbered in the order
+// of the op's spec. A rank may also leave numbers in its peers' mailboxes, before it raises a flag there.
 #pragma once
 
 #include "comm/op.h"
@@ -24,8 +23,8 @@ class Window {
   const int number_;
 };
 
-// A window for hot loops: each lane keeps the address at one peer, where there are lanes enough. Made when all ranks
-// have posted.
+// A window for hot loops: each lane keeps the address at one peer, if there are enough lanes. Made when all ranks have
+// posted.
 template <class T>
 class LaneWindow {
  public:
@@ -48,7 +47,7 @@ class LaneWindow {
   T* mine_;
 };
 
-// Where this rank leaves numbers for its peers, kMailCounts of each kind, before it posts or tells them.
+// Where this rank leaves numbers for its peers, kMailCounts of each kind, before it posts or signals.
 class SentMail {
  public:
   JAX_EP_FN explicit SentMail(const Op& op) : op_(op) {}
@@ -60,7 +59,7 @@ class SentMail {
   const Op& op_;
 };
 
-// What the sources have left here. Read behind the wait for their flags.
+// What the sources have left here. Read after the wait for their flags.
 class ReceivedMail {
  public:
   JAX_EP_FN explicit ReceivedMail(const Op& op) : boxes_(op.mail(op.comm.rank, 0)) {}

@@ -1,9 +1,8 @@
-// How a product is laid over the SMs: a pure function of its shape and of the device.
+// How a product is laid over the SMs: a pure function of its shape and of the number of SMs.
 #pragma once
 
 #include <string>
 
-#include "comm/hardware_model.h"
 #include "gemm/problem.h"
 
 namespace jax_ep::gemm {
@@ -25,19 +24,30 @@ struct Config {
   std::string describe() const;
 };
 
-Config plan(const Shape& shape, const HardwareModel& model);
+// Rates of a Hopper, measured on an H200.
+struct Rates {
+  int band = 8;  // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
+  // Divided by the contraction: how many columns are multiplied in the time that 256 take to be stored. And how many in
+  // the time that a tile waits for its operands. Both: gemm_bench sweep.
+  int store_columns = 40000;
+  int load_columns = 12;
+  int least_split = 1024;  // a contraction that two CTAs share: gemm_bench time, products of 64 and 128 rows
+};
+constexpr Rates kRates;
+
+Config plan(const Shape& shape, int sms);
 
 // With tiles of fixed height, to which hooks can be added.
-Config plan_fixed(const Shape& shape, const HardwareModel& model);
+Config plan_fixed(const Shape& shape, int sms);
 
 // With tiles of no more rows than they need, and so many columns.
-Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns);
+Config plan_swapped(const Shape& shape, int sms, int tile_columns);
 
 // With tiles of this width.
-Config plan_width(const Shape& shape, const HardwareModel& model, int block_n);
+Config plan_width(const Shape& shape, int sms, int block_n);
 
 // Whether both CTAs of a cluster should take one tile, half of the contraction each: where there are so few tiles that
 // this leaves none of `sms` without work.
-bool should_split(const GemmRates& rates, int block_n, int k, int tiles, int sms);
+bool should_split(int block_n, int k, int tiles, int sms);
 
 }  // namespace jax_ep::gemm

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <variant>
 
 #include "kernels/matmul/gather.h"
 #include "kernels/matmul/reduce.h"
@@ -14,42 +15,32 @@
 
 namespace jax_ep {
 
-// Calls run(args) with the arguments of the kernel for an op's arguments. Ops that have several kernels overload it.
-template <class Args, class Run>
-auto choose_kernel(const Args& args, Run run) {
-  return run(args);
+// The arguments of the kernel that runs a call. An op with several kernels overloads it, and returns a variant of
+// theirs.
+template <class Args>
+std::variant<Args> kernel_of(const Args& args) {
+  return args;
 }
 
-// Whether a kernel looks at no values.
 template <class Args>
-inline constexpr bool kIsBlind = false;
-#define JAX_EP_IS_BLIND(Args) \
-  template <>                 \
-  inline constexpr bool kIsBlind<Args> = true;
-JAX_EP_BLIND_KERNELS(JAX_EP_IS_BLIND)
-#undef JAX_EP_IS_BLIND
+inline constexpr bool kIsByteWise = false;
+#define JAX_EP_IS_BYTE_WISE(Args) \
+  template <>                     \
+  inline constexpr bool kIsByteWise<Args> = true;
+JAX_EP_BYTE_KERNELS(JAX_EP_IS_BYTE_WISE)
+#undef JAX_EP_IS_BYTE_WISE
 
-// In place of the format of values, for kernels that are blind.
-struct NoFormat {};
-
-// Calls run(format, args) with the format and the arguments of the kernel for an op's arguments.
+// Calls run(format, args) for the kernel that runs a call: run_kernel<decltype(format)>(comm, args, coop) is it.
 template <class Args, class Run>
 auto with_kernel(const Args& args, Run run) {
-  return choose_kernel(args, [&](const auto& chosen) {
-    if constexpr (kIsBlind<std::decay_t<decltype(chosen)>>)
-      return run(NoFormat{}, chosen);
-    else
-      return with_format(chosen.dtype, [&](auto format) { return run(format, chosen); });
-  });
-}
-
-// A kernel, for one format of values if it looks at them.
-template <class Format, class Args>
-JAX_EP_FN void run_kernel_on(const Comm& comm, const Args& args, const Coop& coop) {
-  if constexpr (kIsBlind<Args>)
-    run_kernel(comm, args, coop);
-  else
-    run_kernel<Format>(comm, args, coop);
+  return std::visit(
+      [&](const auto& chosen) {
+        if constexpr (kIsByteWise<std::decay_t<decltype(chosen)>>)
+          return run(NoFormat{}, chosen);
+        else
+          return with_format(chosen.dtype, [&](auto format) { return run(format, chosen); });
+      },
+      kernel_of(args));
 }
 
 }  // namespace jax_ep

@@ -1,7 +1,7 @@
-// What there is to know of an op without running it, said once: by a specialisation of OpSpec for its arguments, in
-// args.h of its family. From it follow the FFI handler and its checks, the types of results in Python, the workspace,
-// the signature that ranks compare, what peers must reach, and what a failure leaves. Kernels ask it for their results
-// and windows.
+// All that the host must know of an op without running it: a specialisation of OpSpec for the op's arguments, in args.h
+// of its family. The FFI handler and its checks, the types of results in Python, the workspace, the signature that
+// ranks compare, what peers must reach, and what a failure leaves follow from it. Kernels ask it for their results and
+// windows.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-// Calls run(row) with a value of the format that a dtype stands for: nothing else chooses it.
+// Calls run(value) with a value of the format of a dtype.
 template <class Run>
 auto with_format(DType dtype, Run run) {
   switch (dtype) {
@@ -28,7 +28,10 @@ auto with_format(DType dtype, Run run) {
   }
 }
 
-// The dtype of a buffer; `any` where the op moves rows of so many bytes, whatever they hold.
+// The format of kernels that look at no values.
+struct NoFormat {};
+
+// The dtype of a buffer. `any`: the op moves rows of so many bytes, whatever they hold.
 enum class Values : uint8_t { float32, bfloat16, float16, float8, int32, uint8, any };
 
 // As jax names the arrays; float8 values travel as uint8.
@@ -40,8 +43,8 @@ inline const char* name_of(Values values) {
 enum class Use : uint8_t {
   operand,  // is only read
   result,
-  updated,  // a result that begins as the operand of its name and keeps what no rank overwrites
-  scratch,  // a part of the workspace: nobody reads it after the op
+  updated,  // a result that begins as the operand of the same name, and keeps what no rank overwrites
+  scratch,  // a part of the workspace, which nobody reads after the op
 };
 
 struct BufferSpec {
@@ -124,8 +127,8 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
   return dtype == DType::float32 ? Values::float32 : dtype == DType::bfloat16 ? Values::bfloat16 : Values::float16;
 }
 
-// What an op has to do, for the choice of its launch: tokens or entries, or the rows that it zeroes at least.
-struct Load {
+// How much an op has to do, by which its launch is chosen: tokens or entries, or at least the rows that it zeroes.
+struct WorkSize {
   int tokens;
   bool encoded;  // rows travel in float8
 };
@@ -142,19 +145,19 @@ struct KindName {
 //   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: they
 //                                                          are FFI attributes, and what ranks must agree on. Errors say
 //                                                          the label, if it is not null.
-//   static Load load(args)
+//   static WorkSize work_size(args)
 //   template <class Visit> static void buffers(args, ranks, visit)
 //                                                          calls visit(spec, member) for each: operands and results in
 //                                                          the order of the call, parts of the workspace anywhere
 //
-// and kind_of(args), one of kKinds. `fault` refuses what Python refuses, too: a program may come from a file.
+// and kind_of(args), one of kKinds. `validate` checks what Python checks, too, as a program may come from a file.
 struct OpDefaults {
   // Sets what follows from the settings. `sends_ahead`: peers are so far that parts of sums are sent before they ask.
   template <class Args>
   static void complete(Args&, int, bool) {}
   // What is wrong with the settings, or null.
   template <class Args>
-  static const char* fault(const Args&, int) {
+  static const char* validate(const Args&, int) {
     return nullptr;
   }
 };
@@ -162,13 +165,13 @@ struct OpDefaults {
 template <class Args>
 struct OpSpec;
 
-// Alike, of an op that needs no group of ranks: it has neither kinds nor a load, its `ranks` are one, and errors call
-// it by its target.
-struct AloneDefaults : OpDefaults {};
+// What the specialisation of an op without a group of ranks may leave out. It has neither kinds nor a work size, its
+// `ranks` is 1, and errors call it by its target.
+struct LocalDefaults : OpDefaults {};
 template <class Args>
-constexpr bool kIsAlone = std::is_base_of_v<AloneDefaults, OpSpec<Args>>;
+constexpr bool kIsLocal = std::is_base_of_v<LocalDefaults, OpSpec<Args>>;
 
-// What a setting that is an enum may be, as Python says it.
+// The values of a setting that is an enum, under their names in Python.
 template <class Enum>
 struct Named {
   const char* name;
@@ -197,7 +200,7 @@ void set_pointer(T** member, void* buffer) {
   *member = static_cast<T*>(buffer);
 }
 
-// The parts of a workspace lie one behind the other, each as aligned as XLA's own buffers.
+// The parts of a workspace lie one behind the other, aligned as XLA aligns its own buffers.
 constexpr int64_t kWorkspaceAlignment = 256;
 
 // Calls visit(member, offset) for each part of the workspace; returns its bytes.
@@ -212,8 +215,8 @@ int64_t for_each_part(const Args& args, int ranks, Visit visit) {
   return end;
 }
 
-// In a kernel: the results, for Op::poison and Op::finish. Nothing is worked out before it is needed: results are
-// rarely filled, and a kernel has no registers to spare.
+// In a kernel: the results, for Op::poison and Op::finish. Addresses are worked out only when they are needed: results
+// are rarely filled, and a kernel has no registers to spare.
 template <class Args>
 class Results {
  public:

@@ -1,5 +1,5 @@
-// Every op by name. An op is added here, in args.h of its family (what it is called with), in a header of its own (what
-// its kernel does), and in kernels.h; bindings, signatures and launches follow from these lists.
+// Every op by name. To add an op, add it here, in args.h of its family (what it is called with), in a header of its own
+// (what its kernel does), and in kernels.h. Bindings, signatures and launches follow from these lists.
 #pragma once
 
 #include <cstdint>
@@ -20,21 +20,16 @@ enum class OpKind : int32_t {
 
 }  // namespace jax_ep
 
-// By family: X(Args) for the arguments of each op.
-#define JAX_EP_MOE_OPS(X) X(DispatchArgs) X(ScatterArgs) X(CombineArgs)
-#define JAX_EP_RAGGED_OPS(X) X(RaggedArgs)
-#define JAX_EP_SPARSE_OPS(X) X(SparseUnionArgs) X(SparseReduceArgs)
-#define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
-
-// Those that need no group of ranks. Hopper GPUs alone have their kernels.
-#define JAX_EP_ALONE_OPS(X) \
+// The arguments of every op: X(Args). Those of ranks together, on rows and of products with a collective; and those
+// that need no group of ranks, whose kernels only Hopper GPUs have.
+#define JAX_EP_ROW_OPS(X) \
+  X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
+#define JAX_EP_PRODUCT_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
+#define JAX_EP_LOCAL_OPS(X) \
   X(GroupedDotArgs) X(GroupedOuterArgs) X(GatedDotArgs) X(SummedDotArgs) X(Float8DotArgs) X(GatedFloat8DotArgs)
 
-#define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X)
-#define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_MATMUL_OPS(X)
-
-// The kernels of the ops on rows, most of which have one; choose_kernel in kernels/kernels.h knows the others. Those
-// that look at values are compiled for each dtype, and those that are blind once: they move bytes.
+// The kernels of the ops on rows; kernel_of() says which one runs a call. Those that look at values are compiled for
+// each dtype. Byte-wise kernels only move rows, and are compiled once.
 #define JAX_EP_VALUE_KERNELS(X) \
   X(EncodedDispatchArgs) X(Float8DispatchArgs) X(CombineArgs) X(LongCombineArgs) X(SparseReduceArgs)
-#define JAX_EP_BLIND_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)
+#define JAX_EP_BYTE_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

@@ -10,9 +10,9 @@ namespace jax_ep {
 namespace {
 
 constexpr int kThreads = 256;  // a choice: more would leave a thread fewer than 255 registers
-// Shared memory of a coop: barriers, then a row of 7168 values in float8 to write and three halves of one in 16 bits to
-// read, or four such halves, or seven batches of 4 KiB, or a ring of three parts of a row. Eight times that is all that
-// a CTA may have on sm_90.
+// Shared memory of a coop. Behind the barriers it holds a row of 7168 values in float8 to write and three half rows of
+// 16-bit values to read; or four such half rows, or seven batches of 4 KiB, or a ring of three parts of a row. Eight
+// coops use all that a CTA may have on sm_90.
 constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
 static_assert(RowRates{}.union_blocks * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 
@@ -37,7 +37,7 @@ int senders(const RowShape& shape, const RowRates& rates, int blocks, int coops)
   }
 }
 
-// The blocks that an op has work for, where that is known. Even few tokens have many rows where they arrive.
+// The blocks that an op has work for, if that is known. Even few tokens may have many rows where they arrive.
 int useful_blocks(const RowShape& shape, const RowRates& rates, int all) {
   switch (shape.op) {
     case OpKind::dispatch:

@@ -1,11 +1,10 @@
-// How an op is launched, on rows or of a product with a collective: a pure function of its shape and of the device,
-// measured, not derived.
+// How an op is launched, on rows or with a product and a collective. A plan is a pure function of the op's shape and of
+// the device; its rates are measured, not derived.
 #pragma once
 
 #include <string>
 
-#include "comm/hardware_model.h"
-#include "gemm/plan.h"
+#include "kernels/hardware_model.h"
 #include "kernels/ops.h"
 
 namespace jax_ep {
@@ -20,8 +19,8 @@ struct RowShape {
   bool encoded;    // rows travel in float8
 };
 
-// Few blocks: they wait for peers, and other kernels must find room beside them. In each, the first warps are senders,
-// which push rows to peers; the others are receivers, which take in what arrives.
+// There are few blocks, as they wait for peers, and other kernels must find room beside them. In each block the first
+// warps are senders, which push rows to peers. The others are receivers, which take in what arrives.
 struct LaunchConfig {
   int blocks;  // a block takes a whole SM
   int threads;
@@ -33,7 +32,8 @@ struct LaunchConfig {
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model);
 
-// A product with a collective. m, n, k: of the product that a rank computes; a gather's has the rows of all ranks.
+// A product with a collective. m, n, k are those of the product that one rank computes. A gather's product has the rows
+// of all ranks.
 struct ProductShape {
   OpKind op;
   int m, n, k;
@@ -59,16 +59,16 @@ struct OverlapConfig {
 
 OverlapConfig plan(const ProductShape& shape, const HardwareModel& model);
 
-// The best plan with given block_n and number of blocks that communicate. A reduction of two ranks may have none: then
-// all exchange their tiles.
+// The best plan with this block_n and this number of blocks that communicate. 0 blocks: all blocks exchange their
+// tiles, which a reduction of two ranks may do.
 OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
 
 // In which order pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {
   int first = 0, lead = 0, parts = 1;
 };
-// Pairs of this rank's rows alone come first, then those of the other ranks in turns, as they arrive. m: rows of one
-// rank.
+// Pairs with rows of this rank only come first. Those of the other ranks follow in turns, as they arrive. m: rows of
+// one rank.
 PairOrder own_rows_first(int m, int rank, int ranks);
 
 }  // namespace jax_ep

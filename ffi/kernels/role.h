@@ -11,12 +11,12 @@ constexpr int kWarpsPerCta = gemm::kThreads / 32;
 
 JAX_EP_FN int this_warp() { return gemm::uniform(threadIdx.x / Coop::lanes); }  // all lanes call
 
-// Where the warps of a role meet. Those that multiply meet at 1 and 2.
+// The named barriers of roles. The warps that multiply meet at 1 and 2.
 enum Barrier { kLoneWarps = 3, kCommunicators = 4, kWholeCtas = 5 };
 
-// A role of a kernel's warps: those of each of some CTAs from `first_warp` on share its work. How many coops take part
-// in an op follows from its roles: see Op::finish. Where the warps of a role in a CTA meet (Coop::cta_sync), they do so
-// at its named barrier, never at 0, that of all threads.
+// A role of a kernel's warps. The warps from `first_warp` on of some CTAs share its work. How many coops take part in
+// an op is the sum over its roles: see Op::finish. The warps of a role in one CTA meet (Coop::cta_sync) at the role's
+// named barrier, never at barrier 0, which is for all threads.
 struct Role {
   int first_warp, warps, first_cta, ctas;
   int barrier;
@@ -28,7 +28,7 @@ struct Role {
     return 0 <= warp && warp < warps && 0 <= cta && cta < ctas;
   }
 
-  // This warp, which has the role, among those that share it. `memory`: so many bytes for each of the CTA's.
+  // This warp as one of the coops of its role. `memory`: `bytes` for each warp of the CTA.
   JAX_EP_FN Coop coop(bool is_tracked = false, char* memory = nullptr, int bytes = 0) const {
     const int warp = this_warp() - first_warp, cta = static_cast<int>(blockIdx.x) - first_cta;
     const Part all{warp * ctas + cta, coops()};

@@ -1,7 +1,9 @@
-// What the ranks must agree on when they run an op together: its signature, from the arguments of this rank.
+// What the ranks must agree on when they run an op together: its signature, made from the arguments of this rank.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -14,9 +16,7 @@
 
 namespace jax_ep {
 
-constexpr int kSignatureFlags = 4;
-
-// What a kind of op, its sizes and its flags are called in errors; null where there is none, or nothing to tell.
+// What errors call a kind of op, its sizes and its flags. Null: there is none, or it has nothing to say.
 struct SignatureNames {
   const char* op = "an unknown op";
   const char* sizes[kSignatureSizes] = {};
@@ -24,7 +24,7 @@ struct SignatureNames {
   bool rows = false;  // whether it looks at the dtype of rows
 };
 
-// How many settings of an op its signature must hold.
+// How many sizes and flags the settings of an op need.
 struct SignatureRoom {
   int sizes = 0, flags = 0;
 
@@ -37,13 +37,13 @@ struct SignatureRoom {
 };
 
 template <class Args>
-constexpr SignatureRoom room_for() {
+constexpr bool fits_signature() {
   SignatureRoom room;
   OpSpec<Args>::settings([&](const char*, const char*, auto member) { room.count(member); });
-  return room;
+  return room.sizes <= kSignatureSizes && room.flags <= kSignatureFlags;
 }
 
-// Puts the settings of an op where they stand in its signature: numbers among the sizes, options among the flags.
+// Puts the settings of an op into its signature: numbers among the sizes, options among the flags.
 template <class Args>
 struct SignatureOf {
   const Args& args;
@@ -51,8 +51,10 @@ struct SignatureOf {
   SignatureNames names{};
   int sizes = 0, flags = 0;
 
-  static_assert(room_for<Args>().sizes <= kSignatureSizes && room_for<Args>().flags <= kSignatureFlags,
-                "a signature holds all settings of an op");
+  static_assert(
+      fits_signature<Args>(),
+      "this op has more sizes or options than a Signature holds: enlarge kSignatureSizes (or kSignatureFlags, "
+      "with the type of `flags`) in comm/heap.h");
 
   void add(const char* label, int64_t size) {
     names.sizes[sizes] = label;
@@ -91,26 +93,21 @@ Signature signature_of(const Args& args) {
   return signature;
 }
 
-// The plan of a product whose two ranks exchange their tiles stands behind what the op is called with: both must take
-// the same tiles in one order. GPUs with other SMs, or another max_sms, may not.
-constexpr SignatureRoom kPlanAt = room_for<MatmulReduceArgs>();
-static_assert(kPlanAt.sizes + 3 <= kSignatureSizes && kPlanAt.flags < kSignatureFlags);
-
+// Two ranks that exchange the tiles of a product must also agree on its plan, as both take the same tiles in the same
+// order. Plans differ between GPUs with different numbers of SMs, and between different max_sms.
 inline Signature with_plan(Signature signature, const OverlapConfig& config) {
   if (config.communicating > 0) return signature;  // no exchange
-  int at = kPlanAt.sizes;
-  for (const int size : {config.blocks(), config.block_n, config.band}) signature.sizes[at++] = size;
-  signature.flags |= uint32_t{config.split_k} << kPlanAt.flags;
+  const int plan[] = {config.blocks(), config.block_n, config.band, config.split_k};
+  std::copy(std::begin(plan), std::end(plan), signature.plan);
   return signature;
 }
 
 // ", 64 blocks, tiles 128x128, band 4, two a tile" of an exchange.
 inline std::string describe_plan(const Signature& signature) {
-  const bool reduces = signature.op == OpKind::matmul_all_reduce || signature.op == OpKind::matmul_reduce_scatter;
-  const int64_t* const plan = signature.sizes + kPlanAt.sizes;
-  if (!reduces || plan[0] == 0) return "";
-  return ", " + std::to_string(plan[0]) + " blocks, tiles 128x" + std::to_string(plan[1]) + ", band " +
-         std::to_string(plan[2]) + (signature.flags >> kPlanAt.flags & 1 ? ", two a tile" : "");
+  const auto& [blocks, block_n, band, split_k] = signature.plan;
+  if (blocks == 0) return "";
+  return ", " + std::to_string(blocks) + " blocks, tiles 128x" + std::to_string(block_n) + ", band " +
+         std::to_string(band) + (split_k ? ", two a tile" : "");
 }
 
 template <class Args>
@@ -125,7 +122,8 @@ void find_names(OpKind op, SignatureNames* names) {
 inline SignatureNames names_of(OpKind op) {
   SignatureNames names;
 #define JAX_EP_FIND_NAMES(Args) find_names<Args>(op, &names);
-  JAX_EP_OPS(JAX_EP_FIND_NAMES)
+  JAX_EP_ROW_OPS(JAX_EP_FIND_NAMES)
+  JAX_EP_PRODUCT_OPS(JAX_EP_FIND_NAMES)
 #undef JAX_EP_FIND_NAMES
   return names;
 }

@@ -1,5 +1,5 @@
-// Sums of rows that are read where they are, as no stream could bring their batches ahead: DirectSum for a coop of many
-// lanes, from one dtype to another, and sum_few_rows for a coop of one.
+// Sums of rows that are read where they lie, without a stream that brings batches ahead. DirectSum is for coops of many
+// lanes, from one dtype to another; sum_few_rows is for a coop of one lane.
 #pragma once
 
 #include "comm/copy.h"
@@ -10,8 +10,8 @@
 
 namespace jax_ep {
 
-// `kRows`: how many rows have packs in flight at once. The fewer rows, the more packs of each: 16 a lane, a choice,
-// which python -m jax_ep bench sparse times.
+// `kRows`: how many rows have packs in flight at once. A lane has 16 packs in flight in all, so fewer rows mean more
+// packs of each. A choice, which python -m jax_ep bench sparse times.
 template <class In, class Out, int kRows = 4>
 class DirectSum {
  private:
@@ -25,8 +25,8 @@ class DirectSum {
   // `words`: all rows are made of 16-byte words.
   JAX_EP_FN DirectSum(const Coop& coop, bool words) : coop_(coop), words_(words) {}
 
-  // Puts scale * the sum of row_of(0) .. row_of(rows - 1), in their order and without the null ones, into every sink.
-  // All lanes see the same rows.
+  // Puts scale * (row_of(0) + ... + row_of(rows - 1)) into every sink, added in this order without the null rows. All
+  // lanes see the same rows.
   template <class RowOf, class Sinks>
   JAX_EP_FN void sum(int rows, RowOf row_of, int width, const Sinks& sinks, float scale) const {
     if (Coop::lanes > 1 && !words_) return sum_by_value(rows, row_of, width, sinks, scale);

@@ -1,4 +1,5 @@
-// How a coop turns values into float8 and back, in registers: a message at a time, whose blocks have a scale each.
+// How a coop quantizes values to float8 and back, in registers. It takes a message at a time; each block of a message
+// has a scale.
 #pragma once
 
 #include "comm/float8.h"
@@ -12,7 +13,7 @@ namespace jax_ep {
 constexpr int kScaleBlock = 128;
 constexpr int kWireValues = 2048;
 JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
-// Where the message that begins with value `first` of a row lies in its landing slot, and the size of a landing slot.
+// Where the message that begins with value `first` of a row lies in its landing slot; and the size of a landing slot.
 JAX_EP_CONSTANT_FN int64_t wire_offset(int first) {
   return int64_t{first / kWireValues} * wire_message_bytes(kWireValues);
 }
@@ -22,8 +23,8 @@ JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
 
 JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
 
-// What encoder and decoder share. A coop works on a message, up to kPacks packs a lane; kBlockLanes neighbouring lanes
-// share a block of values.
+// What encoder and decoder share. A coop works on one message; each lane has up to kPacks packs of it. kBlockLanes
+// neighbouring lanes share a block of values.
 template <class T, int kMost = kWireValues>
 struct Message {
   static constexpr int kBlockLanes = Coop::lanes == 1 ? 1 : 8;
@@ -35,12 +36,13 @@ struct Message {
   const Coop& coop;
   const int hidden, first;  // the value with which it begins
   const int most;           // values, of all but the last of a row
-  const bool staged;        // in shared memory, where it is always whole: what lies behind its end is never sent
+  const bool staged;  // in shared memory, which has room for a whole message; what lies behind the end is never sent
 
   JAX_EP_FN int values() const { return smaller(most, hidden - first); }
   JAX_EP_FN int at(int pack) const { return (pack * Coop::lanes + coop.lane) * kBlockValues; }
   JAX_EP_FN bool has(int pack) const { return staged || at(pack) < values(); }
-  // Calls visit(pack) for all of its packs; they are skipped by halves, as a test for each would cost more.
+  // Calls visit(pack) for all of its packs. The second half is skipped as a whole, as a test for each pack would cost
+  // more.
   template <class Visit>
   JAX_EP_FN void for_each_pack(Visit visit) const {
     constexpr int kHalf = (kPacks + 1) / 2;
@@ -60,8 +62,8 @@ struct Message {
   }
 };
 
-// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share those of its packs:
-// first all factors, then all scales.
+// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share them: first those for
+// all factors, then those for all scales.
 template <class Message>
 class Scaling {
  public:
@@ -97,7 +99,7 @@ class Scaling {
   float quotients_[kShare];
 };
 
-// A message that is encoded when it is stored: short ones from registers, long ones are looked at a second time.
+// A message that is encoded when it is stored. Short messages are kept in registers; long ones are read again.
 template <class T, class Message>
 class EncodedMessage {
  public:

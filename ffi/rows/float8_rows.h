@@ -1,4 +1,4 @@
-// Rows that arrive in float8 and stay so: values and scales travel to rows of their own.
+// Rows that arrive in float8 and stay in float8: values and scales travel to separate rows.
 #pragma once
 
 #include "rows/float8_message.h"
@@ -7,8 +7,8 @@
 
 namespace jax_ep {
 
-// The most values of a message whose values and scales are apart: half a row of 7168. A choice,
-// which kernels_bench 2 times.
+// The most values of a message whose values and scales are apart: half a row of 7168. A choice, which kernels_bench 2
+// times.
 constexpr int kApartValues = 3584;
 
 // The sinks of a row whose values and scales are apart.
@@ -38,7 +38,7 @@ struct EncodeApart {
   RowWriter& writer;
   const bool words;      // rows of scales are made of 16-byte words
   const int most;        // values of a message
-  const int put_values;  // that leave together: of as many messages as a stage holds, or of a row
+  const int put_values;  // that leave together: all messages of a stage, or of a row
 
   template <class To, class Release>
   JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& sinks, Release release) const {
@@ -70,14 +70,15 @@ struct EncodeApart {
   }
 };
 
-// Returns how many values a message of EncodeApart has: rows are cut into as few messages as there can be. There is
-// code for two sizes, and a stage has room for what that code looks at.
+// Returns how many values a message of EncodeApart has: rows are cut into as few messages as possible. There is code
+// for two sizes, and a stage has room for the larger.
 JAX_EP_FN int apart_message_values(int hidden) {
   const int messages = larger(1, (hidden + kApartValues - 1) / kApartValues);
   return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 
-// Returns how many values leave as one batch: a whole row, or as many messages as leave room for two to read.
+// Returns how many values leave as one batch: a whole row, or as many messages as fit beside two messages that are
+// read.
 template <class T>
 JAX_EP_FN int apart_put_values(const Coop& coop, int hidden) {
   const int message = apart_message_values(hidden),

@@ -1,5 +1,5 @@
-// A few rows taken in order by a whole coop. Where there are lanes enough, each holds one, so that asking for it costs
-// no memory access.
+// A few rows that a whole coop takes in order. If there are enough lanes, each lane holds one row, and asking for a row
+// costs no memory access.
 #pragma once
 
 #include <type_traits>

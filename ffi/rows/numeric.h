@@ -1,4 +1,5 @@
-// Number formats: to float32 and back with round-to-nearest-even, in integer arithmetic that every target vectorises.
+// Converts number formats to float32, and back with round-to-nearest-even, in integer arithmetic that every target
+// vectorises.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ JAX_EP_FN To bit_cast(From from) {
   return to;
 }
 
-// |x| rounded to a format of kMantissa bits and the given exponent bias, NaN and overflow not considered.
+// |x| rounded to a format with kMantissa bits and the given exponent bias. NaN and overflow are left to the caller.
 template <int kMantissa, int kBias>
 JAX_EP_FN uint32_t narrow(uint32_t magnitude) {
   constexpr uint32_t kSmallestNormal = (128 - kBias) << 23;
@@ -71,7 +72,7 @@ JAX_EP_FN void from_float(float x, Float8E4M3* out) {
   out->bits = static_cast<uint8_t>(((bits >> 24) & 0x80u) | (nan ? 0x7fu : rounded));
 }
 
-// Many at a time, which a target may do better than one by one.
+// Several at a time, for which a target may have faster instructions.
 template <int kCount, class T>
 JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
   constexpr int kPerWord = sizeof(float) / sizeof(T);

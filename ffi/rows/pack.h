@@ -11,7 +11,7 @@ namespace jax_ep {
 template <class T>
 constexpr int kPackValues = Coop::lanes == 1 ? 128 : 16 / sizeof(T);
 
-// Lanes of a coop of many move whole packs of 16-byte words, or none; a lane alone moves what there is.
+// A coop of many lanes moves whole packs. A coop of one lane moves as many values as there are.
 template <class T, int kValues = kPackValues<T>>
 struct Pack {
   using Word = std::conditional_t<kValues * sizeof(T) % 16 == 0, Word16, uint64_t>;

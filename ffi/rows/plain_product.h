@@ -1,4 +1,4 @@
-// Matrix products by plain loops, where there is no core for them: on the CPU.
+// Matrix products by plain loops, for the CPU.
 #pragma once
 
 #include "comm/dtype.h"
@@ -35,7 +35,7 @@ JAX_EP_FN void multiply_rows(const In* a, const Factor& b, Out* out, int rows) {
   }
 }
 
-// The operands are of the dtype of the result, or of one that is widened to it.
+// The operands have the dtype of the result, or a narrower one.
 template <class Out>
 JAX_EP_FN void multiply_rows(DType operand_dtype, const char* a, const Factor& b, Out* out, int rows) {
   switch (operand_dtype) {

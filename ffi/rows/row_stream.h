@@ -1,4 +1,4 @@
-// Rows that come in batches, one job after another: while a job is done, the batches of the next are on their way.
+// Rows that come in batches, one job after another. While one job is done, the batches of the next are under way.
 #pragma once
 
 #include "comm/integers.h"
@@ -12,7 +12,7 @@ struct Cut {
   int row_bytes, batch_bytes;
 };
 
-// A job is some rows, all taken part by part, and the sinks of what becomes of them.
+// A job is some rows, all read part by part, and the sinks of what is made of them.
 template <class Row, class Sinks>
 class RowStream {
  public:
@@ -23,8 +23,8 @@ class RowStream {
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }
 
-  // A job begins in three steps: its rows are asked for, the job before is finished, and it is begun. Whoever works out
-  // its sinks in between may wait, as the rows are under way.
+  // A job begins in three steps: ask_for() its rows, finish() the job before, begin() it. The caller may wait for
+  // something between ask_for() and begin(), as the rows are under way.
   JAX_EP_FN void ask_for(const Held<const Row>& rows, Cut cut) {
     then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
     ask();
@@ -35,7 +35,8 @@ class RowStream {
     begun_bytes_ = cut.row_bytes;
   }
 
-  // Does the last job by work(rows, sinks, row_bytes). That is in line, and long: a loop should have one sink for it.
+  // Does the last job by work(rows, sinks, row_bytes). The work is inlined, and long, so a loop should call finish() in
+  // one place.
   template <class Work>
   JAX_EP_FN void finish(Work work) {
     if (begun_bytes_) work(rows_, sinks_, begun_bytes_);
@@ -50,15 +51,15 @@ class RowStream {
     begun_bytes_ = 0;
   }
 
-  // The next batch: for each part of the rows in order, that of every row.
+  // The next batch. The order is: the first part of every row, the second part of every row, and so on.
   JAX_EP_FN const char* take() {
     ++taken_;
     return reader_.take();
   }
-  // Whether a release is due: nothing more comes before it, or soon nothing will.
+  // Whether a release is due: because no further batch comes before it, or soon none will.
   JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
 
-  // All that was taken has been looked at.
+  // The caller has read all batches that it took.
   JAX_EP_FN void release() {
     reader_.release();
     free_ += taken_;
@@ -67,8 +68,8 @@ class RowStream {
   }
 
  private:
-  // What is asked for of a job: this lane has one of its rows, the `number`-th, or none; `row` and `offset` say which
-  // batch comes next.
+  // The requests of a job. This lane has one of its rows, the `number`-th, or none. `row` and `offset` say which batch
+  // comes next.
   struct Asked {
     const char* mine = nullptr;
     int number = 0, rows = 0, row = 0, offset = 0;

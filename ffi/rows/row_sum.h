@@ -10,12 +10,12 @@
 
 namespace jax_ep {
 
-// Values of a batch: what a coop sums of a row at a time.
+// Values of a batch, which is what a coop sums of a row at a time.
 template <class T, int kPacks = kLanePacks>
 constexpr int kSumValues = kPacks * Coop::lanes * kPackValues<T>;
 
-// Packs a lane of a batch: rows of `packs` packs a lane are cut into as few batches of at most `most` as there can be,
-// all of about one size.
+// Packs that a lane has of a batch. Rows of `packs` packs a lane are cut into as few batches of at most `most` packs as
+// possible, all of about one size.
 JAX_EP_CONSTANT_FN int even_packs(int packs, int most) {
   const int batches = (packs + most - 1) / most;
   return batches ? (packs + batches - 1) / batches : 1;
@@ -33,14 +33,13 @@ class RowSum {
         stream_(coop, stage_bytes(), words, put_stages() * stage_bytes()),
         writer_(coop, stage_bytes(), words, put_stages()) {}
 
-  // Puts the sum of weight * row over the terms, rows of `width` values, in their order, into every sink. Where rows
-  // come in bulk, they do so while the sum before is made: the last one needs finish().
+  // Puts the sum of weight * row over the terms, in their order, into every sink. Rows have `width` values. If rows
+  // come in bulk, they come while the sum before is made, so the last sum needs finish().
   template <class Terms, class Sinks>
   JAX_EP_FN void sum(const Terms& terms, const Sinks& sinks, int width) {
     sum_to(terms, [&]() -> const Sinks& { return sinks; }, width, sinks.cached());
   }
-  // As sum(), into one sink, for which sink_of() may wait while rows come; or into several, `cached` as their lineup
-  // is.
+  // As sum(), but sink_of() may wait while rows come. It returns one sink, or several with `cached` as in their lineup.
   template <class Terms, class SinkOf>
   JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true) {
     const bool staged = cached && stream_.in_bulk() && terms.cached();
@@ -64,15 +63,15 @@ class RowSum {
   static constexpr int kDirectPacks = kPacks < kLanePacks ? kPacks : kLanePacks;
   using Total = float[kDirectPacks][kPackValues<T>];
   static constexpr int kDirect = kSumValues<T, kDirectPacks>;
-  // Long batches leave room for one stage to write: reading ahead needs the rest.
+  // Long batches leave room for one stage to write, as reading ahead needs the rest.
   JAX_EP_FN int put_stages() const { return batch_ > kDirect ? 1 : 2; }
 
-  // There is code for batches of so many packs, half of them, ...: tests inside would cost more.
+  // There is code for batches of kPacks packs, half of them, and so on. Tests inside one version would cost more.
   template <int kUsed>
   static constexpr int kFewer = kUsed > kLanePacks         ? kLanePacks
                                 : kUsed > kDirectPacks / 2 ? (kUsed + 1) / 2
                                                            : kUsed;
-  // A stage has room for what that code looks at: what lies behind the end of a row is added too, and never sent.
+  // A stage has room for all that this code reads. What lies behind the end of a row is added too, but never sent.
   template <int kUsed>
   static JAX_EP_FN int staged(int values) {
     if constexpr (kFewer<kUsed> < kUsed)

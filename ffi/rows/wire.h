@@ -1,5 +1,5 @@
-// Rows on the wire in float8: encoded by the sender, decoded where they land. A row travels as messages of up to
-// kWireValues values, each followed by the float32 scales of its blocks.
+// Rows on the wire in float8: the sender encodes them, and they are decoded where they land. A row travels as messages
+// of up to kWireValues values, each followed by the float32 scales of its blocks.
 #pragma once
 
 #include "rows/float8_message.h"
@@ -8,9 +8,8 @@
 
 namespace jax_ep {
 
-// Does work(batch, message, sinks, release) for every message of a row; work calls release() when it has looked at the
-// batch. Where rows come in bulk, begin() does the row before while the next is on its way, and finish() does the last
-// one.
+// Calls work(batch, message, sinks, release) for every message of a row. The work calls release() when it has read the
+// batch. If rows come in bulk, begin() does the row before while the next one is under way, and finish() does the last.
 template <class T, class Work>
 class MessageStream {
  public:

@@ -1,4 +1,4 @@
-// A group as the host sees it: which device is which rank of which line, their heaps, and what went wrong.
+// A group as the host sees it: which device is which rank of which line, the ranks' heaps, and errors.
 #pragma once
 
 #include <atomic>
@@ -12,6 +12,7 @@
 #include <set>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -23,14 +24,14 @@
 
 namespace jax_ep {
 
-// The seat of a device: its line along the group's axis, and its rank there.
-struct Seat {
+// The rank slot of a device: its line along the group's axis, and its rank in that line.
+struct RankSlot {
   int line, rank;
 };
 
 // What a rank did last, and how long it waited for whom.
 struct RankHistory {
-  Seat seat;
+  RankSlot slot;
   uint64_t finished;                                // ops
   std::string process;                              // how that of the rank is, if it is another: see Group::state_of
   std::vector<OpRecord> ops;                        // the last that it began, in order
@@ -41,14 +42,20 @@ constexpr bool is_fatal(Failure failure) { return failure >= kFirstFatal; }
 
 const char* name_of(OpKind op);
 
+// The place in the user's program that calls an op, as a text, and as a number that fits into a flight record. The
+// number of a text is the same in every process.
+int32_t number_of_site(std::string_view text);
+// From now on this process knows the text of the number.
+void remember_site(std::string_view text);
+
 // "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
 std::string describe_call(const Signature& signature, int32_t site);
 
 class Group {
  public:
-  // `lines` holds device ordinals in rank order, -1 for a device of another process. With neighbours, returns when all
-  // of them have created their part. Throws std::invalid_argument, std::runtime_error and GroupException.
-  // `id`: by which programs know it; a later group with this id may get its memory.
+  // `lines` holds device ordinals in rank order, and -1 for a device of another process. If there are neighbours, the
+  // constructor returns when all of them have created their part. `id`: the number by which programs know the group; a
+  // later group with this id may reuse its memory. Throws std::invalid_argument, std::runtime_error and GroupException.
   Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
         int64_t id = 0);
   virtual ~Group();
@@ -59,18 +66,18 @@ class Group {
   int line_count() const { return static_cast<int>(lines_.size()); }
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
-  const Comm& comm(Seat seat) const { return comms_[index_of(seat)]; }
-  // The signal pad of a seat, as the ranks of its line in this process see it; null if there are none.
-  Heap* heap(Seat seat) const { return heaps_[index_of(seat)]; }
+  const Comm& comm(RankSlot slot) const { return comms_[index_of(slot)]; }
+  // The heap of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks there.
+  Heap* heap(RankSlot slot) const { return heaps_[index_of(slot)]; }
 
-  int device_of(Seat seat) const { return lines_[seat.line][seat.rank]; }
+  int device_of(RankSlot slot) const { return lines_[slot.line][slot.rank]; }
   // Whether the device is of this process.
-  bool is_local(Seat seat) const { return device_of(seat) >= 0; }
+  bool is_local(RankSlot slot) const { return device_of(slot) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
 
-  // The seat of a device, if it has one.
-  std::optional<Seat> find_seat(int ordinal) const;
+  // The slot of a device, if it has one.
+  std::optional<RankSlot> find_slot(int ordinal) const;
 
   // Ends the group: nothing runs on it any more. May be called twice.
   virtual void close();
@@ -78,62 +85,62 @@ class Group {
   // Keeps memory that kernels use for as long as the group.
   void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
-  // Fails the group for good. The first failure is kept, but one that is nearer to the root replaces it.
+  // Fails the group for good. A later failure replaces the first one only if it is nearer to the root.
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
 
-  // Waits for the group to fail or to be closed, for so many seconds, and takes what kernels have reported: what a
-  // watchdog thread calls again and again.
+  // Waits up to `seconds` for the group to fail or to be closed, and takes what kernels have reported. A watchdog
+  // thread calls this again and again.
   std::optional<GroupError> await_failure(double seconds);
 
   // The flight recorders of all ranks of the lines that have ranks in this process. Kernels may run meanwhile.
   std::vector<RankHistory> history() const;
 
-  // Fails the group because this rank cannot run its op: no peer waits for it until the timeout.
-  void give_up(Seat seat, GroupError error);
+  // Fails the group because this rank cannot run its op. So no peer waits for it until the timeout.
+  void give_up(RankSlot slot, GroupError error);
 
   // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
   std::optional<GroupError> take_error();
 
-  // What a call of an op raises before its program runs it: the failure, or, once, an error that left the group usable
-  // and that take_error() has not told. Each rank of this process asks before each of its calls, all in one order, and
-  // all are told at the same call: none waits for another that was told earlier.
-  std::optional<GroupError> error_before(Seat seat);
+  // What a call of an op raises before its program runs: the failure; or, once, an error that left the group usable and
+  // that take_error() has not returned. Each rank of this process asks before each of its calls, in one order. All
+  // ranks get an error at the same call, so none waits for a rank that got it earlier.
+  std::optional<GroupError> error_before(RankSlot slot);
 
-  // The error that the kernel of the last op reported at this seat. It fails the group if it must.
-  std::optional<GroupError> reported(Seat seat);
+  // The error that the kernel of the last op reported at this rank slot. Fails the group if the error is fatal.
+  std::optional<GroupError> reported(RankSlot slot);
 
-  // Where peers shall write instead of into `data`, the buffer `mail_index` of an op's mail: `data` itself if they can,
-  // or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
-  void* reach(Seat seat, int mail_index, void* data, std::size_t bytes, Comm* comm);
+  // Where peers shall write for `data`, which is buffer `mail_index` of an op's mail: `data` itself if peers can reach
+  // it, or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
+  void* reach(RankSlot slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
-  // When the other processes were last heard of. Neither this nor the next waits for anybody.
+  // What is known of the other processes. Neither this nor state_of() waits for anybody.
   std::vector<Heartbeat> heartbeats() const;
 
-  // Whether the process of another rank is slow or dead, for the text of an error; nothing for a rank of this process.
-  std::string state_of(Seat seat) const;
+  // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
+  std::string state_of(RankSlot slot) const;
 
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
 
  protected:
-  // Lets go of the memory that processes share, when the group is closed and no thread of this process touches it.
+  // Frees the memory that processes share, when the group is closed and no thread of this process touches it.
   void release_regions();
 
-  // The kernels of `rank`, whose heap this seat's device reaches, learn that the group has failed, for want of
-  // `culprit`.
-  void raise_abort(Seat seat, int rank, int culprit);
+  // Tells the kernels of `rank` that the group has failed because `culprit` did not answer. This slot's device reaches
+  // the heap of `rank`.
+  void raise_abort(RankSlot slot, int rank, int culprit);
 
  private:
-  int index_of(Seat seat) const { return seat.line * size() + seat.rank; }
+  int index_of(RankSlot slot) const { return slot.line * size() + slot.rank; }
   std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
-  void* make_heap(Seat seat);
+  void* make_heap(RankSlot slot);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
-  Region staging(Seat seat, int mail_index, std::size_t bytes);
-  // A rank whose process has ended writes nothing any more: nobody who gives up need wait for it.
-  void raise_acknowledged(Seat seat, int peer);
+  Region staging(RankSlot slot, int mail_index, std::size_t bytes);
+  // Acknowledges for a peer whose process has ended: it writes nothing any more, so nobody need wait for it.
+  void raise_acknowledged(RankSlot slot, int peer);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
@@ -145,7 +152,7 @@ class Group {
   };
   std::optional<Told> told_by(int index) const;
   std::vector<Told> told(bool fatal, const std::vector<uint64_t>& taken) const;
-  // The error of an op later than those taken, of each line.
+  // The error of an op that is later than those already taken, of each line.
   std::optional<GroupError> take_recoverable(std::vector<uint64_t>* taken);
   GroupError describe(const Told& told) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
@@ -163,15 +170,16 @@ class Group {
   const std::vector<std::vector<int>> processes_;
   const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
-  std::vector<Heap*> heaps_;  // by seat
+  std::vector<Heap*> heaps_;  // by slot
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
   std::mutex told_mutex_;  // of what follows
-  // By line, as an error of one op is one error on all its ranks: what take_error() and error_before() have told.
+  // By line, as an error of one op is one error on all its ranks: the epochs that take_error() and error_before() have
+  // returned.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;
-  std::vector<uint64_t> calls_asked_;             // by seat
+  std::vector<uint64_t> calls_asked_;             // by slot
   uint64_t calls_decided_ = 0;                    // whoever asks first decides for all
   std::map<uint64_t, GroupError> calls_refused_;  // that some rank has not asked for
   std::atomic<bool> open_ = false;
@@ -179,9 +187,9 @@ class Group {
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
   std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
-  std::map<std::pair<int, int>, Region> staging_;       // by seat and index in the mail
+  std::map<std::pair<int, int>, Region> staging_;       // by slot and index in the mail
   std::map<int, std::unique_ptr<PeerOffsets>>
-      peer_offsets_;                  // by seat of this process, where there are other processes
+      peer_offsets_;                  // by slot of this process, where there are other processes
   std::unique_ptr<Sharing> sharing_;  // none in a group of one process
 };
 

@@ -3,12 +3,13 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 #include "kernels/moe/args.h"
 #include "kernels/signature.h"
 #include "runtime/group.h"
-#include "runtime/sites.h"
 
 namespace jax_ep {
 namespace {
@@ -16,7 +17,7 @@ namespace {
 // Describes invalid_routing of an op that was handed a routing. `peer` is the leaf out of bounds, or -1 where another
 // rank's routing is, which kept that rank from sending.
 void describe_routing(const Report& report, char* text, std::size_t size) {
-  constexpr const char* kLeaves[] = {"targets", "rows", "counts"};
+  constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
   const char* op = name_of(report.op);
   if (report.peer < 0)
     std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);
@@ -35,7 +36,33 @@ int weight_of(const GroupError& error) {
   return error.kind == ErrorKind::group_closed ? 0 : 3;
 }
 
+struct Sites {
+  std::mutex mutex;
+  std::map<int32_t, std::string> texts;
+};
+
+Sites& sites() {
+  static auto* const sites = new Sites;  // outlives every program that may still run at exit
+  return *sites;
+}
+
+// Empty where only another process knows the number.
+std::string text_of_site(int32_t number) {
+  std::lock_guard lock(sites().mutex);
+  const auto found = sites().texts.find(number);
+  return found == sites().texts.end() ? "" : found->second;
+}
+
 }  // namespace
+
+int32_t number_of_site(std::string_view text) {
+  return static_cast<int32_t>(hash_of(text.data(), text.size()) & 0x7fffffff);
+}
+
+void remember_site(std::string_view text) {
+  std::lock_guard lock(sites().mutex);
+  sites().texts.emplace(number_of_site(text), text);
+}
 
 std::string describe_call(const Signature& signature, int32_t site) {
   const std::string text = text_of_site(site);
@@ -122,12 +149,12 @@ std::optional<GroupError> Group::take_error() {
   return recoverable;
 }
 
-std::optional<GroupError> Group::error_before(Seat seat) {
+std::optional<GroupError> Group::error_before(RankSlot slot) {
   if (std::optional<GroupError> failed = failure()) return failed;
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
   std::lock_guard lock(told_mutex_);
-  const uint64_t call = ++calls_asked_[index_of(seat)];
+  const uint64_t call = ++calls_asked_[index_of(slot)];
   if (call > calls_decided_) {
     calls_decided_ = call;
     if (std::optional<GroupError> error = take_recoverable(&epochs_raised_)) calls_refused_.emplace(call, *error);
@@ -143,9 +170,9 @@ std::optional<GroupError> Group::error_before(Seat seat) {
   return error;
 }
 
-std::optional<GroupError> Group::reported(Seat seat) {
-  const std::optional<Told> mine = told_by(index_of(seat));
-  if (!mine || mine->report.epoch != heap(seat)->epoch) return std::nullopt;
+std::optional<GroupError> Group::reported(RankSlot slot) {
+  const std::optional<Told> mine = told_by(index_of(slot));
+  if (!mine || mine->report.epoch != heap(slot)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
@@ -180,7 +207,7 @@ std::vector<RankHistory> Group::history() const {
 Group::SeenHeap Group::heap_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
-    if (const Seat seat{line, here}; is_local(seat)) return {heap({line, rank}), device_of(seat)};
+    if (const RankSlot slot{line, here}; is_local(slot)) return {heap({line, rank}), device_of(slot)};
   return {};
 }
 

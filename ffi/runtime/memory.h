@@ -11,24 +11,24 @@ namespace jax_ep {
 
 // Zeroed memory on a device. Throws std::runtime_error.
 //
-// On a GPU memory is kept when it is let go of, for the next of this size that is asked for with the same `owner`: a
-// captured graph of a closed group may still be launched, and must meet that group's memory or its successor's.
+// On a GPU freed memory is kept for the next request of this size with the same `owner`. A captured graph of a closed
+// group may still be launched, and must then find that group's memory, or its successor's.
 std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t owner = 0);
 
 // Zeroed host memory that kernels can write.
 std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner = 0);
 
-// Until all that was launched on the devices is done: before memory of a closed group is used again anywhere.
+// Waits until all that was launched on the devices is done. Called before memory of a closed group is used again.
 void await_devices(const std::vector<int>& ordinals);
 
 // Clears memory of a device, and waits for it.
 void clear_on_device(int ordinal, void* memory, std::size_t bytes);
 
-// Sets a word, which is zero or as small, that kernels may be waiting for.
+// Sets a word for which kernels may be waiting. Its value before fits a byte, too.
 void signal_device(int ordinal, uint64_t* word, uint8_t value);
 
-// Copies 64-bit words from or to memory that the device reaches, each whole: kernels may use them meanwhile. Any thread
-// may call. Throws std::runtime_error.
+// Copies 64-bit words from or to memory that the device reaches. Each word is copied whole, as kernels may use them
+// meanwhile. Any thread may call. Throws std::runtime_error.
 void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words);
 template <class T>
 void copy_array(int ordinal, T* to, const T* from, std::size_t count) {
@@ -36,10 +36,10 @@ void copy_array(int ordinal, T* to, const T* from, std::size_t count) {
   copy_whole_words(ordinal, to, from, count * (sizeof(T) / sizeof(uint64_t)));
 }
 
-// A word on a device, whatever runs there. Throws std::runtime_error.
+// Reads a word on a device, whatever runs there. Throws std::runtime_error.
 uint64_t read_word(int ordinal, const uint64_t* word);
 
-// One moment by the clock that kernels read, and by the host's steady clock.
+// One moment, by the clock that kernels read and by the host's steady clock.
 struct ClockSample {
   uint64_t device_ns, host_ns;
 };

@@ -26,7 +26,7 @@ struct Envelope {
   }
 };
 
-// All that came along, so that none stays open that nobody asked for.
+// All descriptors that came along, so that none stays open.
 std::vector<Descriptor> take_descriptors(msghdr* header) {
   std::vector<Descriptor> taken;
   for (cmsghdr* each = CMSG_FIRSTHDR(header); each; each = CMSG_NXTHDR(header, each)) {

@@ -1,10 +1,10 @@
-// Notes between two processes of a host, each with a file descriptor where there is one. Nothing here ever blocks.
+// Messages between two processes of a host, some with a file descriptor. Nothing here ever blocks.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "runtime/descriptor.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 
@@ -12,18 +12,18 @@ struct Note {
   enum class Kind : int32_t { share, mapped, refused, goodbye, heartbeat };
 
   Kind kind;
-  int32_t seat;     // share: of which the region is the heap, or -1. heartbeat: whose epoch it tells, or -1
+  int32_t slot;     // share: of which the region is the heap, or -1. heartbeat: whose epoch it tells, or -1
   uint64_t owner;   // share: a number of the process that has the region
   uint64_t region;  // its number there
   uint64_t bytes;
   uint64_t base;   // mapped: where the one who answers has mapped it
-  uint64_t epoch;  // heartbeat: ops that the seat has finished
+  uint64_t epoch;  // heartbeat: ops that the slot has finished
   char text[160];  // refused: why
 };
 
 enum class Sent { sent, later, gone };
 
-// `later`: the other process must read first, ask again.
+// `later`: the socket is full. Send again when the other process has read.
 Sent send_note(int socket, const Note& note, int descriptor = -1);
 
 // What a socket had to say.
@@ -36,8 +36,8 @@ struct Received {
   std::string breach;     // which rule the message broke; what came along with it is closed
 };
 
-// A note is one that a sender of this build could have written: of a known kind, with a descriptor where there must be
-// one. Whether it makes sense now, the reader must judge.
+// Returns a note only if this build could have sent it: it is of a known kind, and has a descriptor if it must. The
+// caller judges whether it makes sense now.
 Received receive_note(int socket);
 
 }  // namespace jax_ep

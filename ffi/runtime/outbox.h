@@ -1,10 +1,10 @@
-// Notes on their way to another process, in order. Who sends one never waits for who reads it.
+// Notes to another process, in order. The sender never waits for the reader.
 #pragma once
 
 #include <deque>
 
-#include "runtime/descriptor.h"
 #include "runtime/note.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 

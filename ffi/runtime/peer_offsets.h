@@ -1,5 +1,5 @@
-// A table in device memory: a row for each region, which holds by how much an address differs at each peer. Kernels
-// look it up, so that a launch hands over no more than a pointer for each buffer.
+// A table in device memory with a row for each region: by how much an address in it differs at each peer. Kernels look
+// it up, so that a launch passes only one pointer for each buffer.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class PeerOffsets {
   // The table of a rank on this device; `owner` as in memory.h. Throws std::runtime_error.
   PeerOffsets(int device, int64_t owner);
 
-  // The row of a region: by peer, what to add to an address here. `peer_offsets` are the same whenever a region is
+  // The row of a region: by peer, what to add to an address here. `peer_offsets` must be the same whenever a region is
   // asked for. Any thread may call. Throws std::runtime_error.
   const int64_t* row(uint64_t region, const std::vector<int64_t>& peer_offsets);
 

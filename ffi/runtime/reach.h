@@ -1,4 +1,5 @@
-// A launch with buffers that peers can write into: XLA's own where they can be mapped, staging elsewhere.
+// Makes an op's buffers reachable: peers write into XLA's own buffers if these can be mapped, and into staging
+// otherwise.
 #pragma once
 
 #include <vector>
@@ -28,8 +29,8 @@ inline void sign(Comm* comm, const Signature& signature) {
 
 // `site`: of the call, for the flight recorder. Throws std::runtime_error and GroupException.
 template <class Args>
-Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0) {
-  Reached<Args> reached{group.comm(seat), args, {}, {}};
+Reached<Args> reach(Group& group, RankSlot slot, const Args& args, int32_t site = 0) {
+  Reached<Args> reached{group.comm(slot), args, {}, {}};
   sign(&reached.comm, signature_of(args));
   reached.comm.site = site;
   int mail_index = 0;
@@ -37,7 +38,7 @@ Reached<Args> reach(Group& group, Seat seat, const Args& args, int32_t site = 0)
     if (!spec.posted) return;
     const std::size_t bytes = spec.reached ? spec.bytes() : 0;
     void* const own = const_cast<void*>(static_cast<const void*>(args.*member));
-    void* const mapped = group.reach(seat, mail_index++, own, bytes, &reached.comm);
+    void* const mapped = group.reach(slot, mail_index++, own, bytes, &reached.comm);
     if (mapped == own) return;
     set_pointer(&(reached.args.*member), mapped);
     if (spec.use == Use::updated || spec.use == Use::operand) reached.before.push_back({mapped, own, bytes});

@@ -1,18 +1,21 @@
 // Records the timelines of a group's ranks, and reads them back.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "comm/timeline.h"
 #include "runtime/group.h"
+#include "runtime/memory.h"
 
 namespace jax_ep {
 
 const char* name_of(Phase phase);
 
-// What the coop of a track was busy with, in ns of the host's steady clock.
+// One phase of a track, in ns of the host's steady clock.
 struct Span {
   int cta, role;
   uint64_t epoch;
@@ -23,7 +26,7 @@ struct Span {
 
 // What one rank recorded: its tracks one after another, each in order.
 struct Recording {
-  Seat seat;
+  RankSlot slot;
   std::vector<Span> spans;
   uint64_t lost;        // phases that later ones have overwritten
   uint64_t unfinished;  // tracks that were inside an op when the recording ended
@@ -35,6 +38,27 @@ struct Moment {
   Phase phase;  // none: between ops
 };
 
+// Turns times of a device into times of the host. Between two samples it corrects for the drift of the clocks; outside
+// them it assumes no drift.
+class HostClock {
+ public:
+  HostClock(ClockSample begin, ClockSample end) : begin_(begin), end_(end) {}
+
+  int64_t of(uint64_t device_ns) const {
+    const int64_t ahead = ahead_at(begin_), drift = ahead_at(end_) - ahead;
+    const double whole = static_cast<double>(end_.device_ns - begin_.device_ns);
+    const double part = static_cast<double>(static_cast<int64_t>(device_ns - begin_.device_ns));
+    const double share = whole > 0 ? std::clamp(part / whole, 0.0, 1.0) : 0.0;
+    return static_cast<int64_t>(device_ns) - ahead - static_cast<int64_t>(share * static_cast<double>(drift));
+  }
+
+ private:
+  // By how much the device's clock is ahead of the host's, in ns.
+  static int64_t ahead_at(ClockSample sample) { return static_cast<int64_t>(sample.device_ns - sample.host_ns); }
+
+  const ClockSample begin_, end_;
+};
+
 class Recorder {
  public:
   // For ops of up to `ctas` CTAs. Throws std::runtime_error, as start and stop do.
@@ -44,12 +68,12 @@ class Recorder {
   void start();
   std::vector<Recording> stop();
 
-  // By the first track of a rank of this process, while ops run; nothing before its first event.
-  std::optional<Moment> last_of(Seat seat) const;
+  // What the first track of a rank of this process has entered last, while ops run. Nothing before its first event.
+  std::optional<Moment> last_of(RankSlot slot) const;
 
  private:
   struct Rank {
-    Seat seat;
+    RankSlot slot;
     int device;
     Heap* heap;
     Timeline* timeline;          // on the device
@@ -57,7 +81,7 @@ class Recorder {
     std::vector<uint64_t> seen;  // events of each track before the recording
     ClockSample begin;
   };
-  void add_rank(Seat seat);
+  void add_rank(RankSlot slot);
   std::vector<Track> read_tracks(const Rank& rank) const;
   Recording read(const Rank& rank) const;
 

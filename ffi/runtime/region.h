@@ -1,4 +1,5 @@
-// Memory that other processes can map: the heaps and the staging of a group, and XLA's pool. One source per platform.
+// Memory that other processes can map: the heaps and the staging of a group, and XLA's pool. Each platform has its own
+// source.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace jax_ep {
 
-// Thrown if what another process gave is not what it said it was.
+// Another process gave something else than it said.
 class FalseRegion : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -23,10 +24,9 @@ struct Region {
   int descriptor;  // by which another process maps it
 };
 
-// Memory on a device that the devices `users` of this process can write to, until the last holder lets go. On a CPU it
-// is then freed. On a GPU a captured graph of a closed group may still be launched: there the region stays as it is,
-// mapping, number and descriptor, and is handed out again when the same `owner` asks for such a one (memory.h). Throws
-// std::runtime_error.
+// Memory on a device that the devices `users` of this process can write to, until the last holder frees it. On a GPU a
+// captured graph of a closed group may still be launched, so there the region stays as it is, with its mapping, number
+// and descriptor; the next request of this size with the same `owner` gets it (memory.h). Throws std::runtime_error.
 std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, const std::vector<int>& users,
                                               int64_t owner = 0);
 
@@ -41,7 +41,7 @@ char* map_region(int descriptor, std::size_t bytes, const std::vector<int>& user
 // Lets further devices of this process write to a mapped region. Throws std::runtime_error.
 void allow_users(char* base, std::size_t bytes, const std::vector<int>& users);
 
-// Ends a mapping that nobody uses any more. False where it must stay: see allocate_region.
+// Unmaps what nobody uses any more. False if the mapping must stay: see allocate_region.
 bool unmap_region(char* base, std::size_t bytes);
 
 }  // namespace jax_ep

@@ -7,9 +7,13 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
 namespace {
 
 struct Registry {
@@ -90,5 +94,34 @@ xla::ffi::Error to_ffi(const GroupError& error) {
   if (error.kind == ErrorKind::group_closed) code = ErrorCode::kFailedPrecondition;
   return {code, text_of(error)};
 }
+
+namespace {
+
+// The attributes are those of the op; a grouped product has neither group nor site.
+ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attributes) {
+  auto made = std::make_unique<CallSite>();
+  if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
+  if (const auto site = attributes.get<std::string_view>("site"); site.has_value()) remember_site(*site);
+  return made;
+}
+
+ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
+  const auto id = attributes.get<int64_t>("group");
+  if (!id.has_value()) return ffi::Error::Success();
+  const std::shared_ptr<Group> group = find_group(*id);
+  if (!group) return to_ffi(group_not_open());
+  const std::optional<RankSlot> slot = group->find_slot(device);
+  if (!slot) return ffi::Error::Success();  // as the op itself will say
+  const std::optional<GroupError> error = group->error_before(*slot);
+  return error ? to_ffi(*error) : ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::TypeId CallSite::id = {};
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(call_site_handler, make_call_site, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group,
+                              ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
 
 }  // namespace jax_ep

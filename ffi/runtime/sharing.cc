@@ -5,9 +5,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <random>
 #include <stdexcept>
-
-#include "runtime/thread_name.h"
 
 namespace jax_ep {
 namespace {
@@ -22,16 +21,71 @@ int milliseconds_until(std::chrono::steady_clock::time_point moment) {
   return static_cast<int>(std::max<int64_t>(0, left.count()));
 }
 
+// Regions of other processes that are mapped here, each once, however many groups use it.
+struct Mapping {
+  char* base;
+  std::size_t bytes;
+  std::set<int> users;  // devices
+  int holders;
+};
+
+struct Mappings {
+  std::mutex mutex;
+  std::map<RegionName, Mapping> by_name;
+};
+
+Mappings& mappings() {
+  static auto* const mappings = new Mappings;
+  return *mappings;
+}
+
+// A number of this process that no other has. With the number of a region it names that region on this host.
+uint64_t number_of_this_process() {
+  static const uint64_t number = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random() | 1;  // never zero
+  }();
+  return number;
+}
+
+// Maps a region of another process, or finds it mapped. Each call needs one drop_mapping(). Throws std::runtime_error
+// and FalseRegion.
+char* hold_mapping(const RegionName& name, int descriptor, std::size_t bytes, const std::vector<int>& devices) {
+  std::lock_guard lock(mappings().mutex);
+  auto found = mappings().by_name.find(name);
+  if (found == mappings().by_name.end()) {
+    Mapping mapping{map_region(descriptor, bytes, devices), bytes, {}, 0};
+    mapping.users.insert(devices.begin(), devices.end());
+    found = mappings().by_name.emplace(name, std::move(mapping)).first;
+  }
+  Mapping& mapping = found->second;
+  if (mapping.bytes != bytes) throw FalseRegion("it shared a region with another size than before");
+  std::vector<int> further;
+  for (const int device : devices)
+    if (!mapping.users.count(device)) further.push_back(device);
+  allow_users(mapping.base, bytes, further);
+  mapping.users.insert(further.begin(), further.end());
+  ++mapping.holders;
+  return mapping.base;
+}
+
+void drop_mapping(const RegionName& name) {
+  std::lock_guard lock(mappings().mutex);
+  const auto found = mappings().by_name.find(name);
+  if (--found->second.holders == 0 && unmap_region(found->second.base, found->second.bytes))
+    mappings().by_name.erase(found);
+}
+
 Note note_of(Note::Kind kind) {
   Note note{};
   note.kind = kind;
-  note.seat = Sharing::kNoSeat;
+  note.slot = Sharing::kNoSlot;
   return note;
 }
 
-Note request_of(const Region& region, int seat) {
+Note request_of(const Region& region, int slot) {
   Note note = note_of(Note::Kind::share);
-  note.seat = seat;
+  note.slot = slot;
   note.owner = number_of_this_process();
   note.region = region.id;
   note.bytes = region.bytes;
@@ -79,13 +133,13 @@ void Sharing::unmap() {
   heaps_.clear();
 }
 
-std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int seat) {
+std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int slot) {
   std::unique_lock lock(mutex_);
   std::vector<Answer>& answers = shared_.try_emplace(region.id, peers_.size()).first->second;
   for (const int process : processes) {
     if (!peers_[process].other || answers[process].asked) continue;
     answers[process].asked = true;
-    push(process, request_of(region, seat), region.descriptor);
+    push(process, request_of(region, slot), region.descriptor);
     if (peers_[process].outbox.waiting()) wake();
   }
   std::vector<char*> bases(peers_.size());
@@ -98,10 +152,10 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
   return bases;
 }
 
-char* Sharing::await_heap(int process, int seat) {
+char* Sharing::await_heap(int process, int slot) {
   std::unique_lock lock(mutex_);
-  await(lock, process, "share its heap", [&] { return heaps_.count(seat) > 0; });
-  return heaps_[seat];
+  await(lock, process, "share its heap", [&] { return heaps_.count(slot) > 0; });
+  return heaps_[slot];
 }
 
 void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char* doing,
@@ -119,10 +173,10 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
                         true});
 }
 
-// The thread, until this process closes.
+// The thread's loop, until this process closes.
 void Sharing::serve() {
   name_thread("jax_ep sharing");
-  Clock::time_point next_beat = Clock::now() + Pulse::kPeriod;
+  Clock::time_point next_beat = Clock::now() + Liveness::kPeriod;
   for (;;) {
     listen_until(next_beat);
     {
@@ -131,7 +185,7 @@ void Sharing::serve() {
     }
     if (Clock::now() < next_beat) continue;
     beat();
-    next_beat = Clock::now() + Pulse::kPeriod;
+    next_beat = Clock::now() + Liveness::kPeriod;
   }
   say_goodbye();
 }
@@ -177,7 +231,7 @@ void Sharing::attend(int process) {
     lose(process, kBroke + breach);
 }
 
-// Waits only so long for a peer that does not read.
+// Waits no longer than kFarewell for a peer that does not read.
 void Sharing::say_goodbye() {
   const Clock::time_point deadline = Clock::now() + kFarewell;
   std::unique_lock lock(mutex_);
@@ -204,19 +258,19 @@ void Sharing::beat() {
   }
   std::lock_guard lock(mutex_);
   epochs_ = epochs;
-  if (epochs.empty()) epochs.emplace(kNoSeat, 0);
+  if (epochs.empty()) epochs.emplace(kNoSlot, 0);
   for (std::size_t process = 0; process < peers_.size(); ++process) {
     if (peers_[process].outbox.waiting()) continue;  // who does not read needs no more of them
-    for (const auto& [seat, epoch] : epochs) {
+    for (const auto& [slot, epoch] : epochs) {
       Note note = note_of(Note::Kind::heartbeat);
-      note.seat = seat;
+      note.slot = slot;
       note.epoch = epoch;
       push(static_cast<int>(process), note);
     }
   }
 }
 
-// The caller holds the lock, so what is said to a process arrives in that order.
+// The caller holds the lock, so notes arrive in the order in which they were pushed.
 void Sharing::push(int process, const Note& note, int descriptor) {
   Peer& peer = peers_[process];
   if (peer.outbox.socket() >= 0 && peer.gone.empty()) peer.outbox.push(note, descriptor);
@@ -228,12 +282,12 @@ void Sharing::handle(int process, const Note& note, const Descriptor& descriptor
   if (note.kind == Note::Kind::share) return map(process, note, descriptor);
   std::lock_guard lock(mutex_);
   Peer& peer = peers_[process];
-  peer.pulse.beat();
+  peer.liveness.beat();
   if (note.kind == Note::Kind::goodbye) {
     peer.gone = "has left it";
     peer.outbox.clear();
   } else if (note.kind == Note::Kind::heartbeat) {
-    if (note.seat != kNoSeat) peer.pulse.note(note.seat, note.epoch);
+    if (note.slot != kNoSlot) peer.liveness.note(note.slot, note.epoch);
     return;
   } else {
     Answer& answer = shared_[note.region][process];
@@ -260,12 +314,12 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
     std::snprintf(answer.text, sizeof(answer.text), "%s", error.what());
   }
   std::lock_guard lock(mutex_);
-  peers_[process].pulse.beat();
+  peers_[process].liveness.beat();
   peers_[process].owner = request.owner;
   push(process, answer);  // before anybody here sees the heap, who may then close the group
   if (!base) return;
   mapped_.insert(name);
-  if (request.seat != kNoSeat) heaps_[request.seat] = base;
+  if (request.slot != kNoSlot) heaps_[request.slot] = base;
   changed_.notify_all();
 }
 
@@ -283,10 +337,10 @@ void Sharing::lose(int process, const std::string& why) {
   changed_.notify_all();
 }
 
-bool Sharing::lives_at(int seat, int process) const {
-  if (seat < 0 || processes_.empty()) return false;
-  const std::size_t size = processes_.front().size(), line = seat / size;
-  return line < processes_.size() && processes_[line][seat % size] == process;
+bool Sharing::lives_at(int slot, int process) const {
+  if (slot < 0 || processes_.empty()) return false;
+  const std::size_t size = processes_.front().size(), line = slot / size;
+  return line < processes_.size() && processes_[line][slot % size] == process;
 }
 
 // The rule that a note breaks, or nothing.
@@ -302,8 +356,9 @@ std::string Sharing::breach_of(int process, const Note& note) const {
       return note.kind == Note::Kind::mapped && !note.base ? "it mapped memory at address zero" : "";
     }
     case Note::Kind::heartbeat:
-      return note.seat == kNoSeat || lives_at(note.seat, process) ? ""
-                                                                  : "it told the epoch of a seat that it does not have";
+      return note.slot == kNoSlot || lives_at(note.slot, process)
+                 ? ""
+                 : "it told the epoch of a rank slot that it does not have";
     case Note::Kind::goodbye:
       break;
   }
@@ -315,14 +370,14 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (note.owner == 0 || (known && note.owner != known)) return "it shared memory under a number that is not its own";
   if (note.bytes == 0) return "it shared no memory";
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
-  if (note.seat == kNoSeat) return "";
-  if (!lives_at(note.seat, process)) return "it shared the heap of a seat that it does not have";
-  return heaps_.count(note.seat) ? "it shared the heap of a seat twice" : "";
+  if (note.slot == kNoSlot) return "";
+  if (!lives_at(note.slot, process)) return "it shared the heap of a rank slot that it does not have";
+  return heaps_.count(note.slot) ? "it shared the heap of a rank slot twice" : "";
 }
 
 double Sharing::seconds_silent(int process) const {
   std::lock_guard lock(mutex_);
-  return peers_.at(process).pulse.seconds_silent();
+  return peers_.at(process).liveness.seconds_silent();
 }
 
 std::string Sharing::state_of(int process) const {
@@ -333,15 +388,16 @@ std::string Sharing::state_of(int process) const {
 std::string Sharing::state_here(int process) const {
   const Peer& peer = peers_.at(process);
   if (!peer.gone.empty()) return "it " + peer.gone;
-  return peer.pulse.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
+  return peer.liveness.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
 }
 
 std::vector<Heartbeat> Sharing::heartbeats() const {
   std::lock_guard lock(mutex_);
   std::vector<Heartbeat> all;
   for (int process = 0; process < static_cast<int>(peers_.size()); ++process) {
-    const Pulse& pulse = peers_[process].pulse;
-    if (peers_[process].other) all.push_back({process, pulse.seconds_silent(), pulse.epochs(), state_here(process)});
+    const Liveness& liveness = peers_[process].liveness;
+    if (peers_[process].other)
+      all.push_back({process, liveness.seconds_silent(), liveness.epochs(), state_here(process)});
   }
   return all;
 }

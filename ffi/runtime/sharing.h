@@ -1,7 +1,9 @@
-// What the processes of a group show each other: each maps the others' regions and tells them where. A thread answers,
-// so that nobody waits for what a peer's Python is doing, and says every second that this process is alive.
+// How the processes of a group share memory: each maps the others' regions and tells them where. A thread answers
+// requests, so that no process waits for what another's Python is doing. Every second that thread also sends a
+// heartbeat.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -12,25 +14,58 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "runtime/descriptor.h"
 #include "runtime/error.h"
-#include "runtime/mappings.h"
 #include "runtime/note.h"
 #include "runtime/outbox.h"
-#include "runtime/pulse.h"
+#include "runtime/posix.h"
 #include "runtime/region.h"
 
 namespace jax_ep {
 
-// Where the ranks of a group live that spans several processes of a host; empty for a group of one process.
+// Where the ranks of a group live that spans several processes of a host. Empty for a group of one process.
 struct Neighbours {
   std::vector<std::vector<int>> processes;  // by line and rank
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
 };
 
-// When another process was last heard of, and how far its ranks were then.
+// Ops that ranks have finished, by slot: line * size + rank.
+using Epochs = std::map<int, uint64_t>;
+
+// When another process was last heard of, and how many ops its ranks had finished then.
+class Liveness {
+ public:
+  static constexpr auto kPeriod = std::chrono::seconds(1);  // of a process that is alive
+  static constexpr double kSilentSeconds = 2.5;             // what more than two lost heartbeats take
+
+  void beat() { heard_ = Clock::now(); }
+  void note(int slot, uint64_t epoch) { epochs_[slot] = epoch; }
+
+  const Epochs& epochs() const { return epochs_; }
+  double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
+
+  // Says whether the process is slow or dead, compared with a process that is at `ours`. Ranks of one line run the same
+  // ops, so the difference of their epochs says how far it is behind. `size`: the ranks of a line.
+  std::string describe(const Epochs& ours, int size) const {
+    const double silent = seconds_silent();
+    if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
+    if (epochs_.empty() || ours.empty()) return "it is alive";
+    int64_t behind = 0;
+    for (const auto& [their_slot, their_epoch] : epochs_)
+      for (const auto& [slot, epoch] : ours)
+        if (their_slot / size == slot / size) behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
+    return "it is alive, " + std::to_string(behind) + (behind == 1 ? " op" : " ops") + " behind";
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point heard_ = Clock::now();
+  Epochs epochs_;
+};
+
+// What is known of another process.
 struct Heartbeat {
   int process;
   double seconds_silent;
@@ -38,19 +73,23 @@ struct Heartbeat {
   std::string state;  // as Sharing::state_of has it
 };
 
+// A region by the number of its process and its own number there.
+using RegionName = std::pair<uint64_t, uint64_t>;
+
 class Sharing {
  public:
-  static constexpr int kNoSeat = -1;
+  static constexpr int kNoSlot = -1;
 
   // Both are called on the thread.
   struct Hooks {
-    // A process has ended without goodbye, or broken a rule; and which. It is not listened to any more.
+    // A process has ended without goodbye, or broken a rule of the protocol. `why` says which. It is not listened to
+    // any more.
     std::function<void(int process, const std::string& why)> lost;
-    // Ops that the ranks of this process have finished, by seat; none before the heaps are there.
+    // Ops that the ranks of this process have finished, by rank slot. Empty before the heaps are there.
     std::function<Epochs()> epochs;
   };
 
-  // Takes the sockets over. `devices`: of this process, which are to write into what is mapped.
+  // Owns the sockets from now on. `devices`: those of this process, which will write into what is mapped.
   Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks);
   ~Sharing();
   Sharing(const Sharing&) = delete;
@@ -59,23 +98,24 @@ class Sharing {
   // Says goodbye, after all answers, and stops answering. May be called twice.
   void close();
 
-  // Lets go of what is mapped, when this process is closed and touches it no more.
+  // Unmaps all regions, when this process is closed and touches them no more.
   void unmap();
 
-  // Where these processes see the region, by process; whoever has not been asked yet is asked to map it. Throws
-  // GroupException. `seat`: the one of which the region is the heap. The region must live until this is closed.
-  std::vector<char*> share(const Region& region, const std::set<int>& processes, int seat = kNoSeat);
+  // Where these processes see the region, by process. Those that have not been asked yet are asked to map it. `slot`:
+  // the rank slot whose heap the region is. The region must live until this is closed. Throws GroupException.
+  std::vector<char*> share(const Region& region, const std::set<int>& processes, int slot = kNoSlot);
 
-  // Where this process sees the heap of a seat of `process`, once that has shared it. Throws GroupException.
-  char* await_heap(int process, int seat);
+  // Where this process sees the heap of a rank slot of `process`. Waits until that process has shared it. Throws
+  // GroupException.
+  char* await_heap(int process, int slot);
 
   // Seconds since anything was heard of a process.
   double seconds_silent(int process) const;
 
-  // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "alive, 2 ops behind".
+  // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "it is alive, 2 ops behind".
   std::string state_of(int process) const;
 
-  // The heartbeats of all other processes. Neither this nor the two functions above wait for anybody.
+  // What is known of all other processes. Neither this nor the two functions above wait for anybody.
   std::vector<Heartbeat> heartbeats() const;
 
  private:
@@ -83,8 +123,8 @@ class Sharing {
   struct Peer {
     bool other;  // than this process: it has, or had, a socket
     Outbox outbox;
-    Pulse pulse;
-    uint64_t owner;    // how it calls itself, zero while unknown
+    Liveness liveness;
+    uint64_t owner;    // its number of itself, zero while unknown
     std::string gone;  // why it is not listened to any more
   };
   struct Answer {  // of one process, about one region of this one
@@ -105,7 +145,7 @@ class Sharing {
   void lose(int process, const std::string& why);
   std::string breach_of(int process, const Note& note) const;
   std::string breach_of_share(int process, const Note& note) const;
-  bool lives_at(int seat, int process) const;
+  bool lives_at(int slot, int process) const;
   std::string state_here(int process) const;
   void await(std::unique_lock<std::mutex>& lock, int process, const char* doing, const std::function<bool()>& ready);
 
@@ -118,9 +158,9 @@ class Sharing {
   std::condition_variable changed_;
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
-  std::set<RegionName> mapped_;
-  std::map<int, char*> heaps_;  // of other processes, by seat
-  Epochs epochs_;               // of this process, by seat, at the last heartbeat
+  std::set<RegionName> mapped_;                     // of other processes
+  std::map<int, char*> heaps_;                      // of other processes, by slot
+  Epochs epochs_;                                   // of this process, by slot, at the last heartbeat
   bool closing_ = false;
   std::thread thread_;
 };

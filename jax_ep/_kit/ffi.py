@@ -71,6 +71,22 @@ def library(platform: str) -> ModuleType:
     return library
 
 
+_ResultType = tuple[
+    str, str | None, list[int], bool
+]  # name, dtype or that of the updated operand, shape, whether alike
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _call_types(
+    platform: str, name: str, ranks: int, **settings: bool | int | float | str
+) -> tuple[str, list[_ResultType]]:
+    """What users know an op as, and the types of its results in order, as its OpSpec has them.
+
+    The library is asked once for each set of settings, and not whenever a program is traced.
+    """
+    return library(platform).call_types(name, ranks, **settings)
+
+
 def _call_site() -> str:
     """The file and function of the user's code that calls an op, for errors and flight records.
 
@@ -127,7 +143,7 @@ def call(
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _plain(value) for key, value in settings.items()}
-    known_as, types = library(group.platform).call_types(name, group.size, **plain)
+    known_as, types = _call_types(group.platform, name, group.size, **plain)
     results: list[jax.ShapeDtypeStruct] = []
     aliases: dict[int, int] = {}
     for _, dtype, shape, alike in types:
@@ -168,7 +184,7 @@ def call_alone(name: str, *operands: jax.Array, **settings: bool | int | str | n
       Its results by name.
     """
     plain = {key: _plain(value) for key, value in settings.items()}
-    _, types = library("cuda" if is_built("cuda") else "cpu").call_types(name, 1, **plain)  # both know them
+    _, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # both know them
     results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
     attributes = {key: _attribute(value) for key, value in plain.items()}
     called = jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)

@@ -1,11 +1,11 @@
-"""Groups as the compiled libraries hold them, and what they tell: errors, launches, recordings."""
+"""Groups as the compiled libraries hold them, and what they tell: errors, recordings."""
 
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jax_ep import errors
-from jax_ep._kit import checks, ffi
+from jax_ep._kit import ffi
 from jax_ep.errors import CapacityError, JaxEpError, PlatformError
 
 
@@ -28,7 +28,6 @@ class NativeGroup(Protocol):
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
     def last_phase(self, line: int, rank: int) -> tuple[str, str] | None: ...
-    def launch_config(self, op: int, num_tokens: int, encoded: bool) -> list[int] | None: ...
     def stall(self, rank: int, where: str) -> None: ...
     def stage_all(self) -> None: ...
 
@@ -85,23 +84,6 @@ def close_all() -> None:
     """At exit: also groups that only compiled programs hold."""
     for platform in ffi.loaded_platforms():
         ffi.library(platform).close_all()
-
-
-class LaunchConfig(NamedTuple):
-    """How an op is launched on a GPU. A block takes a whole SM; its first warps push rows, the others take them in."""
-
-    blocks: int
-    threads: int
-    pushers_per_block: int
-    shared_bytes_per_warp: int
-
-
-def launch_config(native: NativeGroup, platform: str, op: str, num_tokens: int, encoded: bool) -> LaunchConfig | None:
-    """None on a CPU, whose ranks are threads. Raises ValueError if `op` is none of those that tell it."""
-    kinds = ffi.library(platform).op_kinds
-    checks.check_one_of("launch_config", "op", op, tuple(kinds))
-    found = native.launch_config(kinds[op], num_tokens, encoded)
-    return None if found is None else LaunchConfig(*found)
 
 
 class OpRecord(NamedTuple):

@@ -131,9 +131,7 @@ int main() {
     std::vector<int> sizes(grouping == Grouping::none ? 1 : draw(1, 9));
     for (int& size : sizes) size = draw(-20, 300);
     const int groups = static_cast<int>(sizes.size());
-    jax_ep::HardwareModel model = jax_ep::hardware_model("sm_90");
-    model.sms = sms;
-    Config config = plan_fixed(Shape{grouping, m, n, k, groups}, model);
+    Config config = plan_fixed(Shape{grouping, m, n, k, groups}, sms);
     config.band = draw(1, 3);
     require(config.blocks % kCluster == 0 && config.blocks <= sms, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};

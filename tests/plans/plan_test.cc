@@ -65,7 +65,7 @@ void check_products(const HardwareModel& model) {
           for (const int ranks : {2, 4, 8}) check_product_plan({op, m, n, k, 2, ranks}, model);
         using gemm::Grouping;
         for (const Grouping grouping : {Grouping::none, Grouping::m_grouped, Grouping::k_grouped}) {
-          const gemm::Config config = gemm::plan({grouping, m, n, k, 8}, model);
+          const gemm::Config config = gemm::plan({grouping, m, n, k, 8}, model.sms);
           const bool fits = config.blocks >= 2 && config.blocks <= model.sms && config.blocks % gemm::kCluster == 0;
           expect(fits, "whole clusters within the SMs", model, config.describe());
         }

@@ -109,7 +109,7 @@ void ranks_at_different_calls() {
   const auto group = std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1}}, 0.2, /*poison=*/false);
   const int here = 0, there = 0;
   Outcome outcomes[2];
-  const auto signature = [](OpKind op, int64_t tokens) { return Signature{op, {}, {}, 0, {tokens}}; };
+  const auto signature = [](OpKind op, int64_t tokens) { return Signature{op, {}, {}, 0, {tokens}, {}}; };
   const auto take = [&](int rank) {
     return [&outcomes, rank](std::optional<GroupError> error) { outcomes[rank].set_value(std::move(error)); };
   };

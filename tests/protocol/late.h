@@ -53,12 +53,12 @@ inline void late_senders(int tokens, int late) {
     args.num_tokens = tokens, args.top_k = kTopK, args.hidden = kHidden, args.local_experts = kLocal;
     args.capacity = kCapacity, args.alignment = kAlignment;
     args.tokens = reinterpret_cast<const char*>(own.tokens.data()), args.targets = own.targets.data();
-    args.rows = own.rows.data(), args.counts = own.counts.data();
-    args.received = reinterpret_cast<char*>(scattered[rank].data());
+    args.row_of = own.row_of.data(), args.counts = own.counts.data();
+    args.rows = reinterpret_cast<char*>(scattered[rank].data());
     run_in_float32(comm, args, coop);
   });
   for (int rank = 0; rank < kRanks; ++rank)
-    expect(scattered[rank] == ranks[rank].received, "combine's gradient puts tokens where dispatch does");
+    expect(scattered[rank] == ranks[rank].rows, "combine's gradient puts tokens where dispatch does");
   expect(!group.take_error(), "no error is reported");
 }
 

@@ -27,10 +27,10 @@ struct Rank {
   std::vector<float> tokens = std::vector<float>(kMostTokens * kHidden);
   std::vector<float> weights = std::vector<float>(kMostTokens * kTopK);
   std::vector<int32_t> ids = std::vector<int32_t>(kMostTokens * kTopK);
-  std::vector<float> received = std::vector<float>(kCapacity * kHidden);
+  std::vector<float> rows = std::vector<float>(kCapacity * kHidden);
   std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kMostTokens * kTopK);
-  std::vector<int32_t> rows = std::vector<int32_t>(kRanks * kMostTokens * kTopK);
-  std::vector<float> arrived = std::vector<float>(kRanks * kMostTokens * kTopK);
+  std::vector<int32_t> row_of = std::vector<int32_t>(kRanks * kMostTokens * kTopK);
+  std::vector<float> row_weights = std::vector<float>(kRanks * kMostTokens * kTopK);
   std::vector<int32_t> counts = std::vector<int32_t>(kRanks * kLocal);
   int32_t dropped = 0, invalid = 0;
   std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kRanks, /*drop=*/true));
@@ -45,9 +45,9 @@ struct Rank {
     a.wire_float8 = way == Way::float8 || way == Way::few_float8;
     a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK);
     a.eager = a.few || a.wire_float8 ? count : count / 2;  // the others go straight to their rows
-    a.weights = weights.data(), a.expert_ids = ids.data();
-    a.tokens = reinterpret_cast<char*>(tokens.data()), a.received = reinterpret_cast<char*>(received.data());
-    a.group_sizes = sizes.data(), a.targets = targets.data(), a.rows = rows.data(), a.arrived = arrived.data();
+    a.token_weights = weights.data(), a.expert_ids = ids.data();
+    a.tokens = reinterpret_cast<char*>(tokens.data()), a.rows = reinterpret_cast<char*>(rows.data());
+    a.group_sizes = sizes.data(), a.targets = targets.data(), a.row_of = row_of.data(), a.weights = row_weights.data();
     a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
     a.landing = wire.data();
     return a;
@@ -56,8 +56,8 @@ struct Rank {
   CombineArgs combine_args() {
     CombineArgs a{};
     a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.capacity = kCapacity;
-    a.outputs = reinterpret_cast<char*>(received.data()), a.weights = arrived.data(), a.targets = targets.data();
-    a.rows = rows.data(), a.combined = reinterpret_cast<char*>(combined.data());
+    a.outputs = reinterpret_cast<char*>(rows.data()), a.weights = row_weights.data(), a.targets = targets.data();
+    a.row_of = row_of.data(), a.combined = reinterpret_cast<char*>(combined.data());
     a.landing = reinterpret_cast<char*>(landing.data());
     return a;
   }
@@ -103,7 +103,7 @@ inline void combine_out_of_bounds(const Group& group, std::vector<Rank>& ranks, 
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
     run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
   });
-  ranks[1].rows[index] = kCapacity + 7;
+  ranks[1].row_of[index] = kCapacity + 7;
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
     run_in_float32(comm, ranks[rank].combine_args(), coop);
   });
@@ -121,7 +121,7 @@ inline void row_out_of_bounds(Group& group, int tokens, int index) {
     expect(seen && seen->kind == ErrorKind::invalid_routing && !seen->fatal, "every rank reports it");
   }
   const auto error = group.take_error();
-  expect(error && error->message.find("rank 1: routing.rows holds") != std::string::npos, "the leaf is named");
+  expect(error && error->message.find("rank 1: routing.row_of holds") != std::string::npos, "the leaf is named");
   expect(!group.take_error(), "and reported once");
 }
 inline void rows_out_of_bounds(int times) {
@@ -140,7 +140,7 @@ inline bool lost_rank_is_named(int tokens, Way way, double timeout_seconds) {
   });
   const auto error = group.take_error();
   expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
-  expect(std::isnan(ranks[0].received[0]), "results are NaN after a failure");
+  expect(std::isnan(ranks[0].rows[0]), "results are NaN after a failure");
   bool named = true;
   for (const int rank : {0, 1, 3}) {
     const auto seen = group.reported({0, rank});
@@ -179,10 +179,10 @@ inline void reports_are_whole(int count) {
     long long first = 0, second = -1;
     const char* text = std::strpbrk(error->message.c_str(), ":") + std::strlen(": rank 0");
     const bool capacity = error->kind == ErrorKind::capacity;
-    const int read = capacity
-                         ? std::sscanf(text, " needs %lld rows but capacity is %lld", &first, &second)
-                         : std::sscanf(text, ": routing.rows holds %lld, which is out of bounds: it must be below %lld",
-                                       &first, &second);
+    const int read =
+        capacity ? std::sscanf(text, " needs %lld rows but capacity is %lld", &first, &second)
+                 : std::sscanf(text, ": routing.row_of holds %lld, which is out of bounds: it must be below %lld",
+                               &first, &second);
     expect(read == 2 && first == second && (first > 0) == capacity, error->message.c_str());
   }
   rank.join();
@@ -200,7 +200,7 @@ inline void given_up_between_ops() {
   };
   on_all_ranks(group, dispatch);
   for (int rank = 0; rank < kRanks; ++rank) {
-    expect(std::isnan(ranks[rank].received[0]), "nothing is delivered");
+    expect(std::isnan(ranks[rank].rows[0]), "nothing is delivered");
     const auto seen = group.reported({0, rank});
     expect(seen && seen->kind == ErrorKind::peer_lost, "every rank tells the host");
   }
@@ -223,7 +223,7 @@ inline void one_grace_for_all_ops() {
     });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
   expect(took.count() < 3.0, "a failed group ends its ops at once");  // 60 graces are 6 s
-  expect(std::isnan(ranks[0].received[0]), "nothing is delivered");
+  expect(std::isnan(ranks[0].rows[0]), "nothing is delivered");
 }
 
 // One rank runs another op, or the op with another number of tokens: nothing is pushed, and the error names both calls.
@@ -250,7 +250,7 @@ inline void different_ops(bool other_op) {
   expect(error && error->kind == ErrorKind::mismatch, "ranks that run different ops learn of it");
   for (const char* part : {"dispatch float32 T=40", other_op ? "combine float32 T=40" : "T=530", "rank 2"})
     expect(error->message.find(part) != std::string::npos, part);
-  for (const float x : ranks[0].received) expect(std::isnan(x), "nothing is delivered");
+  for (const float x : ranks[0].rows) expect(std::isnan(x), "nothing is delivered");
 }
 
 }  // namespace jax_ep

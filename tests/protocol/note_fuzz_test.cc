@@ -62,20 +62,20 @@ uint64_t next_region() {
   return ++last;
 }
 
-Note share_of(int seat) {
+Note share_of(int slot) {
   Note note{};
   note.kind = Note::Kind::share;
-  note.seat = seat;
+  note.slot = slot;
   note.owner = kOwner;
   note.region = next_region();
   note.bytes = kBytes;
   return note;
 }
 
-Note note_of(Note::Kind kind, int seat = -1) {
+Note note_of(Note::Kind kind, int slot = -1) {
   Note note{};
   note.kind = kind;
-  note.seat = seat;
+  note.slot = slot;
   return note;
 }
 
@@ -147,10 +147,10 @@ void every_breach() {
     std::memset(note.text, 'x', sizeof(note.text));
     v.send(note);
   });
-  for (const int seat : {0, 2, -2, 1 << 30})
-    expect_breach("a seat that it does not have", [&](Victim& v) { v.send(share_of(seat), {fd}); });
-  expect_breach("a seat that it does not have", [](Victim& v) { v.send(note_of(Note::Kind::heartbeat, 0)); });
-  expect_breach("the heap of a seat twice", [&](Victim& v) {
+  for (const int slot : {0, 2, -2, 1 << 30})
+    expect_breach("a rank slot that it does not have", [&](Victim& v) { v.send(share_of(slot), {fd}); });
+  expect_breach("a rank slot that it does not have", [](Victim& v) { v.send(note_of(Note::Kind::heartbeat, 0)); });
+  expect_breach("the heap of a rank slot twice", [&](Victim& v) {
     v.send(share_of(1), {fd});
     v.send(share_of(1), {fd});
   });

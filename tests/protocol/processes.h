@@ -61,7 +61,7 @@ inline void two_processes() {
       threads.emplace_back([&, rank] {
         const auto first = reach(*groups[process], {0, rank}, ranks[rank].dispatch_args(Way::straight));
         const auto again = reach(*groups[process], {0, rank}, ranks[rank].dispatch_args(Way::straight));
-        expect(first.args.rows == again.args.rows && first.args.rows != ranks[rank].rows.data(),
+        expect(first.args.row_of == again.args.row_of && first.args.row_of != ranks[rank].row_of.data(),
                "rows are staged once");
         expect(first.after.size() == 3 && first.before.empty(), "what is staged is copied back");
         for (int peer = 0; peer < kRanks; ++peer)

@@ -16,13 +16,13 @@
 
 namespace jax_ep {
 
-// How long a rank that gives up waits for peers to say that they write no more.
+// How long a rank that gives up waits for peers to acknowledge that they write no more.
 constexpr uint64_t kGraceNs = 300'000'000;
-// How long it waits for a peer that has begun the op, which may be in the middle of a row, or whose process has just
-// been taken off the GPU.
+// How long it waits for a peer that has begun the op. That peer may be in the middle of a row, or its process may just
+// have been taken off the GPU.
 constexpr uint64_t kBegunGraceNs = 10'000'000'000;
 // Packs of a row that a lane has in flight: choices, which kernels_bench 2 times. kRowPacks of all lanes are half a row
-// of 7168 values of 16 bits.
+// of 7168 16-bit values.
 constexpr int kLanePacks = 8, kRowPacks = 14;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
@@ -41,7 +41,7 @@ JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
 JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
-// Releases to the coops of this rank alone: device scope is enough.
+// Releases to the coops of this rank only, for which device scope is enough.
 JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
@@ -60,7 +60,8 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
   return before == expected;
 }
 
-// The next number, without order: an atomic of another kind would be waited for at once, as lanes are counted together.
+// The next number, without order. The compiler aggregates an atomic add over the lanes and waits for its result at
+// once, but leaves atom.inc as it is.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(~0u) : "memory");
@@ -114,7 +115,7 @@ struct Coop {
   char* shared;  // this coop's own shared memory
   int shared_bytes;
   TrackRole track;
-  int barrier;  // the named barrier of those coops of its CTA that run the op: others may run beside them
+  int barrier;  // the named barrier of the coops of its CTA that run the op; the CTA may have others
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
@@ -152,7 +153,7 @@ struct Coop {
 
 constexpr int kCtaBarrier = 1;  // of all coops of a CTA, in kernels that have no others: 0 is __syncthreads'
 
-// The first coops of every CTA send, the others receive; `shared_bytes` of dynamic shared memory belong to each.
+// The first coops of every CTA send, the others receive. Each has `shared_bytes` of dynamic shared memory.
 JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {
   extern __shared__ __attribute__((aligned(128))) char shared[];
   const int cta = blockIdx.x, ctas = gridDim.x, coop = threadIdx.x / Coop::lanes, coops = blockDim.x / Coop::lanes;

@@ -19,8 +19,8 @@
 
 namespace jax_ep {
 
-// How long a rank that gives up waits for peers to say that they write no more. No result depends on it here: those of
-// one process are held back until all its ranks have left the op (CpuGroup), and other processes write to staging.
+// How long a rank that gives up waits for peers to acknowledge that they write no more. No result depends on it here: a
+// process holds back its results until all its ranks have left the op (CpuGroup), and other processes write to staging.
 constexpr uint64_t kGraceNs = 100'000'000, kBegunGraceNs = kGraceNs;
 // Packs of a row that one lane has in flight.
 constexpr int kLanePacks = 1, kRowPacks = 1;
@@ -59,7 +59,8 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
   return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// Copies past the caches, to where this rank will not look again: they would first fetch what is overwritten.
+// Copies past the caches, to memory that this rank will not read again. Ordinary stores would first load the lines that
+// they overwrite.
 template <class T, int kCount>
 JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
 #if JAX_EP_STREAMING_STORES
@@ -100,7 +101,7 @@ JAX_EP_FN uint64_t clock_ns() {
           .count());
 }
 
-// Ranks outnumber cores on the CPU: a waiting one gives its core away soon.
+// Ranks outnumber cores on the CPU, so a waiting rank soon yields its core.
 JAX_EP_FN void pause(unsigned tries) {
   if (tries > 16) std::this_thread::yield();
 }

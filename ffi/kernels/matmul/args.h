@@ -16,7 +16,7 @@ struct MatmulReduceArgs {
   DType dtype, operand_dtype;  // of the result, of a and b
   int m, n, k;
   bool transpose_b;     // b is [N, K]
-  bool reduce_scatter;  // a rank gets its share of the rows alone
+  bool reduce_scatter;  // a rank gets only its share of the rows
   const char* a;        // [M, K]
   const char* b;        // [K, N]
   char* result;         // [M, N], or [M / R, N]
@@ -42,7 +42,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
 }
 JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
 
-// What both are told alike.
+// What the specs of both have in common.
 template <class Args>
 struct ProductSpec : OpDefaults {
   template <class Visit>
@@ -54,13 +54,13 @@ struct ProductSpec : OpDefaults {
     visit("k", "K", &Args::k);
     visit("transpose_b", "transposed b", &Args::transpose_b);
   }
-  static const char* fault(const Args& args, int ranks) {
+  static const char* validate(const Args& args, int ranks) {
     if (args.m < 1 || args.n < 1 || args.k < 1) return "a and b must not be empty";
     if (args.dtype != args.operand_dtype && args.dtype != DType::float32)
       return "the result must be of the operands' dtype, or float32";
     return fits_int32(int64_t{ranks} * args.m) ? nullptr : "the rows of all ranks must be fewer than 2**31";
   }
-  static Load load(const Args& args) { return {args.m, false}; }
+  static WorkSize work_size(const Args& args) { return {args.m, false}; }
 
  protected:
   template <class Visit>
@@ -83,9 +83,9 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
     ProductSpec::settings(visit);
     visit("reduce_scatter", nullptr, &Args::reduce_scatter);
   }
-  static const char* fault(const Args& args, int ranks) {
+  static const char* validate(const Args& args, int ranks) {
     if (args.reduce_scatter && args.m % ranks) return "the rows must be a multiple of the ranks";
-    return ProductSpec::fault(args, 1);
+    return ProductSpec::validate(args, 1);
   }
 
   template <class Visit>

@@ -1,5 +1,5 @@
-// all_gather_matmul: every rank pushes its rows to all, announced row block by row block; products of row blocks that
-// are here run meanwhile, those of this rank's own rows first.
+// all_gather_matmul: every rank pushes its rows to all ranks and announces them row block by row block. Products of row
+// blocks that have arrived run meanwhile; those of this rank's own rows come first.
 #pragma once
 
 #include "comm/copy.h"
@@ -12,9 +12,9 @@
 
 namespace jax_ep {
 
-// What a coop moves at a time: a part of a row block of this rank, whose bytes lie one behind the other. Where the rows
-// do not end with a pair of row blocks, some tiles reach over the end, and want the last row block as early as the
-// first: it goes first.
+// What a coop moves at a time: a part of a row block of this rank, which is a range of bytes. If the rows do not end
+// with a pair of row blocks, some tiles reach over the end, and need the last row block as early as the first. So the
+// last row block goes first.
 class RowParts {
  public:
   const int chunks;  // row blocks
@@ -60,7 +60,7 @@ class RowParts {
   const int part_bytes_, per_row_block_, count_, first_;
 };
 
-// Puts this rank's rows into everybody's `gathered`, this rank's too, by whichever coops are free.
+// Puts this rank's rows into `gathered` of every rank, by whichever coops are free.
 JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), base = op.comm.rank * args.m * row_bytes;
   const RowParts parts(args.m, row_bytes, op.coop.count);
@@ -83,7 +83,7 @@ JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
   announcer.finish(mover);
 }
 
-// All lanes call. Waits until these rows, counted over all ranks, are here: each lane waits for a row block of them.
+// Waits until these rows, counted over all ranks, are here. All lanes call, and each waits for one row block.
 JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
   const RowBlocks row_blocks(args.m);
   const auto index = [&](int row) { return row / args.m * row_blocks.chunks + row_blocks.chunk_of(row % args.m); };
@@ -91,7 +91,7 @@ JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
   if (rows.begin < rows.end) op.wait_delivered_from(first, index(rows.end - 1) + 1 - first, row_blocks.chunks);
 }
 
-// Where the product is computed by the very coops that push.
+// On the CPU: the coops that push compute the product.
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const Coop& coop) {
   Op op(comm, coop, kind_of(args));

@@ -10,7 +10,7 @@
 namespace jax_ep {
 
 // What the specs have in common.
-struct GroupedSpec : AloneDefaults {
+struct GroupedSpec : LocalDefaults {
   static constexpr int kMultiple = 8;  // TMA wants lines of 16 bytes
 
  protected:
@@ -22,13 +22,13 @@ struct GroupedSpec : AloneDefaults {
     visit("groups", nullptr, &Args::groups);
   }
   template <class Args>
-  static const char* fault_of_operands(const Args& x) {
+  static const char* validate_operands(const Args& x) {
     if (x.dtype == DType::float32) return "dtype must be bfloat16 or float16";
     if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
     return nullptr;
   }
   template <class Args>
-  static const char* fault_of_sizes(const Args& x) {
+  static const char* validate_sizes(const Args& x) {
     return x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1 ? "m, n, k and groups must be at least 1" : nullptr;
   }
 };
@@ -55,12 +55,12 @@ struct OpSpec<GroupedDotArgs> : GroupedSpec {
     visit("rhs_is_k_by_n", nullptr, &Args::b_is_k_by_n);
   }
   static void complete(Args& x, int, bool) { x.grouping = gemm::Grouping::m_grouped; }
-  static const char* fault(const Args& x, int) {
+  static const char* validate(const Args& x, int) {
     if (x.in == DType::float32) return "operand_dtype must be bfloat16 or float16";
     if (x.out != x.in && (x.out != DType::float32 || !x.b_is_k_by_n))
       return "the result must be of the operands' dtype, or float32 of an rhs stored [groups, k, n]";
     if (x.n % kMultiple || x.k % kMultiple) return "n and k must be multiples of 8";
-    return fault_of_sizes(x);
+    return validate_sizes(x);
   }
 
   template <class Visit>
@@ -92,10 +92,10 @@ struct OpSpec<GroupedOuterArgs> : GroupedSpec {
     x.in = x.out;
     x.a_is_k_by_m = x.b_is_k_by_n = true;
   }
-  static const char* fault(const Args& x, int) {
+  static const char* validate(const Args& x, int) {
     if (x.out == DType::float32) return "dtype must be bfloat16 or float16";
     if (x.m % kMultiple || x.n % kMultiple) return "m and n must be multiples of 8";
-    return fault_of_sizes(x);
+    return validate_sizes(x);
   }
 
   template <class Visit>
@@ -126,10 +126,10 @@ struct OpSpec<GatedDotArgs> : GroupedSpec {
     visit("columns", nullptr, &Args::columns);
   }
   static void complete(Args& x, int, bool) { x.up_column = x.columns - x.n; }
-  static const char* fault(const Args& x, int) {
-    if (const char* const fault = fault_of_operands(x)) return fault;
+  static const char* validate(const Args& x, int) {
+    if (const char* const error = validate_operands(x)) return error;
     if (x.columns != x.n && x.columns != int64_t{2} * x.n) return "columns must be n or 2 n";
-    return fault_of_sizes(x);
+    return validate_sizes(x);
   }
 
   template <class Visit>
@@ -160,9 +160,9 @@ struct OpSpec<SummedDotArgs> : GroupedSpec {
     visit("dtype", nullptr, &Args::dtype);
     sizes<Args>(visit);
   }
-  static const char* fault(const Args& x, int) {
-    if (const char* const fault = fault_of_operands(x)) return fault;
-    return fault_of_sizes(x);
+  static const char* validate(const Args& x, int) {
+    if (const char* const error = validate_operands(x)) return error;
+    return validate_sizes(x);
   }
 
   template <class Visit>
@@ -191,11 +191,11 @@ struct OpSpec<Float8DotArgs> : GroupedSpec {
     visit("dtype", nullptr, &Args::out);
     sizes<Args>(visit);
   }
-  static const char* fault(const Args& x, int) {
+  static const char* validate(const Args& x, int) {
     if (x.out == DType::float16) return "dtype must be bfloat16 or float32";
     if (x.n % gemm::kFloat8Block || x.k % gemm::kFloat8Block) return "n and k must be multiples of 128";
     if (!fits_int32(int64_t{x.m} * (x.k / gemm::kFloat8Block))) return "there are too many rows";
-    return fault_of_sizes(x);
+    return validate_sizes(x);
   }
 
   template <class Visit>
@@ -226,13 +226,13 @@ struct OpSpec<GatedFloat8DotArgs> : GroupedSpec {
     visit("columns", nullptr, &Args::columns);
   }
   static void complete(Args& x, int, bool) { x.up_column = x.columns - x.n; }
-  static const char* fault(const Args& x, int) {
+  static const char* validate(const Args& x, int) {
     if (x.n % gemm::kFloat8Block || x.k % gemm::kFloat8Block) return "n and k must be multiples of 128";
     if (x.columns != x.n && x.columns != int64_t{2} * x.n) return "columns must be n or 2 n";
     const int64_t blocks = x.k / gemm::kFloat8Block;
     if (!fits_int32(x.m * blocks)) return "there are too many rows";
     if (!fits_int32(int64_t{x.groups} * (x.columns / gemm::kFloat8Block) * blocks)) return "there are too many weights";
-    return fault_of_sizes(x);
+    return validate_sizes(x);
   }
 
   template <class Visit>

@@ -1,5 +1,5 @@
-// One kernel for a product and its collective: all CTAs multiply, and the producer's warpgroup has three aux warps,
-// which the product does not need. Here is what those do in a gather and in a reduction; overlap_exchange.h has the
+// One kernel for a product and its collective. All CTAs multiply. The producer's warpgroup has three aux warps, which
+// the product does not need. This file says what they do in a gather and in a reduction; overlap_exchange.h has the
 // exchange of two ranks.
 #pragma once
 
@@ -29,7 +29,7 @@ struct RowOf<__half> {
   using Type = Float16;
 };
 
-// What the kernel is told of its op.
+// What the kernel knows of its op.
 template <class Args>
 struct Work {
   Comm comm;
@@ -39,11 +39,12 @@ struct Work {
   int block_n;              // columns of a tile
 };
 
-// This rank's rows where they are: only a gather is told.
+// This rank's rows in its operand. Only a gather has this.
 template <class Args>
 using OwnMap = std::conditional_t<std::is_same_v<Args, GatherMatmulArgs>, CUtensorMap, gemm::Nothing>;
 
-// The roles that products have in common: an aux warp of every CTA, and the other two of those that communicate.
+// The roles that all such kernels have: one aux warp of every CTA, and the other two aux warps of CTAs that
+// communicate.
 JAX_EP_FN Role attendants() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
 constexpr int kOtherAuxWarps = gemm::kAuxWarps - 1;
 JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
@@ -103,25 +104,25 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
 // What the aux warps of a CTA share in a gather.
-struct Lookout {
+struct Waiter {
   uint32_t here;  // tiles that had to wait for their rows, and need not any more
 };
 
 template <>
 struct AuxOf<GatherMatmulArgs> {
-  using Type = Lookout;
+  using Type = Waiter;
 };
 
-// A gather. A warp of every CTA looks out for the rows of its tiles, and in some CTAs two more spread this rank's rows.
-// They take them in turns, so peers get all rows however few of the CTAs run. A tile's rows are read from where they
-// are: this rank's own from its operand, the others from what is gathered.
+// A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps spread this
+// rank's rows. They take rows in turns, so peers get all rows even if few of these CTAs run. A tile reads this rank's
+// own rows from the operand, and the others from `gathered`.
 struct GatherHooks {
   static constexpr bool kStores = false, kAwaitStores = false;
   using Aux = typename AuxOf<GatherMatmulArgs>::Type;
   const Work<GatherMatmulArgs>& work;
   const CUtensorMap& own;
   const gemm::Problem& problem;
-  Lookout& aux;
+  Waiter& aux;
   mutable uint32_t awaited = 0;  // of the producer
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
@@ -131,8 +132,8 @@ struct GatherHooks {
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  // In the end a warp stands for all of its CTA that multiply.
-  enum { kLookouts, kSpreaders, kMultipliers };
+  // At the end one warp finishes the op for all warps of its CTA that multiply.
+  enum { kWaiters, kSpreaders, kMultipliers };
   JAX_EP_FN Roles<3> roles() const {
     return {attendants(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
   }
@@ -141,7 +142,7 @@ struct GatherHooks {
     if (number < 0) return;
     const Coop coop = role.coop(/*is_tracked=*/number == kSpreaders);
     Op op(work.comm, coop, kind_of(work.args));
-    if (number == kLookouts)
+    if (number == kWaiters)
       look_out(op, share);
     else
       spread(op);
@@ -158,7 +159,7 @@ struct GatherHooks {
     const int first = work.comm.rank * work.args.m;
     return first <= rows_of(tile).begin && rows_of(tile).end <= first + work.args.m;
   }
-  // Debug: nothing may be written before the result is poisoned, which every flag stands for.
+  // Debug: nothing may be written before the result is poisoned. Every flag implies that.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
   JAX_EP_FN void look_out(Op& op, gemm::Share share) const {
@@ -181,7 +182,7 @@ template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& operands,
                               const Work<GatherMatmulArgs>& work) {
   poison_results(work);
-  Lookout& aux = reinterpret_cast<gemm::Shared<kBlockN, Lookout>*>(memory)->aux;
+  Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
   if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
   const GatherHooks hooks{work, operands.own, operands.problem, aux};
   gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
@@ -208,14 +209,14 @@ struct AuxOf<MatmulReduceArgs> {
   using Type = Reducers;
 };
 
-// A reduction. A warp of every CTA announces what its CTA has written, and in the last CTAs two more reduce what is
-// ready. So the product keeps all SMs, and those of the other CTAs are free for other kernels as soon as it is done,
-// whatever peers do.
+// A reduction. One warp of every CTA announces what its CTA has written, and in the last CTAs two more warps reduce
+// what is ready. So the product has all SMs, and the SMs of the other CTAs are free for other kernels as soon as the
+// product is done, whatever peers do.
 //
 // Reducers wait for peers, and keep the SMs of their CTAs meanwhile. They are in the last CTAs, which a GPU starts when
-// all others have their SMs. A reducer that does not see all reducers begin within 20 us leaves; the last to begin
-// never does, and with those that stay sums all. So a kernel that keeps some CTAs from starting costs the sums their
-// warps, but does not lock them up.
+// all others have their SMs. A reducer that does not see all reducers begin within 20 us leaves. The last to begin
+// never leaves, and with those that stay it sums all rows. So a kernel that keeps some CTAs from starting slows the
+// sums down, but does not lock them up.
 template <class T>
 struct ReduceHooks {
   static constexpr bool kStores = false, kAwaitStores = true;

@@ -1,13 +1,13 @@
 // One kernel for a product and its reduction among two ranks. Both take the same tiles in the same order, so every CTA
-// exchanges its own with the same CTA of the peer. Multiplying warps store their part of a tile here and there; one of
-// the aux warps announces it, the others add what has landed. The last tile is added by those who multiply.
+// exchanges its tiles with the same CTA of the peer. Multiplying warps store their part of a tile here and at the peer.
+// One aux warp announces it, and the others add what has landed. The multiplying warps add the last tile.
 #pragma once
 
 #include "kernels/matmul/overlap.h"
 #include "kernels/matmul/reduce.h"
 
 namespace jax_ep {
-// What the warps of a CTA tell each other, in shared memory.
+// How the warps of a CTA signal each other, in shared memory.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed
   uint32_t posted;                         // whether that is known
@@ -21,7 +21,7 @@ struct AuxOf<MatmulExchangeArgs> {
   using Type = Exchanged;
 };
 
-// Tiles of a CTA are announced one by one, or a few at a time where flags do not suffice.
+// Tiles of a CTA are announced one by one, or a few at a time if there are too few flags.
 struct TileFlags {
   int cta, ctas, tiles_per_flag;
 
@@ -121,7 +121,7 @@ struct ExchangeHooks {
   }
 };
 
-// Debug: the result is filled before anything is stored there, by all CTAs.
+// Debug: all CTAs fill the result before anything is stored there.
 JAX_EP_FN void poison_results(const Work<MatmulExchangeArgs>& work) {
   if (!work.comm.poison) return;
   const Coop coop = whole_ctas(0, static_cast<int>(gridDim.x)).coop();

@@ -12,18 +12,20 @@ namespace {
 constexpr int kTileRows = 128;
 constexpr int kPairRows = 2 * kTileRows;
 
-// The rounds of tiles of a gather, played through with the rows that each must wait for. Times in microseconds.
+// Simulates the rounds of tiles of a gather, with the rows that each round must wait for. Times are in microseconds.
 struct Rounds {
   const GatherRates& rates;
-  int pairs, own;            // of rows of tiles; of them of this rank's rows alone
+  int pairs, own;            // pairs of rows of tiles; those with rows of this rank only
   int band_tiles, clusters;  // in pairs of tiles
   int band;
   double tile, moving;  // for a tile; until all rows are here, which come at an even rate
 
-  // When the rows of the first so many pairs are here.
-  double here(int wanted) const { return wanted > own ? rates.greet_us + moving * (wanted - own) / (pairs - own) : 0; }
+  // When the rows of the first `wanted` pairs are here.
+  double here(int wanted) const {
+    return wanted > own ? rates.handshake_us + moving * (wanted - own) / (pairs - own) : 0;
+  }
 
-  // Until the last of so many is done.
+  // Until the last of `tiles` is done.
   double microseconds(int tiles) const {
     double time = 0;
     for (int done = 0; done < tiles; done += clusters) {
@@ -34,8 +36,8 @@ struct Rounds {
   }
 };
 
-// How many blocks push, an even number of `most` at the most: the fewer the more peers each pushes to. What more would
-// push queues up in the way of the product's loads.
+// How many blocks push: an even number, `most` at the most, and fewer the more peers each pushes to. What further
+// blocks would push queues up in the way of the product's loads.
 int pushing_blocks(int blocks_times_peers, int ranks, int most) {
   return std::max(std::min(blocks_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
 }
@@ -52,8 +54,8 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
   const double tile = 2.0 * kTileRows * block_n * k / rate + rates.tile_us;
   const double moving = double(m) / ranks * k * value_bytes / (communicating * rates.bytes_per_cta);
   // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
-  const bool waits = moving + rates.greet_us > tile * own * columns / (config.multiplying / 2);
-  // Without tiles of this rank's rows alone there is nothing to begin with.
+  const bool waits = moving + rates.handshake_us > tile * own * columns / (config.multiplying / 2);
+  // If no tile has rows of this rank only, there is nothing to begin with.
   config.band = own ? std::clamp(waits ? own / 4 : own, std::min(own, 2), rates.most_pairs) : rates.most_pairs;
   const int clusters = config.multiplying / 2;
   const Rounds rounds{rates, ceil_div(rows, 2), own, config.band * columns, clusters, config.band, tile, moving};
@@ -81,7 +83,7 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   const int most = model.sms - rates.spare_sms;
   OverlapConfig config{};
   config.block_n = block_n;
-  config.split_k = gemm::should_split(model.gemm, block_n, shape.k, rows * columns, most);
+  config.split_k = gemm::should_split(block_n, shape.k, rows * columns, most);
   const int shares = rows * columns * (config.split_k ? 2 : 1);
   config.multiplying = std::min(most, shares + 1) / 2 * 2;
   config.band =
@@ -94,8 +96,8 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   return config;
 }
 
-// How many blocks fetch and sum; the others are free after the product. Where sums are pushed while tiles are still
-// computed, fewer do.
+// How many blocks fetch and sum. The others are free after the product. If sums are pushed while tiles are still
+// computed, fewer blocks push.
 int communicating_blocks(const ProductShape& shape, const HardwareModel& model, int tiles) {
   const int most = std::max(model.sms * 3 / 4 / 2 * 2, 2);
   const bool pushes = shape.op == OpKind::matmul_all_reduce && tiles > model.sms;
@@ -110,10 +112,11 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
   config.block_n = block_n;
   config.communicating = communicating;
   // Few tiles: two SMs take one, half of the contraction each.
-  config.split_k = gemm::should_split(model.gemm, block_n, shape.k, tiles, model.sms);
+  config.split_k = gemm::should_split(block_n, shape.k, tiles, model.sms);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(model.sms, parts * tiles + 1) / 2 * 2;
-  // Whole rows of tiles are announced: a wave should finish some, or, where there are many, many waves.
+  // Whole rows of tiles are announced. A wave should finish some of them; if there are many, there should be many
+  // waves.
   config.band =
       std::clamp(std::max(config.multiplying / columns / 2, rows / 2 / rates.least_bands), 1, rates.most_pairs);
   const int waves = ceil_div(parts * tiles, config.multiplying);

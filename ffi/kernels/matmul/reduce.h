@@ -1,6 +1,6 @@
-// matmul_all_reduce and matmul_reduce_scatter: every rank leaves its product in a buffer of its own, announced row
-// block by row block. Whoever owns some rows fetches them from all ranks, sums them in rank order in float32, and
-// writes the sum to every rank, or keeps it. Products of later row blocks run meanwhile.
+// matmul_all_reduce and matmul_reduce_scatter: every rank leaves its product in a buffer of its own and announces it
+// row block by row block. Each row has an owner, which fetches the row from all ranks, sums it in rank order in
+// float32, and writes the sum to every rank, or keeps it. Products of later row blocks run meanwhile.
 #pragma once
 
 #include "comm/op.h"
@@ -26,7 +26,8 @@ class SummedRows {
   const RowBlocks row_blocks;
   const Range kept;  // in the result
 
-  // An equal share of every row block, so that all ranks have as much to do at any time; or what of it this rank keeps.
+  // An equal share of every row block, so that all ranks always have as much to do. In a reduce-scatter: the part of
+  // the row block that this rank keeps.
   JAX_EP_FN Range of(int row_block) const {
     return reduce_scatter_ ? overlap(row_blocks.chunk(row_block), kept) : of_rank(rank_, row_block);
   }
@@ -54,7 +55,7 @@ class SummedRows {
   const bool reduce_scatter_;
 };
 
-// All coops that may sum call, when they have no more to sum: peers wait for the last of them.
+// All coops that may sum call it when they have nothing more to sum. Peers wait for the last of them.
 template <class T>
 JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
   const SummedRows rows(op.comm, args);
@@ -64,13 +65,13 @@ JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
   });
 }
 
-// Behind it: waits until every rank has written its sums here, and fetches nothing any more.
+// Waits until every rank has written its sums here and fetches nothing any more. Called after the function above.
 JAX_EP_FN void wait_concluded(Op& op, const MatmulReduceArgs& args) {
   op.wait_delivered(SummedRows(op.comm, args).row_blocks.chunks);
 }
 
-// The first chunk from `chunk` on that is missing from some rank. It looks at no more chunks than the lanes can, so it
-// may stop before `end`.
+// The first chunk from `chunk` on that is missing from some rank. It looks at no more chunks than there are lanes, so
+// it may stop before `end`.
 JAX_EP_FN int delivered_until(const Op& op, int chunk, int end) {
   const int ranks = op.comm.size, most = smaller(end, chunk + larger(1, Coop::lanes / ranks));
   const int flags = (most - chunk) * ranks;
@@ -131,7 +132,7 @@ class MatmulReduce {
   }
 
  private:
-  // Small batches: as many ranks as there may be have some on their way to a coop. All three are choices, which
+  // Batches are small, so that a coop has batches of as many ranks as possible under way. All three are choices, which
   // overlap_bench times.
   static constexpr int kPacks = kLanePacks < 4 ? kLanePacks : 4;
   static constexpr int kTicketsPerCoop = 8;
@@ -164,7 +165,7 @@ class MatmulReduce {
   int part_values_;
 };
 
-// Where a rank's product is computed by the very coops that reduce.
+// On the CPU: the coops that reduce compute the product.
 template <class T>
 JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
   op.post(posted(args, op.comm.size));
@@ -183,9 +184,9 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
   wait_concluded(op, args);
 }
 
-// A reduction of two ranks is one exchange. A rank leaves what it keeps of its product in its result, and pushes what
-// the peer keeps to where it lands there. When the peer's is here, it is added: both ranks add the same two values,
-// which gives the same bits in either order.
+// A reduction of two ranks is one exchange. A rank leaves the part of its product that it keeps in its result, and
+// pushes the part that the peer keeps to the peer's landing. When the peer's part is here, it is added. Both ranks add
+// the same two values, so their bits are equal.
 constexpr int kExchangingRanks = 2;
 
 // What becomes of one rank's product. Rows count from the first of the whole product.
@@ -205,12 +206,12 @@ class MatmulExchange {
   JAX_EP_FN bool keeps(int row) const { return kept_.begin <= row && row < kept_.end; }
   JAX_EP_FN bool sends(int row) const { return sent_.begin <= row && row < sent_.end; }
 
-  // Where a value of this rank's product belongs, here and at the peer, which has said where the first one lands.
+  // Where a value of this rank's product belongs, here and at the peer. The peer has posted where the first one lands.
   JAX_EP_FN T* kept(int row, int column) const { return result_ + at(row, column); }
   JAX_EP_FN T* sent(T* landing, int row, int column) const { return landing + at(row, column); }
   JAX_EP_FN T* landing(const Op& op) const { return Window<T>(op, kWindow<&MatmulReduceArgs::partial>).peer(peer); }
 
-  // One coop of the rank is the `counter`.
+  // One coop of the rank is elected to count.
   JAX_EP_FN void count_received(const Op& op, bool counter) const {
     op.count_received_by(counter, [&](int) { return (kept_.end - kept_.begin) * int64_t{n_} * sizeof(T); });
   }
@@ -275,7 +276,7 @@ class MatmulExchange {
   const T* const landed_;
 };
 
-// Where a rank's product is computed by the very coops that exchange it: each adds to the rows that it multiplied.
+// On the CPU: the coops that exchange compute the product, and each adds to the rows that it multiplied.
 template <class T>
 JAX_EP_FN void exchange_products(Op& op, const MatmulReduceArgs& args) {
   const MatmulExchange<T> exchange(op.comm, args);

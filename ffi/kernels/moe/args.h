@@ -1,4 +1,4 @@
-// What dispatch and the ops along its routing are called with: plain pointers into XLA's buffers of this rank, and the
+// The arguments of dispatch and of the ops along its routing: plain pointers into XLA's buffers of this rank, and the
 // shapes.
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace jax_ep {
 
-// Whether ranks tell each other all that their tokens chose.
+// Whether tokens are few: then ranks send each other all ids and weights, and each works out the whole routing.
 constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
 }
 
-// How many tokens, the first ones, are eager: all, if they are few or are to be decoded, as those land in landing slots
-// anyway.
+// How many tokens are eager: these travel to landing slots before their rows are known, like eager messages in MPI. All
+// tokens are eager if they are few, or if they are decoded where they land, as those land in landing slots anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, bool wire_float8, bool rows_float8) {
   const bool all = are_few(num_tokens, top_k) || (wire_float8 && !rows_float8);
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
@@ -30,42 +30,43 @@ struct DispatchArgs {
   DType dtype;
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   bool drop, wire_float8;
-  bool rows_float8;           // they stay as they travelled
-  bool leave_unused;          // rows behind the last expert's are not zeroed
-  const char* tokens;         // [T, H]
-  const int32_t* expert_ids;  // [T, K]
-  const float* weights;       // [T, K]
-  char* received;             // [C, H]
-  float* scales;              // [C, H / 128], of rows in float8
-  int32_t* group_sizes;       // [L]
-  int32_t* targets;           // [T, K]
-  int32_t* rows;              // [R, T, K]
-  float* arrived;             // [R, T, K]
-  int32_t* counts;            // [R, L]
-  int32_t* dropped;           // [1]
-  int32_t* invalid;           // [1]
+  bool rows_float8;            // they stay as they travelled
+  bool leave_unused;           // rows behind the last expert's are not zeroed
+  const char* tokens;          // [T, H]
+  const int32_t* expert_ids;   // [T, K]
+  const float* token_weights;  // [T, K]
+  char* rows;                  // [C, H]
+  float* scales;               // [C, H / 128], of rows in float8
+  int32_t* group_sizes;        // [L]
+  int32_t* targets;            // [T, K]
+  int32_t* row_of;             // [R, T, K] the row here of a source rank's assignment, or -1
+  float* weights;              // [R, T, K] of those assignments, or 0
+  int32_t* counts;             // [R, L]
+  int32_t* dropped;            // [1]
+  int32_t* invalid;            // [1]
   int32_t* scratch;
   bool few;       // tokens
-  int eager;      // tokens, the first: they land in landing slots by source and token, and go to their rows from there
+  int eager;      // the first so many tokens land in landing slots, and go to their rows from there
   char* landing;  // [R, eager] landing slots
 };
 
-// Bytes of a token's landing slot: messages in float8, values in float8 and behind them their scales, or values as they
-// are.
+// Bytes of a token's landing slot. It holds messages in float8, or values in float8 with their scales behind them, or
+// values as they are.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   if (a.wire_float8 && !a.rows_float8) return wire_bytes(a.hidden);
   return a.rows_float8 ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
                        : int64_t{a.hidden} * size_of(a.dtype);
 }
 
-// DispatchArgs for kernels of their own, by how tokens travel: as they are, in float8 to be decoded where they land, or
-// in float8 to stay so.
+// DispatchArgs for a kernel of its own for each way that tokens travel: as they are; in float8, decoded where they
+// land; in float8, and they stay so.
 struct PlainDispatchArgs : DispatchArgs {};
 struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 
-// The leaves of a routing that is handed to scatter and combine; as the `peer` of a report, the one out of bounds.
-enum class RoutingLeaf : int32_t { targets, rows, counts };
+// The leaves of a routing that users hand to scatter and combine. As the `peer` of a report: the leaf with a value out
+// of bounds.
+enum class RoutingLeaf : int32_t { targets, row_of, counts };
 
 struct ScatterArgs {
   DType dtype;
@@ -74,9 +75,9 @@ struct ScatterArgs {
   bool leave_unused;       // rows behind the last expert's are not zeroed
   const char* tokens;      // [T, H]
   const int32_t* targets;  // [T, K]
-  const int32_t* rows;     // [R, T, K]
+  const int32_t* row_of;   // [R, T, K]
   const int32_t* counts;   // [R, L], or null
-  char* received;          // [C, H]
+  char* rows;              // [C, H]
 };
 
 struct CombineArgs {
@@ -87,33 +88,33 @@ struct CombineArgs {
   const float* weights;      // [R, T, K], or null for 1
   const float* scalars;      // [R, T, K] to return to their token's rank, or null
   const int32_t* targets;    // [T, K]
-  const int32_t* rows;       // [R, T, K]
+  const int32_t* row_of;     // [R, T, K]
   char* combined;            // [T, H]
   float* returned;           // [T, K], or null
   char* landing;             // [R, T, H] partial sums
 };
 
-// CombineArgs for a kernel of its own, which sums long batches.
+// CombineArgs for the kernel that sums long batches.
 struct LongCombineArgs : CombineArgs {};
 
 constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
 constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
 constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
 
-// What is wrong with the numbers of rows that an op along a routing moves.
+// What is wrong with the numbers of rows of an op along a routing, or null.
 template <class Args>
-const char* fault_of_counts(const Args& args, int ranks) {
+const char* validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
   if (!fits_int32(assignments) || !fits_int32(ranks * assignments))
     return "the assignments of all ranks must be fewer than 2**31";
   return fits_int32(int64_t{ranks} * args.capacity) ? nullptr : "the rows of all ranks must be fewer than 2**31";
 }
-// What is wrong with how a dispatch, or combine's gradient, lays rows out.
+// What is wrong with the layout of rows of a dispatch, or of combine's gradient; or null.
 template <class Args>
-const char* fault_of_layout(const Args& args, int ranks) {
+const char* validate_layout(const Args& args, int ranks) {
   if (args.alignment <= 0) return "alignment must be positive";
   if (args.capacity % args.alignment) return "capacity must be a multiple of alignment";
-  return fault_of_counts(args, ranks);
+  return validate_counts(args, ranks);
 }
 
 template <>
@@ -140,20 +141,20 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     args.few = are_few(args.num_tokens, args.top_k);
     args.eager = eager_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
   }
-  static const char* fault(const Args& args, int ranks) {
+  static const char* validate(const Args& args, int ranks) {
     if (args.num_experts % ranks) return "the experts must be a multiple of the ranks";
     if (args.num_experts > kMaxExperts) return "there are more experts than a mailbox holds";
     if (args.wire_float8 && args.hidden % kScaleBlock) return "float8 needs rows of whole blocks of 128 values";
     if (args.rows_float8 && !args.wire_float8) return "rows in float8 need a wire in float8";
-    if (const char* const fault = fault_of_layout(args, ranks)) return fault;
+    if (const char* const error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const bool fits = fits_int32(int64_t{ranks} * args.num_tokens * args.top_k + padding);
     return fits ? nullptr : "the rows and their padding must be fewer than 2**31";
   }
-  static Load load(const Args& args) { return {args.num_tokens, args.wire_float8}; }
+  static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire_float8}; }
 
-  // Peers write rows of received, and what belongs to them, where some tokens do not land in landing slots; and tell
-  // each other where all have their rows where not every rank works that out for itself.
+  // Peers write `rows` and `scales` if some tokens do not go through landing slots. They write `row_of` and `weights`
+  // unless each rank works out the whole routing itself.
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;
@@ -161,10 +162,10 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     const Values rows = a.rows_float8 ? Values::float8 : values_of(a.dtype);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
-    visit(operand("weights", Values::float32, tokens, top_k), &Args::weights);
-    visit(result("received", rows, a.capacity, a.hidden).for_peers(straight), &Args::received);
-    visit(result("rows", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::rows);
-    visit(result("arrived", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::arrived);
+    visit(operand("weights", Values::float32, tokens, top_k), &Args::token_weights);
+    visit(result("rows", rows, a.capacity, a.hidden).for_peers(straight), &Args::rows);
+    visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::row_of);
+    visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);
     visit(result("scales", Values::float32, a.capacity, a.hidden / kScaleBlock).when(a.rows_float8).for_peers(straight),
           &Args::scales);
     visit(result("group_sizes", Values::int32, local).undelivered_as(Undelivered::size), &Args::group_sizes);
@@ -195,8 +196,8 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("onto", "onto rows", &Args::onto);
     visit("leave_unused", "unused rows left", &Args::leave_unused);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_layout(args, ranks); }
-  static Load load(const Args& args) {
+  static const char* validate(const Args& args, int ranks) { return validate_layout(args, ranks); }
+  static WorkSize work_size(const Args& args) {
     const bool zeroes = !args.onto && !args.leave_unused;
     return {zeroes ? std::max(args.num_tokens, args.capacity) : args.num_tokens, false};
   }
@@ -205,12 +206,11 @@ struct OpSpec<ScatterArgs> : OpDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     visit(operand("tokens", values_of(a.dtype), a.num_tokens, a.hidden), &Args::tokens);
     visit(operand("targets", Values::int32, a.num_tokens, a.top_k), &Args::targets);
-    visit(operand("rows", Values::int32, ranks, a.num_tokens, a.top_k), &Args::rows);
+    visit(operand("row_of", Values::int32, ranks, a.num_tokens, a.top_k), &Args::row_of);
     visit(operand("counts", Values::int32, ranks, a.local_experts).when(!a.onto), &Args::counts);
-    const BufferSpec received =
-        a.onto ? any_rows("received", Use::updated, a.capacity, int64_t{a.hidden} * size_of(a.dtype))
-               : result("received", values_of(a.dtype), a.capacity, a.hidden);
-    visit(received.for_peers(), &Args::received);
+    const BufferSpec rows = a.onto ? any_rows("rows", Use::updated, a.capacity, int64_t{a.hidden} * size_of(a.dtype))
+                                   : result("rows", values_of(a.dtype), a.capacity, a.hidden);
+    visit(rows.for_peers(), &Args::rows);
   }
 };
 
@@ -230,8 +230,8 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit("weighted", "weights", &Args::weighted);
     visit("returning", "scalars", &Args::returning);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_counts(args, ranks); }
-  static Load load(const Args& args) { return {args.num_tokens, false}; }
+  static const char* validate(const Args& args, int ranks) { return validate_counts(args, ranks); }
+  static WorkSize work_size(const Args& args) { return {args.num_tokens, false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
@@ -241,7 +241,7 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit(operand("weights", Values::float32, ranks, tokens, a.top_k).when(a.weighted), &Args::weights);
     visit(operand("scalars", Values::float32, ranks, tokens, a.top_k).when(a.returning), &Args::scalars);
     visit(operand("targets", Values::int32, tokens, a.top_k), &Args::targets);
-    visit(operand("rows", Values::int32, ranks, tokens, a.top_k), &Args::rows);
+    visit(operand("row_of", Values::int32, ranks, tokens, a.top_k), &Args::row_of);
     visit(scratch("landing", values, ranks, tokens, a.hidden).for_peers(), &Args::landing);
     visit(result("combined", values, tokens, a.hidden), &Args::combined);
     visit(result("returned", Values::float32, tokens, a.top_k).when(a.returning).for_peers(), &Args::returned);

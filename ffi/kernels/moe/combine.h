@@ -1,6 +1,8 @@
-// combine: the expert's rank sums a token's rows in float32 and sends one row; the token's rank adds those and its own
-// rows, in rank order.
+// combine: each rank that owns experts of a token sums the token's rows in float32 and sends one row home. The token's
+// rank adds those rows and its own, in rank order.
 #pragma once
+
+#include <variant>
 
 #include "comm/integers.h"
 #include "comm/op.h"
@@ -12,15 +14,15 @@
 
 namespace jax_ep {
 
-// Long batches save instructions, but are slow to begin with, and idle where they do not fit the rows: where they are
-// three quarters full at least, a choice, which kernels_bench 2 times.
+// Long batches save instructions, but start slowly, and waste lanes if rows do not fill them. They are used if a row
+// fills at least three quarters of them: a choice, which kernels_bench 2 times.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
   const int even = even_packs((row + lanes - 1) / lanes, kRowPacks);
   return args.num_tokens > kFewTokens && even > kLanePacks && 4 * even >= 3 * kRowPacks;
 }
 
-// `kPacks`: of a batch, that each lane has at most.
+// `kPacks`: the most packs of a batch that a lane has.
 template <class T, int kPacks>
 class Combine {
  public:
@@ -29,14 +31,14 @@ class Combine {
         args_(args),
         outputs_(reinterpret_cast<const T*>(args.outputs)),
         by_capacity_(args.capacity),
-        row_bound_(RoutingLeaf::rows, args.capacity),
+        row_bound_(RoutingLeaf::row_of, args.capacity),
         target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
         rows_(op.coop,
               in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
               kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
 
-  // Sums the rows of every token of every peer, and sends the sums and the scalars home, chunk by chunk.
+  // Sums the rows here of every peer's tokens, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
     if (op_.coop.sender.empty()) return;
     op_.enter(Phase::send);
@@ -47,12 +49,12 @@ class Combine {
     PushItems items(op_, rows * parts, args_.num_tokens <= kFewTokens);
     int item = items.next();
     while (push_from(item, parts, items, announcer)) {
-      item = items.next_abandoned();
+      item = items.next_stolen();
       if (item < 0) break;
     }
   }
 
-  // For every token of this rank, the sum over ranks, as they arrive.
+  // For every token of this rank: adds the rows of all ranks as they arrive.
   JAX_EP_FN void reduce() {
     wait_posted();  // whoever has pushed nothing
     const Schedule schedule(args_.num_tokens, 1, op_.coop.count);
@@ -89,8 +91,8 @@ class Combine {
   }
 
  private:
-  // What a sender takes at a time: a part of the row that it sends home for a token. In the order of tokens, peers in
-  // turns.
+  // What a sender takes at a time: a part of the row that it sends home for a token. Items go by token, and for each
+  // token by peer.
   struct Item {
     int home, token, part;
   };
@@ -105,8 +107,8 @@ class Combine {
     float weight = 0;
   };
 
-  // Sends an item, if it is one, and all that items.next() gives after it, and announces them. Returns false once the
-  // group has failed. What an item needs to know is asked for while the one before it is summed.
+  // Sends the item with this index, if it is not negative, and then all that items.next() returns, and announces them.
+  // Returns false once the group has failed. What the next item needs is loaded while the one before is summed.
   template <class Chunks>
   JAX_EP_FN bool push_from(int index, int parts, PushItems& items, Announcer<Chunks>& announcer) {
     const auto ask = [&](int index) {
@@ -121,7 +123,7 @@ class Combine {
       const int next = items.next();
       const Assigned nexts = ask(next);
       raised = op_.ask_abort();
-      push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_taken(index); });
+      push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_stolen(index); });
       index = next;
       mine = nexts;
     }
@@ -135,12 +137,12 @@ class Combine {
     return !raised;
   }
 
-  // Whoever has taken an item that was_taken() puts, announces and reports it.
-  template <class Chunks, class WasTaken>
+  // If the item was stolen, the thief puts, announces and reports it.
+  template <class Chunks, class WasStolen>
   JAX_EP_FN void push_item(const Item& item, Range columns, Assigned mine, Announcer<Chunks>& announcer,
-                           WasTaken was_taken) {
-    const bool put = push_partial(item.home, item.token, columns, mine, was_taken);
-    if (was_taken()) return row_bound_.forget();
+                           WasStolen was_stolen) {
+    const bool put = push_partial(item.home, item.token, columns, mine, was_stolen);
+    if (was_stolen()) return row_bound_.forget();
     if (put)
       announcer.begun(item.token, rows_);
     else
@@ -167,7 +169,7 @@ class Combine {
   JAX_EP_FN Assigned assigned(int home, int token, int k) const {
     if (k >= args_.top_k) return {};
     const int64_t at = table(home, token) + k;
-    return {args_.rows[at], args_.weights ? args_.weights[at] : 1.0f};
+    return {args_.row_of[at], args_.weights ? args_.weights[at] : 1.0f};
   }
   JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) {
     const int row = row_bound_.index(assigned.row);
@@ -183,10 +185,10 @@ class Combine {
     return line_up<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
   }
 
-  // Begins to sum the rows here of a token of `home`, into its landing there. Returns whether it has any. It is not put
-  // if was_taken(), which is asked when peers may be written to.
-  template <class WasTaken>
-  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasTaken was_taken) {
+  // Begins to sum the rows here of a token of `home` into its landing there. Returns whether there are any.
+  // was_stolen() is asked when peers may be written to; if it is true, nothing is put.
+  template <class WasStolen>
+  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasStolen was_stolen) {
     const auto terms = line_up<const T>(op_.coop, args_.top_k, [&](int k) {
       const bool known = k == op_.coop.lane || op_.coop.lane >= args_.top_k;
       return own_term(known ? mine : assigned(home, token, k), columns.begin);
@@ -194,7 +196,7 @@ class Combine {
     if (terms.empty()) return false;
     const auto there = [&] {  // the first rows come while peers are waited for
       wait_posted();
-      T* landing = op_.ok() && !was_taken() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
+      T* landing = op_.ok() && !was_stolen() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
       return sink(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
     };
     rows_.sum_to(terms, there, columns.end - columns.begin);
@@ -214,10 +216,10 @@ class Combine {
     float* there = Window<float>(op_, kWindow<&CombineArgs::returned>).peer(home) + int64_t{token} * args_.top_k;
     const int64_t at = table(home, token);
     for (int k = op_.coop.lane; k < args_.top_k; k += Coop::lanes)
-      if (args_.rows[at + k] >= 0) there[k] = args_.scalars[at + k];
+      if (args_.row_of[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
 
-  // What a lane knows of a token of this rank: the assignment at its position among the terms, and a target.
+  // What a lane knows of a token of this rank: the assignment at the lane's position among the terms, and a target.
   struct Known {
     Assigned own;
     int target;
@@ -243,7 +245,7 @@ class Combine {
     return sources;
   }
 
-  // Terms in rank order: a row of each peer that sends one, and at this rank's position its own rows.
+  // The terms are in rank order: a row of each peer that sends one, and at this rank's position all of its own rows.
   JAX_EP_FN void reduce(int token, Range columns, Known known) {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
     const uint64_t sources = sources_of(token, known.target);
@@ -266,7 +268,7 @@ class Combine {
     return_nothing(token);
   }
 
-  // Each source's part of a row has so many bytes. They are counted in the end: an atomic a row would hold up the sums.
+  // Notes `bytes` for each source. They are counted at the end, as an atomic a row would hold up the sums.
   JAX_EP_FN void note_received(uint64_t sources, int bytes) {
     for (int i = 0; i < kRanksALane && i * Coop::lanes < op_.comm.size; ++i)
       received_[i] += sources >> (i * Coop::lanes + op_.coop.lane) & 1 ? bytes : 0;
@@ -276,7 +278,7 @@ class Combine {
       op_.count_received(i * Coop::lanes + op_.coop.lane, received_[i]);
   }
 
-  // No rank sends a scalar for an assignment without a row.
+  // Zeroes the scalars of assignments without a row, for which no rank sends one.
   JAX_EP_FN void return_nothing(int token) {
     if (!args_.returned) return;
     const int64_t at = int64_t{token} * args_.top_k;
@@ -313,10 +315,9 @@ JAX_EP_FN void run_kernel(const Comm& comm, const LongCombineArgs& args, const C
   run_kernel<T, kRowPacks>(comm, static_cast<const CombineArgs&>(args), coop);
 }
 
-// The kernel of a combine.
-template <class Run>
-auto choose_kernel(const CombineArgs& args, Run run) {
-  return sums_long_batches(args) ? run(LongCombineArgs{args}) : run(args);
+inline std::variant<CombineArgs, LongCombineArgs> kernel_of(const CombineArgs& args) {
+  if (sums_long_batches(args)) return LongCombineArgs{args};
+  return args;
 }
 
 }  // namespace jax_ep

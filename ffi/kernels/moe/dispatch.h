@@ -1,23 +1,25 @@
-// dispatch: route, and every token to where it lands at the ranks that own its experts: straight into XLA's buffer, or,
-// if it sets off before its row is known or is to be decoded, into a landing slot.
+// dispatch: works out the routing, and sends every token once to each rank that owns one of its experts. A token goes
+// straight into XLA's buffer there. If it is eager or is decoded on arrival, it goes into a landing slot.
 #pragma once
+
+#include <variant>
 
 #include "comm/window.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/route.h"
+#include "kernels/moe/routing.h"
 #include "kernels/moe/rows.h"
 #include "rows/float8_rows.h"
 #include "rows/wire.h"
 
 namespace jax_ep {
 
-// Where a token in float8 lands, and its scales.
+// Where a token in float8 lands.
 struct Spot {
   char *values, *scales;
 };
 
-// Eager tokens in a landing slot of their own, for every token of every rank, at each rank: who owns them follows from
-// their experts. The others in their first row at every owner, and those of this rank in all of their rows.
+// Where tokens land. Every rank has a landing slot for every eager token of every rank; the token's experts say which
+// ranks get it. Other tokens land in their first row at every owner. This rank's own tokens land in all of their rows.
 class Landing {
  public:
   JAX_EP_FN Landing(const Op& op, const DispatchArgs& args, int value_bytes)
@@ -26,19 +28,20 @@ class Landing {
         row_bytes_(int64_t{args.hidden} * value_bytes),
         slot_bytes_(landing_slot_bytes(args)),
         by_owner_(args.num_experts / op.comm.size),
-        rows_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::received>),
+        rows_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::rows>),
         scales_(op, args.targets, args.top_k, args.capacity, kWindow<&DispatchArgs::scales>),
         slots_(op, kWindow<&DispatchArgs::landing>) {}
 
   JAX_EP_FN int64_t slot_bytes() const { return slot_bytes_; }
   JAX_EP_FN bool is_eager(int token) const { return token < args_.eager; }
 
-  // What push_items asks for ahead of a token's k-th assignment: its packed target, or the expert of an eager token.
+  // What push_items asks for ahead of a token's k-th assignment: the expert of an eager token, or else the packed
+  // target.
   JAX_EP_FN int packed(int token, int k) const {
     if (!is_eager(token)) return rows_.packed(token, k);
     return k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
   }
-  // All lanes ask together, each for its own k. Where the token lands, alone or with its scales.
+  // Where the token lands, without or with its scales. All lanes ask together, each for its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
     return is_eager(token) ? slot_at_owner(token, k, packed) : rows_.row(token, k, row_bytes_, packed);
   }
@@ -50,15 +53,15 @@ class Landing {
     const Target target = rows_.target(token, k, packed);
     return {rows_.row_at(target, row_bytes_), scales_.row_at(target, scale_row_bytes(args_.hidden))};
   }
-  // As at_owner(), but null where an eager token would travel to its own rank.
+  // As at_owner(), but null for an eager token whose owner is this rank.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {
     char* there = at_owner(token, k, packed);
     return is_eager(token) && owner_of(packed) == op_.comm.rank ? nullptr : there;
   }
 
-  // Where a token has landed here, and its scales, if `row` is the first of its rows.
+  // Where a token has landed here, and its scales. `row`: the first of its rows.
   JAX_EP_FN const char* here(int source, int token, int row) const {
-    return is_eager(token) ? slot_here(source, token) : args_.received + row * row_bytes_;
+    return is_eager(token) ? slot_here(source, token) : args_.rows + row * row_bytes_;
   }
   JAX_EP_FN const char* slot_here(int source, int token) const { return args_.landing + slot(source, token); }
   JAX_EP_FN const char* scales_here(int source, int token, int row) const {
@@ -89,7 +92,7 @@ class Landing {
 
 // The rows here of a source's tokens.
 JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
-  return args.rows + int64_t{source} * args.num_tokens * args.top_k;
+  return args.row_of + int64_t{source} * args.num_tokens * args.top_k;
 }
 
 // A token of this rank; null for -1.
@@ -101,7 +104,7 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
 // An address, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens travel as they are. This rank's own eager tokens do not travel.
+// Tokens travel as they are. This rank's own eager tokens do not travel: expand() copies them.
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
@@ -118,7 +121,7 @@ class PlainDispatch {
         [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.received, bytes_, counts); }
+  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.rows, bytes_, counts); }
 
   JAX_EP_FN void expand() {
     if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
@@ -137,7 +140,7 @@ class PlainDispatch {
   template <class From>
   JAX_EP_FN void copy(int source, Stride tokens, From from) {
     const int here =
-        copy_to_rows(op_.coop, mover_, tokens, args_.received, bytes_, rows_from(args_, source), args_.top_k, from);
+        copy_to_rows(op_.coop, mover_, tokens, args_.rows, bytes_, rows_from(args_, source), args_.top_k, from);
     if (op_.coop.lane == 0) op_.count_received(source, here * bytes_);
   }
 
@@ -148,7 +151,7 @@ class PlainDispatch {
   RowMover mover_;
 };
 
-// Tokens in float8, this rank's own too: encoded into their landing slots and decoded from there.
+// Tokens travel in float8, also this rank's own: they are encoded into landing slots and decoded from there.
 template <class T>
 class EncodedDispatch {
  public:
@@ -169,7 +172,7 @@ class EncodedDispatch {
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.received, row_bytes(), counts); }
+  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.rows, row_bytes(), counts); }
 
   JAX_EP_FN void expand() {
     MessageStream<T, Decode<T>> decoder(op_.coop, args_.hidden, stream_, {writer_});
@@ -179,7 +182,7 @@ class EncodedDispatch {
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
         const auto rows = line_up<char>(op_.coop, args_.top_k, [&](int k) {
-          return term(table[k] < 0 ? nullptr : args_.received + table[k] * row_bytes());
+          return term(table[k] < 0 ? nullptr : args_.rows + table[k] * row_bytes());
         });
         if (rows.empty()) continue;
         decoder.begin(landing_.slot_here(source, token), rows);
@@ -201,7 +204,7 @@ class EncodedDispatch {
   RowWriter writer_;
 };
 
-// Tokens in float8 that stay so: encoded into values and scales where they land, this rank's own too.
+// Tokens travel in float8 and stay so, also this rank's own: values and scales land apart.
 template <class T>
 class Float8Dispatch {
  public:
@@ -234,7 +237,7 @@ class Float8Dispatch {
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
-    zero_padding(op_, args_, args_.received, args_.hidden, counts);
+    zero_padding(op_, args_, args_.rows, args_.hidden, counts);
     zero_padding(op_, args_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts);
   }
 
@@ -245,7 +248,7 @@ class Float8Dispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.received, args_.hidden, table,
+      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.rows, args_.hidden, table,
                                     args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
       if (op_.coop.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
@@ -287,6 +290,7 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   op.finish(results);
 }
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const PlainDispatchArgs& args, const Coop& coop) {
   route_and_send<PlainDispatch>(comm, args, coop);
 }
@@ -299,11 +303,12 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Float8DispatchArgs& args, cons
   route_and_send<Float8Dispatch<T>>(comm, args, coop);
 }
 
-// The kernel of a dispatch: one for each way that tokens travel.
-template <class Run>
-auto choose_kernel(const DispatchArgs& args, Run run) {
-  if (!args.wire_float8) return run(PlainDispatchArgs{args});
-  return args.rows_float8 ? run(Float8DispatchArgs{args}) : run(EncodedDispatchArgs{args});
+// A dispatch has a kernel for each way that tokens travel.
+using DispatchKernel = std::variant<PlainDispatchArgs, EncodedDispatchArgs, Float8DispatchArgs>;
+inline DispatchKernel kernel_of(const DispatchArgs& args) {
+  if (!args.wire_float8) return PlainDispatchArgs{args};
+  if (args.rows_float8) return Float8DispatchArgs{args};
+  return EncodedDispatchArgs{args};
 }
 
 }  // namespace jax_ep

@@ -1,5 +1,5 @@
-// How what a dispatch routes is numbered, cut up and laid out: the only arithmetic on rows and segments, and the sizes
-// of its scratch. Kernels and the host reckon with the same.
+// How a dispatch numbers rows, cuts tokens up and lays segments out; and the sizes of its scratch. Kernels and the host
+// use the same arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,15 @@ namespace jax_ep {
 
 constexpr int kMaxExperts = kMailCounts;
 constexpr int kFewAssignments = kMailCounts;
-// How tokens are cut up. All four are choices, which kernels_bench 2 times; `kernels_bench 2 few` those of few tokens.
-constexpr int kFewTokens = 512;    // so many, or fewer, are announced one by one
-constexpr int kChunkTokens = 512;  // of many: so many are announced together, at least
+// How tokens are cut up. All four are choices, which kernels_bench 2 times; `kernels_bench 2 few` times those of few
+// tokens.
+constexpr int kFewTokens = 512;    // up to so many tokens are announced one by one
+constexpr int kChunkTokens = 512;  // of more tokens, at least so many are announced together
 constexpr int kMaxChunks = 16;
-constexpr int kEagerTokens = 1024;  // of many: so many travel while the rows of all are worked out
+constexpr int kEagerTokens = 1024;  // of more tokens, the first so many travel before their rows are known
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 
-// Assignments that make it worth while for one more CTA to route. A choice, which kernels_bench 2 times.
+// Assignments for which one more CTA is worth routing. A choice, which kernels_bench 2 times.
 constexpr int kRouterAssignments = Coop::lanes == 1 ? 256 : 2048;
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
@@ -32,7 +33,7 @@ JAX_EP_FN Target unpack_target(int packed, int capacity, const Divider& by_capac
   return {owner, packed - owner * capacity};
 }
 
-// The first of a few values in registers, where the others move up: a rolled loop cannot count through them.
+// Pops values[0] and shifts the rest. Arrays in registers cannot be indexed by the variable of a rolled loop.
 template <class Value, int kCount>
 JAX_EP_FN Value pop_front(Value (&values)[kCount]) {
   const Value first = values[0];
@@ -45,8 +46,9 @@ struct Segment {
   int start, rows, padded;
 };
 
-// Lays out the local experts in order, a lane each: all lanes call visit(expert, segment) together, with an empty
-// segment behind the last expert. Returns the end of the last segment; `rows_of(expert)` counts its assignments.
+// Lays out the local experts in order, one lane for each. All lanes call visit(expert, segment) together; a lane behind
+// the last expert has an empty segment. Returns the end of the last segment. `rows_of(expert)` counts the expert's
+// assignments.
 template <class RowsOf, class Visit>
 JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignment, RowsOf rows_of, Visit visit) {
   constexpr int kAhead = Coop::lanes == 1 ? 1 : 4;
@@ -69,9 +71,9 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
   return start;
 }
 
-// Scratch of routing, in int32: a histogram per coop of the router CTAs and per router CTA, then per expert the first
-// row of this rank's share and the rows of all ranks, then per rank the rows it needs; where rows may be dropped, two
-// tables more (kernels/moe/segments.h). A histogram has a bin per expert, and one for invalid ids.
+// Scratch of routing, in int32: a histogram for each coop of the router CTAs, and for each router CTA; per expert the
+// first row of this rank's share, and the rows of all ranks; per rank the rows it needs. If rows may be dropped, two
+// more tables follow (kernels/moe/segments.h). A histogram has a bin per expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
 JAX_EP_CONSTANT_FN int64_t cta_bins_offset(int num_experts) {

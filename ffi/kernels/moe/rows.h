@@ -1,5 +1,5 @@
-// Moving rows along a routing: each token once per rank, its further rows there by the receiver. No value of a
-// routing that a user hands back is followed where it is out of bounds.
+// Moves rows along a routing: each token once to each rank, where the receiver copies it to its further rows. Values of
+// a routing that a user hands back are never followed out of bounds.
 #pragma once
 
 #include "comm/heap.h"
@@ -12,15 +12,16 @@
 
 namespace jax_ep {
 
-// Tokens that a coop takes at a time when it expands or reduces. A choice, which kernels_bench 2 times.
+// Tokens that a coop expands or reduces at a time. A choice, which kernels_bench 2 times.
 constexpr int kBatchTokens = Coop::lanes == 1 ? 64 : 8;
 
-// How a rank's tokens are cut up: chunks, each announced to the peers by a flag of its own so that they can go on while
-// later ones travel, and batches, the parts of a chunk that one coop takes at a time. Few tokens are a chunk each.
+// How a rank's tokens are cut up. A chunk is announced to the peers by a flag of its own, so that they can go on while
+// later chunks travel. A batch is the part of a chunk that one coop takes at a time. Few tokens are a chunk each.
 struct Schedule {
   int tokens, chunk_tokens, chunks, batch_tokens;
 
-  // `sources`: from how many ranks batches are taken, by how many coops, so that all have work to the end of a chunk.
+  // `sources`: the ranks from which batches are taken. `coops`: the coops that take them. Batches are cut so that all
+  // coops have work to the end of a chunk.
   JAX_EP_FN explicit Schedule(int tokens, int sources = 0, int coops = 1)
       : tokens(tokens),
         chunk_tokens(tokens <= kFewTokens ? 1 : larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
@@ -37,7 +38,7 @@ struct Schedule {
   }
 };
 
-// All lanes ask together, each for its own k. Whether no assignment of the token before the k-th has this owner.
+// Whether no assignment of the token before the k-th has this owner. All lanes ask together, each for its own k.
 template <class OwnerOf>
 JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, OwnerOf owner_of) {
   if (Coop::lanes > 1 && top_k <= Coop::lanes) return coop.match(owner).below == 0;
@@ -46,8 +47,9 @@ JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, Own
   return true;
 }
 
-// All lanes ask together, each for its own k. Where the k-th assignment of a token is to be written: its row at the
-// owner, if it is the token's first there or if the owner is this rank; otherwise, and beyond the last k, null.
+// Where the k-th assignment of a token is to be written. The address is null if k is beyond the last, or if an
+// assignment before it goes to the same peer. On this rank each assignment has its own row. All lanes ask together,
+// each for its own k.
 class RowSink {
  public:
   // The rows are those of the window of this number.
@@ -85,8 +87,9 @@ class RowSink {
   const LaneWindow<char> bases_;
 };
 
-// Pushes the tokens that items.next() hands out, until it gives -1, and announces their chunks; before the last of
-// these, settle() is called. Then come those that items.next_abandoned() gives, each with all that next() has after it.
+// Pushes the tokens that items.next() hands out, until it returns -1, and announces their chunks. settle() is called
+// before the last chunks are announced. Then come the tokens of items.next_stolen(), each followed by all that next()
+// returns after it.
 template <class Items, class Source, class Sink, class Settle>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
                            Source source, Sink sink, Settle settle) {
@@ -99,10 +102,10 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
     may_push = op.may_push();  // for the next row: the answer comes while this one moves
     return source(token);
   };
-  int abandoned = -1;
+  int stolen = -1;
   const auto next = [&] {
-    const int token = abandoned < 0 ? items.next() : abandoned;
-    abandoned = -1;
+    const int token = stolen < 0 ? items.next() : stolen;
+    stolen = -1;
     return token;
   };
   const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
@@ -110,13 +113,13 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
     mover.move(next, bytes, fanout, checked, sink, after);
     settle();
     announcer.finish(mover);
-    abandoned = items.next_abandoned();
-  } while (abandoned >= 0);
+    stolen = items.next_stolen();
+  } while (stolen >= 0);
 }
 
-// As push_chunks, one by one: begin(token, packed_of) starts to encode a token, and with that the one before is put; in
-// the end it is asked for token -1, which puts the last. What sink.packed(token, k) knows of the next, and whether it
-// may be pushed, are asked for before that, so that nobody waits for them.
+// Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the token before and starts to
+// encode `token`; begin(-1, ...) stores the last. sink.packed() of the next token, and whether it may be pushed, are
+// loaded before that, so that nobody waits for them.
 template <class Items, class Sink, class Encoder, class Begin>
 JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
                           RowWriter& writer, Begin begin) {
@@ -140,8 +143,8 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   announcer.finish(writer);
 }
 
-// Takes batches of tokens in the order in which they arrive, until none are left: visit(source, tokens) once they are
-// here. Somebody waits for every chunk of every peer, and of this rank too if `own`.
+// Takes batches of tokens in the order in which they arrive, until none are left, and calls visit(source, tokens) for
+// each. Some coop waits for every chunk of every peer, and of this rank too if `own`.
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
@@ -183,11 +186,11 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
   return found;
 }
 
-// Copies each token from where it has landed, from(token, row), to its rows, of which `row` is the first: it may have
-// landed there. `table` has top_k rows for each, which `valid` is asked for: a negative row is none. Returns how many
+// Copies each token from where it has landed, from(token, row), to its rows. `row` is the first of them, in which the
+// token may have landed. `table` has top_k rows for each token; valid(row) is negative for none. Returns how many
 // tokens have a row.
 template <class Mover, class From, class Valid>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
                            const int32_t* table, int top_k, From from, Valid valid) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the token has landed whose source was asked for last
@@ -196,25 +199,25 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
     const TokenRows found = rows_of_token(coop, top_k, [&](int k) { return row_at(token, k); });
     const char* landed = from(token, found.first);
     here += found.count > 0;
-    filled = landed == received + found.first * bytes ? found.first : -1;
+    filled = landed == rows + found.first * bytes ? found.first : -1;
     return found.count > (filled < 0 ? 0 : 1) ? landed : nullptr;
   };
   const auto sink = [&](int token, int k) -> char* {
     const int row = k < top_k ? row_at(token, k) : -1;
-    return row >= 0 && row != filled ? received + row * bytes : nullptr;
+    return row >= 0 && row != filled ? rows + row * bytes : nullptr;
   };
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   return here;
 }
 template <class Mover, class From>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* received, int64_t bytes,
+JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
                            const int32_t* table, int top_k, From from) {
-  return copy_to_rows(coop, mover, tokens, received, bytes, table, top_k, from, [](int row) { return row; });
+  return copy_to_rows(coop, mover, tokens, rows, bytes, table, top_k, from, [](int row) { return row; });
 }
 
-// As copy_to_rows, for rows so short that lanes copy several at once.
+// As copy_to_rows, for short rows, of which lanes copy several at once.
 template <class From>
-JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, const int32_t* table, Range tokens,
+JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* rows, int bytes, const int32_t* table, Range tokens,
                                   int top_k, From from) {
   for (int begin = tokens.begin * top_k; begin < tokens.end * top_k; begin += Coop::lanes) {
     const int i = begin + coop.lane;
@@ -225,22 +228,22 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* received, int bytes, c
       const int32_t* first = table + i / top_k * top_k;
       while (*first < 0) ++first;
       landed = from(i / top_k, *first);
-      to = received + int64_t{row} * bytes;
+      to = rows + int64_t{row} * bytes;
     }
     copy_short(coop, coop.ballot(to != landed), to, landed, bytes);
   }
 }
 
-// Whether a rank may have rows to zero: none if unused rows are left and segments have no padding.
+// Whether a rank may have rows to zero. There are none if unused rows are left and segments have no padding.
 template <class Args>
 JAX_EP_FN bool zeroes_rows(const Args& args) {
   return !args.leave_unused || args.alignment > 1;
 }
 
-// Zeroes what holds no token: the padding of every segment and, unless they are to be left, the unused rows behind the
-// last. `received`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
+// Zeroes the rows without a token: the padding of every segment, and the unused rows behind the last segment unless
+// they are left. `rows`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
 template <class Args, class Counts>
-JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t bytes, const Counts& counts) {
+JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {
   const int capacity = args.capacity, alignment = args.alignment;
   const Coop& coop = op.coop;
   const Part receiver = coop.receiver;
@@ -249,7 +252,7 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t by
   const auto zero = [&](int begin, int end, int first, int step) {
     begin = larger(0, smaller(begin, capacity));  // what a user's counts add up to may have wrapped around
     for (int row = begin + first; row < smaller(end, capacity); row += step)
-      fill_row(coop, received + row * bytes, 0, bytes);
+      fill_row(coop, rows + row * bytes, 0, bytes);
   };
   const auto pad = [&](int expert, const Segment& segment) {
     const bool mine = expert % receiver.count == receiver.index && segment.rows < segment.padded;
@@ -263,13 +266,13 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* received, int64_t by
   if (!args.leave_unused) zero(end, capacity, receiver.index, receiver.count);
 }
 
-// The bounds of a leaf of a routing: its values come back from the user, who may have changed them. Every lane asks for
-// every value that it follows, in hot loops; report() or report_to_all() says what was found when they are done.
+// The bounds of a leaf of a routing: its values come back from the user, who may have changed them. In hot loops every
+// lane asks for every value before it follows it. report() or report_to_all() says at the end what was found.
 class Bound {
  public:
   JAX_EP_FN Bound(RoutingLeaf leaf, int end) : leaf_(leaf), end_(end) {}  // at least 1
 
-  // The value, or -1 where it is not below the end. Negative ones stand for none and stay as they are.
+  // The value, or -1 if it is not below the end. Negative values stand for none and are returned as they are.
   JAX_EP_FN int index(int value) {
     if (value >= end_) found_ = value;
     return value < end_ ? value : -1;
@@ -281,15 +284,16 @@ class Bound {
     return within ? value : 0;
   }
 
-  // What was found is for others to report.
+  // Forgets what was found, which another coop reports.
   JAX_EP_FN void forget() { found_ = 0; }
   // Whether this lane has found a value out of bounds.
   JAX_EP_FN bool broken() const { return found_ != 0; }
   JAX_EP_FN void report(const Op& op) const {
     if (broken()) op.report(Failure::invalid_routing, op.comm.rank, static_cast<int>(leaf_), end_, found_);
   }
-  // All lanes call together, when the peers have posted, and before this coop delivers the last of its share. Reports,
-  // and refuses at the peers, which wait for what this rank does not send: they deliver nothing either.
+  // Reports what was found, and refuses the op at the peers, which wait for what this rank does not send: they deliver
+  // nothing either. All lanes call together, after the peers have posted and before this coop delivers the last of its
+  // share.
   JAX_EP_FN void report_to_all(const Op& op) const {
     if (!op.coop.ballot(broken())) return;
     report(op);

@@ -1,4 +1,4 @@
-// scatter: rows along a routing that is already known, as combine's backward pass needs it.
+// scatter: sends rows along a routing that is already known. This is the backward pass of combine.
 #pragma once
 
 #include "comm/op.h"
@@ -9,7 +9,8 @@
 
 namespace jax_ep {
 
-// RowCounts from a routing, each value checked, less what its dispatch dropped.
+// The rows of each local expert, from the counts of a routing. Each value is checked, and what the dispatch dropped is
+// left out.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;
@@ -24,7 +25,7 @@ struct BoundedCounts {
   }
 };
 
-// Zeroes what holds no token, as a dispatch does. All lanes call.
+// Zeroes the rows without a token, as a dispatch does. All lanes call.
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   if (op.coop.receiver.empty() || !zeroes_rows(args)) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
@@ -32,25 +33,26 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
   if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
-  zero_padding(op, args, args.received, int64_t{args.hidden} * size_of(args.dtype), counts);
+  zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
-// Hands out the tokens, as push_chunks asks for them. Made before peers are waited for, so that by then it is known
-// whether the first was taken.
+// Hands out the tokens for push_chunks. Made before peers are waited for, so that by then it is known whether the first
+// token was stolen.
 class ScatteredTokens {
  public:
   JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}
 
   JAX_EP_FN int next() {
     const int token = items_.next();
-    return items_.was_taken(token) ? items_.next() : token;
+    return items_.was_stolen(token) ? items_.next() : token;
   }
-  JAX_EP_FN int next_abandoned() { return items_.next_abandoned(); }
+  JAX_EP_FN int next_stolen() { return items_.next_stolen(); }
 
  private:
   PushItems items_;
 };
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
   Op op(comm, coop, OpKind::scatter);
   const int64_t bytes = int64_t{args.hidden} * size_of(args.dtype);
@@ -58,11 +60,11 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   if (!args.onto) op.poison(results);
   op.post(posted(args, comm.size));
   RowMover mover(coop);
-  Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::rows, args.capacity);
+  Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::row_of, args.capacity);
   if (!coop.sender.empty()) {
     const ScatteredTokens tokens(op, args.num_tokens);
     op.wait_posted();
-    const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::received>);
+    const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::rows>);
     if (op.ok())
       push_chunks(
           op, mover, tokens, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
@@ -72,10 +74,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
   if (!args.onto) pad(op, args, &counts);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-    const int32_t* table = args.rows + int64_t{source} * args.num_tokens * args.top_k;
+    const int32_t* table = args.row_of + int64_t{source} * args.num_tokens * args.top_k;
     const int here = copy_to_rows(
-        op.coop, mover, {tokens.begin, tokens.end, 1}, args.received, bytes, table, args.top_k,
-        [&](int, int row) { return args.received + row * bytes; }, [&](int row) { return rows.index(row); });
+        op.coop, mover, {tokens.begin, tokens.end, 1}, args.rows, bytes, table, args.top_k,
+        [&](int, int row) { return args.rows + row * bytes; }, [&](int row) { return rows.index(row); });
     if (coop.lane == 0) op.count_received(source, here * bytes);
   });
   mover.complete_to(mover.mark());

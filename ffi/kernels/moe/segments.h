@@ -1,6 +1,6 @@
-// The segments of every rank's rows, one for each of its experts: where they begin, and, where a rank has too few rows
-// and a dispatch may drop, how many each gets: max-min fair shares, first for the experts, then for the source ranks of
-// each expert.
+// The segments of every rank's rows, one for each of its experts: where they begin. If a rank has too few rows and the
+// dispatch may drop, also how many rows each expert gets: max-min fair shares, first among the experts, then among the
+// source ranks of each expert. jax_ep/ops/moe/shares.py has the same for XLA.
 #pragma once
 
 #include "comm/heap.h"
@@ -24,14 +24,14 @@ struct RowCounts {
   }
 };
 
-// What each member gets at most: `level`, and one more before member `until`.
+// What each member gets at most: `level`, plus one for the members before `until`.
 struct Shares {
   int level, until;
 
   JAX_EP_FN int of(int member) const { return level + (member < until); }
 };
 
-// The last value up to `high` that fits, as all before it do; 0 does.
+// The last value up to `high` that fits. 0 fits, and so does every value before one that fits.
 template <class Fits>
 JAX_EP_FN int last_to_fit(int high, Fits fits) {
   int low = 0;
@@ -45,7 +45,7 @@ JAX_EP_FN int last_to_fit(int high, Fits fits) {
   return low;
 }
 
-// The largest shares that fit `room`, where sum_of(shares) is what the members take of them, each no more than it asks
+// The largest shares that fit `room`. sum_of(shares) is what the members take: each its share, but no more than it asks
 // for.
 template <class Sum>
 JAX_EP_FN Shares fair_shares(int members, int room, Sum sum_of) {
@@ -65,9 +65,9 @@ JAX_EP_COLD_FN Shares share_blocks(Coop coop, const int32_t* counts, int sources
   });
 }
 
-// A rank that is asked for more rows than it has. Its rows are numbered as if there were room for all; the tables of
-// scratch, [ranks, experts], say which rows the numbers of a source become: those before `ends`, once `shifts` is
-// added.
+// A rank that is asked for more rows than it has. Its rows are first numbered as if there were room for all. The tables
+// of scratch [ranks, experts] turn the numbers of a source into rows: `shifts` is added to a number, and the row exists
+// if it is then below `ends`.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the rank, and the one that works this out, as all do
@@ -95,8 +95,8 @@ JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, 
   coop.sync();
 }
 
-// Shares out the rows of an expert. Odd rows go to the sources from number `expert` modulo the ranks on, so that it is
-// not always the same ones that lose rows. One lane calls.
+// Shares out the rows of an expert. Odd rows go to the sources from `expert` modulo the ranks on, so that not always
+// the same sources lose rows. One lane calls.
 JAX_EP_FN void share_segment(const Overfull& over, int expert, const Segment& segment) {
   const int ranks = over.scratch.ranks, begin = expert % ranks;
   const auto kept = [&](int source, Shares shares) {
@@ -121,8 +121,8 @@ JAX_EP_FN void share_segment(const Overfull& over, int expert, const Segment& se
   }
 }
 
-// Shares out the rows of the rank, and sets its `totals` to what its experts keep. All lanes of one coop call. By
-// value: a call that is not inlined would force variables of the caller into memory.
+// Shares out the rows of the rank, and sets its `totals` to what its experts keep. All lanes of one coop call.
+// Arguments go by value, as this call is not inlined and references would force the caller's variables into memory.
 JAX_EP_COLD_FN void share_rows(Coop coop, Overfull over) {
   const int ranks = over.scratch.ranks, local = over.scratch.num_experts / ranks, first = over.owner * local;
   int32_t* const rows = over.scratch.totals() + first;
@@ -143,7 +143,7 @@ JAX_EP_COLD_FN void share_rows(Coop coop, Overfull over) {
   });
 }
 
-// Where the segments of every rank begin, one for each of its experts, once it is known how many rows they have.
+// Where the segments of every rank begin, once it is known how many rows each expert has.
 class Segments {
  public:
   JAX_EP_FN Segments(Op& op, const DispatchArgs& args)
@@ -152,9 +152,9 @@ class Segments {
         local_(args.num_experts / op.comm.size),
         scratch_{args.scratch, args.num_experts, op.comm.size} {}
 
-  // For the owners of this coop's share: rows_of(expert) over all sources, of which before(expert) have their rows
-  // before those that are placed here. `own(e)` is called for the local experts of this rank. Where rows do not fit and
-  // may be dropped, they are shared out.
+  // Lays out the owners of this coop's share. rows_of(expert) counts the rows of all sources; before(expert) counts
+  // those before the rows that are placed here. own(e) is called for the local experts of this rank. Where rows do not
+  // fit and may be dropped, they are shared out.
   template <class RowsOf, class Before, class Own>
   JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
     for (int owner = part.index; op_.ok() && owner < op_.comm.size; owner += part.count) {
@@ -173,7 +173,7 @@ class Segments {
     }
   }
 
-  // [E] the rows that experts are asked for, which whoever counts few tokens sets before lay_out().
+  // [E] the rows that each expert is asked for. If tokens are few, the caller counts them before lay_out().
   JAX_EP_FN int32_t* totals() const { return scratch_.totals(); }
 
   // The row of the first assignment that is to be placed of an expert.
@@ -186,7 +186,7 @@ class Segments {
     return {args_.counts, op_.comm.size, local_, end};
   }
 
-  // The row of an assignment when some rank has no room for all, or -1. `row`: its row if there were room.
+  // The row of an assignment if some rank has too few rows, or -1. `row`: its row if there were room.
   JAX_EP_FN int row_kept(int source, int owner, int expert, int row) const {
     if (!args_.drop) return -1;
     if (scratch_.needed()[owner] <= args_.capacity) return row;

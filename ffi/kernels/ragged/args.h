@@ -31,12 +31,12 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     visit("result_rows", "output rows", &Args::result_rows);
     visit("row_bytes", "row bytes", &Args::row_bytes);
   }
-  static const char* fault(const Args& args, int) {
+  static const char* validate(const Args& args, int) {
     if (args.slices > kMailCounts) return "there are more slices than a mailbox holds";
     if (!fits_int32(args.operand_rows) || !fits_int32(args.result_rows)) return "there must be fewer than 2**31 rows";
     return args.row_bytes >> 32 ? "a row must be smaller than 4 GiB" : nullptr;
   }
-  static Load load(const Args&) { return {0, false}; }
+  static WorkSize work_size(const Args&) { return {0, false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {

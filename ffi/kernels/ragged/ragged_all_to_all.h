@@ -46,7 +46,7 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
   op.deliver(0, 1, op.coop.sender.count);
 }
 
-// What peers said they send must be what this rank was told it receives.
+// Checks that peers send what this rank expects to receive.
 JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   if (!op.ok() || op.coop.index != 0) return;
   const ReceivedMail mail(op);
@@ -70,6 +70,7 @@ JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
   op.wait_delivered(0);
 }
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::ragged_all_to_all);

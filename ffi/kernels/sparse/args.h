@@ -58,7 +58,7 @@ struct SparseReduceArgs {
   float* partials;        // [N, D] sums over entries of this rank, at the first of them
 };
 
-// The most coops of a rank that count ids of sparse_union: its scratch is sized the same everywhere.
+// The most coops of a rank that count ids of sparse_union, for which its scratch is sized.
 constexpr int kMaxCoops = 1024;
 
 // Scratch of sparse_union, in int32: a bit per row of the table and one more, ids below each word, ids per coop.
@@ -67,8 +67,8 @@ JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_wo
 JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
 JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
 
-// The landing of sparse_reduce: where the part of each holder lies, by slot, then room for parts of every other rank.
-// None where the result is sharded: its owners would have little left to do but to wait.
+// The landing of sparse_reduce: by slot, where the part of each holder lies; then room for parts of every other rank.
+// There is none if the result is sharded, as its owners would only wait.
 JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
   return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
 }
@@ -84,7 +84,7 @@ constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce
 
 // Entries of all ranks are counted in int32.
 template <class Args>
-const char* fault_of_entries(const Args& args, int ranks) {
+const char* validate_entries(const Args& args, int ranks) {
   return fits_int32(int64_t{ranks} * args.entries) ? nullptr : "the entries of all ranks must be fewer than 2**31";
 }
 
@@ -101,8 +101,8 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("sharded", "sharded", &Args::sharded);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_entries(args, ranks); }
-  static Load load(const Args& args) { return {args.entries, false}; }
+  static const char* validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
+  static WorkSize work_size(const Args& args) { return {args.entries, false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
@@ -134,11 +134,11 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit("drop", "drop", &Args::drop);
     visit("by_count", "by count", &Args::by_count);
   }
-  static const char* fault(const Args& args, int ranks) { return fault_of_entries(args, ranks); }
+  static const char* validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
   static void complete(Args& args, int ranks, bool sends_ahead) {
     args.landing_room = sends_ahead ? landing_room(args.entries, ranks, args.sharded) : 0;
   }
-  static Load load(const Args& args) { return {std::max(args.entries, args.capacity), false}; }
+  static WorkSize work_size(const Args& args) { return {std::max(args.entries, args.capacity), false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {

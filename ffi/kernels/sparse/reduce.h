@@ -1,7 +1,7 @@
-// sparse_reduce: every row is summed by one of the ranks that hold it, to which the others send theirs, and written
-// into its slot of the result on every rank.
+// sparse_reduce: one of the ranks that hold a row owns it. The others send their parts to the owner, which sums them
+// and writes the sum into the row's slot of the result on every rank.
 //
-// Entries of one rank that name the same row are summed by that rank first, so that each crosses the wire as one row.
+// A rank first sums its own entries of a row, so that each row crosses the wire once.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@
 
 namespace jax_ep {
 
-// The owner of a row among its holders, a bit per rank: each in turn, but mixed by a hash, so that no pattern of ids
-// gives one rank more than its share.
+// The owner of a row among its holders, which have a bit per rank. Holders take turns, mixed by a hash, so that no
+// pattern of ids gives one rank more than its share.
 JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
   const uint32_t mixed = static_cast<uint32_t>(slot) * 0x9e3779b1u;
   int left = static_cast<int>((uint64_t{mixed} * static_cast<uint32_t>(count_bits(holders))) >> 32);
@@ -24,8 +24,8 @@ JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
   return lowest_bit(holders);
 }
 
-// Where an owner takes in what the other holders of its rows add to them. Each holder has some room at each owner,
-// which it fills in no order; what finds no room stays with the holder, where the owner fetches it.
+// Where an owner receives the parts of other holders of its rows. Each holder has some room at each owner, which it
+// fills in any order. A part that finds no room stays with its holder, from where the owner fetches it.
 class SparseLanding {
  public:
   JAX_EP_FN SparseLanding(const Op& op, const SparseReduceArgs& args, int64_t row_bytes)
@@ -33,7 +33,7 @@ class SparseLanding {
 
   JAX_EP_FN bool has_room() const { return room_ > 0; }
 
-  // Before the peers may write; with a barrier behind it.
+  // Called before the peers may write, and followed by a barrier.
   JAX_EP_FN void clear() const {
     if (!op_.ok() || !has_room()) return;
     auto* table = reinterpret_cast<int32_t*>(args_.landing);
@@ -54,7 +54,7 @@ class SparseLanding {
     return row(landing, owner, op_.comm.rank, row_in_room);
   }
 
-  // The part of another holder, if it is here, when all have delivered theirs.
+  // The part of another holder, or null if it is not here. Called when all have delivered their parts.
   JAX_EP_FN const char* find(int holder, int slot) const {
     if (!has_room()) return nullptr;
     const int row_in_room = *table_entry(args_.landing, holder, slot);
@@ -89,7 +89,7 @@ class SparseReduce {
         landing_(op, args, row_bytes_),
         sums_(op.coop, words_) {}
 
-  // Rows that a rank's result should hold, whatever the bounds say.
+  // Rows that a rank's result should hold, within what is possible whatever the bounds say.
   JAX_EP_FN int rows_of(int rank) const {
     const int begin = args_.sharded ? larger(0, args_.bounds[rank]) : 0;
     return larger(0, larger(0, args_.bounds[args_.sharded ? rank + 1 : op_.comm.size]) - begin);
@@ -101,7 +101,7 @@ class SparseReduce {
     return -1;
   }
 
-  // All that needs no peer.
+  // Does all that needs no peer.
   JAX_EP_FN void prepare() {
     op_.enter(Phase::layout);
     runs_.clear();
@@ -114,7 +114,8 @@ class SparseReduce {
     op_.barrier();
   }
 
-  // Sends what waits for no peer: rows that no other rank holds to where they belong, parts of others to their owners.
+  // Sends what waits for no peer: rows that no other rank holds, to where they belong; parts of other rows, to their
+  // owners.
   JAX_EP_FN void push() {
     if (!op_.ok()) return;
     op_.enter(Phase::send);
@@ -135,7 +136,7 @@ class SparseReduce {
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
-  // Zeroes what holds no row.
+  // Zeroes the slots of the result without a row.
   JAX_EP_FN void pad() const {
     const Part receiver = op_.coop.receiver;
     if (!op_.ok() || receiver.empty()) return;
@@ -146,28 +147,28 @@ class SparseReduce {
   }
 
  private:
-  // Slots that a coop takes at a time; few, where there are few, so that all have work to the end. A choice, which
-  // python -m jax_ep bench sparse times.
+  // Slots that a coop takes at a time. If there are few slots it takes few, so that all coops have work to the end. A
+  // choice, which python -m jax_ep bench sparse times.
   static constexpr int kBatchesPerCoop = 8;
   static constexpr int kBatchSlots = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
   static constexpr int kParts = 0, kSums = 1;  // what is delivered
   static constexpr bool kFloats = std::is_same_v<T, float>;
 
-  // A row, who has it, the rank that sums it, and, if results differ, the one that wants it.
+  // A row: its holders, its owner, and, if results differ, the rank that wants it.
   struct Row {
     int slot;
     Holding held;
     int owner, home;
   };
 
-  // The slots whose rows a rank's result holds, in order: whatever the bounds say, slots that there are.
+  // The slots whose rows a rank's result holds, in order, within the slots that exist, whatever the bounds say.
   JAX_EP_FN Range slots_of(int rank) const {
     const int begin = args_.sharded ? smaller(larger(0, args_.bounds[rank]), runs_.slots()) : 0;
     return {begin, begin + larger(0, smaller(smaller(rows_of(rank), args_.capacity), runs_.slots() - begin))};
   }
 
-  // Slots are taken in batches. Results that differ take turns: if all ranks began with the same one, its links would
-  // be all that is used.
+  // Slots are taken in batches. Results that differ take turns: if all ranks began with the same result, they would use
+  // only that rank's links.
   struct Batches {
     int slots, homes, count;
   };
@@ -179,9 +180,9 @@ class SparseReduce {
     return {slots, homes, (longest + slots - 1) / slots * homes};
   }
 
-  // Calls visit(row), on all lanes, for the rows that are wanted, until they are where they belong; batches of slots go
-  // to whoever is free. Calls look(row) before for all rows, each lane for one of its own, or for one that nobody
-  // holds.
+  // Calls visit(row) on all lanes for the rows that are wanted, until they are where they belong. Batches of slots go
+  // to whichever coops are free. Before that it calls look(row) for all rows of a batch, each lane for one row, or for
+  // a row that nobody holds.
   template <class Ask, class Wanted, class Visit, class Look>
   JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
@@ -210,14 +211,14 @@ class SparseReduce {
     sums_.complete_to(sums_.mark());
   }
 
-  // The holder that sums a row: the rank that alone wants it, or else each in turn.
+  // The holder that sums a row: the rank that wants it, if only one does, or else each in turn.
   JAX_EP_FN int owner_of(const Row& row) const {
     return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.slot);
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
 
-  // Bytes from every peer: rows that it sums for this rank, and its parts of those that this rank sums, which are in
-  // float32 where the sum takes them so. All lanes call together.
+  // Bytes from every peer: rows that it sums for this rank, and its parts of rows that this rank sums. Those parts are
+  // in float32 if the sum takes them so. All lanes call together.
   JAX_EP_FN void count_rows(const Row& row) const {
     const bool wanted_here = !args_.sharded || row.home == op_.comm.rank, mine = row.owner == op_.comm.rank;
     const bool wide = !kFloats && row.held.crowded;
@@ -259,13 +260,13 @@ class SparseReduce {
           .sum(ranks, [&](int rank) { return partial_of(rank, row.slot); }, args_.hidden, sinks, scale);
   }
 
-  // What a rank adds to a row, wherever it is.
+  // The part that a rank adds to a row, wherever it lies.
   JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
     if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
     const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.slot);
     return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.slot), weight};
   }
-  // At its holder, that is its only entry, or the sum of several.
+  // The part at its holder: its only entry, or the sum of several.
   JAX_EP_FN const T* held_by(int rank, int slot) const {
     if constexpr (kFloats)
       if (runs_.entries(rank, slot) > 1) return partial_of(rank, slot);

@@ -1,5 +1,5 @@
-// Who holds which row: the entries of every rank, looked up by slot, and those of this rank that name the same row,
-// with their sums.
+// Who holds which row. SparseRuns finds the entries of every rank by slot; the rest finds this rank's entries that name
+// the same row, and sums them.
 #pragma once
 
 #include "comm/op.h"
@@ -20,7 +20,7 @@ class SparseRuns {
   JAX_EP_FN SparseRuns(const Op& op, const SparseReduceArgs& args)
       : op_(op), args_(args), slots_(smaller(args.slots_kept, larger(0, args.bounds[op.comm.size]))) {}
 
-  // Slots that a result keeps: all others are dropped.
+  // Slots that a result keeps. All others are dropped.
   JAX_EP_FN int slots() const { return slots_; }
   JAX_EP_FN bool has(int slot) const { return slot >= 0 && slot < slots_; }
   JAX_EP_FN Run run(int rank, int slot) const { return args_.runs[int64_t{rank} * args_.slots_kept + slot]; }
@@ -41,8 +41,8 @@ class SparseRuns {
     return found;
   }
 
-  // Both before the first lookup, with a barrier after each. `fill` also chains the entries of each row of this rank,
-  // in no order.
+  // Both are called before the first lookup, each followed by a barrier. `fill` also chains the entries of each row of
+  // this rank, in no order.
   JAX_EP_FN void clear() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
       for_my_share(slots_, [&](int slot) { args_.runs[int64_t{rank} * args_.slots_kept + slot] = {kNoEntry, 0}; });
@@ -76,17 +76,18 @@ class SparseRuns {
   const int slots_;
 };
 
-// Lists of the entries of this rank that name the same row: side by side among the members, and in order.
+// Lists of the entries of this rank that name the same row. The entries of a list are neighbours among the members, in
+// order.
 class RunLists {
  public:
-  // Entries of a short list, which are found by their chain and added up by one coop. This and the other sizes here are
-  // choices, which python -m jax_ep bench sparse times.
+  // The most entries of a short list. One coop finds them by their chain and adds them up. All sizes here are choices,
+  // which python -m jax_ep bench sparse times.
   static constexpr int kShort = 32;
 
   JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
       : op_(op), args_(args), runs_(runs) {}
 
-  // Gives each list its range of the members, when the runs are there. `single`: also to an only entry, where another
+  // Gives each list its range of the members, when the runs are there. `single`: also to a single entry, if another
   // rank has several.
   JAX_EP_FN void allocate(bool single) const {
     runs_.for_my_share(args_.entries, [&](int i) {
@@ -100,10 +101,10 @@ class RunLists {
     });
   }
 
-  // Fills them, behind a barrier.
+  // Fills the lists. Called behind a barrier.
   JAX_EP_FN void fill() const {
     runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
-    // All entries, each for a coop: enough to keep all busy.
+    // All entries, one for a coop at a time, which is enough to keep all coops busy.
     const int lists = count_long(), slices = larger(1, op_.coop.count / larger(1, lists));
     for (int i = op_.coop.index; op_.ok() && i < lists * slices; i += op_.coop.count)
       list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));
@@ -126,7 +127,7 @@ class RunLists {
   static constexpr int kAhead =
       Coop::lanes == 1 ? 16 : 64;  // slots of a lane in flight, where a coop looks through all
 
-  // Every entry of a short list counts the smaller ones in its chain.
+  // Every entry of a short list counts the smaller entries in its chain: that is its position.
   JAX_EP_FN void list_entry(int i) const {
     const int slot = runs_.slot_of(op_.comm.rank, i);
     if (!runs_.has(slot) || runs_.entries(op_.comm.rank, slot) > kShort) return;
@@ -137,7 +138,8 @@ class RunLists {
     args_.members[begin + smaller_ones] = i;
   }
 
-  // The members of a long list that are in a slice of all entries, behind those before it, which are only counted.
+  // Fills in the members of a long list that lie in a slice of all entries, behind the members before the slice, which
+  // are only counted.
   JAX_EP_FN void list_slice(int slot, Range slice) const {
     const Coop& coop = op_.coop;
     int before = 0;
@@ -156,8 +158,8 @@ class RunLists {
     });
   }
 
-  // Calls visit(first, slots) for one part of the entries after another: each lane has the slot of every
-  // Coop::lanes-th, or -1.
+  // Calls visit(first, slots) for one part of the entries after another. Each lane has the slots of every
+  // Coop::lanes-th entry of the part, or -1.
   template <class Visit>
   JAX_EP_FN void look_through(Range entries, Visit visit) const {
     for (int first = entries.begin; first < entries.end; first += kAhead * Coop::lanes) {
@@ -175,22 +177,22 @@ class RunLists {
   const SparseRuns& runs_;
 };
 
-// Sums of the entries of this rank that name the same row: so that each row crosses the wire once. Entries are added up
-// in order, those of long lists in parts of RunLists::kShort, and then the parts, in order.
+// Sums of the entries of this rank that name the same row, so that each row crosses the wire once. Entries are added in
+// order. Those of long lists are added in parts of RunLists::kShort, and then the parts in order.
 template <class T>
 class RunSums {
  public:
   JAX_EP_FN RunSums(Op& op, const SparseReduceArgs& args, const SparseRuns& runs, bool words)
       : op_(op), args_(args), lists_(op, args, runs), words_(words) {}
 
-  // When the runs are there; peers may read the sums behind the next barrier. `single`: also of an only entry, where
-  // another rank has several.
+  // Called when the runs are there. Peers may read the sums behind the next barrier. `single`: also of a single entry,
+  // if another rank has several.
   JAX_EP_FN void run(bool single) {
     op_.enter(Phase::layout);
     lists_.allocate(single);
     op_.barrier();
-    // Coops of a CTA read the same numbers, unless all of them have failed (Op::meet): then some may return early, and
-    // the barriers of the others do not wait for coops that have ended.
+    // Coops of a CTA read the same numbers, unless all of them have failed (Signals::meet). Then some may return early,
+    // and the barriers of the others do not wait for coops that have ended.
     if (lists_.count() == 0) return;
     op_.enter(Phase::layout);
     lists_.fill();
@@ -204,11 +206,11 @@ class RunSums {
  private:
   static constexpr int kPart = RunLists::kShort;
   static constexpr int kRangesPerCoop = 4;  // of positions, at least, so that all have about as much to read
-  // A part has few rows, often two: of each, several packs come at once. A long list has many parts.
+  // A part has few rows, often two, so several packs of each are in flight. A long list has many parts.
   using PartSum = DirectSum<T, float>;
   using LongSum = DirectSum<float, float, 16>;
 
-  // Columns that a coop takes: those it sums at a time, or more on the CPU, where coops are few.
+  // Columns that a coop takes: as many as it sums at a time, or more on the CPU, where coops are few.
   template <class Sum>
   static constexpr int kColumns = Coop::lanes == 1 ? 1024 : Sum::kBatch;
   template <class Sum>
@@ -221,7 +223,8 @@ class RunSums {
     return {begin, smaller(begin + kColumns<Sum>, args_.hidden)};
   }
 
-  // A coop takes the parts that begin in a range of positions, in a range of columns: about as many rows as positions.
+  // A coop takes the parts that begin in a range of positions, in a range of columns. It reads about as many rows as
+  // the range has positions.
   JAX_EP_FN void sum_parts() const {
     op_.enter(Phase::reduce);
     const Coop& coop = op_.coop;
@@ -251,7 +254,7 @@ class RunSums {
     }
   }
 
-  // Puts the sum of the rows of every step-th member where the first one's partial sum lies.
+  // Puts the sum of the rows of every step-th member where the partial sum of the first one lies.
   template <class Sum, class In>
   JAX_EP_FN void sum_rows(const In* rows, int position, int count, int step, Range columns) const {
     float* sum = args_.partials + int64_t{lists_.member(position)} * args_.hidden + columns.begin;

@@ -1,5 +1,5 @@
-// sparse_union: every rank learns the row ids of every other, marks them all in a bitmap of its own, and reads
-// from a prefix of its popcounts which slot each id has. No sort, no search, and the same answer on every rank.
+// sparse_union: every rank sends its row ids to all, and each marks them all in a bitmap of its own. Prefix sums of the
+// bitmap's popcounts say which slot each id has. There is no sort and no search, and all ranks get the same answer.
 #pragma once
 
 #include "comm/ctas.h"
@@ -115,7 +115,7 @@ class SparseUnion {
     }
   }
 
-  // How many ids lie below this one, at most num_rows: the slot of an id.
+  // The slot of an id: how many ids lie below it. The id is at most num_rows.
   JAX_EP_FN int ids_below(int id) const {
     return prefix_[id / 32] + count_bits(bits_[id / 32] & ((1u << id % 32) - 1));
   }
@@ -158,6 +158,7 @@ class SparseUnion {
   int32_t* const coop_counts_;
 };
 
+template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
   Op op(comm, coop, OpKind::sparse_union);

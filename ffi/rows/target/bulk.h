@@ -1,8 +1,8 @@
-// Rows by Hopper's bulk copies, through a coop's shared memory: so that neither latency nor a slow link holds up a
-// lane. Rows that are not made of 16-byte words, and older GPUs, go through registers.
+// Moves rows by Hopper's bulk copies through a coop's shared memory, so that neither latency nor a slow link holds up a
+// lane. On older GPUs, and for rows that are not made of 16-byte words, rows go through registers.
 //
-// The shared memory of a coop begins with barriers, those of a RowReader and then those of a RowMover; behind them lie
-// the stages of a RowMover, or those of a RowWriter and then those of a RowReader.
+// The shared memory of a coop begins with barriers: those of a RowReader, then those of a RowMover. Behind them lie the
+// stages of a RowMover; or the stages of a RowWriter and then those of a RowReader.
 #pragma once
 
 #include "comm/target/ptx/bulk.h"
@@ -13,13 +13,13 @@ namespace jax_ep {
 constexpr int kReaderBarriers = 12, kMoverBarriers = 3;
 static_assert((kReaderBarriers + kMoverBarriers) * sizeof(uint64_t) <= kBarrierBytes);
 
-// For one arrival a phase, and the bytes that come with it.
+// Opens a barrier for one arrival a phase and the bytes that come with it.
 JAX_EP_FN void open_barrier(uint64_t* barrier) {
   ptx::init_barrier<1>(barrier);
   ptx::publish_barriers();
 }
 
-// Rows pass through a ring of stages, in parts, and are read once however many sinks they go to. Each lane stores to
+// Rows pass through a ring of stages, in parts. A row is read once, however many sinks it goes to. Each lane stores to
 // one sink.
 class BulkMover {
  public:
@@ -53,7 +53,7 @@ class BulkMover {
   }
 
  private:
-  // A part of a row on its way: where this lane stores it, and, with the last part, the number of the row's item.
+  // A part of a row under way: where this lane stores it. The last part of a row carries the row's item.
   struct InFlight {
     char* to;
     uint32_t bytes;  // 0: there are no more
@@ -119,7 +119,7 @@ class BulkMover {
   uint32_t live_ = 0, phases_ = 0;    // a bit per stage: something is in it; the parity of its barrier
 };
 
-// Batches come to shared memory before they are needed.
+// Brings batches to shared memory before they are needed.
 class BulkReader {
  public:
   // `bulk` if every batch is made of 16-byte words; `writer_bytes`: of all stages of the writer.
@@ -144,7 +144,7 @@ class BulkReader {
     coop_.sync();
   }
 
-  // Lanes ask for `count` batches, which are taken in the order of their numbers `mine`, from 0 on.
+  // Asks for `count` batches together, each lane for batch number `mine`. They are taken in the order of their numbers.
   JAX_EP_FN void ask(int mine, int count, const char* from, int bytes) {
     const int stage = wrap(ask_ + mine);
     if (mine >= 0 && mine < count) ptx::load(stages_ + stage * batch_bytes_, from, bytes, &barriers_[stage]);
@@ -157,7 +157,7 @@ class BulkReader {
     take_ = wrap(stage + 1);
     return stages_ + stage * batch_bytes_;
   }
-  // All that was taken has been looked at.
+  // The caller has read all batches that it took.
   JAX_EP_FN void release() { coop_.sync(); }
 
  private:
@@ -173,7 +173,7 @@ class BulkReader {
   uint32_t phases_ = 0;  // a bit per stage: the parity of its barrier
 };
 
-// Batches are made in shared memory, and leave from there on their own.
+// Batches are made in shared memory, from where bulk copies take them.
 class BulkWriter {
  public:
   // With one stage or two.

@@ -1,4 +1,4 @@
-// Rows that go through registers: a store is ordered by the release of the flag that follows it.
+// Moves rows through registers. The release of the flag that follows orders the stores.
 #pragma once
 
 #include "comm/copy.h"
@@ -43,7 +43,7 @@ class PlainMover {
   const Coop& coop_;
 };
 
-// Brings nothing ahead: rows are read where they are.
+// Brings nothing ahead, as rows are read where they lie.
 class PlainReader {
  public:
   JAX_EP_FN PlainReader(const Coop&, int, bool, int) {}

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "runtime/thread_name.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 
@@ -16,35 +16,35 @@ CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, 
 
 CpuGroup::~CpuGroup() { close(); }
 
-void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done) {
+void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done) {
   std::unique_lock lock(gather_mutex_);
   if (const std::optional<GroupError> error = failure()) {
     changed_.notify_one();  // nobody else may have said so to who is parked
     lock.unlock();
     return done(error);
   }
-  if (seat.rank == stalled_arrival_) {
+  if (slot.rank == stalled_arrival_) {
     stalled_.push_back(std::move(done));
     return;
   }
-  const Key key{site, run, seat.line};
+  const Key key{site, run, slot.line};
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds()));
   Gathering& gathering = gatherings_.try_emplace(key, Gathering{what, Clock::now() + timeout, {}}).first->second;
-  gathering.arrivals.insert_or_assign(seat.rank, Arrival{std::move(task), std::move(done)});
-  if (gathering.arrivals.size() == local_devices(seat.line).size()) {
-    start(seat.line, std::move(gathering.arrivals));
+  gathering.arrivals.insert_or_assign(slot.rank, Arrival{std::move(task), std::move(done)});
+  if (gathering.arrivals.size() == local_devices(slot.line).size()) {
+    start(slot.line, std::move(gathering.arrivals));
     gatherings_.erase(key);
   }
   changed_.notify_one();
 }
 
-// Under the lock, so that every rank's worker meets the ops in one order: no two of them can wait for each other.
+// Under the lock, so that every rank's thread gets the ops in one order, and no two ranks wait for each other.
 void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
   for (auto& [rank, arrival] : arrivals) {
-    const Seat seat{line, rank};
+    const RankSlot slot{line, rank};
     workers_[line * size() + rank]->enqueue(
-        [this, seat, running, arrival = std::move(arrival)] { run(seat, arrival, *running); });
+        [this, slot, running, arrival = std::move(arrival)] { run(slot, arrival, *running); });
   }
 }
 
@@ -59,23 +59,23 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
   }
 }
 
-std::optional<GroupError> CpuGroup::outcome(Seat seat, const Task& task) {
-  while (seat.rank == stalled_protocol_ && !failure() && !load_acquire(&heap(seat)->abort))
+std::optional<GroupError> CpuGroup::outcome(RankSlot slot, const Task& task) {
+  while (slot.rank == stalled_protocol_ && !failure() && !load_acquire(&heap(slot)->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (std::optional<GroupError> error = perform(task)) {
-    give_up(seat, *error);
+    give_up(slot, *error);
     return error;
   }
-  if (std::optional<GroupError> error = reported(seat)) return error;
-  const uint64_t abort = load_acquire(&heap(seat)->abort);
+  if (std::optional<GroupError> error = reported(slot)) return error;
+  const uint64_t abort = load_acquire(&heap(slot)->abort);
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) + " did not answer", true});
   return failure();
 }
 
-void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
-  std::optional<GroupError> error = outcome(seat, arrival.task);
+void CpuGroup::run(RankSlot slot, const Arrival& arrival, Running& running) {
+  std::optional<GroupError> error = outcome(slot, arrival.task);
   const bool failed = error && error->fatal;
   std::function<void()> complete = [done = arrival.done, error = std::move(error)] { done(error); };
   std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
@@ -89,8 +89,8 @@ void CpuGroup::run(Seat seat, const Arrival& arrival, Running& running) {
   for (std::function<void()>& held : running.held) completions_.run(std::move(held));
 }
 
-// Waits for the earliest deadline among the gatherings; when one passes, the group fails and everybody is released.
-// Time in which this process was stopped does not count.
+// Waits for the earliest deadline among the gatherings. When a deadline passes, the group fails and all ranks are
+// released. Time in which this process was suspended does not count.
 void CpuGroup::watch() {
   name_thread("jax_ep watch");
   std::unique_lock lock(gather_mutex_);
@@ -122,7 +122,7 @@ void CpuGroup::release(const GroupError& error) {
   stalled_.clear();
 }
 
-// Where else a rank has come to in the line and waits there, if it does.
+// Where else a rank of the line has arrived and waits, if it does.
 const CpuGroup::Gathering* CpuGroup::elsewhere(const Key& key, int rank) const {
   for (const auto& [other, gathering] : gatherings_)
     if (other != key && std::get<2>(other) == std::get<2>(key) && gathering.arrivals.count(rank)) return &gathering;

@@ -1,5 +1,5 @@
-// A group on the CPU: gathers the ranks' arrivals at each call site, then runs the op on the ranks' own threads.
-// No thread of XLA ever waits for a peer.
+// A group on the CPU: gathers the ranks' arrivals at each call site, then runs the op on the ranks' own threads. No
+// thread of XLA ever waits for a peer.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 
 namespace jax_ep {
 
-// What a rank has come to run.
+// What an arriving rank wants to run.
 struct Arriving {
   Signature signature;
   int32_t site;  // a number, for errors
@@ -35,10 +35,10 @@ class CpuGroup final : public Group {
            int64_t id = 0);
   ~CpuGroup() override;
 
-  // One rank has come to a call site, known by its address, in a run of its program. When all ranks of its line have
-  // that are of this process, their tasks run; `done` is called exactly once, on a thread that may block. If the op has
-  // failed, that is when all those tasks have ended: a slow one may still write into the buffers of the others.
-  void arrive(const void* site, int64_t run, const Arriving& what, Seat seat, Task task, Completion done);
+  // One rank has arrived at a call site, known by its address, in a run of its program. When all local ranks of its
+  // line have arrived, their tasks run. `done` is called exactly once, on a thread that may block. If the op has
+  // failed, it is called when all those tasks have ended, as a slow one may still write into the buffers of the others.
+  void arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done);
 
   // The most CTAs that an op has.
   int most_ctas() const { return 1; }
@@ -73,8 +73,8 @@ class CpuGroup final : public Group {
 
   void start(int line, std::map<int, Arrival> arrivals);
   static std::optional<GroupError> perform(const Task& task);
-  void run(Seat seat, const Arrival& arrival, Running& running);
-  std::optional<GroupError> outcome(Seat seat, const Task& task);
+  void run(RankSlot slot, const Arrival& arrival, Running& running);
+  std::optional<GroupError> outcome(RankSlot slot, const Task& task);
   void watch();
   void release(const GroupError& error);
   GroupError nobody_came(const Key& key, const Gathering& gathering) const;

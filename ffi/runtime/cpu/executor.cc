@@ -2,7 +2,7 @@
 
 #include <system_error>
 
-#include "runtime/thread_name.h"
+#include "runtime/posix.h"
 
 namespace jax_ep {
 

@@ -27,15 +27,15 @@ class Worker {
   std::thread thread_;
 };
 
-// Runs every job at once, whatever the others do: what XLA continues with may block in a collective of its own.
-// Its threads are not waited for; they end when they find nothing left to do. Where the system has no thread to give,
-// jobs wait for one of those that there are; the first is there from the beginning.
+// Runs every job at once, whatever the others do, as a job continues XLA's work, which may block in a collective of its
+// own. Its threads are not joined; they end when they find nothing to do. If the system has no thread to give, jobs
+// wait for one of the existing threads. The first of these exists from the beginning.
 class Elastic {
  public:
   Elastic();  // throws std::system_error
   ~Elastic() { end(); }
   void run(std::function<void()> job);
-  // Idle threads end, and so does every other one after its job. What comes later still runs.
+  // Idle threads end, and every other thread ends after its job. Later jobs still run.
   void end();
 
  private:

@@ -1,22 +1,21 @@
 // How the ops start that need no group of ranks: the products of ffi/gemm.
 #include "gemm/gemm.h"
 #include "kernels/ops.h"
-#include "runtime/extra.h"
 #include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {
 
 template <class Args>
-std::optional<std::string> start_alone(gpu::Stream stream, const Args& args) {
+std::optional<std::string> start_local(gpu::Stream stream, const Args& args) {
   return gemm::launch(args, stream);
 }
-#define JAX_EP_START(Args) template std::optional<std::string> start_alone(gpu::Stream, const Args&);
-JAX_EP_ALONE_OPS(JAX_EP_START)
+#define JAX_EP_START(Args) template std::optional<std::string> start_local(gpu::Stream, const Args&);
+JAX_EP_LOCAL_OPS(JAX_EP_START)
 
 std::optional<std::string> load_extra_kernels() {
 #define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
   for (const auto load : {&gemm::load, &gemm::load_gated, &gemm::load_summed, &gemm::load_float8,
-                          &gemm::load_gated_float8, JAX_EP_MATMUL_OPS(JAX_EP_LOAD)})
+                          &gemm::load_gated_float8, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
 }

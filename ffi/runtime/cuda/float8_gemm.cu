@@ -46,9 +46,9 @@ std::optional<std::string> launch(const Float8Arguments& x, cudaStream_t stream)
   if (!chosen) return "the result must be bfloat16 or float32";
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  HardwareModel model;
-  if (const auto error = describe_error(current_model(&model))) return error;
-  const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, kBlockN);
+  int sms = 0;
+  if (const auto error = describe_error(current_sms(&sms))) return error;
+  const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, sms, kBlockN);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k / 2, x.groups, x.group_sizes, config.band};
   const auto error = describe_error(start(chosen->kernel, config.blocks, chosen->shared_bytes, stream, maps.a, maps.b,
                                           maps.out, x.out_data, problem, Float8Scales{x.a_scales, x.b_scales}));

@@ -33,9 +33,9 @@ std::optional<std::string> launch(const GatedFloat8Arguments& x, cudaStream_t st
   if (!chosen) return "no such activation";
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  HardwareModel model;
-  if (const auto error = describe_error(current_model(&model))) return error;
-  const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, kFloat8Block);
+  int sms = 0;
+  if (const auto error = describe_error(current_sms(&sms))) return error;
+  const Config config = plan_width({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, sms, kFloat8Block);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k / 2, x.groups, x.group_sizes, config.band};
   const GatedFloat8Result out{static_cast<char*>(x.out_data), x.out_scales};
   const GatedFloat8Scales scales{x.rows_scales, x.gate_scales, x.up_scales, x.columns, x.up_column};

@@ -48,9 +48,9 @@ std::optional<std::string> launch(const GatedArguments& x, cudaStream_t stream) 
   if (x.dtype == DType::float32) return "the operands must be bfloat16 or float16";
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  HardwareModel model;
-  if (const auto error = describe_error(current_model(&model))) return error;
-  const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, GateAndUp::kColumns);
+  int sms = 0;
+  if (const auto error = describe_error(current_sms(&sms))) return error;
+  const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, sms, GateAndUp::kColumns);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   return with_operand(x.dtype, [&](auto in) -> std::optional<std::string> {
     using T = decltype(in);

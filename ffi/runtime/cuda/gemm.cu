@@ -66,9 +66,9 @@ std::optional<std::string> launch(const Arguments& x, const Config& config, cuda
 }
 
 std::optional<std::string> launch(const Arguments& x, cudaStream_t stream) {
-  HardwareModel model;
-  if (const auto error = describe_error(current_model(&model))) return error;
-  return launch(x, plan({x.grouping, x.m, x.n, x.k, x.groups}, model), stream);
+  int sms = 0;
+  if (const auto error = describe_error(current_sms(&sms))) return error;
+  return launch(x, plan({x.grouping, x.m, x.n, x.k, x.groups}, sms), stream);
 }
 
 cudaError_t load() {

@@ -14,7 +14,6 @@
 #include <type_traits>
 
 #include "comm/dtype.h"
-#include "comm/hardware_model.h"
 #include "gemm/layout.h"
 #include "gemm/plan.h"
 #include "runtime/gpu/parameters.h"
@@ -27,12 +26,11 @@ inline std::optional<std::string> describe_error(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// The model of the current device, for products on all of its SMs.
-inline cudaError_t current_model(HardwareModel* model) {
+// The number of SMs of the current device.
+inline cudaError_t current_sms(int* sms) {
   int device = 0;
-  *model = hardware_model("sm_90");
   const cudaError_t error = cudaGetDevice(&device);
-  return error == cudaSuccess ? cudaDeviceGetAttribute(&model->sms, cudaDevAttrMultiProcessorCount, device) : error;
+  return error == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : error;
 }
 
 // Whether the current device is a Hopper, or why nobody can say.

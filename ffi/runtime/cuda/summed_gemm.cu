@@ -32,9 +32,9 @@ std::optional<std::string> describe(const SummedArguments& x, Maps* maps) {
 std::optional<std::string> launch(const SummedArguments& x, cudaStream_t stream) {
   Maps maps;
   if (const auto error = describe(x, &maps)) return error;
-  HardwareModel model;
-  if (const auto error = describe_error(current_model(&model))) return error;
-  const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, model, TwoProducts::kColumns);
+  int sms = 0;
+  if (const auto error = describe_error(current_sms(&sms))) return error;
+  const Config config = plan_swapped({Grouping::m_grouped, x.m, x.n, x.k, x.groups}, sms, TwoProducts::kColumns);
   const Problem problem{Grouping::m_grouped, x.m, x.n, x.k, x.groups, x.group_sizes, config.band};
   const auto* const chosen = with_operand(x.dtype, [&](auto in) { return find(kKernels<decltype(in)>); });
   return start_counted(*chosen, config.blocks, stream, x.counter, maps.first_rows, maps.first, maps.second_rows,

@@ -1,4 +1,4 @@
-// What is not a stream's work must not spoil a capture that this thread is in.
+// Keeps calls of the runtime from spoiling a capture that this thread is in.
 #pragma once
 
 #include "platform/vmm.h"

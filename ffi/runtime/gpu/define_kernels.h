@@ -1,5 +1,5 @@
-// The kernels of the ops on rows, for the files that instantiate them: one for each dtype, as a compiler takes a minute
-// for it, and kernels.cu.
+// The kernels of the ops on rows. They are instantiated in kernels.cu, and in one file for each dtype, as a compiler
+// takes a minute for each.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -15,7 +15,7 @@ static_assert(kMaxThreads / Coop::lanes <= kMaxCtaCoops, "the scratch of routing
 template <class Format, class Args>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     kernel(const Comm comm, const Args args, int senders, int warp_bytes) {
-  run_kernel_on<Format>(comm, args, this_coop(senders, warp_bytes));
+  run_kernel<Format>(comm, args, this_coop(senders, warp_bytes));
 }
 
 // As start_kernel and load_kernels.

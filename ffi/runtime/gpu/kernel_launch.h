@@ -1,4 +1,4 @@
-// Launching kernels: plain functions, so that only the .cu files are device code.
+// Functions that launch kernels, declared without device code, so that only the .cu files need its compiler.
 #pragma once
 
 #include <optional>
@@ -17,26 +17,30 @@ namespace jax_ep {
 template <class Args>
 gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
 
-// Loads every kernel of the ops on rows on the current device, where a CTA has so much shared memory: a first launch
-// would wait for a spinning kernel to end.
+// Loads every kernel of the ops on rows on the current device, whose CTAs have so much shared memory. Without this, the
+// first launch of a kernel would wait for a spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
-// Starts an op that needs no group of ranks, or says why it cannot. May be captured in a graph. The library for CUDA
-// alone has them: runtime/cuda/alone.cc.
+// Starts an op that needs no group of ranks, or says why it cannot. May be captured in a graph. Only the library for
+// CUDA has such ops: runtime/cuda/alone.cc.
 template <class Args>
-std::optional<std::string> start_alone(gpu::Stream stream, const Args& args);
+std::optional<std::string> start_local(gpu::Stream stream, const Args& args);
 
 // The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h.
 template <class Args>
 struct ProductKernel {
-  // Says why it cannot start. May be captured in a graph.
+  // Starts the kernel, or says why it cannot. May be captured in a graph.
   static std::optional<std::string> start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
                                           const Args& args);
   // On the current device, if it is a Hopper.
   static gpu::Error load();
 };
 
-// Answers so many questions of the host for the time of the current device, on its default stream.
+// Loads the kernels that only some platforms' libraries have, on the current device, or says why that failed. Defined
+// in runtime/cuda/alone.cc, or bindings/no_matmul.cc.
+std::optional<std::string> load_extra_kernels();
+
+// Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);
 
 }  // namespace jax_ep

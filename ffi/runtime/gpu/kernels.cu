@@ -1,4 +1,4 @@
-// The kernels that look at no values, and how those of any op are started; the others are in row_kernels_*.cu.
+// The byte-wise kernels, and how those of any op are started; the others are in row_kernels_*.cu.
 #include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
@@ -16,7 +16,7 @@ __global__ void answer_with_time(ClockFace* face, int questions) {
 }  // namespace
 
 #define JAX_EP_INSTANTIATE(Args) template struct Kernel<NoFormat, Args>;
-JAX_EP_BLIND_KERNELS(JAX_EP_INSTANTIATE)
+JAX_EP_BYTE_KERNELS(JAX_EP_INSTANTIATE)
 
 gpu::Error launch_clock(ClockFace* face, int questions) {
   answer_with_time<<<1, 1>>>(face, questions);
@@ -42,7 +42,7 @@ gpu::Error load_kernels(int shared_bytes) {
 #define JAX_EP_LOAD_FOR_EACH(Args) \
   &Kernel<float, Args>::load, &Kernel<BFloat16, Args>::load, &Kernel<Float16, Args>::load,
 #define JAX_EP_LOAD(Args) &Kernel<NoFormat, Args>::load,
-  for (const auto load : {JAX_EP_VALUE_KERNELS(JAX_EP_LOAD_FOR_EACH) JAX_EP_BLIND_KERNELS(JAX_EP_LOAD)})
+  for (const auto load : {JAX_EP_VALUE_KERNELS(JAX_EP_LOAD_FOR_EACH) JAX_EP_BYTE_KERNELS(JAX_EP_LOAD)})
     if (const gpu::Error error = load(shared_bytes); error != gpu::kSuccess) return error;
   return gpu::kSuccess;
 }

@@ -1,21 +1,10 @@
-#include "runtime/gpu/launch.h"
+#include "platform/launch.h"
 
-#include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
-
-#include "runtime/extra.h"
 
 namespace jax_ep {
 
 namespace {
-
-// JAX_EP_DEBUG_SHARED_BYTES lowers the shared memory of a CTA: how a device with less of it is launched can be tried on
-// one with more.
-int most_shared_bytes(int available) {
-  const char* given = std::getenv("JAX_EP_DEBUG_SHARED_BYTES");
-  return given ? std::clamp(std::atoi(given), 16384, available) : available;
-}
 
 HardwareModel model_of(int device) {
   std::string architecture;
@@ -23,7 +12,7 @@ HardwareModel model_of(int device) {
   gpu::check(gpu::architecture(&architecture, device), "asking for the architecture of a device");
   gpu::check(gpu::sm_count(&sms, device), "asking for the number of SMs");
   gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
-  return hardware_model(architecture, sms, most_shared_bytes(shared_bytes), gpu::kWarpLanes);
+  return hardware_model(architecture, sms, shared_bytes, gpu::kWarpLanes);
 }
 
 }  // namespace

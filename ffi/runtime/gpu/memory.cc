@@ -21,7 +21,7 @@ uint64_t host_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-// Asks once more; returns the host's time, or 0 if no answer came in time.
+// Asks for the time once more. Returns the host's time, or 0 if no answer came in time.
 uint64_t ask_for_time(ClockFace* face, uint64_t question) {
   constexpr uint64_t kTimeoutNs = 10'000'000'000;
   __atomic_store_n(&face->asked, question, __ATOMIC_RELEASE);
@@ -31,14 +31,14 @@ uint64_t ask_for_time(ClockFace* face, uint64_t question) {
   return 0;
 }
 
-// Memory that its group has let go of, for the next one of the same owner. None is ever freed: a captured graph of a
-// closed group may still be launched, and must find its abort word.
+// Freed memory of groups, for the next group of the same owner. It is never given back: a captured graph of a closed
+// group may still be launched, and must find its abort word.
 class FreeList {
  public:
   using Key = std::tuple<int64_t, int, std::size_t>;  // owner, device or kHost, and bytes
   static constexpr int kHost = -1;
 
-  // What was let go of first, or null.
+  // The memory that was freed first, or null.
   void* take(const Key& key) {
     const std::lock_guard lock(mutex_);
     const auto found = free_.lower_bound(key);
@@ -117,7 +117,7 @@ void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words
   gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
 }
 
-// On a stream of its own: what runs on others, and may wait for peers, does not hold it up.
+// Uses a stream of its own, as work on other streams may wait for peers.
 uint64_t read_word(int ordinal, const uint64_t* word) {
   static std::mutex mutex;
   static auto* const streams = new std::map<int, gpu::Stream>;  // by device
@@ -136,7 +136,7 @@ uint64_t read_word(int ordinal, const uint64_t* word) {
   return value;
 }
 
-// The quickest of several answers: the device read its clock about half way between question and answer.
+// Takes the quickest of several answers. The device read its clock about half way between question and answer.
 ClockSample read_clock(int ordinal) {
   constexpr int kQuestions = 32;
   static std::mutex mutex;

@@ -1,5 +1,5 @@
-// How much a launch hands over beside tensor maps: whatever the number of ranks, as it copies its parameters, and all
-// coops read them from cold memory.
+// The most bytes of parameters of a launch, besides tensor maps, whatever the number of ranks. A launch copies its
+// parameters, and all coops read them from cold memory.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace jax_ep {
 
 constexpr std::size_t kMostParameterBytes = 1024;
 
-// Those of a kernel, each as aligned as it wants to be.
+// The bytes of a kernel's parameters, with their alignment.
 template <class... Parameters>
 constexpr std::size_t parameter_bytes() {
   std::size_t end = 0;

@@ -13,8 +13,8 @@
 namespace jax_ep {
 namespace {
 
-// A region of this process. One that a group lets go of stays as it is, with its descriptor, for the next group that
-// asks for such a one: peers find it mapped already.
+// A region of this process. When a group frees it, it stays as it is, with its descriptor, for the next group that asks
+// for such a region: peers have it mapped already.
 struct Kept {
   Region region;
   int ordinal;
@@ -23,14 +23,14 @@ struct Kept {
   bool free;
 };
 
-// Regions by their allocation. Each holds a reference to it, so that its number is not used again.
+// Regions by their allocation. Each holds a reference to it, so that the allocation's number is not used again.
 struct Known {
   std::mutex mutex;
   std::map<gpu::Allocation, Kept> made;
   std::map<gpu::Allocation, Region> found;  // by find_region
 };
 
-// A pool has few regions. Who makes one per buffer would have them all kept here.
+// A pool has few regions, so all are kept. An allocator with a region per buffer would fill this list.
 constexpr std::size_t kMostFound = 32;
 
 Known& known() {
@@ -40,7 +40,7 @@ Known& known() {
 
 uint64_t number_of(gpu::Allocation allocation) { return (uint64_t)allocation; }  // a pointer in HIP
 
-// The answer for memory of another kind. The driver's questions fail for it, and XLA must not meet that error in its
+// The answer for memory of another kind. The driver's questions fail for it, and that error must not show up in XLA's
 // next call.
 std::optional<Region> not_shareable() {
   gpu::ignore(gpu::take_last_error());
@@ -63,7 +63,7 @@ char* map_allocation(gpu::Allocation allocation, std::size_t bytes, const std::v
   return static_cast<char*>(base);
 }
 
-// The driver's descriptors are open in programs that this process starts, unless told otherwise.
+// The driver's descriptors would stay open in programs that this process starts.
 gpu::Error export_descriptor(int* descriptor, gpu::Allocation allocation) {
   const gpu::Error error = gpu::export_memory(descriptor, allocation);
   if (error == gpu::kSuccess) fcntl(*descriptor, F_SETFD, FD_CLOEXEC);

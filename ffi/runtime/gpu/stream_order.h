@@ -1,5 +1,5 @@
-// One order for the ops of a rank, whatever streams of its device XLA puts them on: that in which they are enqueued.
-// Two ops of a rank must not overlap, as they share its flags; and the order of the program is that of every rank.
+// Keeps the ops of a rank in the order in which they are enqueued, whatever streams of its device XLA uses. Two ops of
+// a rank must not overlap, as they share its flags. The order of the program is the same on all ranks.
 #pragma once
 
 #include <mutex>
@@ -38,7 +38,7 @@ class StreamOrder {
   };
 
  private:
-  // Events cost time, so there are none as long as all ops come on one stream.
+  // Events cost time, so none are used while all ops come on one stream.
   void await_last(Stream stream) {
     if (!used_ || stream == last_) return;
     if (!event_) {

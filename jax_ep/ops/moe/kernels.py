@@ -29,12 +29,11 @@ def dispatch(
         rows_float8=not config.dequantize,
         leave_unused=not config.zero_unused,
     )
-    received = called["received"]
-    rows = received if config.dequantize else Float8Rows(received, called["scales"])
+    rows = called["rows"] if config.dequantize else Float8Rows(called["rows"], called["scales"])
     routing = Routing(
         targets=called["targets"],
-        rows=called["rows"],
-        weights=called["arrived"],
+        rows=called["row_of"],
+        weights=called["weights"],
         counts=called["counts"],
         dropped=called["dropped"],
         invalid=called["invalid"],
@@ -65,7 +64,7 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         alignment=config.alignment,
         leave_unused=not config.zero_unused,
     )
-    return called["received"]
+    return called["rows"]
 
 
 def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:

@@ -1,5 +1,5 @@
-// How some of the warps of a CTA tell others what they did, on Hopper and elsewhere; they meet by sync_some() of
-// cuda.h.
+// How some of the warps of a CTA signal others, on Hopper and elsewhere. They meet by sync_some() of
+// comm/target/cuda.h.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jax_ep::ptx {
 
-// A count in shared memory by which warps of a CTA tell others what they did before. The wait is bounded as they are.
+// A counter in shared memory, by which warps of a CTA signal others. Waits for it are bounded like all waits.
 JAX_EP_FN void count_one(uint32_t* counter) {
   asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(counter)) : "memory");
 }

@@ -1,5 +1,4 @@
-// Barriers in a CTA's shared memory that count arrivals and bytes, and by which bulk copies tell that they are done.
-// They do nothing but on Hopper: callers ask kHopper.
+// Barriers in a CTA's shared memory. They count arrivals and bytes, and bulk copies arrive at them when they are done.
 #pragma once
 
 #include <cstdint>

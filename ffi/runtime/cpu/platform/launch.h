@@ -1,4 +1,82 @@
-// How the bindings of this platform start an op.
+// How the bindings start an op on the CPU: park it with its group, and give XLA a future.
 #pragma once
 
-#include "runtime/cpu/launch.h"
+#include <memory>
+#include <optional>
+
+#include "kernels/kernels.h"
+#include "runtime/cpu/cpu_group.h"
+#include "runtime/reach.h"
+#include "runtime/registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+using PlatformGroup = CpuGroup;
+
+using LaunchResult = ffi::Future;
+constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
+constexpr bool kSendsAhead = false;  // peers' memory is as near as one's own
+
+// What a handler learns from XLA about its call.
+struct Call {
+  const CallSite* site;
+  int64_t run;
+  int device;
+};
+
+inline ffi::Future fail_call(ffi::Error error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+template <class Args>
+void run_here(Group& group, RankSlot slot, int32_t site, const Args& args) {
+  const Reached<Args> reached = reach(group, slot, args, site);
+  for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
+  with_kernel(reached.args,
+              [&](auto format, const auto& chosen) { run_kernel<decltype(format)>(reached.comm, chosen, Coop{}); });
+  for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
+}
+
+template <class Args>
+ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, RankSlot slot, int32_t site,
+                   const Args& args) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  Task task = [group = group.get(), slot, site, args] { run_here(*group, slot, site, args); };
+  group->arrive(call.site, call.run, {signature_of(args), site}, slot, std::move(task),
+                [promise](const std::optional<GroupError>& error) mutable {
+                  error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
+                });
+  return future;
+}
+
+// Ops that need no group have no kernels on a CPU. The library only checks their calls.
+template <class Args>
+ffi::Future launch_local(const Call&, const Args&) {
+  return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});
+}
+
+}  // namespace jax_ep
+
+namespace xla::ffi {
+
+template <>
+struct CtxDecoding<jax_ep::Call> {
+  using Type = jax_ep::Call;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& why) {
+    const auto site = CtxDecoding<State<jax_ep::CallSite>>::Decode(api, ctx, why);
+    const auto run = CtxDecoding<RunId>::Decode(api, ctx, why);
+    const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, why);
+    if (!site || !run || !device) return std::nullopt;
+    return jax_ep::Call{*site, run->run_id, *device};
+  }
+};
+
+}  // namespace xla::ffi

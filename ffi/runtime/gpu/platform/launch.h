@@ -2,14 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <deque>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "runtime/call_site.h"
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/stream_order.h"
@@ -49,21 +47,15 @@ class PlatformGroup final : public Group {
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
-  bool stalled(Seat seat) const { return seat.rank == stalled_; }
+  bool stalled(RankSlot slot) const { return slot.rank == stalled_; }
 
-  gpu::StreamOrder& order(Seat seat) { return orders_[seat.line * size() + seat.rank]; }
+  gpu::StreamOrder& order(RankSlot slot) { return orders_[slot.line * size() + slot.rank]; }
 
  private:
   HardwareModel model_ = hardware_model({});
   int stalled_ = -1;
-  std::deque<gpu::StreamOrder> orders_;  // by seat
+  std::deque<gpu::StreamOrder> orders_;  // by slot
 };
-
-inline std::optional<std::array<int, 4>> describe_launch(const PlatformGroup& group, OpKind op, int num_tokens,
-                                                         bool encoded) {
-  const LaunchConfig config = group.config(op, num_tokens, encoded);
-  return {{config.blocks, config.threads, config.senders_per_cta, config.warp_bytes}};
-}
 
 // What a handler learns from XLA about its call.
 struct Call {
@@ -86,26 +78,26 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
 }
 
 // This rank cannot run its op.
-inline ffi::Error give_up(PlatformGroup& group, Seat seat, const GroupError& error) {
-  group.give_up(seat, error);
+inline ffi::Error give_up(PlatformGroup& group, RankSlot slot, const GroupError& error) {
+  group.give_up(slot, error);
   return to_ffi(error);
 }
 
 template <class Args>
-ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, Seat seat, int32_t site,
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, RankSlot slot, int32_t site,
                   const Args& args) try {
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
-  if (group->stalled(seat)) return ffi::Error::Success();
-  const gpu::StreamOrder::Turn turn(group->order(seat), call.stream);
-  Reached<Args> reached = reach(*group, seat, args, site);
+  if (group->stalled(slot)) return ffi::Error::Success();
+  const gpu::StreamOrder::Turn turn(group->order(slot), call.stream);
+  Reached<Args> reached = reach(*group, slot, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
       const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
       sign(&reached.comm, with_plan(reached.comm.signature, config));
       return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
-      const Load load = OpSpec<Args>::load(args);
-      const LaunchConfig config = group->config(kind_of(args), load.tokens, load.encoded);
+      const WorkSize size = OpSpec<Args>::work_size(args);
+      const LaunchConfig config = group->config(kind_of(args), size.tokens, size.encoded);
       return explain(start_kernel(config, call.stream, reached.comm, reached.args));
     }
   };
@@ -113,17 +105,17 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (!error) error = start();
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return give_up(*group, seat,
+  return give_up(*group, slot,
                  {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
 } catch (const GroupException& failure) {
-  return give_up(*group, seat, failure.error);
+  return give_up(*group, slot, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, seat, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what(), true});
+  return give_up(*group, slot, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what(), true});
 }
 
 template <class Args>
-ffi::Error launch_alone(const Call& call, const Args& args) {
-  const std::optional<std::string> error = start_alone(call.stream, args);
+ffi::Error launch_local(const Call& call, const Args& args) {
+  const std::optional<std::string> error = start_local(call.stream, args);
   if (!error) return ffi::Error::Success();
   return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kTarget) + ": " + *error};
 }

@@ -1,9 +1,9 @@
-// What plans know of a GPU: the sizes of its parts, and rates that were measured. One model per architecture.
+// What plans know of a GPU: how many SMs it has, how much shared memory, and the rates of ops. One model per
+// architecture.
 //
-// Plans are pure functions of a shape and a HardwareModel (gemm/plan.h, kernels/plan.h): an op is launched as they say.
-// The rates of all models are those of H200, as kernels have been timed on no other GPU; behind each stands the command
-// by which it is timed. kernels_bench, gemm_bench and overlap_bench are in benchmarks/kernels; the head of each says
-// how it is built. docs/benchmarks.md has their output.
+// kernels/plan.h turns a shape and a HardwareModel into a launch. All models hold the rates of an H200, the only GPU on
+// which the kernels have been timed. The comment of a rate names the command that measures it again: kernels_bench,
+// gemm_bench and overlap_bench are built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
 #pragma once
 
 #include <string_view>
@@ -32,22 +32,12 @@ struct RowRates {
   int union_blocks = 96;              // at the most: alike
 };
 
-// Rates of matrix products: gemm/plan.cc.
-struct GemmRates {
-  int band = 8;  // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
-  // Divided by the contraction: how many columns are multiplied in the time that 256 take to be stored. And how many in
-  // the time that a tile waits for its operands. Both: gemm_bench sweep.
-  int store_columns = 40000;
-  int load_columns = 12;
-  int least_split = 1024;  // a contraction that two CTAs share: gemm_bench time, products of 64 and 128 rows
-};
-
 // Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct GatherRates {
   double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
   double narrow = 0.93;          // of that with 128 columns
   double tile_us = 1;            // to begin and to store a tile
-  double greet_us = 10;          // until the first rows can be here
+  double handshake_us = 10;      // until the first rows can be here
   double bytes_per_cta = 2.3e3;  // that leave for each peer in a microsecond
   double once_us = 7;            // to start and to end the kernel
   int most_leaving = 108;        // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
@@ -87,7 +77,6 @@ struct HardwareModel {
   int shared_bytes;  // that a CTA may have
   int warp_lanes;    // threads of a warp
   RowRates rows{};
-  GemmRates gemm{};
   GatherRates gather{};
   ReduceRates reduce{};
   ExchangeRates exchange{};

@@ -1,4 +1,4 @@
-#include "comm/hardware_model.h"
+#include "kernels/hardware_model.h"
 
 #include <algorithm>
 

@@ -1,0 +1,505 @@
+// Routing: the routers, which are some coops of a rank, work out which row each assignment of a dispatch gets; the
+// other coops wait for what they need of it. Rows are ordered by (expert, source rank, token, k), whatever the number
+// of coops.
+#pragma once
+
+#include "comm/ctas.h"
+#include "comm/op.h"
+#include "comm/push.h"
+#include "comm/window.h"
+#include "kernels/moe/args.h"
+#include "kernels/moe/segments.h"
+
+namespace jax_ep {
+
+// What routing knows of an assignment.
+struct Choice {
+  int expert;
+  float weight;
+};
+
+// Counts items by bin, and gives each item its position in its bin, whatever the number of coops. The routers are the
+// first CTAs of a rank that have begun. A CTA's coops keep their histograms in shared memory.
+class Histogram {
+ public:
+  // Counts `items` assignments, with a bin for every expert, and one behind them for ids out of range. All coops of a
+  // CTA call together.
+  JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
+      : op_(op),
+        num_experts_(args.num_experts),
+        scratch_(args.scratch),
+        coop_(as_router(op, router_ctas(items, per_cta, op.coop.cta.count))),
+        ctas_(coop_.cta.count),
+        mine_(share_of(items)) {}
+
+  // Whether this coop is one of the routers.
+  JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
+  // Among the routers: whether this coop is the first, and its part.
+  JAX_EP_FN bool is_first() const { return coop_.index == 0; }
+  JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
+  // The last coop of the first CTA, which is the last to have work.
+  JAX_EP_FN bool is_responsible() const { return is_first_cta() && coop_.member.index == coop_.member.count - 1; }
+  JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
+  JAX_EP_FN void barrier() const { op_.router_barrier(ctas_); }
+
+  // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. All routers
+  // then see what was written.
+  template <class ChoiceOf, class Take>
+  JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
+    int32_t* mine = bins(coop_.member.index);
+    for (int i = coop_.lane; i < histogram_ints(num_experts_); i += Coop::lanes) mine[i] = 0;
+    coop_.sync();
+    for_each(choice_of, [&](int, int bin, float) {
+      if (bin >= 0) atomic_add(&mine[bin], 1);
+    });
+    coop_.cta_sync();
+    sum_over_cta(take);
+    if (ctas_ > 1) {
+      barrier();
+      sum_over_ctas(take);
+    }
+    barrier();
+  }
+
+  // Calls visit(item, bin, position, weight) for this coop's share. first_of(expert) is the first position of a bin.
+  // All lanes call together, with item -1 behind the last item, and bin -1 for an assignment that is skipped.
+  template <class ChoiceOf, class FirstOf, class Visit>
+  JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
+    int32_t* mine = bins(coop_.member.index);
+    const int32_t* before = cta_bins(coop_.cta.index);
+    for (int first = coop_.lane; first < num_experts_; first += kAhead * Coop::lanes) {
+      int32_t starts[kAhead];  // all on their way before the first is needed
+      for (int i = 0; i < kAhead; ++i) {
+        const int e = smaller(first + i * Coop::lanes, num_experts_ - 1);
+        starts[i] = first_of(e) + before[e];
+      }
+      for (int i = 0; i < kAhead; ++i)
+        if (const int e = first + i * Coop::lanes; e < num_experts_) mine[e] += starts[i];
+    }
+    coop_.sync();
+    for_each(choice_of, [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
+  }
+
+  // Values that a lane reads before it uses the first.
+  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;
+
+ private:
+  // This coop among those of the CTAs that route. A single CTA need not wait for others.
+  JAX_EP_FN static Coop as_router(Op& op, int wanted) {
+    const Coop& coop = op.coop;
+    if (coop.cta.index >= wanted) return as_member(coop, {});
+    if (wanted == 1) return as_member(coop, {0, 1});
+    return as_member(coop, join_cta(coop, &op.heap->routers_begun, wanted));
+  }
+
+  // This coop's histogram, or that of another member of its CTA.
+  JAX_EP_FN int32_t* bins(int member) const {
+    const Coop& coop = coop_;
+    const int64_t ints = histogram_ints(num_experts_);
+    if (coop.shared_bytes >= ints * 4)
+      return reinterpret_cast<int32_t*>(coop.shared + (member - coop.member.index) * coop.shared_bytes);
+    return scratch_ + (coop.index + member - coop.member.index) * ints;
+  }
+  JAX_EP_FN int32_t* cta_bins(int cta) const {
+    return scratch_ + cta_bins_offset(num_experts_) + cta * histogram_ints(num_experts_);
+  }
+
+  JAX_EP_FN Range share_of(int items) const {
+    const Coop& coop = coop_;
+    if (!routes()) return {0, 0};
+    const Range cta = share(items, coop.cta.index, ctas_);
+    const Range mine = share(cta.end - cta.begin, coop.member.index, coop.member.count);
+    return {cta.begin + mine.begin, cta.begin + mine.end};
+  }
+
+  // The bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin behind the last.
+  JAX_EP_FN int bin_of(int expert) const {
+    if (expert == -1) return -1;
+    return expert >= 0 && expert < num_experts_ ? expert : num_experts_;
+  }
+
+  // Items are read from memory a few steps ahead.
+  template <class ChoiceOf, class Visit>
+  JAX_EP_FN void for_each(ChoiceOf choice_of, Visit visit) {
+    if (!op_.ok()) return;  // what peers did not send in time must not be looked at
+    for (int first = mine_.begin; first < mine_.end; first += kAhead * Coop::lanes) {
+      if (first != ahead_from_)
+        for (int i = 0; i < kAhead; ++i)
+          ahead_[i] = choice_of(smaller(first + i * Coop::lanes + coop_.lane, mine_.end - 1));
+      ahead_from_ = first;
+      Choice left[kAhead];
+      for (int i = 0; i < kAhead; ++i) left[i] = ahead_[i];
+      JAX_EP_ROLLED
+      for (int i = 0; i < kAhead && first + i * Coop::lanes < mine_.end; ++i) {
+        const int item = first + i * Coop::lanes + coop_.lane;
+        const Choice next = pop_front(left);
+        const int bin = item < mine_.end ? bin_of(next.expert) : -1;
+        visit(item < mine_.end ? item : -1, bin, next.weight);
+      }
+    }
+  }
+
+  // The next position in this lane's bin, behind those of the lanes before it.
+  JAX_EP_FN int take_position(int32_t* mine, int bin) const {
+    const Coop& coop = coop_;
+    const Match match = coop.match(bin);
+    const int next = bin < 0 ? 0 : mine[bin] + match.below;
+    coop.sync();
+    if (bin >= 0 && match.below == match.total - 1) mine[bin] = next + 1;
+    coop.sync();
+    return next;
+  }
+
+  // Turns the members' histograms into what the members before each counted, and sums them up.
+  template <class Take>
+  JAX_EP_FN void sum_over_cta(Take take) {
+    const Coop& coop = coop_;
+    for (int e = coop.member.index * Coop::lanes + coop.lane; e <= num_experts_; e += coop.member.count * Coop::lanes) {
+      int total = 0;
+      for (int member = 0; member < coop.member.count; ++member) {
+        const int32_t count = bins(member)[e];
+        bins(member)[e] = total;
+        total += count;
+      }
+      cta_bins(coop.cta.index)[e] = ctas_ == 1 ? 0 : total;
+      if (ctas_ == 1 && op_.ok()) take(e, total);
+    }
+  }
+
+  // Turns the CTAs' histograms into what the CTAs before each counted, and sums them up.
+  template <class Take>
+  JAX_EP_FN void sum_over_ctas(Take take) {
+    const Coop& coop = coop_;
+    for (int e = coop.index * Coop::lanes + coop.lane; op_.ok() && e <= num_experts_; e += part().count * Coop::lanes) {
+      int32_t before[kMaxRouters];
+      for (int cta = 0; cta < kMaxRouters; ++cta) before[cta] = cta < ctas_ ? cta_bins(cta)[e] : 0;
+      int total = 0;
+      for (int cta = 0; cta < kMaxRouters; ++cta) {
+        if (cta < ctas_) cta_bins(cta)[e] = total;
+        total += before[cta];
+      }
+      take(e, total);
+    }
+  }
+
+  Op& op_;
+  const int num_experts_;
+  int32_t* const scratch_;
+  const Coop coop_;
+  const int ctas_;
+  const Range mine_;
+  Choice ahead_[kAhead];  // of a lane's items from ahead_from_ on: a small share is read only once
+  int ahead_from_ = -1;
+};
+
+// What all coops of a rank learn from the routers.
+class Routed {
+ public:
+  JAX_EP_FN Routed(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
+
+  // Waits until the rows of the local experts are counted, and returns the counts.
+  JAX_EP_FN RowCounts counts() const {
+    op_.wait_here(&op_.heap->laid_out);
+    return segments_.counts();
+  }
+
+  // Waits until this rank's assignments have their rows.
+  JAX_EP_FN void await_placed() const { op_.wait_here(&op_.heap->placed[op_.comm.rank]); }
+
+  // Waits until the assignments of all ranks have their rows, and returns whether there is room for them. If tokens are
+  // few, each rank places all of them itself.
+  JAX_EP_FN bool settled() const {
+    await_placed();
+    if (!args_.few) op_.wait(&Heap::placed);
+    return op_.ok() && segments_.check_capacity();
+  }
+
+ private:
+  Op& op_;
+  const DispatchArgs& args_;
+  const Segments segments_;
+};
+
+// Hands out the tokens of a dispatch. One that is not eager waits for its row. There are none once the op has failed.
+class RoutedTokens {
+ public:
+  JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const Routed& routed)
+      : op_(op), routed_(routed), eager_(args.eager), items_(op, args.num_tokens) {}
+
+  JAX_EP_FN int next() {
+    const int token = items_.next();
+    if (token >= eager_ && !placed_) {
+      routed_.await_placed();
+      op_.enter(Phase::send);
+      placed_ = true;
+    }
+    return op_.ok() ? token : -1;
+  }
+  JAX_EP_FN int next_stolen() const { return -1; }  // all go by ticket
+
+ private:
+  Op& op_;
+  const Routed& routed_;
+  const int eager_;
+  PushItems items_;
+  bool placed_ = false;
+};
+
+// Tells the peers where the buffers of a dispatch are. The last coop of the last CTA does so, so that the routers need
+// not. If other kernels keep that CTA from an SM, one of the routers posts. To post twice does no harm.
+JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool elected) {
+  op.post_by(elected, posted(args, op.comm.size));
+}
+
+// All coops call, before they route.
+JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
+  op.record_begin(op.is_recorder());
+  post_buffers(op, args, op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1));
+}
+
+// Lets a router post if the last CTA is late. Made when the peers' choices are here; post_if_late() is called when they
+// are counted, when it is known whether the last CTA has posted.
+class LatePost {
+ public:
+  // One coop of the rank is `responsible`. A CPU thread has posted itself.
+  JAX_EP_FN LatePost(const Op& op, bool responsible)
+      : asked_(Coop::lanes > 1 && responsible ? op.ask_posted() : ~uint64_t{0}) {}
+
+  JAX_EP_FN void post_if_late(Op& op, const DispatchArgs& args) const { post_buffers(op, args, op.is_earlier(asked_)); }
+
+ private:
+  const uint64_t asked_;
+};
+
+// Routes many tokens. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
+// of its assignments, while the eager tokens travel.
+class Router {
+ public:
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        histogram_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
+        segments_(op, args),
+        local_(args.num_experts / op.comm.size) {}
+
+  // The other coops wait for the results only where they need them: see Routed.
+  JAX_EP_FN void route() {
+    if (!histogram_.routes()) return;
+    count();
+    op_.signal(&Heap::chosen, histogram_.is_first());
+    op_.wait(&Heap::chosen);
+    const LatePost posted(op_, histogram_.is_responsible());
+    op_.enter(Phase::layout);
+    lay_out();
+    posted.post_if_late(op_, args_);
+    histogram_.barrier();
+    op_.signal_here(&op_.heap->laid_out, histogram_.is_first());
+    op_.wait_posted();
+    if (op_.ok()) place();
+    histogram_.barrier();
+    op_.signal(&Heap::placed, histogram_.is_first());
+  }
+
+ private:
+  JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.token_weights[item]}; }
+
+  // After it the peers have this rank's counts.
+  JAX_EP_FN void count() {
+    op_.enter(Phase::count);
+    if (histogram_.is_first() && op_.coop.lane == 0) *args_.dropped = 0;
+    histogram_.count([&](int item) { return choice(item); },
+                     [&](int e, int total) {
+                       if (e == args_.num_experts)
+                         *args_.invalid = total;
+                       else
+                         for (int peer = 0; peer < op_.comm.size; ++peer) SentMail(op_).counts(peer)[e] = total;
+                     });
+  }
+
+  // Derives the segments of every rank from all ranks' counts, and in each segment the first row of this rank's share.
+  JAX_EP_FN void lay_out() {
+    const Comm& comm = op_.comm;
+    const ReceivedMail mail(op_);
+    const auto count = [&](int source, int e) { return mail.counts(source)[e]; };
+    const auto rows_before = [&](int rank, int e) {
+      int rows = 0;
+      for (int source = 0; source < rank; ++source) rows += count(source, e);
+      return rows;
+    };
+    const auto keep_counts = [&](int e) {
+      constexpr int kAhead = Histogram::kAhead;
+      for (int first = 0; first < comm.size; first += kAhead) {
+        int32_t counts[kAhead];
+        for (int i = 0; i < kAhead; ++i) counts[i] = count(smaller(first + i, comm.size - 1), comm.rank * local_ + e);
+        for (int i = 0; i < kAhead; ++i)
+          if (first + i < comm.size) args_.counts[(first + i) * local_ + e] = counts[i];
+      }
+    };
+    segments_.lay_out(
+        histogram_.part(), [&](int e) { return rows_before(comm.size, e); },
+        [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
+  }
+
+  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them. Assignments
+  // without room have none. If nothing may be dropped and some rank has no room, no assignment has a row.
+  JAX_EP_FN void place() {
+    op_.enter(Phase::place);
+    const bool fits = segments_.rank_without_room() < 0;
+    const Divider by_local(local_);
+    const int64_t mine = int64_t{op_.comm.rank} * args_.num_tokens * args_.top_k;
+    int dropped = 0;
+    const LaneWindow<int32_t> rows(op_, kWindow<&DispatchArgs::row_of>);
+    const LaneWindow<float> weights(op_, kWindow<&DispatchArgs::weights>);
+    const auto first_row = [&](int e) { return segments_.first_row(e); };
+    histogram_.number([&](int item) { return choice(item); }, first_row,
+                      [&](int index, int bin, int row, float weight) {
+                        Target target{-1, -1};
+                        if (bin >= 0 && bin < args_.num_experts) {
+                          const int owner = by_local.quotient(bin);
+                          const int kept = fits ? row : segments_.row_kept(op_.comm.rank, owner, bin, row);
+                          if (kept >= 0)
+                            target = {owner, kept};
+                          else
+                            ++dropped;
+                        }
+                        if (index >= 0)
+                          args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
+                        for (int rank = 0; rank < op_.comm.size; ++rank) {
+                          auto* rows_there = rows.peer(rank) + mine + index;
+                          auto* weights_there = weights.peer(rank) + mine + index;
+                          if (index < 0) continue;
+                          *rows_there = rank == target.owner ? target.row : -1;
+                          *weights_there = rank == target.owner ? weight : 0.0f;
+                        }
+                      });
+    dropped = op_.coop.sum(dropped);
+    if (op_.coop.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  Histogram histogram_;
+  const Segments segments_;
+  const int local_;
+};
+
+// Routes few tokens. Every rank sends its choices to all, and each rank works out the whole routing. So ranks exchange
+// messages once before rows travel, and rows travel to landing slots meanwhile.
+class FewRouter {
+ public:
+  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
+      : op_(op),
+        args_(args),
+        histogram_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
+        segments_(op, args),
+        local_(args.num_experts / op.comm.size),
+        per_rank_(args.num_tokens * args.top_k),
+        by_rank_(per_rank_) {}
+
+  // The other coops wait for the results only where they need them: see Routed.
+  JAX_EP_FN void route() {
+    if (!histogram_.routes()) return;
+    send_choices();
+    op_.wait(&Heap::chosen);
+    const LatePost posted(op_, histogram_.is_responsible());
+    count();
+    posted.post_if_late(op_, args_);
+    op_.enter(Phase::layout);
+    segments_.lay_out(
+        histogram_.part(), [&](int e) { return segments_.totals()[e]; }, [](int) { return 0; }, [](int) {});
+    histogram_.barrier();
+    op_.signal_here(&op_.heap->laid_out, histogram_.is_first());
+    if (op_.ok()) place();
+    histogram_.barrier();
+    op_.signal_here(&op_.heap->placed[op_.comm.rank], histogram_.is_first());
+  }
+
+ private:
+  JAX_EP_FN void send_choices() {
+    const Coop& coop = op_.coop;
+    if (!histogram_.is_first_cta()) return;
+    op_.enter(Phase::count);
+    constexpr int kAhead = Histogram::kAhead;
+    const int step = coop.member.count * Coop::lanes;
+    for (int first = coop.member.index * Coop::lanes + coop.lane; op_.ok() && first < per_rank_;
+         first += kAhead * step) {
+      Choice choices[kAhead];
+      for (int i = 0; i < kAhead; ++i) {
+        const int item = smaller(first + i * step, per_rank_ - 1);
+        choices[i] = {args_.expert_ids[item], args_.token_weights[item]};
+      }
+      for (int peer = 0; peer < op_.comm.size; ++peer) {
+        int32_t* const experts = SentMail(op_).counts(peer);
+        float* const weights = SentMail(op_).weights(peer);
+        for (int i = 0; i < kAhead; ++i) {
+          const int item = first + i * step;
+          if (item >= per_rank_) continue;
+          experts[item] = choices[i].expert;
+          weights[item] = choices[i].weight;
+        }
+      }
+    }
+    coop.cta_sync();
+    op_.signal(&Heap::chosen, histogram_.is_first());
+  }
+
+  // An item of all ranks' assignments in order.
+  JAX_EP_FN Choice choice(int item) const {
+    const int source = by_rank_.quotient(item), at = item - source * per_rank_;
+    const ReceivedMail mail(op_);
+    return {mail.counts(source)[at], mail.weights(source)[at]};
+  }
+
+  JAX_EP_FN void count() {
+    op_.enter(Phase::count);
+    const Coop& coop = op_.coop;
+    for (int i = histogram_.part().index * Coop::lanes + coop.lane; i < op_.comm.size * local_;
+         i += histogram_.part().count * Coop::lanes)
+      args_.counts[i] = 0;
+    if (histogram_.is_first() && coop.lane == 0) *args_.dropped = *args_.invalid = 0;
+    histogram_.count([&](int item) { return choice(item); },
+                     [&](int e, int total) {
+                       if (e < args_.num_experts) segments_.totals()[e] = total;
+                     });
+  }
+
+  // Writes which rows here hold what, and the targets of this rank's own assignments.
+  JAX_EP_FN void place() {
+    op_.enter(Phase::place);
+    const Divider by_local(local_);
+    const bool fits = !args_.drop || segments_.rank_without_room() < 0;
+    int dropped = 0, invalid = 0;
+    const auto first_row = [&](int e) { return segments_.first_row(e); };
+    histogram_.number([&](int item) { return choice(item); }, first_row,
+                      [&](int item, int bin, int number, float weight) {
+                        if (item < 0) return;
+                        const bool valid = bin >= 0 && bin < args_.num_experts;
+                        const int owner = valid ? by_local.quotient(bin) : -1, source = by_rank_.quotient(item);
+                        const int row = fits || !valid ? number : segments_.row_kept(source, owner, bin, number);
+                        const bool placed = valid && row >= 0 && row < args_.capacity;
+                        const bool here = placed && owner == op_.comm.rank;
+                        args_.row_of[item] = here ? row : -1;
+                        args_.weights[item] = here ? weight : 0.0f;
+                        if (owner == op_.comm.rank)
+                          atomic_add(&args_.counts[source * local_ + bin - owner * local_], 1);
+                        if (source != op_.comm.rank) return;
+                        args_.targets[item - source * per_rank_] =
+                            placed ? pack_target({owner, row}, args_.capacity) : -1;
+                        dropped += valid && !placed;
+                        invalid += bin == args_.num_experts;
+                      });
+    dropped = op_.coop.sum(dropped);
+    invalid = op_.coop.sum(invalid);
+    if (op_.coop.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+    if (op_.coop.lane == 0 && invalid) atomic_add(args_.invalid, invalid);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  Histogram histogram_;
+  const Segments segments_;
+  const int local_, per_rank_;
+  const Divider by_rank_;
+};
+
+}  // namespace jax_ep
