@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 
-from pallas_kernels import index_match, weighted_row_sum
+from jax_ep.pallas_kernels import index_match, weighted_row_sum
 
 INTERPRET = jax.default_backend() == "cpu"
 
