@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels import index_match
+from jax_ep.pallas_kernels import index_match
 
 from .in_jit_loop import CarryingLoop, microseconds
 

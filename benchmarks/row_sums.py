@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 from jax_ep import Routing
-from pallas_kernels import weighted_row_sum
+from jax_ep.pallas_kernels import weighted_row_sum
 
 from .in_jit_loop import CarryingLoop, microseconds
 from .moe_cases import SEED, Shape

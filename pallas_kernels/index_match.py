@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.arguments import check_array, check_block
-from pallas_kernels.varying import result_type, vary_alike
+from .arguments import check_array, check_block
+from .varying import result_type, vary_alike
 
 
 def index_match(global_ids: jax.Array, local_ids: jax.Array, *, block: int = 128, interpret: bool = False) -> jax.Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.arguments import check_array, check_block
-from pallas_kernels.varying import result_type, vary_alike
+from .arguments import check_array, check_block
+from .varying import result_type, vary_alike
 
 Backend = Literal["auto", "mosaic", "triton"]
 _WARPGROUP = 128  # threads of a program of Mosaic GPU: each has one value at least

@@ -1,6 +1,7 @@
 """What every test file shares: devices, groups that are closed again, implementations and seeds."""
 
 import contextlib
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,10 +23,43 @@ OpenGroup = Callable[..., Group]
 
 GPU_WORKERS = 4
 
+# Their programs are compiled without optimizations. No file that compares the bits of two programs may stand here.
+UNOPTIMIZED = {"test_combine", "test_determinism", "test_edges", "test_lax"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="all cases of the tests that are marked as a matrix")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of every test marked `matrix`, in an order that JAX_EP_TEST_SEED draws, the cases in which two values of its
+    parameters meet for the first time stay, so that every pair of values is tested; with --nightly all do."""
+    if config.getoption("nightly"):
+        return
+    left_out: set[pytest.Item] = set()
+    met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(f"{SEED} {item.nodeid}".encode())):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+            of = item.nodeid.partition("[")[0]
+            values = [(name, repr(value)) for name, value in item.callspec.params.items()]
+            pairs = {(of, frozenset(pair)) for pair in itertools.combinations_with_replacement(values, 2)}
+            if pairs <= met:
+                left_out.add(item)
+            met |= pairs
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
 
 def pytest_xdist_auto_num_workers() -> int | None:
     """Few processes share a GPU: each has a context there, and a kernel that waits for a peer takes a time slice."""
     return None if jax.default_backend() == "cpu" else GPU_WORKERS
+
+
+@pytest.fixture(autouse=True)
+def optimizations(request: pytest.FixtureRequest) -> None:
+    """Compiling takes most of the time of most tests, and half of it is spent on LLVM's optimizations."""
+    fast = request.path.stem in UNOPTIMIZED and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", fast)
 
 
 @pytest.fixture

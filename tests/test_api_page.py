@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import jax_ep
-import pallas_kernels
+import jax_ep.pallas_kernels
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text()
-MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.embedding, pallas_kernels]
+MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.embedding, jax_ep.pallas_kernels]
 PUBLIC = {
     name: thing
     for module in reversed(MODULES)

@@ -29,6 +29,7 @@ def check(op: str, group: Group, operands: Operands, implementation: Implementat
     assert_right(op, out, operands)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES + ODD_SHAPES, ids=str)
 def test_product(
@@ -49,6 +50,7 @@ def test_product(
         check(op, group, operands, "auto")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", helpers.SIZES)
 def test_sizes_of_groups(
     op: str, size: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator

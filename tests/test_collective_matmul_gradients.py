@@ -23,6 +23,7 @@ def op(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("dtype", "result_dtype"),
     [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
@@ -58,6 +59,7 @@ def test_gradients(
         assert_near(mine, right, magnitude, roundings=2 * group.size)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bias_dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_gradient_of_the_bias(
     op: str,

@@ -17,6 +17,7 @@ SIZE, EXPERTS = 2, 4
 Shape = tuple[int, int, int]  # T, K, H
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -79,6 +80,7 @@ def test_float8_rows_of_no_tokens(
     np.testing.assert_array_equal(rows.scales, np.zeros((SIZE, 4, 2)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("count", [0, -1, -helpers.BIG, 3, 8, helpers.BIG])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])

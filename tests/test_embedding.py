@@ -255,6 +255,7 @@ def test_64_bits(rng: np.random.Generator, name: str) -> None:
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_parallel_training(

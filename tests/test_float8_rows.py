@@ -25,6 +25,7 @@ def dispatch_only(group: jax_ep.Group, **options: Any) -> Any:
     return helpers.per_rank(dispatch, group.mesh)
 
 
+@pytest.mark.matrix
 # Scales that are made of 16-byte words, and others; several messages, whole and not.
 @pytest.mark.parametrize(
     ("tokens", "hidden"), [*((6, hidden) for hidden in (128, 384, 512, 2048, 5120)), (helpers.LATE_TOKENS, 256)]

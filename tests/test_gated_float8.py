@@ -58,6 +58,7 @@ def assert_alike(ours: Float8Rows, parts: Float8Rows) -> None:
     assert np.all(np.abs(mine - theirs)[differ] <= np.maximum(np.abs(theirs[differ]) / 8, 2.0**-9))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("one_matrix", [False, True])

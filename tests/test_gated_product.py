@@ -62,6 +62,7 @@ def test_every_value(activation: str, dtype: np.dtype, open_group: OpenGroup) ->
     assert_same_bits(out, wanted)
 
 
+@pytest.mark.matrix
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("one_matrix", [False, True])

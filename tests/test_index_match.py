@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 
-from pallas_kernels import index_match, weighted_row_sum
+from jax_ep.pallas_kernels import index_match, weighted_row_sum
 
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -33,6 +33,7 @@ def draw_ids(rng: np.random.Generator, num_rows: int, size: int, unique: int, co
     return global_ids, rng.permuted(np.concatenate(drawn))[:count]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("count", [1, 127, 128, 1000])
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 500])
 @pytest.mark.parametrize("filled", [0.0, 0.7, 1.0])

@@ -72,6 +72,7 @@ ALL_DTYPES = sorted({np.dtype(x) for x in vars(jnp).values() if isinstance(x, ty
 NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\w+", str(dtype))]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
 def test_dtypes(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None:
     """All that jax has, bit by bit."""
@@ -84,6 +85,7 @@ def test_dtypes(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None
     np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("name", ["operand", "output"])
 def test_narrow_dtypes_are_refused(dtype: np.dtype, name: str, group: Group) -> None:
@@ -272,6 +274,7 @@ def test_no_rank_delivers_what_another_did_not_send(
         group.check()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", oracle.Slices._fields)
 @pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
 def test_beyond_32_bits(

@@ -66,6 +66,7 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("leaf", ["targets", "rows", "weights", "counts", "arrived", "dropped", "invalid", "sent"])
 @pytest.mark.parametrize(
     ("change", "message"),

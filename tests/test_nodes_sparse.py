@@ -36,6 +36,7 @@ def program(group: Group, num_rows: int, **options: Any) -> cases.Program:
     return flat
 
 
+@pytest.mark.matrix
 @KINDS
 @pytest.mark.parametrize(("nodes", "ranks"), MESHES)
 def test_ids(nodes: int, ranks: int, sharded: bool, implementation: Implementation, rng: np.random.Generator) -> None:
@@ -52,6 +53,7 @@ def test_ids(nodes: int, ranks: int, sharded: bool, implementation: Implementati
             cases.assert_reduced(run(ids, values), wanted, np.float32)
 
 
+@pytest.mark.matrix
 @KINDS
 @pytest.mark.parametrize(("op", "dtype"), [*zip(cases.OPS, DTYPES, strict=True), ("mean_by_count", DTYPES[0])], ids=str)
 def test_ops_and_dtypes(

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import gpu
 import jax
 import pytest
 
@@ -21,6 +22,11 @@ def test_the_version_stands_in_one_place() -> None:
 def test_the_library_is_of_this_version() -> None:
     platform = ffi.library_name(jax.devices()[0])
     assert ffi.library(platform).version == importlib.metadata.version("jax_ep")
+
+
+def test_readme_names_the_last_run_on_gpus() -> None:
+    """`python -m tests.gpu --readme` writes the line."""
+    assert gpu.readme_line() in gpu.README.read_text().splitlines()
 
 
 @pytest.mark.parametrize(("package", "script"), [("examples", "moe_lm_data"), ("benchmarks", "moe_cases")])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import weighted_row_sum
+from jax_ep.pallas_kernels import weighted_row_sum
 
 INTERPRET = jax.default_backend() == "cpu"
 

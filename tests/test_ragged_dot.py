@@ -90,6 +90,7 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(gemm, "has_gemm", lambda: True)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -100,6 +101,7 @@ def test_product(case: Case, dtype: np.dtype, rng: np.random.Generator) -> None:
     assert_near(out, exact(case, lhs, rhs), exact(case, np.abs(lhs), np.abs(rhs)))
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float32_result(case: Case, rng: np.random.Generator) -> None:
@@ -114,6 +116,7 @@ def gradients(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, cotangent: jax.A
     return pull(cotangent)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

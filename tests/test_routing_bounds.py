@@ -145,6 +145,7 @@ def test_anything_in_the_leaves(
     assert_works(group, case, out)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize(
     ("change", "error", "message"),

@@ -26,6 +26,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(zip(("implementation", "method"), request.param, strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("size", helpers.SIZES)
 def test_ids(size: int, sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -40,6 +41,7 @@ def test_ids(size: int, sharded: bool, way: dict[str, Any], open_group: OpenGrou
         cases.assert_reduced(helpers.fetch(program(ids, values)), wanted, np.float32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 64, 2048])
 def test_widths_and_dtypes(
@@ -51,6 +53,7 @@ def test_widths_and_dtypes(
     cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, capacity=180), dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("op", ["mean", "mean_by_count"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_means(op: str, sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -61,6 +64,7 @@ def test_means(op: str, sharded: bool, way: dict[str, Any], open_group: OpenGrou
     cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, **options), np.float32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_rows", [1, 5, 32, 33, 999])
 def test_heights_of_the_table(
     num_rows: int, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator

@@ -17,6 +17,7 @@ SIZE, ENTRIES, WIDTH, ROWS = 4, 24, 5, 60
 CAPACITY = {False: 64, True: 16}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("op", cases.OPS)

@@ -25,6 +25,7 @@ def draw(rng: np.random.Generator, rows: int, n: int, k: int, dtype: np.dtype, s
     return tuple(cotangents), tuple(rhs), sizes
 
 
+@pytest.mark.matrix
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("tiny", [False, True], ids=["", "subnormal"])

@@ -2,9 +2,10 @@
 // that should be computed is in exactly one tile, with the right range of the contraction.
 #include "gemm/schedule.h"
 
-#include <cstdio>
-#include <cstdlib>
+#include <doctest/doctest.h>
+
 #include <random>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -17,9 +18,7 @@ using namespace jax_ep::gemm;
 namespace {
 
 void require(bool truth, const char* what) {
-  if (truth) return;
-  std::printf("FAILED: %s\n", what);
-  std::exit(1);
+  if (!truth) FAIL(std::string(what));
 }
 
 struct Range {
@@ -120,9 +119,7 @@ void check_any_pairs(const Problem& problem, std::mt19937& random) {
   }
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE("every element of a result is in exactly one tile with its contraction") {
   std::mt19937 random(20260701);
   const auto draw = [&](int from, int to) { return std::uniform_int_distribution(from, to)(random); };
   for (int i = 0; i < 300; ++i) {
@@ -159,5 +156,6 @@ int main() {
       check();
     }
   }
-  std::printf("300 schedules cover their results\n");
 }
+
+}  // namespace

@@ -2,9 +2,9 @@
 // themselves in words.
 #include "gemm/plan.h"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <string_view>
 
@@ -17,9 +17,7 @@ namespace {
 
 void expect(bool condition, const char* what, const HardwareModel& model, const std::string& plan) {
   if (condition) return;
-  std::fprintf(stderr, "FAILED: %s (%s with %d SMs: %s)\n", what, std::string(model.architecture).c_str(), model.sms,
-               plan.c_str());
-  std::exit(1);
+  FAIL(std::string(what), " (", std::string(model.architecture), " with ", model.sms, " SMs: ", plan, ")");
 }
 
 void check_row_plan(const RowShape& shape, const HardwareModel& model) {
@@ -118,27 +116,29 @@ void check_models() {
   expect(leave_sms(limit_sms(few, 1)).row_sms == 1, "one is left", few, "");
 }
 
+// Runs a check on every model, and on devices of odd sizes.
+template <class Check>
+void on_all_devices(Check check) {
+  for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"}) {
+    check(hardware_model(architecture));
+    const int lanes = architecture[0] == 'g' ? 64 : 32;
+    for (const int sms : {4, 8, 31, 32, 64, 96, 222}) check(hardware_model(architecture, sms, 1 << 16, lanes));
+  }
+}
+
+TEST_CASE("a model has its name and a device says what it has") { check_models(); }
+TEST_CASE("ranks that exchange tiles agree on their plan") { check_exchanges(); }
+TEST_CASE("ops on rows ask for no more than there is") {
+  on_all_devices(check_row_plans);
+  on_all_devices([](const HardwareModel& device) { check_row_plans(limit_sms(device, 1)); });
+}
+TEST_CASE("ops on rows ask for no more shared memory than CTAs have") {
+  // On old GPUs, on RTX cards (8.6, 8.9, 12.0), A100 and Hopper or newer.
+  for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"})
+    for (const int shared_bytes : {48 << 10, 99 << 10, 163 << 10, 227 << 10})
+      check_row_plans(hardware_model(architecture, 96, shared_bytes, architecture[0] == 'g' ? 64 : 32));
+}
+TEST_CASE("products ask for whole clusters within the SMs") { on_all_devices(check_products); }
+
 }  // namespace
 }  // namespace jax_ep
-
-int main() {
-  using namespace jax_ep;
-  check_models();
-  check_exchanges();
-  for (const char* architecture : {"sm_90", "sm_80", "gfx942", "another"}) {
-    check_row_plans(hardware_model(architecture));
-    check_products(hardware_model(architecture));
-    const int lanes = architecture[0] == 'g' ? 64 : 32;
-    for (const int sms : {4, 8, 31, 32, 64, 96, 222}) {
-      const HardwareModel device = hardware_model(architecture, sms, 1 << 16, lanes);
-      check_row_plans(device);
-      check_products(device);
-      check_row_plans(limit_sms(device, 1));
-    }
-    // What CTAs may have on old GPUs, on RTX cards (8.6, 8.9, 12.0), A100 and Hopper or newer.
-    for (const int shared_bytes : {48 << 10, 99 << 10, 163 << 10, 227 << 10})
-      check_row_plans(hardware_model(architecture, 96, shared_bytes, lanes));
-  }
-  std::puts("plans: all checks passed");
-  return 0;
-}

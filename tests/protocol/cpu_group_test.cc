@@ -1,7 +1,6 @@
 // A group on the CPU, without XLA: ranks that fail alone, and ranks that are parked when they do.
 #include "runtime/cpu/cpu_group.h"
 
-#include <cstdio>
 #include <future>
 #include <stdexcept>
 
@@ -123,15 +122,13 @@ void ranks_at_different_calls() {
   }
 }
 
+TEST_CASE("a rank that cannot run its op fails it for all ranks") { lone_failure(); }
+TEST_CASE("a parked rank learns that another op failed") {
+  for (int i = 0; i < 100; ++i) parked_when_an_op_fails();
+}
+TEST_CASE("a parked rank learns that the group failed") { parked_when_the_group_fails(); }
+TEST_CASE("results of a failed op wait for ranks that still write") { results_wait_for_slow_ranks(); }
+TEST_CASE("ranks that stand at different calls are told so") { ranks_at_different_calls(); }
+
 }  // namespace
 }  // namespace jax_ep
-
-int main() {
-  jax_ep::lone_failure();
-  for (int i = 0; i < 100; ++i) jax_ep::parked_when_an_op_fails();
-  jax_ep::parked_when_the_group_fails();
-  jax_ep::results_wait_for_slow_ranks();
-  jax_ep::ranks_at_different_calls();
-  std::puts("groups on the CPU: all checks passed");
-  return 0;
-}

@@ -91,13 +91,9 @@ void a_worker_says_so() {
   expect(refused, "without a thread there is no worker");
 }
 
+TEST_CASE("a job waits for a free thread") { results_wait_for_a_free_thread(); }
+TEST_CASE("every job has a thread where there are threads") { results_do_not_wait_otherwise(); }
+TEST_CASE("a worker without a thread is an error") { a_worker_says_so(); }
+
 }  // namespace
 }  // namespace jax_ep
-
-int main() {
-  jax_ep::results_wait_for_a_free_thread();
-  jax_ep::results_do_not_wait_otherwise();
-  jax_ep::a_worker_says_so();
-  std::puts("no threads: all checks passed");
-  return 0;
-}

@@ -1,5 +1,5 @@
 // What a process may be sent by one that has lost its mind: every rule of the notes broken once, then random messages.
-// It fails the group with the reason, and never crashes, hangs or keeps a descriptor. Usage: note_fuzz_test [seed]
+// It fails the group with the reason, and never crashes, hangs or keeps a descriptor. JAX_EP_TEST_SEED repeats them.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -120,7 +120,7 @@ void expect_breach(const char* rule, const std::function<void(Victim&)>& break_i
     Victim victim;
     break_it(victim);
     const std::string why = victim.why();
-    if (why.find("broke the protocol: ") != 0 || why.find(rule) == std::string::npos) std::puts(why.c_str());
+    INFO(why);
     expect(why.find("broke the protocol: ") == 0 && why.find(rule) != std::string::npos, rule);
     const auto region = allocate_region(0, kBytes, {0});
     expect(kind_of_error([&] { victim.sharing().share(*region, {1}); }) == "PeerLostError",
@@ -242,18 +242,16 @@ void random_messages(unsigned seed) {
     expect(std::chrono::steady_clock::now() - born < std::chrono::seconds(5), "no message makes it hang");
     expect(open_descriptors() == before, "no message leaves a descriptor");
   }
-  std::printf("%d processes were told nonsense\n", lives);
+  MESSAGE(lives, " processes were told nonsense");
+}
+
+TEST_CASE("every rule of the notes that is broken is named") { every_breach(); }
+TEST_CASE("random messages neither crash nor hang a process nor leave a descriptor") {
+  const char* given = std::getenv("JAX_EP_TEST_SEED");
+  const unsigned seed = given ? static_cast<unsigned>(std::atoi(given)) : std::random_device{}();
+  INFO("JAX_EP_TEST_SEED=", seed);
+  random_messages(seed);
 }
 
 }  // namespace
 }  // namespace jax_ep
-
-int main(int count, char** arguments) {
-  const unsigned seed = count > 1 ? static_cast<unsigned>(std::atoi(arguments[1])) : std::random_device{}();
-  std::printf("seed %u\n", seed);
-  std::fflush(stdout);
-  jax_ep::every_breach();
-  jax_ep::random_messages(seed);
-  std::puts("notes: all checks passed");
-  return 0;
-}

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -156,28 +157,42 @@ void used_again() {
   expect(fcntl(again->descriptor, F_GETFD) & FD_CLOEXEC, "its descriptor ends with this program");
 }
 
+// Runs the body as each of two processes, which are joined by so many sockets. Both are children of this one, which
+// opens no group: memory that is kept for the next group has one owner.
+template <class Body>
+void in_two_processes(int joins, Body body) {
+  std::vector<int> sockets[2];
+  for (int i = 0, pair[2]; i < joins; ++i) {
+    expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) == 0, "a pair of sockets is made");
+    for (const int side : {0, 1}) sockets[side].push_back(pair[side]);
+  }
+  std::fflush(nullptr);  // or the children print it again
+  pid_t children[2];
+  for (const int process : {0, 1}) {
+    children[process] = fork();
+    if (children[process] != 0) continue;
+    for (const int socket : sockets[1 - process]) close(socket);
+    try {
+      body(process, sockets[process]);
+    } catch (...) {  // a check that failed, and has said so
+    }
+    std::fflush(nullptr);
+    _exit(failed_checks > 0);
+  }
+  for (const auto& side : sockets)
+    for (const int socket : side) close(socket);
+  for (const pid_t child : children) {
+    int status = 1;
+    waitpid(child, &status, 0);
+    expect(status == 0, "both processes find no fault");
+  }
+}
+
+TEST_CASE("rows go into pools of peers where they can be mapped and through staging elsewhere") {
+  in_two_processes(1, [](int process, const std::vector<int>& sockets) { in_process(process, sockets[0]); });
+}
+TEST_CASE("groups that are closed leave their memory to the next ones") { in_two_processes(20, open_many); }
+TEST_CASE("memory that was let go of is used again and is clear") { used_again(); }
+
 }  // namespace
 }  // namespace jax_ep
-
-int main() {
-  constexpr int kGroups = 20;
-  int sockets[2];
-  if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) != 0) return 1;
-  std::vector<int> many[2];
-  for (int i = 0, pair[2]; i < kGroups; ++i) {
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) != 0) return 1;
-    for (int side : {0, 1}) many[side].push_back(pair[side]);
-  }
-  const pid_t child = fork();
-  for (const int socket : many[child != 0]) close(socket);
-  close(sockets[child == 0 ? 0 : 1]);
-  jax_ep::in_process(child == 0, sockets[child == 0]);
-  jax_ep::open_many(child == 0, many[child == 0]);
-  jax_ep::used_again();
-  if (child == 0) _exit(0);
-  int status = 1;
-  waitpid(child, &status, 0);
-  if (status != 0) return 1;
-  std::puts("processes: all checks passed");
-  return 0;
-}

@@ -37,46 +37,56 @@ void round_trips(int tokens, int times) {
   check_recordings(recorder.stop(), 2 * times);
 }
 
+TEST_CASE("dispatch: combine of its rows gives each token times its weights") { round_trips(kMostTokens, 12); }
+TEST_CASE("dispatch: the same where one coop routes") { round_trips(40, 60); }
+TEST_CASE("dispatch: dropped rows are shared out fairly where one coop routes") {
+  drops(40, {Way::straight, Way::float8, Way::few, Way::few_float8});
+}
+TEST_CASE("dispatch: dropped rows are shared out fairly") { drops(kMostTokens, {Way::straight, Way::float8}); }
+TEST_CASE("dispatch: coops that begin when all others have ended") {
+  for (const int tokens : {0, 1, 2, 40, kMostTokens})
+    for (int late = 1; late < kCoops; ++late) late_senders(tokens, late);  // the first begins first
+}
+TEST_CASE("dispatch: the last coop to begin stays") { last_to_begin_stays(); }
+TEST_CASE("combine: a row out of bounds is not read and is reported by every rank") { rows_out_of_bounds(12); }
+TEST_CASE("specs: an op posts what its spec marks") { posts_what_specs_mark(); }
+
+TEST_CASE("errors: all ranks learn of an error at one call") { all_ranks_are_told_at_one_call(); }
+TEST_CASE("errors: the next execution notices a failure by itself") { an_execution_notices_by_itself(); }
+TEST_CASE("errors: a report that is read while it is written is whole") { reports_are_whole(200'000); }
+TEST_CASE("errors: ranks at different ops are named") {
+  for (int i = 0; i < 10; ++i) different_ops(i % 2 == 0);
+}
+TEST_CASE("errors: peers that gave up between two ops") { given_up_between_ops(); }
+TEST_CASE("errors: a failed group ends its later ops at once") { one_grace_for_all_ops(); }
+TEST_CASE("lost rank: dispatch ends in time and names it") { lost_rank(kMostTokens, Way::straight); }
+TEST_CASE("lost rank: some coops wait for it and others for them") {
+  for (int i = 0; i < 12; ++i) lost_rank(40, static_cast<Way>(i % kWays));
+}
+TEST_CASE("lost rank: sparse_reduce ends in time") {
+  for (int i = 0; i < 3; ++i) lost_sparse_rank();
+}
+TEST_CASE("lost rank: products end in time") {
+  for (int i = 0; i < 3; ++i) lost_matmul_rank();
+}
+
+TEST_CASE("processes: two map each other's memory") { two_processes(); }
+TEST_CASE("processes: one that does not answer") { deaf_process(); }
+TEST_CASE("processes: a group of too many ranks is refused and its sockets closed") { refused_group(); }
+TEST_CASE("processes: one that ends while a group opens") { lost_process(); }
+TEST_CASE("processes: groups that are closed as soon as they are open") { closed_at_once(); }
+TEST_CASE("processes: lines of different processes do not disturb each other") { lines_of_different_processes(); }
+TEST_CASE("processes: heartbeats tell the slow from the dead") { heartbeats(); }
+
+TEST_CASE("recordings: a device's clock in the host's time") { host_clock(); }
+TEST_CASE("recordings: begun and ended while ops run") { recordings_of_running_ops(); }
+TEST_CASE("recordings: ended while ranks wait") { recording_cut_short(); }
+
+TEST_CASE("sparse: rows are the sums of all ranks") { sparse_reductions(20); }
+
+TEST_CASE("products: of two ranks") { matmuls({0, 1}, 12); }
+TEST_CASE("products: of four ranks") { matmuls({0, 1, 2, 3}, 12); }
+TEST_CASE("products: of ten ranks") { matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1); }
+
 }  // namespace
 }  // namespace jax_ep
-
-int main() {
-  jax_ep::host_clock();
-  jax_ep::round_trips(jax_ep::kMostTokens, 12);
-  jax_ep::round_trips(40, 60);  // routed by one coop of each rank
-  using jax_ep::Way;
-  jax_ep::drops(40, {Way::straight, Way::float8, Way::few, Way::few_float8});
-  jax_ep::drops(jax_ep::kMostTokens, {Way::straight, Way::float8});
-  jax_ep::posts_what_specs_mark();
-  jax_ep::rows_out_of_bounds(12);
-  jax_ep::all_ranks_are_told_at_one_call();
-  jax_ep::an_execution_notices_by_itself();
-  for (const int tokens : {0, 1, 2, 40, jax_ep::kMostTokens})
-    for (int late = 1; late < jax_ep::kCoops; ++late) jax_ep::late_senders(tokens, late);  // the first begins first
-  jax_ep::last_to_begin_stays();
-  jax_ep::two_processes();
-  jax_ep::deaf_process();
-  jax_ep::refused_group();
-  jax_ep::lost_process();
-  jax_ep::closed_at_once();
-  jax_ep::lines_of_different_processes();
-  jax_ep::heartbeats();
-  jax_ep::recordings_of_running_ops();
-  jax_ep::recording_cut_short();
-  jax_ep::lost_rank(jax_ep::kMostTokens, jax_ep::Way::straight);
-  for (int i = 0; i < 12; ++i)
-    jax_ep::lost_rank(
-        40, static_cast<jax_ep::Way>(i % jax_ep::kWays));  // some coops wait for the peer, the others for them
-  for (int i = 0; i < 10; ++i) jax_ep::different_ops(i % 2 == 0);
-  jax_ep::given_up_between_ops();
-  jax_ep::one_grace_for_all_ops();
-  jax_ep::reports_are_whole(200'000);
-  jax_ep::sparse_reductions(20);
-  for (int i = 0; i < 3; ++i) jax_ep::lost_sparse_rank();
-  jax_ep::matmuls({0, 1, 2, 3}, 12);
-  jax_ep::matmuls({0, 1}, 12);
-  jax_ep::matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1);
-  for (int i = 0; i < 3; ++i) jax_ep::lost_matmul_rank();
-  std::puts("protocol: all checks passed");
-  return 0;
-}

@@ -17,8 +17,8 @@ from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, nodes, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
+from jax_ep.pallas_kernels import index_match
 from jax_ep.runtime.undelivered import nan_on_overflow
-from pallas_kernels import index_match
 
 OPS: tuple[SparseOp, ...] = get_args(SparseOp)
 METHODS: tuple[Method, ...] = get_args(Method)
