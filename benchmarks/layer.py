@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 from jax_ep.lax import ragged_dot
-from jax_ep.nn.layers import Matrices, uses_fused_ops
 
 from . import moe_sweep
 from .in_jit_loop import (
@@ -33,9 +32,9 @@ from .moe_formulations import AXIS, Formulation, jax_ep_ops
 from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 
-OURS, UNFUSED, PADDED = "jax_ep", "jax_ep, fused=False", "padded all_to_all"
+OURS, CHAIN, PADDED = "jax_ep", "jax_ep, op by op", "padded all_to_all"
 DISPATCH, COMBINE, PRODUCTS = "dispatch", "combine", "products"
-LAYERS = (OURS, UNFUSED, PADDED)
+LAYERS = (OURS, CHAIN, PADDED)
 PARTS = (DISPATCH, COMBINE, PRODUCTS, *LAYERS)
 LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
@@ -75,6 +74,7 @@ CPU_MODELS = [
 ]
 ROUTINGS = ("uniform", "Zipf")
 
+Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
 Layer = Callable[..., jax.Array]  # (ids, weights, gate, up, down, tokens) of one rank -> [T, H]
 Pass = tuple[str, bool]  # which of them, and whether its gradients belong to it
 FORWARD, STEP = False, True
@@ -99,18 +99,19 @@ class Result:
         return self.times[PRODUCTS, FORWARD] * (3 if training else 1)
 
 
-def ours(group: jax_ep.Group, room: int, implementation: jax_ep.Implementation, fused: bool | str) -> Layer:
+def ours(group: jax_ep.Group, room: int, implementation: jax_ep.Implementation) -> Layer:
     def layer(
         ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
     ) -> jax.Array:
-        options: dict[str, Any] = {"capacity": room, "fused": fused, "implementation": implementation}
-        return jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, group=group, **options)
+        experts = jax_ep.Experts(gate, up, down)
+        options: dict[str, Any] = {"capacity": room, "implementation": implementation}
+        return jax_ep.moe_mlp(tokens, ids, weights, experts, group=group, **options)[0]
 
     return layer
 
 
 def by_exchange(exchange: Formulation) -> Layer:
-    """Another exchange around the products that ours has: XLA's own products take many times as long."""
+    """An exchange around the products that ours has: XLA's own products take many times as long."""
 
     def layer(
         ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
@@ -205,9 +206,9 @@ def loops_of_parts(
     """The products on the rows that a dispatch delivers, while a GPU is hot; then the exchanges, in which it cools."""
     exchange = jax_ep_ops(group, shape.experts, room, implementation)
     state = on_ranks(exchange.dispatch, group.mesh)(*inputs)
-    inner = on_ranks(gated, group.mesh)(state.group_sizes, *matrices[:2], state.tokens)
+    inner = on_ranks(gated, group.mesh)(state.group_sizes, *matrices[:2], state.rows)
     loops: dict[Pass, Loop] = {
-        (PRODUCTS, FORWARD): Loop(products, (state.group_sizes, *matrices, inner), state.tokens, calls)
+        (PRODUCTS, FORWARD): Loop(products, (state.group_sizes, *matrices, inner), state.rows, calls)
     }
     alone = moe_sweep.our_candidates(shape, room, group, implementation, inputs, state)
     return loops | {(one.op, FORWARD): one.loop for one in alone if one.op in (DISPATCH, COMBINE)}
@@ -230,9 +231,9 @@ def measure(
     inputs, matrices = moe_sweep.make_inputs(shape, ids, group), draw_matrices(model, mesh)
     operands = (*inputs[1:], *matrices, inputs[0])
 
-    layers = {OURS: ours(group, room, implementation, "auto")}
-    if uses_fused_ops("auto", by_xla=implementation == "xla"):
-        layers[UNFUSED] = ours(group, room, implementation, False)
+    layers = {OURS: ours(group, room, implementation)}
+    if implementation != "xla":
+        layers[CHAIN] = by_exchange(jax_ep_ops(group, shape.experts, room, implementation))
     layers[PADDED] = by_exchange(moe_sweep.choose(case, needed, group, implementation)[1])
     check_alike(layers, operands, mesh, shape.dtype)
 

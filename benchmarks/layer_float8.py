@@ -24,10 +24,8 @@ PARTS = ("layer", "products")
 
 def moe_mlp(group: jax_ep.Group, room: int, precision: str | None) -> Any:
     def one(ids: jax.Array, weights: jax.Array, matrices: Any, tokens: jax.Array) -> jax.Array:
-        gate, up, down = matrices
         options: dict[str, Any] = {"group": group, "capacity": room, "precision": precision}
-        out: Any = jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, **options)
-        return out
+        return jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(*matrices), **options)[0]
 
     return one
 
@@ -56,15 +54,15 @@ def measure(model: Model, group: jax_ep.Group, repeats: int) -> tuple[float, dic
     tokens, *routed = inputs
     quantized = layer.on_ranks(lambda *all_of_them: tuple(map(quantize_weights, all_of_them)), mesh)(*matrices)
     state = layer.on_ranks(jax_ep_ops(group, model.shape.experts, room, "auto").dispatch, mesh)(*inputs)
-    inner = layer.on_ranks(layer.gated, mesh)(state.group_sizes, *matrices[:2], state.tokens)
-    both = [layer.on_ranks(quantize_rows, mesh)(rows) for rows in (inner, state.tokens)]
+    inner = layer.on_ranks(layer.gated, mesh)(state.group_sizes, *matrices[:2], state.rows)
+    both = [layer.on_ranks(quantize_rows, mesh)(rows) for rows in (inner, state.rows)]
 
     calls = 2 if group.platform == "cpu" else layer.calls(model, needed.rows, group.size, 1)
     loops = {
         ("layer", "float8"): Loop(moe_mlp(group, room, "float8"), (*routed, quantized), tokens, calls),
         ("layer", "bfloat16"): Loop(moe_mlp(group, room, None), (*routed, matrices), tokens, calls),
         ("products", "float8"): Loop(products, (state.group_sizes, quantized, both[0]), both[1], calls),
-        ("products", "bfloat16"): Loop(products, (state.group_sizes, matrices, inner), state.tokens, calls),
+        ("products", "bfloat16"): Loop(products, (state.group_sizes, matrices, inner), state.rows, calls),
     }
     check_alike(list(loops.values())[:2], mesh)
     programs = compile_loops(list(loops.values()), mesh)

@@ -38,9 +38,10 @@ def jax_ep_ops(
             **options,
         )
 
-    def combine(state: jax_ep.Dispatched, weights: jax.Array) -> jax.Array:
+    def combine(state: tuple[Any, ...], weights: jax.Array) -> jax.Array:
         del weights  # they travelled with the dispatch
-        return jax_ep.combine(state.tokens, state.routing, group=group, implementation=implementation)
+        rows, _, routing = state
+        return jax_ep.combine(rows, routing, group=group, implementation=implementation)
 
     return Formulation("jax_ep", dispatch, combine)
 

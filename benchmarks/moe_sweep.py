@@ -23,7 +23,6 @@ NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach amo
 FP8_BLOCK = 128  # values that share a float32 scale
 FP8 = "dispatch, fp8"  # on the wire only
 FP8_ROWS = "dispatch, fp8 rows"  # left as they came
-LEFT = ", unused rows left"  # not zeroed, as rows behind those of the last expert are otherwise
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
 COLUMNS = (
@@ -189,13 +188,11 @@ def our_candidates(
         routing = dataclasses.replace(routing, weights=weights)
         return jax_ep.combine(rows, routing, group=group, implementation=implementation)
 
-    loops = {"dispatch": dispatch(), f"dispatch{LEFT}": dispatch(zero_unused=False)}
+    loops = {"dispatch": dispatch()}
     if shape.hidden % FP8_BLOCK == 0:
-        loops[FP8] = dispatch(wire_dtype=jnp.float8_e4m3fn)
-        as_they_are: Any = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False}
-        loops[FP8_ROWS] = dispatch(**as_they_are)
-        loops[f"{FP8_ROWS}{LEFT}"] = dispatch(**as_they_are, zero_unused=False)
-    loops["combine"] = Loop(combine, (state.tokens, state.routing), state.routing.weights, calls, unroll)
+        loops[FP8] = dispatch(wire="float8")
+        loops[FP8_ROWS] = dispatch(wire="float8_rows")
+    loops["combine"] = Loop(combine, (state.rows, state.routing), state.routing.weights, calls, unroll)
     return [Candidate(op, "jax_ep", loop) for op, loop in loops.items()]
 
 

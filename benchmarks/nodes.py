@@ -41,7 +41,6 @@ from .node_cases import (
 from .node_model import Exchange, planned, table as model_table
 from .provenance import header
 
-FP8 = jnp.float8_e4m3fn
 GPUS_OF_A_HOST = 8
 
 BYTES = (
@@ -70,9 +69,8 @@ class Way(NamedTuple):
         return {
             "group": self.group,
             "capacity": self.capacity,
-            "node_capacity": self.exchange.node_capacity,
-            "chunks": self.chunks,
-            "wire_dtype": FP8 if self.exchange.float8 else None,
+            "nodes": jax_ep.NodeOptions(self.exchange.node_capacity, self.chunks),
+            "wire": "float8" if self.exchange.float8 else None,
             "implementation": self.implementation,
         }
 
@@ -84,7 +82,7 @@ class Way(NamedTuple):
 
     def layer(self, ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
         gate, up, down, tokens = others
-        return jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, **self.options)
+        return jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(gate, up, down), **self.options)[0]
 
     def step(self, ids: jax.Array, *others: jax.Array) -> Any:
         """The layer and all gradients; its result serves as cotangent, too."""
@@ -163,7 +161,7 @@ def count_bytes(way: Way, operands: Operands, state: jax_ep.Dispatched) -> dict[
 
     return {
         "dispatch": counted(way.dispatch, ids, weights, tokens),
-        "combine": counted(way.combine, state.routing, state.tokens),
+        "combine": counted(way.combine, state.routing, state.rows),
         "step": counted(way.step, *operands),
     }
 
@@ -203,9 +201,9 @@ def loops(way: Way, operands: Operands, state: jax_ep.Dispatched, calls: int) ->
         "rows to nodes": Loop(way.to_nodes, (), own(size * sent, width, dtype=dtype), calls),
         "rows inside": Loop(way.inside, (routing,), own(taken_in, width, dtype=dtype), calls),
         "dispatch": Loop(way.dispatch, (ids, weights), tokens, calls),
-        "sums inside": Loop(way.sums_inside, (routing,), state.tokens, calls),
+        "sums inside": Loop(way.sums_inside, (routing,), state.rows, calls),
         "sums from nodes": Loop(way.from_nodes, (), own(taken_in, hidden, dtype=tokens.dtype), calls),
-        "combine": Loop(way.combine, (routing,), state.tokens, calls),
+        "combine": Loop(way.combine, (routing,), state.rows, calls),
         "layer": Loop(way.layer, (ids, weights, *matrices), tokens, calls),
         "step": Loop(way.step, (ids, weights, *matrices), tokens, calls),
     }

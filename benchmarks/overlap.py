@@ -17,7 +17,7 @@ from jax_ep.lax import ragged_dot
 
 from . import moe_sweep, sparse, stream_trace
 from .in_jit_loop import Loop, compile_loops, median_microseconds
-from .layer import Model, chosen_models, draw_matrices, gated, on_ranks, training_step
+from .layer import Model, chosen_models, draw_matrices, gated, on_ranks, ours, training_step
 from .moe_cases import SEED, Case, capacity, load, make_ids
 from .moe_formulations import AXIS
 from .provenance import header
@@ -60,8 +60,8 @@ def products(layer: Layer, tokens: jax.Array) -> jax.Array:
 
 
 def routed(group: jax_ep.Group, room: int, layer: Layer, tokens: jax.Array, **options: Any) -> jax.Array:
-    matrices = (layer.gate, layer.up, layer.down)
-    return jax_ep.moe_mlp(tokens, layer.ids, layer.weights, *matrices, group=group, capacity=room, **options)
+    experts = jax_ep.Experts(layer.gate, layer.up, layer.down)
+    return jax_ep.moe_mlp(tokens, layer.ids, layer.weights, experts, group=group, capacity=room, **options)[0]
 
 
 def shared_expert(layer: Layer, tokens: jax.Array) -> jax.Array:
@@ -97,16 +97,15 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
     tokens, ids, weights = moe_sweep.make_inputs(shape, ids, group)
 
     def exchange(group: jax_ep.Group, ids: jax.Array, weights: jax.Array, tokens: jax.Array) -> jax.Array:
-        options: Any = {"num_experts": shape.experts, "capacity": room, "zero_unused": False}  # as the layer does
-        out = jax_ep.dispatch(tokens, ids, weights, group=group, **options)
-        return jax_ep.combine(out.tokens, out.routing, group=group)
+        out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=shape.experts, capacity=room)
+        return jax_ep.combine(out.rows, out.routing, group=group)
 
     def exchanges(group: jax_ep.Group, layer: Layer, tokens: jax.Array) -> jax.Array:
         return exchange(group, layer.ids, layer.weights, tokens)
 
     def deliver(tokens: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         out = jax_ep.dispatch(tokens, ids, group=group, num_experts=shape.experts, capacity=room)
-        return out.tokens, out.group_sizes
+        return out.rows, out.group_sizes
 
     def draw(key: int, rows: int, columns: int) -> jax.Array:
         drawn = jax.random.normal(jax.random.key(key), (group.size * rows, columns), shape.dtype) * rows**-0.5
@@ -147,9 +146,7 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
         return step(layer.sizes, layer.gate, layer.up, layer.down, layer.rows)
 
     def of_layer(group: jax_ep.Group) -> Op:
-        step = training_step(
-            lambda ids, *others: jax_ep.moe_mlp(others[-1], ids, *others[:-1], group=group, capacity=room)
-        )
+        step = training_step(ours(group, room, "auto"))
         return lambda layer, tokens: step(layer.ids, layer.weights, layer.gate, layer.up, layer.down, tokens)
 
     name = f"{model.name}: training step, weight gradients"

@@ -29,7 +29,7 @@ RowSum = Callable[[Routing, jax.Array], jax.Array]  # and rows [C, H] -> [T, H]
 
 def gather_and_sum(routing: Routing, rows: jax.Array) -> jax.Array:
     """One gather of [T, H] for each k."""
-    index, weights = routing.rows[0], routing.weights[0]
+    index, weights = routing.row_of[0], routing.weights[0]
     total = jnp.zeros((index.shape[0], rows.shape[1]), jnp.float32)
     for k in range(index.shape[1]):
         total += weights[:, k, None] * rows[index[:, k]].astype(jnp.float32)
@@ -38,7 +38,7 @@ def gather_and_sum(routing: Routing, rows: jax.Array) -> jax.Array:
 
 def segment_sum(routing: Routing, rows: jax.Array) -> jax.Array:
     """Every row is scattered to its token."""
-    index, weights = routing.rows[0], routing.weights[0]
+    index, weights = routing.row_of[0], routing.weights[0]
     tokens = jnp.broadcast_to(jnp.arange(index.shape[0])[:, None], index.shape)
     token = jnp.zeros(rows.shape[0], jnp.int32).at[index].set(tokens)
     weight = jnp.zeros(rows.shape[0], jnp.float32).at[index].set(weights)
@@ -47,7 +47,7 @@ def segment_sum(routing: Routing, rows: jax.Array) -> jax.Array:
 
 
 def pallas_kernel(routing: Routing, rows: jax.Array, **options: Any) -> jax.Array:
-    return weighted_row_sum(rows, routing.rows[0], routing.weights[0], **options)
+    return weighted_row_sum(rows, routing.row_of[0], routing.weights[0], **options)
 
 
 def row_sums(group: jax_ep.Group, on_cpu: bool) -> dict[str, RowSum]:

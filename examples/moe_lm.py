@@ -29,7 +29,7 @@ class Config:
     experts: int = 16
     top_k: int = 2
     d_expert: int = 256
-    capacity_factor: float = 1.5  # rows a device may receive, as a multiple of the mean
+    capacity: float = 1.5  # rows a device may receive, as a multiple of the mean
     balance_weight: float = 0.01
     z_weight: float = 0.001
     implementation: jax_ep.Implementation = "auto"
@@ -118,26 +118,21 @@ def attention(layer: Layer, x: jax.Array, heads: int) -> jax.Array:
     return out.reshape(batch, length, d) @ layer.attention_out
 
 
-def exchange(
+def experts(
     layer: Layer, tokens: jax.Array, ids: jax.Array, weights: jax.Array, config: Config, group: jax_ep.Group
-) -> tuple[jax.Array, jax_ep.Dispatched]:
-    """Tokens [T, D] to their experts and back: the weighted sum of their answers [T, D], and where they went."""
-    where: dict[str, Any] = {"group": group, "implementation": config.implementation}
-    sending: dict[str, Any] = {
-        "num_experts": config.experts,
-        "capacity": math.ceil(config.capacity_factor * ids.size),
-        "on_overflow": "drop",
-    }
-    if config.float8:
-        sending["wire_dtype"] = jnp.float8_e4m3fn
-        dispatched = jax_ep.dispatch(tokens, ids, weights, **sending, **where)
-        sizes, multiply = dispatched.group_sizes, jax_ep.float8.ragged_dot
-        hidden = multiply(dispatched.tokens, layer.expert_in, sizes)
-        answers = multiply(jax.nn.gelu(hidden), layer.expert_out, sizes)
-        return jax_ep.combine(answers, dispatched.routing, **where), dispatched
-    hidden, dispatched = jax_ep.dispatch_ragged_dot(tokens, ids, weights, layer.expert_in, **sending, **where)
-    combined = jax_ep.ragged_dot_combine(jax.nn.gelu(hidden), layer.expert_out, dispatched.routing, **where)
-    return combined, dispatched
+) -> tuple[jax.Array, jax_ep.MoeStats]:
+    """Tokens [T, D] to their experts and back: the weighted sum of their answers [T, D], and what was counted."""
+    return jax_ep.moe_mlp(
+        tokens,
+        ids,
+        weights,
+        jax_ep.Experts(None, layer.expert_in, layer.expert_out, activation="gelu"),
+        group=group,
+        capacity=config.capacity,
+        precision="float8" if config.float8 else None,
+        on_overflow="drop",
+        implementation=config.implementation,
+    )
 
 
 def moe(layer: Layer, x: jax.Array, config: Config, group: jax_ep.Group) -> tuple[jax.Array, RouterStats]:
@@ -145,7 +140,7 @@ def moe(layer: Layer, x: jax.Array, config: Config, group: jax_ep.Group) -> tupl
     tokens = rms_norm(x, layer.moe_norm).reshape(-1, x.shape[-1])
     logits = tokens @ layer.router
     ids, weights = jax_ep.nn.softmax_top_k(logits, config.top_k)
-    combined, dispatched = exchange(layer, tokens, ids, weights, config, group)
+    combined, counted = experts(layer, tokens, ids, weights, config, group)
 
     axis = group.axis_name  # losses and loads are of the tokens of all devices
     load = jax_ep.nn.expert_load(ids, config.experts, axis_name=axis)
@@ -153,7 +148,7 @@ def moe(layer: Layer, x: jax.Array, config: Config, group: jax_ep.Group) -> tupl
         balance_loss=jax_ep.nn.balance_loss(logits, ids, axis_name=axis),
         z_loss=jax_ep.nn.z_loss(logits, axis_name=axis),
         load=load / jnp.sum(load),
-        dropped=jax.lax.pmean(dispatched.routing.dropped[0] / ids.size, axis),
+        dropped=jax.lax.pmean(counted.dropped[0] / ids.size, axis),
     )
     return combined.reshape(x.shape), stats
 
@@ -191,7 +186,7 @@ def loss(params: Params, batch: jax.Array, config: Config, group: jax_ep.Group) 
 
 def generate(params: Params, prompt: bytes, length: int, seed: int, config: Config, group: jax_ep.Group) -> bytes:
     """Continues the prompt to `length` bytes at temperature 0.8. All devices sample; the first one's text is kept."""
-    config = dataclasses.replace(config, capacity_factor=float(group.size))  # a sample is too small to be balanced
+    config = dataclasses.replace(config, capacity=float(group.size))  # a sample is too small to be balanced
     start = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.frombuffer(prompt, jnp.uint8))
 
     def per_device(params: Params) -> jax.Array:

@@ -66,7 +66,9 @@ class MoeMlp(nnx.Module):
             logits = x @ router
             ids, weights = jax_ep.nn.softmax_top_k(logits, self.config.top_k)
             balance = jax_ep.nn.balance_loss(logits, ids, axis_name=("fsdp", "ep"))
-            return jax_ep.moe_mlp(x, ids, weights, gate, up, down, group=group, implementation=implementation), balance
+            experts = jax_ep.Experts(gate, up, down)
+            out, _ = jax_ep.moe_mlp(x, ids, weights, experts, group=group, implementation=implementation)
+            return out, balance
 
         matrices = [each[...] for each in (self.router, self.gate, self.up, self.down)]
         in_specs = ROWS, P(), P("ep"), P("ep"), P("ep")

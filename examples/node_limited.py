@@ -71,13 +71,10 @@ def layer(
         tokens,
         ids,
         weights,
-        params.gate,
-        params.up,
-        params.down,
+        jax_ep.Experts(params.gate, params.up, params.down),
         group=group,
-        node_capacity=config.node_capacity(group.nodes),
+        nodes=jax_ep.NodeOptions(config.node_capacity(group.nodes)),
         on_overflow="drop",
-        with_stats=True,
     )
     visited = (ids[..., None] // (config.experts // group.nodes) == jnp.arange(group.nodes)).any(axis=1).sum(axis=1)
     return out, Counts(

@@ -86,7 +86,7 @@ def agrees_with_reference(
 ) -> tuple[bool, float]:
     """Runs the first MoE layer on a batch with the configured ops and with implementation="xla".
 
-    Returns whether all integers (routing, counts, sizes) are equal, and the largest difference of any float.
+    Returns whether all integers (what was counted) are equal, and the largest difference of any float.
     """
 
     def per_device(params: moe_lm.Params, batch: jax.Array):
@@ -95,7 +95,7 @@ def agrees_with_reference(
         x = x + moe_lm.attention(layer, x, config.heads)
         tokens = moe_lm.rms_norm(x, layer.moe_norm).reshape(-1, config.d_model)
         ids, weights = jax_ep.nn.softmax_top_k(tokens @ layer.router, config.top_k)
-        run = partial(moe_lm.exchange, layer, tokens, ids, weights, group=group)
+        run = partial(moe_lm.experts, layer, tokens, ids, weights, group=group)
         return run(config=config), run(config=dataclasses.replace(config, implementation="xla"))
 
     axis = group.axis_name

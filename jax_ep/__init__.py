@@ -13,18 +13,20 @@ from jax_ep.errors import (
     PlatformError as PlatformError,
 )
 from jax_ep.group import Group as Group
-from jax_ep.nn.layers import MoeStats as MoeStats, moe_mlp as moe_mlp
+from jax_ep.nn.layers import moe_mlp as moe_mlp
 from jax_ep.ops.collective_matmul.api import (
     all_gather_matmul as all_gather_matmul,
     matmul_all_reduce as matmul_all_reduce,
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
-from jax_ep.ops.moe.types import Dispatched as Dispatched, Routing as Routing
-from jax_ep.ops.moe_fused.api import (
-    dispatch_ragged_dot as dispatch_ragged_dot,
-    ragged_dot_combine as ragged_dot_combine,
+from jax_ep.ops.moe.types import (
+    Dispatched as Dispatched,
+    MoeStats as MoeStats,
+    NodeOptions as NodeOptions,
+    Routing as Routing,
 )
+from jax_ep.ops.moe.units import Experts as Experts, Gated as Gated
 from jax_ep.ops.sparse.api import sparse_all_reduce as sparse_all_reduce
 from jax_ep.ops.sparse.coalesce import coalesce as coalesce
 from jax_ep.ops.sparse.types import SparseRows as SparseRows

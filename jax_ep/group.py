@@ -204,7 +204,7 @@ class Group:
         return [] if self._native is None else native.history(self._native)
 
     def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-        """What `node_capacity="auto"` stands for: how many tokens of a rank go to each node."""
+        """What `NodeOptions(capacity="auto")` stands for: how many tokens of a rank go to each node."""
         for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
             checks.check_int("node_plan", name, number, least=0)
         checks.check_int("node_plan", "num_experts", num_experts)

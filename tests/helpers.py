@@ -17,7 +17,7 @@ import oracle
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep import Dispatched, Group, Implementation, JaxEpError, combine, dispatch
+from jax_ep import Dispatched, Experts, Group, Implementation, JaxEpError, combine, dispatch, moe_mlp
 
 LATE_TOKENS = 1100  # of a rank: more than set off before their rows are known
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
@@ -27,10 +27,10 @@ BIG = 2**31 - 1
 
 # What a GPU leaves in the results of a dispatch that failed.
 FAILED = {
-    "tokens": np.nan,
+    "rows": np.nan,
     "group_sizes": 0,
     "targets": np.int32(-0x7F7F7F80),  # 0x80 in every byte: by it combine knows
-    "rows": -1,
+    "row_of": -1,
     "weights": np.nan,
     "counts": 0,
     "dropped": 0,
@@ -90,7 +90,7 @@ def fetch(results: Any) -> Any:
 
 def fields(out: Dispatched) -> dict[str, Any]:
     """Everything that a dispatch returns, by name."""
-    found = {"tokens": out.tokens, "group_sizes": out.group_sizes}
+    found = {"rows": out.rows, "group_sizes": out.group_sizes}
     return found | {name: getattr(out.routing, name) for name in FAILED.keys() - found.keys()}
 
 
@@ -118,9 +118,9 @@ def expect_failure(
 
 
 def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "ffi") -> None:
-    """After a failure on a GPU every result says so; XLA's formulation spoils the tokens alone."""
+    """After a failure on a GPU every result says so; XLA's formulation spoils the rows alone."""
     for name, array in fields(out).items():
-        if implementation == "ffi" or name == "tokens":
+        if implementation == "ffi" or name == "rows":
             np.testing.assert_array_equal(wide(array), FAILED[name], name)
 
 
@@ -131,9 +131,25 @@ def round_trip(
 
     def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array | None) -> tuple[Dispatched, jax.Array]:
         out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options)
-        return out, combine(out.tokens, out.routing, group=group, implementation=implementation)
+        return out, combine(out.rows, out.routing, group=group, implementation=implementation)
 
     return both
+
+
+def moe_sums(
+    tokens: Any,
+    ids: Any,
+    weights: Any,
+    gate: Any,
+    up: Any,
+    down: Any,
+    *,
+    biases: Any = None,
+    activation: Any = "silu",
+    **options: Any,
+) -> jax.Array:
+    """`moe_mlp` of experts with these matrices, without what it counted."""
+    return moe_mlp(tokens, ids, weights, Experts(gate, up, down, biases=biases, activation=activation), **options)[0]
 
 
 def dispatch_combine(group: Group, **options: Any) -> Callable[..., Any]:
@@ -196,13 +212,13 @@ def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: s
 
 def assert_dispatched(actual: Dispatched, expected: oracle.Expected) -> None:
     """Every value is equal, and NaN only where NaN is expected."""
-    for name in ("tokens", "group_sizes"):
+    for name in ("rows", "group_sizes"):
         np.testing.assert_array_equal(wide(getattr(actual, name)), wide(getattr(expected, name)), name)
     assert_routing(actual, expected)
 
 
 def assert_routing(actual: Dispatched, expected: oracle.Expected) -> None:
-    for name in ("targets", "rows", "weights", "counts", "dropped", "invalid"):
+    for name in ("targets", "row_of", "weights", "counts", "dropped", "invalid"):
         np.testing.assert_array_equal(getattr(actual.routing, name), getattr(expected, name), name)
 
 
@@ -221,7 +237,7 @@ def assert_combined(
 def assert_round_trip(actual: tuple[Dispatched, np.ndarray], case: Case, **options: Any) -> oracle.Expected:
     """The results of `dispatch_combine` on all ranks are the oracle's."""
     dispatched, combined = actual
-    expected = oracle.dispatch(*case, capacity=dispatched.tokens.shape[1], **options)
+    expected = oracle.dispatch(*case, capacity=dispatched.rows.shape[1], **options)
     assert_dispatched(dispatched, expected)
-    assert_combined(combined, expected.tokens, expected.targets, case.weights)
+    assert_combined(combined, expected.rows, expected.targets, case.weights)
     return expected

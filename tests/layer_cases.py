@@ -1,6 +1,7 @@
-"""Layers of dispatch_ragged_dot and ragged_dot_combine, and of the chain of unfused ops; operands and comparisons."""
+"""Layers, and the chain of the ops that they stand for; operands and comparisons."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import helpers
@@ -10,7 +11,7 @@ import numpy as np
 from helpers import BIG, Case
 from moe_oracle import Layer
 
-from jax_ep import Group, Implementation, combine, dispatch, dispatch_ragged_dot, lax, ragged_dot_combine
+from jax_ep import Group, Implementation, combine, dispatch, lax
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 4, 8, 6, 3, 16, 24
 ROWS = SIZE * TOKENS * TOP_K  # so many can arrive at one rank
@@ -18,28 +19,14 @@ ROWS = SIZE * TOKENS * TOP_K  # so many can arrive at one rank
 Body = Callable[..., jax.Array]
 
 
-def fused(group: Group, implementation: Implementation, activation: Any = "silu", **options: Any) -> Body:
+def layer_of(group: Group, implementation: Implementation = "auto", activation: Any = "silu", **options: Any) -> Body:
     """On one rank, (tokens, ids, weights, gate, up, down) -> [T, H]."""
-
-    def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-        inner, dispatched = dispatch_ragged_dot(
-            tokens,
-            ids,
-            weights,
-            (gate, up),
-            group=group,
-            num_experts=EXPERTS,
-            activation=activation,
-            implementation=implementation,
-            **options,
-        )
-        return ragged_dot_combine(inner, down, dispatched.routing, group=group, implementation=implementation)
-
-    return layer
+    given: dict[str, Any] = {"group": group, "implementation": implementation, "activation": activation}
+    return partial(helpers.moe_sums, **given, **options)
 
 
 def chain(group: Group, implementation: Implementation, activation: Any = jax.nn.silu, **options: Any) -> Body:
-    """The layer of unfused ops, differentiated by JAX."""
+    """The layer op by op, differentiated by JAX."""
     multiply = jax.lax.ragged_dot if implementation == "xla" else lax.ragged_dot
 
     def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:

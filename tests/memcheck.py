@@ -25,7 +25,6 @@ from jax_ep.ops.sparse.types import Method
 AXIS, EXPERTS, SEED = "ep", 16, 0
 WARM_UP = 20  # launches of ours
 TIMEOUT = 100.0  # seconds; the checker rewrites a library of kernels before the first of them runs
-FP8 = jnp.float8_e4m3fn
 
 
 def moe(group: jax_ep.Group, rng: np.random.Generator, tokens: int, hidden: int, dtype: Any, **options: Any) -> None:
@@ -34,9 +33,9 @@ def moe(group: jax_ep.Group, rng: np.random.Generator, tokens: int, hidden: int,
 
     def body(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
         out = jax_ep.dispatch(rows, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi", **options)
-        if not options.get("dequantize", True):
-            return out.tokens
-        return jax_ep.combine(out.tokens, out.routing, group=group, implementation="ffi")
+        if options.get("wire") == "float8_rows":
+            return out.rows
+        return jax_ep.combine(out.rows, out.routing, group=group, implementation="ffi")
 
     run(group, body, rows, ids, np.ones(ids.shape, np.float32))
 
@@ -98,8 +97,8 @@ def all_moe(group: jax_ep.Group, rng: np.random.Generator) -> None:
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         moe(group, rng, 37, 264, dtype)
     moe(group, rng, 1100, 40, jnp.bfloat16)  # more than set off before their rows are known
-    moe(group, rng, 37, 256, jnp.bfloat16, wire_dtype=FP8)
-    moe(group, rng, 1100, 256, jnp.bfloat16, wire_dtype=FP8, dequantize=False)
+    moe(group, rng, 37, 256, jnp.bfloat16, wire="float8")
+    moe(group, rng, 1100, 256, jnp.bfloat16, wire="float8_rows")
     moe(group, rng, 61, 136, jnp.bfloat16, capacity=61, on_overflow="drop")
     ragged(group, rng)
 

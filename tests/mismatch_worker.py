@@ -30,7 +30,7 @@ EXPERTS, TOP_K, ROWS = 8, 2, 50
 def dispatched(group: Group, x: jax.Array, experts: int = EXPERTS) -> jax.Array:
     ids = (jnp.arange(x.shape[0] * TOP_K, dtype=jnp.int32) % EXPERTS).reshape(-1, TOP_K)
     out = dispatch(x, ids, group=group, num_experts=experts, capacity=4096, implementation="ffi")
-    return jnp.sum(out.tokens.astype(jnp.float32), axis=1)
+    return jnp.sum(out.rows.astype(jnp.float32), axis=1)
 
 
 def multiplied(group: Group, x: jax.Array) -> jax.Array:

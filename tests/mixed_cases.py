@@ -47,8 +47,8 @@ def routed(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array) 
     out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
     local = EXPERTS // group.size
     expert = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
-    factor = jnp.repeat(1 + expert % 3, out.group_sizes, total_repeat_length=len(out.tokens))
-    return combine(out.tokens * factor[:, None], out.routing, group=group, implementation="ffi")
+    factor = jnp.repeat(1 + expert % 3, out.group_sizes, total_repeat_length=len(out.rows))
+    return combine(out.rows * factor[:, None], out.routing, group=group, implementation="ffi")
 
 
 def after(x: jax.Array, other: jax.Array, in_turn: bool) -> jax.Array:

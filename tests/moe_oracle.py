@@ -1,8 +1,13 @@
-"""A layer of gated experts and its gradients, assignment by assignment in float64. Shares no code with jax_ep."""
+"""A layer of experts and its gradients: every expert answers every token, in float64. Shares no code with jax_ep."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+Biases = tuple[Any, Any, Any]  # of gate, up and down: [R, E / R, N], each may be None
 
 
 class Layer(NamedTuple):
@@ -10,40 +15,55 @@ class Layer(NamedTuple):
 
     tokens: Any  # [R, T, H]
     weights: Any  # [R, T, K]
-    gate: Any  # [R, E / R, H, F]
+    gate: Any  # [R, E / R, H, F]; None: two matrices
     up: Any  # [R, E / R, H, F]
     down: Any  # [R, E / R, F, H]
 
 
-def gated_experts(layer: Layer, ids: np.ndarray, cotangent: np.ndarray) -> tuple[np.ndarray, Layer]:
-    """The sums [R, T, H] of weight * ((silu(x gate) * (x up)) down), and the gradients for their cotangent.
+def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+def sums(
+    layer: Layer,
+    biases: Biases,
+    ids: np.ndarray,
+    *,
+    unit: Callable[..., jax.Array] = silu_gated,
+    weigh_inputs: bool = False,
+) -> jax.Array:
+    """The sums [R, T, H] of weight * ((unit(x gate + b, x up + b)) down + b); without gate, of unit(x up + b).
 
     Args:
       ids: [R, T, K]; an assignment outside [0, E) counts as zero.
     """
-    wide = Layer(*(np.asarray(x, np.float64) for x in layer))
-    gate, up, down = (x.reshape(-1, *x.shape[2:]) for x in wide[2:])
-    out, gradient = np.zeros_like(wide.tokens), Layer(*(np.zeros_like(x) for x in wide))
-    d_gate, d_up, d_down = (x.reshape(-1, *x.shape[2:]) for x in gradient[2:])
-    for rank, token, k in np.ndindex(*ids.shape):
-        expert, weight, above = ids[rank, token, k], wide.weights[rank, token, k], cotangent[rank, token].astype(float)
-        if not 0 <= expert < len(gate):
-            continue
-        x = wide.tokens[rank, token]
-        gated, plain = x @ gate[expert], x @ up[expert]
-        sigmoid = 1 / (1 + np.exp(-gated))
-        inner = gated * sigmoid * plain
-        answer = inner @ down[expert]
-        out[rank, token] += weight * answer
-        gradient.weights[rank, token, k] = above @ answer
-        d_down[expert] += np.outer(inner, weight * above)
-        d_inner = down[expert] @ (weight * above)
-        d_gated = d_inner * plain * (sigmoid + gated * sigmoid * (1 - sigmoid))
-        d_plain = d_inner * gated * sigmoid
-        d_gate[expert] += np.outer(x, d_gated)
-        d_up[expert] += np.outer(x, d_plain)
-        gradient.tokens[rank, token] += gate[expert] @ d_gated + up[expert] @ d_plain
-    return out, gradient
+    experts = layer.down.shape[0] * layer.down.shape[1]
+    weights = layer.weights[..., None]
+    rows = layer.tokens[:, :, None] * (weights if weigh_inputs else 1)  # [R, T, K or 1, H]
+
+    def multiplied(rows: jax.Array, matrix: Any, bias: Any, how: str) -> jax.Array:
+        product = jnp.einsum(how, rows, matrix.reshape(experts, *matrix.shape[2:]))
+        return product if bias is None else product + bias.reshape(experts, -1)
+
+    first = [
+        multiplied(rows, matrix, bias, "rtkh,ehf->rtkef")
+        for matrix, bias in zip((layer.gate, layer.up), biases, strict=False)
+        if matrix is not None
+    ]
+    answers = multiplied(unit(*first), layer.down, biases[2], "rtkef,efh->rtkeh")
+    shares = jax.nn.one_hot(ids, experts) * (1 if weigh_inputs else weights)
+    return jnp.einsum("rtke,rtkeh->rth", shares, jnp.broadcast_to(answers, (*shares.shape, answers.shape[-1])))
+
+
+def gated_experts(
+    layer: Layer, ids: np.ndarray, cotangent: np.ndarray, biases: Biases = (None, None, None), **form: Any
+) -> tuple[Any, ...]:
+    """The sums and the gradients for their cotangent, of `layer` and, if there are some, of `biases`."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (layer, biases, cotangent))
+        out, pull = jax.vjp(lambda layer, biases: sums(layer, biases, ids, **form), *exact[:2])
+        found = jax.tree.map(np.asarray, (out, *pull(exact[2])))
+    return found if any(bias is not None for bias in biases) else found[:2]
 
 
 def errors(found: Layer, exact: Layer) -> Layer:

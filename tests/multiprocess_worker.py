@@ -30,15 +30,15 @@ def main(address: str, processes: int, index: int) -> None:
 
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto")
         out, combined = jax.block_until_ready(program(*operands))
-        layout = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1])
-        exact = oracle.combine(layout.tokens, layout.targets, case.weights)
-        for shard in out.tokens.addressable_shards:
-            np.testing.assert_array_equal(shard.data, layout.tokens[shard.index])
+        layout = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1])
+        exact = oracle.combine(layout.rows, layout.targets, case.weights)
+        for shard in out.rows.addressable_shards:
+            np.testing.assert_array_equal(shard.data, layout.rows[shard.index])
         for shard in combined.addressable_shards:
             np.testing.assert_allclose(shard.data, exact[shard.index], rtol=1e-5, atol=1e-6)
         group.check()
     jax.distributed.shutdown()
-    print("checked", len(out.tokens.addressable_shards), "shards")
+    print("checked", len(out.rows.addressable_shards), "shards")
 
 
 if __name__ == "__main__":

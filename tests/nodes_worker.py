@@ -9,7 +9,6 @@ from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import oracle
@@ -20,14 +19,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
-from jax_ep import CapacityError, Group, MismatchError, PeerLostError, PeerTimeoutError, PlatformError, moe_mlp
+from jax_ep import CapacityError, Group, MismatchError, NodeOptions, PeerLostError, PeerTimeoutError, PlatformError
 from jax_ep.__main__ import load
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
 CLOSING = 2.0  # seconds that closing a group of lost processes takes
 SPARSE_ROWS = 200
-FLOAT8: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn}
+FLOAT8: dict[str, Any] = {"wire": "float8"}
 
 
 def spread(group: Group, x: np.ndarray) -> jax.Array:
@@ -58,10 +57,10 @@ def zipf(rng: np.random.Generator, size: int) -> helpers.Case:
 def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **options: Any) -> None:
     out, combined = run(group, case, implementation="ffi", **options)
     alignment = options.get("alignment", 1)
-    capacity = out.tokens.shape[1]
+    capacity = out.rows.shape[1]
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity, alignment=alignment, fp8=fp8)
     test_nodes.assert_flat(test_nodes.flat(out, group), expected, float8=fp8)
-    arrived = out.tokens if fp8 else expected.tokens  # XLA's division may round a value to the other neighbour
+    arrived = out.rows if fp8 else expected.rows  # XLA's division may round a value to the other neighbour
     helpers.assert_combined(combined, arrived, expected.targets, case.weights, roundings=3)
     group.check()
 
@@ -69,17 +68,17 @@ def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **o
 def check_room_on_the_way(group: Group, case: helpers.Case, node_capacity: int) -> None:
     travels = test_nodes.first_for_each_node(case.ids, group.nodes, node_capacity)
     kept = case._replace(ids=np.where(travels, case.ids, -1))
-    out, combined = run(group, case, implementation="ffi", node_capacity=node_capacity, on_overflow="drop")
-    expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.tokens.shape[1])
-    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    out, combined = run(group, case, implementation="ffi", nodes=NodeOptions(node_capacity), on_overflow="drop")
+    expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.rows.shape[1])
+    np.testing.assert_array_equal(out.rows, expected.rows)
     np.testing.assert_array_equal(out.routing.dropped[:, 0], (~travels & (case.ids >= 0)).sum(axis=(1, 2)))
-    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+    helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 def check_overflow(group: Group, case: helpers.Case) -> None:
     """Every process learns of it, and the group goes on."""
     out, _ = run(group, case, implementation="ffi", capacity=8)
-    assert np.isnan(out.tokens).all()
+    assert np.isnan(out.rows).all()
     with pytest.raises(CapacityError, match="capacity is 8"):
         group.check()
     group.check()
@@ -96,7 +95,9 @@ def check_mismatch(group: Group, case: helpers.Case) -> None:
         (other, 1, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
         (case, 1 + odd, rf"rank 0 calls it with T=.* chunks=1 .*, rank {last} with T=.* chunks=2 "),
     ):
-        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", chunks=chunks)
+        program = helpers.dispatch_combine(
+            group, num_experts=EXPERTS, implementation="ffi", nodes=NodeOptions(chunks=chunks)
+        )
         operands = [spread(group, x) for x in wrong]
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(program(*operands))
@@ -117,7 +118,7 @@ def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
         def forward(
             tokens: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
         ) -> jax.Array:
-            return moe_mlp(tokens, ids, weights, gate, up, down, group=group, **options)
+            return helpers.moe_sums(tokens, ids, weights, gate, up, down, group=group, **options)
 
         out, back = jax.vjp(forward, tokens, weights, *matrices)
         return out, back(cotangent)
@@ -182,14 +183,14 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
         check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
         float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
         check_round_trip(group, float8, fp8=True, **FLOAT8)
-        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop", chunks=3)
+        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop", nodes=NodeOptions(chunks=3))
         check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
         check_overflow(group, uneven)
         if on_cpu():
             check_mismatch(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
         check_sparse(group, rng)
         check_layer(group, rng)
-        check_layer(group, rng, chunks=4)
+        check_layer(group, rng, nodes=NodeOptions(chunks=4))
         check_layer(group, rng, implementation="xla")
     check_inside(mesh, rng)
 

@@ -18,10 +18,10 @@ FP8_BLOCK = 128
 class Expected(NamedTuple):
     """What `dispatch` returns on all ranks where it may drop; `needed` counts the rows that each rank is asked for."""
 
-    tokens: Array  # [R, C, H]
+    rows: Array  # [R, C, H]
     group_sizes: Array  # [R, E / R]
     targets: Array  # [R, T, K]
-    rows: Array  # [R, R, T, K]
+    row_of: Array  # [R, R, T, K]
     weights: Array  # [R, R, T, K]
     counts: Array  # [R, R, E / R]
     dropped: Array  # [R, 1]
@@ -36,10 +36,10 @@ def dispatch(
     local = num_experts // size
     assigned: list[list[tuple[int, int, int]]] = [[] for _ in range(num_experts)]
     out = Expected(
-        tokens=np.zeros((size, capacity, tokens.shape[2]), tokens.dtype),
+        rows=np.zeros((size, capacity, tokens.shape[2]), tokens.dtype),
         group_sizes=np.zeros((size, local), np.int32),
         targets=np.full((size, num_tokens, top_k), -1, np.int32),
-        rows=np.full((size, size, num_tokens, top_k), -1, np.int32),
+        row_of=np.full((size, size, num_tokens, top_k), -1, np.int32),
         weights=np.zeros((size, size, num_tokens, top_k), np.float32),
         counts=np.zeros((size, size, local), np.int32),
         dropped=np.zeros((size, 1), np.int32),
@@ -70,9 +70,9 @@ def dispatch(
                     continue
                 left[source] -= 1
                 sent = tokens[source, token]
-                out.tokens[rank, row] = through_fp8(sent)[0] if fp8 else sent
+                out.rows[rank, row] = through_fp8(sent)[0] if fp8 else sent
                 out.targets[source, token, k] = rank * capacity + row
-                out.rows[rank, source, token, k] = row
+                out.row_of[rank, source, token, k] = row
                 out.weights[rank, source, token, k] = weights[source, token, k]
                 row += 1
             row = start + given * alignment
@@ -179,10 +179,10 @@ def ragged_all_to_all_gradient(operand: Array, cotangent: Array, slices: Slices)
 
 def grouped_product(arrived: Expected, rhs: np.ndarray) -> np.ndarray:
     """The rows of each expert times its matrix in `rhs` [R, E / R, H, N], zero behind them: [R, C, N] in its dtype."""
-    out = np.zeros((*arrived.tokens.shape[:2], rhs.shape[3]), rhs.dtype)
+    out = np.zeros((*arrived.rows.shape[:2], rhs.shape[3]), rhs.dtype)
     ends = np.cumsum(arrived.group_sizes, axis=1)
     for rank, expert in np.ndindex(*ends.shape):
         rows = slice(ends[rank, expert] - arrived.group_sizes[rank, expert], ends[rank, expert])
-        exact = arrived.tokens[rank, rows].astype(np.float32) @ rhs[rank, expert].astype(np.float32)
+        exact = arrived.rows[rank, rows].astype(np.float32) @ rhs[rank, expert].astype(np.float32)
         out[rank, rows] = exact.astype(rhs.dtype)
     return out

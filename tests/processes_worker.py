@@ -42,7 +42,7 @@ FAILURES = (
 SETTINGS: dict[str, tuple[int, Any, dict[str, Any]]] = {  # tokens, dtype, options of dispatch
     "float32": (37, np.float32, {}),
     "bfloat16 in chunks": (helpers.LATE_TOKENS, ml_dtypes.bfloat16, {}),
-    "float8 wire": (64, ml_dtypes.bfloat16, {"wire_dtype": jnp.float8_e4m3fn}),
+    "float8 wire": (64, ml_dtypes.bfloat16, {"wire": "float8"}),
     "dropped": (64, np.float16, {"capacity": 96, "alignment": 8, "on_overflow": "drop"}),
 }
 
@@ -108,7 +108,7 @@ def results(group: Group) -> dict[str, Any]:
 
 def layer(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
-    return combine(jnp.tanh(out.tokens), out.routing, group=group, implementation="ffi")
+    return combine(jnp.tanh(out.rows), out.routing, group=group, implementation="ffi")
 
 
 def gradients(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:

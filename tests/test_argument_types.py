@@ -39,8 +39,10 @@ def combine(group: Group, outputs: Any, routing: Any = None) -> Any:
 
 
 def moe_mlp(group: Group, **changes: Any) -> Any:
-    matrices = {name: jnp.zeros((EXPERTS // group.size, HIDDEN, HIDDEN)) for name in ("gate", "up", "down")}
-    arguments: dict[str, Any] = {"tokens": TOKENS, "expert_ids": IDS, "weights": None} | matrices | changes
+    zeros = jnp.zeros((EXPERTS // group.size, HIDDEN, HIDDEN))
+    matrices = {name: changes.pop(name, zeros) for name in ("gate", "up", "down")}
+    arguments: dict[str, Any] = {"tokens": TOKENS, "expert_ids": IDS, "weights": None}
+    arguments |= {"experts": jax_ep.Experts(**matrices)} | changes
     return jax_ep.moe_mlp(**arguments, group=group)
 
 
@@ -70,18 +72,19 @@ ON_RANKS: list[tuple[Call, str]] = [
     ),
     (lambda g: dispatch(g, ids=[[1]]), "dispatch: expert_ids must be an array, got list"),
     (lambda g: dispatch(g, weights=1.0), "dispatch: weights must be an array, got float"),
-    (lambda g: dispatch(g, wire_dtype="foo"), "dispatch: wire_dtype must be a dtype or None, got 'foo'"),
-    (lambda g: dispatch(g, dequantize="no"), "dispatch: dequantize must be True or False, got 'no'"),
+    (lambda g: dispatch(g, capacity=True), "dispatch: capacity must be an int of rows, a float of times the even load"),
+    (lambda g: dispatch(g, nodes=3), "dispatch: nodes must be a jax_ep.NodeOptions or None, got int"),
     (lambda g: combine(g, EIGHT), "combine: expert_outputs must be an array, got Float8Rows"),
     (lambda g: combine(g, TOKENS, [0]), "combine: routing must be the Routing of a dispatch, got list"),
     (lambda g: combine(g, TOKENS, dispatch(g)), "combine: routing must be the Routing of a dispatch, got Dispatched"),
     (lambda g: moe_mlp(g, tokens=[1.0]), "moe_mlp: tokens must be an array, got list"),
-    (lambda g: moe_mlp(g, gate=None), "moe_mlp: gate must be an array, got NoneType"),
+    (lambda g: moe_mlp(g, gate=[1.0]), "moe_mlp: experts.gate must be an array, got list"),
     (
         lambda g: moe_mlp(g, gate=jax_ep.float8.Float8Weights(*(no_arrays,) * 2), precision="float8"),
-        "moe_mlp: gate.bits must be an array, got NoneType",
+        "moe_mlp: experts.gate.bits must be an array, got NoneType",
     ),
-    (lambda g: moe_mlp(g, down=1), "moe_mlp: down must be an array, got int"),
+    (lambda g: moe_mlp(g, experts=None), "moe_mlp: experts must be a jax_ep.Experts, got NoneType"),
+    (lambda g: moe_mlp(g, down=1), "moe_mlp: experts.down must be an array, got int"),
     (lambda g: exchange([1.0]), "ragged_all_to_all: operand must be an array, got list"),
     (lambda g: exchange(output=1), "ragged_all_to_all: output must be an array, got int"),
     (lambda g: exchange(offsets=(0, 0)), "ragged_all_to_all: input_offsets must be an array, got tuple"),

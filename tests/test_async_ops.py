@@ -50,7 +50,7 @@ def test_layer_and_gradients(native: None, rng: np.random.Generator) -> None:
         with Group(mesh, "ep", async_ops=async_ops) as group:
 
             def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-                own = partial(jax_ep.moe_mlp, group=group, shared=(experts[0], -experts[1], experts[0]))
+                own = partial(helpers.moe_sums, group=group, shared=(experts[0], -experts[1], experts[0]))
                 return jnp.sum(jax.checkpoint(own)(tokens, ids, weights, experts, experts, experts) ** 2)
 
             step = helpers.per_rank(jax.value_and_grad(loss, argnums=(0, 2, 3)), mesh)
@@ -66,7 +66,7 @@ def test_gradients_and_batches(native: None, rng: np.random.Generator) -> None:
 
         def loss(tokens: jax.Array, ids: jax.Array) -> jax.Array:
             out = dispatch(tokens, ids, group=group, num_experts=EXPERTS)
-            return jnp.sum(combine(out.tokens, out.routing, group=group) ** 2)
+            return jnp.sum(combine(out.rows, out.routing, group=group) ** 2)
 
         grads = helpers.fetch(helpers.per_rank(jax.vmap(jax.grad(loss)), mesh)(tokens, ids))
     sent = (ids >= 0).sum(-1, keepdims=True)  # each copy comes back with weight 1
@@ -180,7 +180,7 @@ def products_beside(steps: list[Step]) -> list[int]:
 
 
 def layer(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, shared: Any) -> jax.Array:
-    return jax_ep.moe_mlp(
+    return helpers.moe_sums(
         tokens, ids, weights, experts, experts, experts, group=group, capacity=C, shared=(shared, -shared, shared)
     )
 
@@ -205,7 +205,7 @@ def test_beside_a_collective_of_xla(group: Group) -> None:
 
     def step(tokens: jax.Array, ids: jax.Array, work: jax.Array) -> tuple[jax.Array, jax.Array]:
         out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, capacity=C)
-        return combine(out.tokens, out.routing, group=group), jax.lax.all_gather(work, "ep")
+        return combine(out.rows, out.routing, group=group), jax.lax.all_gather(work, "ep")
 
     steps = [s for s in steps_of(step, group.mesh, *SHAPES[:2], SHAPES[4]) if s.opcode.endswith(("-start", "-done"))]
     assert len(steps) == 6
@@ -228,7 +228,7 @@ def test_shared_expert(group: Group, core: bool, monkeypatch: pytest.MonkeyPatch
 
     def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array, *shared: jax.Array) -> jax.Array:
         matrices, (gate, up, down) = [experts] * 3, shared
-        return jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group, capacity=C, shared=(gate, up, down))
+        return helpers.moe_sums(tokens, ids, weights, *matrices, group=group, capacity=C, shared=(gate, up, down))
 
     beside = products_beside(steps_of(one, group.mesh, *SHAPES, *[SHAPES[4]] * 2))
     assert beside == [1, 1]

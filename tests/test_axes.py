@@ -10,7 +10,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Group, Implementation, combine, dispatch, matmul_all_reduce, moe_mlp, sparse_all_reduce
+from jax_ep import Group, Implementation, combine, dispatch, matmul_all_reduce, sparse_all_reduce
 from jax_ep.lax import ragged_all_to_all
 from jax_ep.ops.sparse.types import SparseRows
 
@@ -53,7 +53,7 @@ def test_gradient_over_two_axes(implementation: Implementation, rng: np.random.G
 
         def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
             out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-            return combine(out.tokens**2, out.routing, group=group, implementation=implementation)
+            return combine(out.rows**2, out.routing, group=group, implementation=implementation)
 
         mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P(BOTH), out_specs=P(BOTH))
         tokens, ids, weights = flat(*case)
@@ -80,7 +80,7 @@ def test_other_ops_over_two_axes(implementation: Implementation, rng: np.random.
                 here = jnp.arange(SIZE, dtype=jnp.int32)
                 sparse = SparseRows.from_entries(ids[:, 0], rows, num_rows=EXPERTS)
                 return (
-                    moe_mlp(rows, ids, None, gate, up, up, **where),
+                    helpers.moe_sums(rows, ids, None, gate, up, up, **where),
                     ragged_all_to_all(rows, rows, here, ones, there, ones, axis_name=axes, **where),
                     sparse_all_reduce(sparse, capacity=EXPERTS, sharded=True, **where).values,
                 )

@@ -83,7 +83,7 @@ def test_layer_counts_operations_and_bytes(benchmark: Callable[[str], ModuleType
     assert layer.half(result, layer.PRODUCTS, layer.STEP)[1:] == ["0.0", "1.000", "400"]
 
 
-@pytest.mark.parametrize("formulation", ["ours", "unfused", "padded"])
+@pytest.mark.parametrize("formulation", ["ours", "padded"])
 def test_layer_trains_alike(
     benchmark: Callable[[str], ModuleType], open_group: OpenGroup, rng: np.random.Generator, formulation: str
 ) -> None:
@@ -100,8 +100,7 @@ def test_layer_trains_alike(
         return jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, experts), weights, outputs)
 
     one = {
-        "ours": layer.ours(group, 4 * tokens, "ffi", "auto"),
-        "unfused": layer.ours(group, 4 * tokens, "ffi", False),
+        "ours": layer.ours(group, 4 * tokens, "ffi"),
         "padded": layer.by_exchange(forms.padded_all_to_all(experts, 2 * tokens)),
     }[formulation]
     actual = layer.on_ranks(layer.training_step(one), group.mesh)(ids, *others)

@@ -1,5 +1,8 @@
 """More rows than a rank has room for: exactly full, one too many, raised or dropped and counted."""
 
+import logging
+from typing import Any
+
 import helpers
 import jax
 import numpy as np
@@ -72,9 +75,9 @@ def test_all_ranks_stop_together(native: None, open_group: OpenGroup, rng: np.ra
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, implementation="ffi")
-        total = jax.lax.psum(combine(out.tokens, out.routing, group=group, implementation="ffi"), "ep")
+        total = jax.lax.psum(combine(out.rows, out.routing, group=group, implementation="ffi"), "ep")
         again = dispatch(tokens + total, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
-        return combine(again.tokens, again.routing, group=group, implementation="ffi")
+        return combine(again.rows, again.routing, group=group, implementation="ffi")
 
     program = helpers.per_rank(body, group.mesh)
     for _ in range(3):
@@ -132,3 +135,50 @@ def test_drop(
         if case is crowded:
             assert expected.dropped.sum() > 0
     group.check()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "alignment", "wanted"),
+    [(1.0, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (np.float32(1e6), 1, 72), (1e300, 1, 72), (18, 1, 18)],
+)
+def test_a_float_is_times_the_even_load(
+    capacity: float,
+    alignment: int,
+    wanted: int,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+) -> None:
+    """18 assignments of each rank; 72 of all, which find room whatever the factor."""
+    group, case = open_group(4), helpers.draw_case(rng, 4, 6, 3, 8, 16)
+    options: dict[str, Any] = {"num_experts": 16, "alignment": alignment, "on_overflow": "drop"}
+    program = helpers.dispatch_combine(group, capacity=capacity, implementation=implementation, **options)
+    actual = helpers.fetch(program(*case))
+    assert actual[0].rows.shape[1] == wanted
+    helpers.assert_round_trip(actual, case, num_experts=16, alignment=alignment)
+
+
+def test_few_rows_are_warned_of_once(open_group: OpenGroup, caplog: pytest.LogCaptureFixture) -> None:
+    """Who means times the even load, and writes an int."""
+    group = open_group(4)
+
+    def route(tokens: jax.Array, ids: jax.Array) -> Any:
+        return dispatch(tokens, ids, group=group, num_experts=8, capacity=2).group_sizes
+
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        for _ in range(2):
+            jax.eval_shape(helpers.per_rank(route, group.mesh), np.zeros((4, 40, 8)), np.zeros((4, 40, 2), np.int32))
+    (record,) = caplog.records
+    assert "capacity=2 is 2 rows, where an even load is of 80" in record.getMessage()
+    assert "capacity=2.0" in record.getMessage()
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), True, "2", 0])
+def test_wrong_capacities(wrong: Any, open_group: OpenGroup) -> None:
+    group = open_group(4)
+
+    def route(tokens: jax.Array, ids: jax.Array) -> Any:
+        return dispatch(tokens, ids, group=group, num_experts=8, capacity=wrong).group_sizes
+
+    with pytest.raises((ValueError, TypeError), match=r"^dispatch: capacity (as a float )?must be"):
+        jax.eval_shape(helpers.per_rank(route, group.mesh), np.zeros((4, 6, 8)), np.zeros((4, 6, 2), np.int32))

@@ -86,7 +86,7 @@ def test_nan_stays_in_its_token(
 
     def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[Dispatched, jax.Array]]:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        combined = combine(out.tokens**2, out.routing, group=group, implementation=implementation)
+        combined = combine(out.rows**2, out.routing, group=group, implementation=implementation)
         return combined.sum(), (out, combined)
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
@@ -95,7 +95,7 @@ def test_nan_stays_in_its_token(
     case.tokens[2, 1, 5] = np.nan
     gradients, (dirty, dirty_sum) = helpers.fetch(program(case.tokens, case.weights, case.ids))
 
-    expected = layout_of(case, clean.tokens.shape[1])
+    expected = layout_of(case, clean.rows.shape[1])
     helpers.assert_dispatched(dirty, expected)
     other_values = np.ones_like(case.tokens, bool)
     other_values[2, 1, 5] = False
@@ -128,7 +128,7 @@ def test_ragged_dot_of_what_arrives(
             alignment=alignment,
             implementation=implementation,
         )
-        outputs = jax.lax.ragged_dot(out.tokens, matrices, out.group_sizes)
+        outputs = jax.lax.ragged_dot(out.rows, matrices, out.group_sizes)
         return combine(outputs, out.routing, group=group, implementation=implementation)
 
     case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
@@ -147,7 +147,7 @@ def test_routing_travels_between_two_shard_maps(
         return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
 
     def back(out: Dispatched) -> jax.Array:
-        return combine(out.tokens, out.routing, group=group, implementation=implementation)
+        return combine(out.rows, out.routing, group=group, implementation=implementation)
 
     send, answer = (
         jax.jit(jax.shard_map(half, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))) for half in (there, back)
@@ -155,6 +155,6 @@ def test_routing_travels_between_two_shard_maps(
     case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
     out = jax.block_until_ready(send(*(x.reshape(-1, x.shape[-1]) for x in case)))
     combined = helpers.fetch(answer(out)).reshape(case.tokens.shape)
-    capacity = out.tokens.shape[0] // SIZE
+    capacity = out.rows.shape[0] // SIZE
     layout = layout_of(case, capacity)
-    helpers.assert_combined(combined, layout.tokens, layout.targets, case.weights)
+    helpers.assert_combined(combined, layout.rows, layout.targets, case.weights)

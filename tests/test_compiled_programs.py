@@ -195,7 +195,7 @@ def test_a_closed_group_is_named_when_traced(open_group: OpenGroup) -> None:
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         out = dispatch(tokens, ids, weights, group=group, **OPTIONS)
-        return combine(out.tokens, out.routing, group=group)
+        return combine(out.rows, out.routing, group=group)
 
     with pytest.raises(GroupClosedError, match="closed"):
         helpers.per_rank(body, group.mesh)(*case_of(SIZE))

@@ -36,7 +36,7 @@ def tokens_between(case: helpers.Case, size: int) -> np.ndarray:
     ("options", "row_bytes"),
     [
         ({}, HIDDEN * 4),
-        ({"wire_dtype": jnp.float8_e4m3fn, "dequantize": False}, HIDDEN + HIDDEN // 128 * 4),
+        ({"wire": "float8_rows"}, HIDDEN + HIDDEN // 128 * 4),
     ],
     ids=["plain", "float8 rows"],
 )
@@ -60,7 +60,7 @@ def test_combine_and_gradients(tokens: int, open_group: OpenGroup, rng: np.rando
 
     def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
-        return combine(out.tokens, out.routing, group=group, implementation="ffi").sum()
+        return combine(out.rows, out.routing, group=group, implementation="ffi").sum()
 
     helpers.fetch(helpers.per_rank(jax.value_and_grad(loss), group.mesh)(*case))
     there = tokens_between(case, 4)

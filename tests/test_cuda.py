@@ -29,8 +29,8 @@ def multiply_by_expert(group: Group, experts: int, tokens: jax.Array, ids: jax.A
     out = dispatch(tokens, ids, weights, group=group, num_experts=experts, implementation="ffi")
     local = experts // group.size
     factors = 1.0 + jnp.arange(local) + local * jax.lax.axis_index(group.axis_name)
-    of_rows = jnp.repeat(factors, out.group_sizes, total_repeat_length=out.tokens.shape[0])
-    return combine(out.tokens * of_rows[:, None], out.routing, group=group, implementation="ffi")
+    of_rows = jnp.repeat(factors, out.group_sizes, total_repeat_length=out.rows.shape[0])
+    return combine(out.rows * of_rows[:, None], out.routing, group=group, implementation="ffi")
 
 
 def test_two_branches_among_collectives(open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -162,7 +162,7 @@ def compare_with_xla(group: Group, config: Config, routings: int) -> Any:
         )
 
         row_factors = jnp.cos(jnp.arange(capacity, dtype=jnp.float32))[:, None]  # no two rows of a token are alike
-        outputs = (out.tokens * row_factors).astype(config.dtype)
+        outputs = (out.rows * row_factors).astype(config.dtype)
         combined = combine(outputs, out.routing, group=group, implementation="ffi").astype(jnp.float32)
         exact = combine(outputs, xla.routing, group=group, implementation="xla").astype(jnp.float32)
         off = jnp.sum(~(jnp.abs(combined - exact) <= tolerance), dtype=jnp.int32)

@@ -25,7 +25,7 @@ def test_a_hundred_runs_give_the_same_bits(
 
     def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        combined = combine(jnp.tanh(out.tokens), out.routing, group=group, implementation=implementation)
+        combined = combine(jnp.tanh(out.rows), out.routing, group=group, implementation=implementation)
         return (combined**2).sum(), (out, combined)
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
@@ -46,7 +46,7 @@ def test_many_independent_ops_in_one_program(native: None, open_group: OpenGroup
         for index in range(pairs):
             sent = tokens * (index + 1)
             out = dispatch(sent, ids, weights, group=group, num_experts=8, implementation="ffi")
-            combined.append(combine(out.tokens, out.routing, group=group, implementation="ffi"))
+            combined.append(combine(out.rows, out.routing, group=group, implementation="ffi"))
             if index % 4 == 0:
                 sums.append(jax.lax.psum(sent, "ep"))
         return jnp.stack(combined), jnp.stack(sums)
@@ -57,7 +57,7 @@ def test_many_independent_ops_in_one_program(native: None, open_group: OpenGroup
     case.weights[:] = 0.5
     layout = oracle.dispatch(*case, num_experts=8, capacity=64)
     factors = np.arange(1, pairs + 1).reshape(-1, 1, 1)
-    one = oracle.combine(layout.tokens, layout.targets, case.weights)
+    one = oracle.combine(layout.rows, layout.targets, case.weights)
     for _ in range(runs):
         combined, sums = helpers.fetch(program(*case))
         np.testing.assert_array_equal(combined, one[:, None] * factors)

@@ -1,9 +1,9 @@
 """dispatch, with the combine of what it delivered, against the oracle: dtypes, sizes, shapes and strange routings."""
 
 from collections.abc import Callable
+from typing import Any
 
 import helpers
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 from helpers import BIG, DTYPES, LATE_TOKENS, SIZES, Case
 
-from jax_ep import Implementation
+from jax_ep import Implementation, dispatch
 
 EXPERTS = 16
 
@@ -164,20 +164,38 @@ def test_fp8_wire(
     open_group: OpenGroup,
     rng: np.random.Generator,
 ) -> None:
-    program = helpers.dispatch_combine(
-        open_group(4), num_experts=EXPERTS, wire_dtype=jnp.float8_e4m3fn, implementation=implementation
-    )
+    program = helpers.dispatch_combine(open_group(4), num_experts=EXPERTS, wire="float8", implementation=implementation)
     case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, -128:] = 0  # a block without a largest value
     case.tokens[:, 2] *= dtype.type(1e-3)
     dispatched, _ = helpers.fetch(program(*case))
-    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.tokens.shape[1], fp8=True)
+    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.rows.shape[1], fp8=True)
     if implementation == "ffi":
         helpers.assert_dispatched(dispatched, expected)
         return
     helpers.assert_routing(dispatched, expected)
-    plain = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.tokens.shape[1])
-    scales = np.array([[oracle.through_fp8(row)[1] for row in rank] for rank in plain.tokens])
-    wanted = helpers.wide(expected.tokens)
+    plain = oracle.dispatch(*case, num_experts=EXPERTS, capacity=dispatched.rows.shape[1])
+    scales = np.array([[oracle.through_fp8(row)[1] for row in rank] for rank in plain.rows])
+    wanted = helpers.wide(expected.rows)
     one_ulp = np.maximum(np.abs(wanted) / 8, scales * 2.0**-9)  # three mantissa bits; 2**-9 is the smallest subnormal
-    assert np.all(np.abs(helpers.wide(dispatched.tokens) - wanted) <= one_ulp)
+    assert np.all(np.abs(helpers.wide(dispatched.rows) - wanted) <= one_ulp)
+
+
+@pytest.mark.parametrize(("alignment", "capacity"), [(1, 7), (4, 8), (4, None)])
+def test_group_sizes_of_a_routing(
+    alignment: int,
+    capacity: int | None,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+) -> None:
+    group, case = open_group(4), helpers.draw_case(rng, 4, 6, 3, EXPERTS, 16)
+    options: dict[str, Any] = {"alignment": alignment, "capacity": capacity, "on_overflow": "drop"}
+
+    def both(tokens: Any, ids: Any, weights: Any) -> Any:
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation, **options)
+        return out.group_sizes, out.routing.group_sizes
+
+    sizes, derived = helpers.fetch(helpers.per_rank(both, group.mesh)(*case))
+    assert derived.dtype == sizes.dtype == np.int32
+    np.testing.assert_array_equal(derived, sizes)

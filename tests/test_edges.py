@@ -23,11 +23,11 @@ Shape = tuple[int, int, int]  # T, K, H
     [
         ((0, 2, 16), {}),
         ((0, 2, 16), {"capacity": 4}),
-        ((0, 2, 128), {"wire_dtype": jnp.float8_e4m3fn}),
-        ((0, 2, 0), {"wire_dtype": jnp.float8_e4m3fn}),
-        ((5, 2, 0), {"wire_dtype": jnp.float8_e4m3fn}),
+        ((0, 2, 128), {"wire": "float8"}),
+        ((0, 2, 0), {"wire": "float8"}),
+        ((5, 2, 0), {"wire": "float8"}),
         ((5, 0, 16), {}),
-        ((5, 0, 128), {"wire_dtype": jnp.float8_e4m3fn}),
+        ((5, 0, 128), {"wire": "float8"}),
         ((5, 2, 0), {}),
         ((0, 0, 0), {}),
     ],
@@ -50,7 +50,7 @@ def test_nothing(
             out = dispatch(
                 rows, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation, **options
             )
-            combined = combine(out.tokens, out.routing, group=group, implementation=implementation)
+            combined = combine(out.rows, out.routing, group=group, implementation=implementation)
             return jnp.sum(combined), (out, combined)
 
         return jax.value_and_grad(both, (0, 1), has_aux=True)(rows, weights)
@@ -71,11 +71,11 @@ def test_float8_rows_of_no_tokens(
     group = open_group(SIZE)
 
     def body(tokens: jax.Array, ids: jax.Array) -> Any:
-        options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False, "capacity": 4}
+        options: dict[str, Any] = {"wire": "float8_rows", "capacity": 4}
         return dispatch(tokens[:0], ids[:0], group=group, num_experts=EXPERTS, implementation=implementation, **options)
 
     case = helpers.draw_case(rng, SIZE, tokens=1, top_k=2, experts=EXPERTS, hidden=256)
-    rows = helpers.fetch(helpers.per_rank(body, group.mesh)(case.tokens, case.ids)).tokens
+    rows = helpers.fetch(helpers.per_rank(body, group.mesh)(case.tokens, case.ids)).rows
     np.testing.assert_array_equal(rows.values.astype(np.float32), np.zeros((SIZE, 4, 256)))
     np.testing.assert_array_equal(rows.scales, np.zeros((SIZE, 4, 2)))
 

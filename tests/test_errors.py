@@ -67,9 +67,9 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
         ("capacity", 2**30, ValueError),
         ("alignment", 0, ValueError),
         ("alignment", 1.5, TypeError),
-        ("wire_dtype", jnp.float8_e5m2, ValueError),
-        ("wire_dtype", jnp.bfloat16, ValueError),
-        ("wire_dtype", jnp.float8_e4m3fn, ValueError),  # 16 values are no block of 128
+        ("wire", jnp.float8_e4m3fn, ValueError),
+        ("wire", "bfloat16", ValueError),
+        ("wire", "float8", ValueError),  # 16 values are no block of 128
         ("on_overflow", "ignore", ValueError),
         ("on_overflow", np.array(["raise", "drop"]), ValueError),
         ("implementation", "nccl", ValueError),
@@ -96,9 +96,9 @@ def test_capacity_no_multiple_of_alignment(open_group: OpenGroup) -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "error"),
     [
-        ("expert_outputs", lambda out: out.tokens[0], ValueError),
-        ("expert_outputs", lambda out: out.tokens[1:], ValueError),
-        ("expert_outputs", lambda out: out.tokens.astype(jnp.int32), TypeError),
+        ("expert_outputs", lambda out: out.rows[0], ValueError),
+        ("expert_outputs", lambda out: out.rows[1:], ValueError),
+        ("expert_outputs", lambda out: out.rows.astype(jnp.int32), TypeError),
         ("implementation", lambda _: "nccl", ValueError),
     ],
 )
@@ -109,7 +109,7 @@ def test_combine(
 
     def body() -> None:
         out = dispatched(group)
-        arguments: dict[str, Any] = {"expert_outputs": out.tokens, "routing": out.routing, "implementation": "xla"}
+        arguments: dict[str, Any] = {"expert_outputs": out.rows, "routing": out.routing, "implementation": "xla"}
         combine(**(arguments | {argument: value(out)}), group=group)
 
     with pytest.raises(error, match=rf"^combine: .*\b{argument}\b"):

@@ -4,7 +4,6 @@ from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -134,25 +133,24 @@ def test_nothing_changes_where_all_fits(
 
 
 @pytest.mark.parametrize("tokens", [FEW, 530])
-@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize("wire", ["float8", "float8_rows"])
 def test_float8(
-    tokens: int, dequantize: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    tokens: int, wire: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     group, case = open_group(4), skewed(rng, 4, tokens, 2, 8, hidden=128)
     options: dict[str, Any] = {"num_experts": 8, "alignment": tokens // 10}
     options["capacity"] = too_little_room(case, **options)
 
     def arrived(*operands: jax.Array) -> Any:
-        float8 = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": dequantize}
-        return dispatch(*operands, group=group, implementation=implementation, **options, **DROP, **float8)
+        return dispatch(*operands, group=group, implementation=implementation, wire=wire, **options, **DROP)
 
     out = helpers.fetch(helpers.per_rank(arrived, group.mesh)(*case))
     expected = oracle.dispatch(*case, **options, fp8=True)
     assert expected.dropped.any()
     helpers.assert_routing(out, expected)
     np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
-    rows = out.tokens if dequantize else out.tokens.values.astype(np.float32) * out.tokens.scales
-    helpers.assert_rounded_to_float8(rows, expected.tokens, implementation)
+    rows = out.rows if wire == "float8" else out.rows.values.astype(np.float32) * out.rows.scales
+    helpers.assert_rounded_to_float8(rows, expected.rows, implementation)
 
 
 @pytest.mark.parametrize(("tokens", "alignment"), [(FEW, 8), (FEW, 1), (530, 10)])
@@ -174,7 +172,7 @@ def test_gradients(
     def pulled(tokens: jax.Array, ids: jax.Array, weights: jax.Array, more: jax.Array, cotangent: jax.Array) -> Any:
         def sums(tokens: jax.Array, weights: jax.Array, more: jax.Array) -> jax.Array:
             out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options, **DROP)
-            return combine(out.tokens + more, out.routing, group=group, implementation=implementation)
+            return combine(out.rows + more, out.routing, group=group, implementation=implementation)
 
         return jax.vjp(sums, tokens, weights, more)[1](cotangent)
 
@@ -212,4 +210,4 @@ def test_across_nodes(
         operands = [x.reshape(nodes, ranks, *x.shape[1:]) for x in case]
         out, combined = by_rank(helpers.fetch(program(*operands)), group)
         assert_flat(flat(out, group), expected)
-        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)

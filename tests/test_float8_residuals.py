@@ -13,9 +13,9 @@ import pytest
 from conftest import OpenGroup
 from moe_oracle import Layer
 
-from jax_ep import Implementation, dispatch, moe_mlp
+from jax_ep import Implementation, dispatch
 from jax_ep.float8 import quantize_weights
-from jax_ep.ops.moe_fused.types import FIRST_PRODUCTS
+from jax_ep.ops.moe.experts import PRODUCTS
 
 SIZE, EXPERTS, TOKENS, TOP_K, WIDTH = 2, 4, 6, 2, 128
 
@@ -24,7 +24,7 @@ POLICIES: dict[str, Any] = {
     "default": None,
     "everything": P.everything_saveable,
     "rows": P.save_only_these_names("jax_ep_dispatch"),
-    "products": P.save_only_these_names(FIRST_PRODUCTS),
+    "products": P.save_only_these_names(PRODUCTS),
 }
 
 
@@ -43,7 +43,7 @@ def test_a_kept_layer_is_near_the_exact_one(
 
         def experts(tokens: jax.Array, weights: jax.Array, matrices: Any) -> jax.Array:
             options: Any = {"group": group, "precision": "float8", "implementation": implementation}
-            return moe_mlp(tokens, ids, weights, *matrices, **options)
+            return helpers.moe_sums(tokens, ids, weights, *matrices, **options)
 
         kept = jax.checkpoint(experts, policy=POLICIES[policy])  # pyright: ignore[reportPrivateImportUsage]
         if quantized:  # no gradients of these: they are arguments that JAX keeps
@@ -70,8 +70,8 @@ def test_rows_that_a_dispatch_left_in_float8(
 
     def run(tokens: jax.Array, ids: jax.Array, scale: jax.Array) -> Any:
         def scaled(scale: jax.Array) -> jax.Array:
-            options: Any = {"wire_dtype": jax.numpy.float8_e4m3fn, "dequantize": False, "num_experts": EXPERTS}
-            rows = dispatch(tokens, ids, group=group, implementation=implementation, **options).tokens
+            options: Any = {"wire": "float8_rows", "num_experts": EXPERTS}
+            rows = dispatch(tokens, ids, group=group, implementation=implementation, **options).rows
             return (jax.numpy.repeat(rows.scales, 128, axis=1) * rows.values.astype("float32") * scale).sum()
 
         return jax.grad(jax.checkpoint(scaled, policy=POLICIES[policy]))(scale)  # pyright: ignore[reportPrivateImportUsage]

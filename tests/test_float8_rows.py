@@ -1,4 +1,4 @@
-"""dispatch(dequantize=False): rows that stay in float8, and their scales."""
+"""dispatch(wire="float8_rows"): rows that stay in float8, and their scales."""
 
 from typing import Any
 
@@ -18,9 +18,7 @@ FLOAT8 = jnp.float8_e4m3fn
 
 def dispatch_only(group: jax_ep.Group, **options: Any) -> Any:
     def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        return jax_ep.dispatch(
-            tokens, ids, weights, group=group, num_experts=EXPERTS, wire_dtype=FLOAT8, dequantize=False, **options
-        )
+        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8_rows", **options)
 
     return helpers.per_rank(dispatch, group.mesh)
 
@@ -44,19 +42,19 @@ def test_values_and_scales(
     case.ids[:, 2, 1:] = -1
     program = dispatch_only(open_group(4), implementation=implementation, alignment=4)
     dispatched = helpers.fetch(program(*case))
-    values, scales = np.asarray(dispatched.tokens.values), dispatched.tokens.scales
+    values, scales = np.asarray(dispatched.rows.values), dispatched.rows.scales
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=values.shape[1], alignment=4)
     helpers.assert_routing(dispatched, expected)
     assert values.dtype == FLOAT8
     assert scales.shape == (*values.shape[:2], hidden // 128)
     for rank in range(4):
-        filled = set(expected.rows[rank][expected.rows[rank] >= 0].tolist())
+        filled = set(expected.row_of[rank][expected.row_of[rank] >= 0].tolist())
         for row in range(values.shape[1]):
             if row not in filled:
                 assert not np.any(values[rank, row].astype(np.float32))
                 assert not np.any(scales[rank, row])
                 continue
-            rounded, expected_scales = oracle.through_fp8(expected.tokens[rank, row].astype(np.float32))
+            rounded, expected_scales = oracle.through_fp8(expected.rows[rank, row].astype(np.float32))
             np.testing.assert_allclose(scales[rank, row], expected_scales[::128], rtol=2.0**-22)
             found = values[rank, row].astype(np.float32) * np.repeat(scales[rank, row], 128)
             helpers.assert_rounded_to_float8(found, rounded, implementation)
@@ -75,8 +73,7 @@ def test_combine_takes_the_routing(
             weights,
             group=group,
             num_experts=EXPERTS,
-            wire_dtype=FLOAT8,
-            dequantize=False,
+            wire="float8_rows",
             implementation=implementation,
         )
         rows = received.values.astype(jnp.float32) * jnp.repeat(received.scales, 128, axis=1)
@@ -92,24 +89,13 @@ def test_overflow_delivers_nan(open_group: OpenGroup, rng: np.random.Generator) 
     group = open_group(2)
     case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
     dispatched = helpers.fetch(dispatch_only(group, implementation="xla", capacity=4)(*case))
-    assert np.all(np.isnan(dispatched.tokens.scales))
+    assert np.all(np.isnan(dispatched.rows.scales))
     with pytest.raises(jax_ep.CapacityError):
         group.check()
-
-
-def test_needs_a_wire_dtype(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(2)
-    case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
-
-    def dispatch(*operands: jax.Array) -> Any:
-        return jax_ep.dispatch(*operands, group=group, num_experts=EXPERTS, dequantize=False)
-
-    with pytest.raises(ValueError, match="dequantize"):
-        helpers.per_rank(dispatch, group.mesh)(*case)
 
 
 def test_has_no_gradient(open_group: OpenGroup, rng: np.random.Generator) -> None:
     program = dispatch_only(open_group(2))
     case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
     with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(lambda tokens: jnp.sum(program(tokens, case.ids, case.weights).tokens.scales))(case.tokens)
+        jax.grad(lambda tokens: jnp.sum(program(tokens, case.ids, case.weights).rows.scales))(case.tokens)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import moe_mlp
 from jax_ep._kit import gemm
 from jax_ep.float8 import Float8Rows, dequantize, quantize_rows, quantize_weights
 from jax_ep.ops.matmul import float8, kernels
-from jax_ep.ops.moe_fused import chain
-from jax_ep.ops.moe_fused.types import ACTIVATIONS
+from jax_ep.ops.moe.units import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
@@ -40,7 +38,12 @@ def draw(rng: np.random.Generator, shape: Any, *, one_matrix: bool) -> tuple[Any
 
 def both(activation: Any, *operands: Any) -> tuple[Float8Rows, Float8Rows]:
     """What the op makes, and its parts."""
-    composed = partial(chain._quantized, activation)
+
+    def composed(rows: Float8Rows, sizes: jax.Array, *rhs: Any) -> Float8Rows:
+        products = [float8.quantized_product(rows, matrix, sizes) for matrix in rhs]
+        gate, up = products if len(products) == 2 else jnp.split(products[0], 2, axis=1)
+        return quantize_rows((ACTIVATIONS[activation](gate) * up).astype(gate.dtype))
+
     return (
         jax.jit(partial(float8.quantized_gated_product, activation, composed))(*operands),
         jax.jit(composed)(*operands),
@@ -109,7 +112,7 @@ def test_the_layer_calls_the_kernel(open_group: OpenGroup) -> None:
         def layer(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> Any:
             ids = jnp.zeros((x.shape[0], 1), jnp.int32)
             weights = jnp.ones(ids.shape, jnp.float32)
-            out = partial(moe_mlp, group=group, precision="float8")
+            out = partial(helpers.moe_sums, group=group, precision="float8")
             if not gradient:
                 return out(x, ids, weights, gate, up, down)
             return jax.grad(lambda x: jnp.sum(out(x, ids, weights, gate, up, down).astype(jnp.float32)))(x)

@@ -63,7 +63,7 @@ def sparse_layer(group: Group, implementation: Implementation, with_weights: boo
             implementation=implementation,
             **options,
         )
-        inner = jnp.tanh(jax.lax.ragged_dot(out.tokens, up, out.group_sizes))
+        inner = jnp.tanh(jax.lax.ragged_dot(out.rows, up, out.group_sizes))
         outputs = jax.lax.ragged_dot(inner, down, out.group_sizes)
         return tokens + combine(outputs, out.routing, group=group, implementation=implementation)
 
@@ -183,8 +183,8 @@ def test_second_order(implementation: Implementation, open_group: OpenGroup, rng
     def sparse(tokens: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
         def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
             out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-            row_scales = jnp.repeat(scales, out.group_sizes, axis=0, total_repeat_length=out.tokens.shape[0])
-            return combine(jnp.tanh(row_scales * out.tokens), out.routing, group=group, implementation=implementation)
+            row_scales = jnp.repeat(scales, out.group_sizes, axis=0, total_repeat_length=out.rows.shape[0])
+            return combine(jnp.tanh(row_scales * out.rows), out.routing, group=group, implementation=implementation)
 
         mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
         return jnp.sum(mapped(tokens, ids, weights, scales) ** 2)
@@ -221,7 +221,7 @@ def test_dropped_rows_have_no_gradient(
             on_overflow="drop",
             implementation=implementation,
         )
-        combined = combine(out.tokens**2, out.routing, group=group, implementation=implementation)
+        combined = combine(out.rows**2, out.routing, group=group, implementation=implementation)
         return combined.sum(), out.routing.targets
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
@@ -247,10 +247,10 @@ def test_fp8_rounding_is_passed_straight_through(
             weights,
             group=group,
             num_experts=EXPERTS,
-            wire_dtype=jnp.float8_e4m3fn,
+            wire="float8",
             implementation=implementation,
         )
-        return combine(3 * out.tokens, out.routing, group=group, implementation=implementation).sum()
+        return combine(3 * out.rows, out.routing, group=group, implementation=implementation).sum()
 
     d_tokens = helpers.fetch(helpers.per_rank(jax.grad(loss), group.mesh)(case.tokens, case.weights, case.ids))
     wanted = np.broadcast_to(3 * case.weights.sum(axis=2, keepdims=True), case.tokens.shape)

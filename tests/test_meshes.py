@@ -62,7 +62,7 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
     tokens, ids = jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 8, 2), jnp.int32)
 
     def routed(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        return dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="ffi").tokens
+        return dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="ffi").rows
 
     def exchanged(tokens: jax.Array, ids: jax.Array) -> jax.Array:
         return ragged_all_to_all(tokens, tokens, *[ids[:2, 0]] * 4, axis_name="ep")
@@ -102,7 +102,7 @@ def test_operands_equal_on_all_ranks(
 
     def body(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        return combine(out.tokens**2, out.routing, group=group, implementation=implementation)
+        return combine(out.rows**2, out.routing, group=group, implementation=implementation)
 
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(specs["tokens"], specs["weights"], specs["ids"]), out_specs=P(mesh.axis_names)
@@ -117,7 +117,7 @@ def test_operands_equal_on_all_ranks(
 
     repeated = {name: np.broadcast_to(x[:1], x.shape) if name in shared else x for name, x in case.items()}
     layout = oracle.dispatch(*repeated.values(), num_experts=EXPERTS, capacity=axes["ep"] * TOKENS * TOP_K)
-    exact = oracle.combine(layout.tokens**2, layout.targets, repeated["weights"])
+    exact = oracle.combine(layout.rows**2, layout.targets, repeated["weights"])
     for line in combined.reshape(-1, *exact.shape):
         np.testing.assert_allclose(line, exact, rtol=1e-5, atol=1e-6)
 

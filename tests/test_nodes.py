@@ -11,7 +11,7 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import CapacityError, Dispatched, Group, Implementation, PlatformError, dispatch, moe_mlp
+from jax_ep import CapacityError, Dispatched, Group, Implementation, NodeOptions, PlatformError, dispatch
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
@@ -40,9 +40,9 @@ def flat(out: Dispatched, group: Group) -> dict[str, Any]:
         return parts.swapaxes(1, 2).reshape(ranks, ranks, num_tokens, top_k)
 
     return {
-        "tokens": out.tokens,
+        "rows": out.rows,
         "group_sizes": out.group_sizes,
-        "rows": of_sources(routing.rows),
+        "row_of": of_sources(routing.row_of),
         "weights": of_sources(routing.weights),
         "counts": routing.counts,
         "dropped": routing.dropped,
@@ -52,9 +52,9 @@ def flat(out: Dispatched, group: Group) -> dict[str, Any]:
 
 def assert_flat(actual: dict[str, Any], expected: oracle.Expected, *, float8: bool = False) -> None:
     if float8:
-        helpers.assert_rounded_to_float8(actual["tokens"], expected.tokens)
+        helpers.assert_rounded_to_float8(actual["rows"], expected.rows)
     for name, array in actual.items():
-        if name == "tokens" and float8:
+        if name == "rows" and float8:
             continue
         np.testing.assert_array_equal(helpers.wide(array), helpers.wide(getattr(expected, name)), name)
 
@@ -74,9 +74,9 @@ def test_all_tokens_to_all_nodes(
     with over(nodes, ranks) as group:
         assert (group.size, group.nodes, group.node_axes) == (nodes * ranks, nodes, ("node",))
         out, combined = run(group, case, implementation=implementation)
-        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1])
+        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1])
         assert_flat(flat(out, group), expected)
-        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "node_capacity"), [(2, 4, 2), (4, 2, 5), (2, 2, 100)])
@@ -88,15 +88,15 @@ def test_room_on_the_way(
     travels = first_for_each_node(case.ids, nodes, node_capacity)
     kept = case._replace(ids=np.where(travels, case.ids, -1))
     with over(nodes, ranks) as group:
-        options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop"}
+        options: dict[str, Any] = {"nodes": NodeOptions(node_capacity), "on_overflow": "drop"}
         out, combined = run(group, case, implementation=implementation, **options)
-        expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.tokens.shape[1])
-        asked = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1])
-        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.rows.shape[1])
+        asked = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1])
+        np.testing.assert_array_equal(out.rows, expected.rows)
         np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
         np.testing.assert_array_equal(out.routing.counts, asked.counts)
         np.testing.assert_array_equal(out.routing.dropped[:, 0], (~travels).sum(axis=(1, 2)))
-        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 def first_for_each_node(ids: np.ndarray, nodes: int, node_capacity: int) -> np.ndarray:
@@ -131,7 +131,7 @@ def test_drops_and_skips(alignment: int, implementation: Implementation, rng: np
         assert expected.dropped.sum() > 0
         assert expected.invalid.sum() > 0
         assert_flat(flat(out, group), expected)
-        helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 @pytest.mark.parametrize("node_capacity", [None, 3])
@@ -140,15 +140,15 @@ def test_overflow_delivers_nothing(
 ) -> None:
     case = uneven(rng, 8)
     with over(2, 4) as group:
-        options: dict[str, Any] = {"capacity": None if node_capacity else 16, "node_capacity": node_capacity}
-        match = "tokens for a node but node_capacity is 3" if node_capacity else r"needs \d+ rows but capacity is 16"
+        options: dict[str, Any] = {"capacity": None if node_capacity else 16, "nodes": NodeOptions(node_capacity)}
+        match = r"tokens for a node but nodes\.capacity is 3" if node_capacity else r"needs \d+ rows but capacity is 16"
         out, _ = run(group, case, implementation=implementation, **options)
-        assert np.isnan(out.tokens).all()
+        assert np.isnan(out.rows).all()
         with pytest.raises(CapacityError, match=match):
             group.check()
         out, _ = run(group, case, implementation=implementation)
         group.check()
-        assert np.isfinite(out.tokens).all()
+        assert np.isfinite(out.rows).all()
 
 
 def test_what_overflows_first_is_named(implementation: Implementation, rng: np.random.Generator) -> None:
@@ -156,11 +156,11 @@ def test_what_overflows_first_is_named(implementation: Implementation, rng: np.r
     case = uneven(rng, 8)
     with over(2, 4) as group:
         for _ in range(3):
-            run(group, case, implementation=implementation, capacity=2, node_capacity=3)
-            with pytest.raises(CapacityError, match="tokens for a node but node_capacity is 3"):
+            run(group, case, implementation=implementation, capacity=2, nodes=NodeOptions(3))
+            with pytest.raises(CapacityError, match=r"tokens for a node but nodes\.capacity is 3"):
                 group.check()
             group.check()
-        run(group, case, implementation=implementation, capacity=2, node_capacity=TOKENS)
+        run(group, case, implementation=implementation, capacity=2, nodes=NodeOptions(TOKENS))
         with pytest.raises(CapacityError, match=r"needs \d+ rows but capacity is 2"):
             group.check()
 
@@ -171,20 +171,20 @@ def test_float8_on_both_wires(hidden: int, implementation: Implementation, rng: 
     case = uneven(rng, 4, hidden, helpers.DTYPES[0])
     case.tokens[0, 0], case.tokens[0, 1, :7], case.tokens[1, 2, 5] = 0, np.inf, np.nan
     with over(2, 2) as group:
-        out, _ = run(group, case, implementation=implementation, wire_dtype=jnp.float8_e4m3fn)
+        out, _ = run(group, case, implementation=implementation, wire="float8")
         with np.errstate(invalid="ignore"):  # inf / inf
-            expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.tokens.shape[1], fp8=True)
+            expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1], fp8=True)
         assert_flat(flat(out, group), expected, float8=True)
 
         def rows(tokens: jax.Array, ids: jax.Array) -> Any:
-            options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False, "group": group}
-            return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).tokens
+            options: dict[str, Any] = {"wire": "float8_rows", "group": group}
+            return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).rows
 
         operands = [x.reshape(2, 2, *x.shape[1:]) for x in case[:2]]
         found = by_rank(helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)), group)
     with np.errstate(invalid="ignore"):
         wide = np.asarray(found.values).astype(np.float32) * np.repeat(found.scales, 128, axis=-1)
-    helpers.assert_rounded_to_float8(wide.astype(case.tokens.dtype), expected.tokens)
+    helpers.assert_rounded_to_float8(wide.astype(case.tokens.dtype), expected.rows)
 
 
 def test_the_gradient_passes_straight_through_float8(implementation: Implementation, rng: np.random.Generator) -> None:
@@ -192,7 +192,7 @@ def test_the_gradient_passes_straight_through_float8(implementation: Implementat
     case = uneven(rng, 4, 128)
     cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
     with over(2, 2) as group:
-        options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "num_experts": EXPERTS}
+        options: dict[str, Any] = {"wire": "float8", "num_experts": EXPERTS}
         both = helpers.round_trip(group, implementation=implementation, **options)
 
         def backward(tokens: jax.Array, ids: jax.Array, weights: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -206,14 +206,11 @@ def test_the_gradient_passes_straight_through_float8(implementation: Implementat
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "ranks", "node_capacity", "fused"), [(2, 4, None, True), (4, 2, 4, True), (2, 2, 4, False)]
-)
+@pytest.mark.parametrize(("nodes", "ranks", "node_capacity"), [(2, 4, None), (4, 2, 4), (2, 2, 4)])
 def test_a_layer_and_its_gradients(
     nodes: int,
     ranks: int,
     node_capacity: int | None,
-    fused: bool,
     implementation: Implementation,
     rng: np.random.Generator,
 ) -> None:
@@ -229,9 +226,10 @@ def test_a_layer_and_its_gradients(
 
         def body(tokens: jax.Array, weights: jax.Array, *rest: jax.Array) -> jax.Array:
             *matrices, ids = rest
-            options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop", "fused": fused}
+            options: dict[str, Any] = {"nodes": NodeOptions(node_capacity), "on_overflow": "drop"}
             gate, up, down = matrices
-            return moe_mlp(tokens, ids, weights, gate, up, down, group=group, implementation=implementation, **options)
+            options |= {"group": group, "implementation": implementation}
+            return helpers.moe_sums(tokens, ids, weights, gate, up, down, **options)
 
         mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P(AXES), out_specs=P(AXES))
         operands = [jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in layer]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_fair_drops import skewed, too_little_room
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_flat, first_for_each_node, flat, over, run, uneven
 
-from jax_ep import Group, combine, dispatch, moe_mlp
+from jax_ep import Group, NodeOptions, combine, dispatch
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -41,10 +41,10 @@ def test_there_and_back(
         "capacity": CAPACITY,
         "alignment": 4,
         "on_overflow": "drop",
-        "node_capacity": node_capacity,
+        "nodes": NodeOptions(node_capacity, chunks),
     }
     with over(nodes, ranks) as group:
-        out, combined = run(group, case, implementation="ffi", chunks=chunks, **options)
+        out, combined = run(group, case, implementation="ffi", **options)
         group.check()
     kept = case
     if node_capacity is not None:
@@ -52,8 +52,8 @@ def test_there_and_back(
     expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
     if node_capacity is None:
         assert_flat(flat(out, group), expected)
-    np.testing.assert_array_equal(out.tokens, expected.tokens)
-    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+    np.testing.assert_array_equal(out.rows, expected.rows)
+    helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 @pytest.mark.parametrize(("node_capacity", "alignment"), [(None, 4), (15, 7)])
@@ -67,15 +67,15 @@ def test_in_float8(node_capacity: int | None, alignment: int, rng: np.random.Gen
     options["capacity"] = too_little_room(kept, num_experts=EXPERTS, **options)
     expected = oracle.dispatch(*kept, num_experts=EXPERTS, fp8=True, **options)
     assert expected.dropped.any()
-    options |= {"node_capacity": node_capacity, "on_overflow": "drop", "wire_dtype": jnp.float8_e4m3fn}
+    options |= {"nodes": NodeOptions(node_capacity, 4), "on_overflow": "drop", "wire": "float8"}
     with over(2, 2) as group:
-        out, combined = run(group, case, implementation="ffi", chunks=4, **options)
+        out, combined = run(group, case, implementation="ffi", **options)
         group.check()
-    helpers.assert_rounded_to_float8(out.tokens, expected.tokens)
+    helpers.assert_rounded_to_float8(out.rows, expected.rows)
     np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
     named = (case.ids >= 0) & (case.ids < EXPERTS)
     np.testing.assert_array_equal(out.routing.dropped[:, 0], (named & (expected.targets < 0)).sum(axis=(1, 2)))
-    helpers.assert_combined(combined, expected.tokens, expected.targets, case.weights, roundings=3)
+    helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
         def sums(tokens: jax.Array, weights: jax.Array) -> jax.Array:
             out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
-            return combine(jnp.tanh(out.tokens), out.routing, group=group)
+            return combine(jnp.tanh(out.rows), out.routing, group=group)
 
         out, back = jax.vjp(sums, tokens, weights)
         return out, jax.jvp(sums, (tokens, weights), (cotangent, weights))[1], back(cotangent)
@@ -102,8 +102,8 @@ def test_the_bits_are_those_of_whole_tokens(
     found = []
     with over(2, 2) as group:
         for chunks in (1, 4):
-            options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop", "node_capacity": node_capacity}
-            body, spec = vjp_of(group, chunks=chunks, **options), P(AXES)
+            options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop"}
+            body, spec = vjp_of(group, nodes=NodeOptions(node_capacity, chunks), **options), P(AXES)
             mapped = jax.shard_map(body, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
             found.append(helpers.fetch(jax.jit(mapped)(*operands)))
             group.check()
@@ -111,15 +111,15 @@ def test_the_bits_are_those_of_whole_tokens(
         np.testing.assert_array_equal(whole.view(np.uint8), cut.view(np.uint8))
 
 
-@pytest.mark.parametrize(("fused", "node_capacity"), [(True, None), (False, 4)])
-def test_a_layer_and_its_gradients(fused: bool, node_capacity: int | None, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("node_capacity", [None, 4])
+def test_a_layer_and_its_gradients(node_capacity: int | None, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 8, TOKENS, TOP_K, EXPERTS, HIDDEN)
     ids = case.ids if node_capacity is None else np.where(first_for_each_node(case.ids, 2, node_capacity), case.ids, -1)
     layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
     cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
     expected, gradient = moe_oracle.gated_experts(layer, ids, cotangent)
     with over(2, 4) as group:
-        options: dict[str, Any] = {"node_capacity": node_capacity, "on_overflow": "drop", "fused": fused, "chunks": 3}
+        options: dict[str, Any] = {"nodes": NodeOptions(node_capacity, 3), "on_overflow": "drop"}
 
         def body(*operands: jax.Array) -> Any:
             *layer, ids, cotangent = operands
@@ -127,7 +127,7 @@ def test_a_layer_and_its_gradients(fused: bool, node_capacity: int | None, rng: 
             def forward(
                 tokens: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
             ) -> jax.Array:
-                return moe_mlp(tokens, ids, weights, gate, up, down, group=group, **options)
+                return helpers.moe_sums(tokens, ids, weights, gate, up, down, group=group, **options)
 
             out, back = jax.vjp(forward, *layer)
             return out, back(cotangent)
@@ -178,10 +178,14 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
     another one brought, nor do kernels that sum rows up wait for an exchange.
     """
     with over(2, 2) as group:
-        options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop", "node_capacity": node_capacity}
+        options: dict[str, Any] = {
+            "capacity": CAPACITY,
+            "on_overflow": "drop",
+            "nodes": NodeOptions(node_capacity, chunks),
+        }
 
         def sent(tokens: jax.Array, ids: jax.Array) -> Any:
-            return dispatch(tokens, ids, group=group, num_experts=EXPERTS, chunks=chunks, **options)
+            return dispatch(tokens, ids, group=group, num_experts=EXPERTS, **options)
 
         def summed(rows: jax.Array, routing: Any) -> jax.Array:
             return combine(rows, routing, group=group)
@@ -190,18 +194,18 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
             return jax.vjp(lambda rows: combine(rows, routing, group=group), rows)[1](cotangent)
 
         def of_rows(tokens: jax.Array, ids: jax.Array, cotangent: jax.Array) -> Any:
-            return jax.vjp(lambda tokens: sent(tokens, ids).tokens, tokens)[1](cotangent)
+            return jax.vjp(lambda tokens: sent(tokens, ids).rows, tokens)[1](cotangent)
 
         tokens, ids = np.zeros((2, 2, TOKENS, HIDDEN), np.float32), np.zeros((2, 2, TOKENS, TOP_K), np.int32)
         out = jax.eval_shape(helpers.per_rank(sent, group.mesh), tokens, ids)
-        rows = out.tokens, out.routing
+        rows = out.rows, out.routing
         moved = {"scatter": chunks, "combine": 0, "exchange": chunks, "copy": 0, "waiting": 0}
         added = {"scatter": 0, "combine": chunks, "exchange": chunks, "copy": 0, "waiting": 0}
         for body, operands, expected in (
             (sent, (tokens, ids), moved),
             (summed, rows, added),
             (of_sums, (*rows, tokens), moved),
-            (of_rows, (tokens, ids, out.tokens), added),
+            (of_rows, (tokens, ids, out.rows), added),
         ):
             assert counted(helpers.per_rank(body, group.mesh), *operands) == expected, body.__name__
 
@@ -211,10 +215,10 @@ def test_wrong_numbers_of_chunks() -> None:
         with over(2, 2) as group:
 
             def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
-                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, chunks=wrong)
+                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, nodes=NodeOptions(chunks=wrong))
 
             shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
-            with pytest.raises(error, match=r"^dispatch: chunks must be"):
+            with pytest.raises(error, match=r"^dispatch: nodes\.chunks must be"):
                 jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes)
 
 
@@ -222,6 +226,7 @@ def test_any_number_of_chunks_can_be_agreed_on(monkeypatch: pytest.MonkeyPatch) 
     """As processes do, by int32."""
     monkeypatch.setattr(Group, "_asks_processes", True)
     with over(2, 2) as group:
-        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", chunks=2**31)
+        options: dict[str, Any] = {"num_experts": EXPERTS, "nodes": NodeOptions(chunks=2**31)}
+        program = helpers.dispatch_combine(group, implementation="ffi", **options)
         shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32), jnp.zeros((2, 2, 3, 1))
         jax.eval_shape(program, *shapes)

@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Implementation, combine, dispatch, moe_mlp, nn
+from jax_ep import Experts, Implementation, combine, dispatch, moe_mlp, nn
 
 EXPERTS = 16
 
@@ -62,8 +62,8 @@ def test_replicas_change_no_result(
             ids = ids if plan is None else nn.physical_ids(ids, plan)
             given: dict[str, Any] = {"group": group, "implementation": implementation}
             out = dispatch(tokens, ids, weights, num_experts=size * own.shape[0], **given)
-            factors = jnp.repeat(own, out.group_sizes, total_repeat_length=out.tokens.shape[0])
-            return combine(out.tokens * factors[:, None], out.routing, **given)
+            factors = jnp.repeat(own, out.group_sizes, total_repeat_length=out.rows.shape[0])
+            return combine(out.rows * factors[:, None], out.routing, **given)
 
         owned = scales if plan is None else scales[plan.experts]
         return helpers.fetch(helpers.per_rank(body, group.mesh)(*case, owned.reshape(size, -1)))
@@ -162,7 +162,7 @@ def test_a_layer_of_replicas_trains(
 
     def layer(tokens: Any, weights: Any, ids: Any, plan: nn.ReplicaPlan, *matrices: Any) -> Any:
         slots = nn.physical_ids(ids, plan, offset=jax.lax.axis_index("ep"))
-        return moe_mlp(tokens, slots, weights, *matrices, group=group, implementation=implementation, with_stats=True)
+        return moe_mlp(tokens, slots, weights, Experts(*matrices), group=group, implementation=implementation)
 
     specs = (P("ep"), P("ep"), P("ep"), P(), P("ep"), P("ep"), P("ep"))
     mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=P("ep"))

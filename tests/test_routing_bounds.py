@@ -18,7 +18,7 @@ from jax_ep import Dispatched, Group, InvalidRoutingError, Routing, SparseRows, 
 from jax_ep.float8 import Float8Rows
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, CAPACITY = 2, 6, 3, 8, 16, 40
-LEAVES = ("targets", "rows", "weights", "counts", "dropped", "invalid")
+LEAVES = ("targets", "row_of", "weights", "counts", "dropped", "invalid")
 
 
 def dispatched(group: Group, rng: np.random.Generator) -> tuple[helpers.Case, Dispatched]:
@@ -62,8 +62,8 @@ def with_value(value: int) -> Callable[[np.ndarray], np.ndarray]:
 
 def assert_works(group: Group, case: helpers.Case, out: Dispatched) -> None:
     group.check()
-    actual = helpers.fetch(combined(group)(out.tokens, out.routing))
-    helpers.assert_combined(actual, out.tokens, np.asarray(out.routing.targets), case.weights)
+    actual = helpers.fetch(combined(group)(out.rows, out.routing))
+    helpers.assert_combined(actual, out.rows, np.asarray(out.routing.targets), case.weights)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def assert_works(group: Group, case: helpers.Case, out: Dispatched) -> None:
         (program, leaf, value, limit)
         for program, leaf, limit in (
             (combined, "targets", SIZE * CAPACITY),
-            (combined, "rows", CAPACITY),
+            (combined, "row_of", CAPACITY),
             (gradient, "targets", SIZE * CAPACITY),
-            (gradient, "rows", CAPACITY),
+            (gradient, "row_of", CAPACITY),
             (gradient, "counts", TOKENS * TOP_K + 1),
         )
         for value in (limit, helpers.BIG, *((-1, -helpers.BIG) if leaf == "counts" else ()))
@@ -87,15 +87,14 @@ def test_out_of_bounds(
     case, out = dispatched(group, rng)
     bad = spoilt(out.routing, leaf, with_value(value))
     with helpers.awaiting_failure(group, "InvalidRoutingError: combine.* out of bounds"):
-        results = helpers.fetch(program(group)(out.tokens, bad))
+        results = helpers.fetch(program(group)(out.rows, bad))
         rows, *weights = results if program is gradient else (results,)
         assert np.isnan(rows[1]).all()
         for cotangents in weights:
-            assert np.isnan(cotangents[1][bad.rows[1] >= 0]).all()
-    named = "row_of" if leaf == "rows" else leaf
-    message = rf"^combine.*: rank 1: routing\.{named} holds {value}, which is out of bounds: it must be below {limit}"
+            assert np.isnan(cotangents[1][bad.row_of[1] >= 0]).all()
+    message = rf"^combine.*: rank 1: routing\.{leaf} holds {value}, which is out of bounds: it must be below {limit}"
     if program is gradient and leaf != "counts":  # found by combine itself too: the op that comes last has the word
-        message = rf"routing\.{named} holds {value}"
+        message = rf"routing\.{leaf} holds {value}"
     with pytest.raises(InvalidRoutingError, match=message):
         group.check()
     assert_works(group, case, out)
@@ -106,7 +105,7 @@ def test_no_rank_delivers_what_another_did_not_send(
 ) -> None:
     group = open_group(4)
     case, out = dispatched(group, rng)
-    result = combined(group)(out.tokens, spoilt(out.routing, "rows", with_value(CAPACITY)))
+    result = combined(group)(out.rows, spoilt(out.routing, "row_of", with_value(CAPACITY)))
     for shard in result.addressable_shards:
         with helpers.awaiting_failure(group, "InvalidRoutingError: combine: .* out of bounds"):
             assert np.isnan(np.asarray(shard.data)).all()
@@ -119,10 +118,10 @@ def test_xla_gives_nan_for_rows_that_are_not(native: None, open_group: OpenGroup
     group = open_group(SIZE)
     case, out = dispatched(group, rng)
     program = helpers.per_rank(lambda *x: combine(*x, group=group, implementation="xla"), group.mesh)
-    actual = helpers.fetch(program(out.tokens, spoilt(out.routing, "rows", with_value(CAPACITY)))).copy()
+    actual = helpers.fetch(program(out.rows, spoilt(out.routing, "row_of", with_value(CAPACITY)))).copy()
     assert np.isnan(actual[0, 0]).all()
-    actual[0, 0] = helpers.fetch(program(out.tokens, out.routing))[0, 0]
-    helpers.assert_combined(actual, out.tokens, np.asarray(out.routing.targets), case.weights)
+    actual[0, 0] = helpers.fetch(program(out.rows, out.routing))[0, 0]
+    helpers.assert_combined(actual, out.rows, np.asarray(out.routing.targets), case.weights)
 
 
 @pytest.mark.parametrize("program", [combined, gradient])
@@ -134,12 +133,12 @@ def test_anything_in_the_leaves(
     group = open_group(SIZE)
     case, out = dispatched(group, rng)
     run = program(group)
-    for leaves in (["targets"], ["rows"], ["counts"], ["targets", "rows", "counts"]) * 3:
+    for leaves in (["targets"], ["row_of"], ["counts"], ["targets", "row_of", "counts"]) * 3:
         routing = out.routing
         for leaf in leaves:
             routing = spoilt(routing, leaf, lambda x: rng.integers(-largest, largest, x.shape).astype(np.int32))
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            helpers.fetch(run(out.tokens, routing))
+            helpers.fetch(run(out.rows, routing))
         with contextlib.suppress(InvalidRoutingError):
             group.check()
     assert_works(group, case, out)
@@ -167,10 +166,10 @@ def test_leaf_refused_by_name(
     def body(tokens: jax.Array, ids: jax.Array) -> jax.Array:
         out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="xla")
         routing = dataclasses.replace(out.routing, **{leaf: change(getattr(out.routing, leaf))})
-        return combine(out.tokens, routing, group=group, implementation="xla")
+        return combine(out.rows, routing, group=group, implementation="xla")
 
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    other = "rows" if leaf == "targets" else leaf  # targets say how many tokens there are
+    other = "row_of" if leaf == "targets" else leaf  # targets say how many tokens there are
     with pytest.raises(error, match=rf"^combine: routing\.({leaf}|{other}) {message}"):
         jax.eval_shape(helpers.per_rank(body, group.mesh), case.tokens, case.ids)
 
@@ -185,7 +184,7 @@ def test_leaf_refused_by_name(
         ({"capacity": 2**30}, ValueError, "routing.config.capacity must be a multiple of alignment 4, below 2**31 / 2"),
         ({"num_experts": 9}, ValueError, "routing.config.num_experts must be a multiple of 2 ranks, got 9"),
         ({"num_experts": 4}, ValueError, "routing.counts must have shape [R, E / R] = (2, 2), got (2, 4)"),
-        ({"size": 1}, ValueError, "routing.rows must have shape [R, T, K] = (1, 6, 3), got (2, 6, 3)"),
+        ({"size": 1}, ValueError, "routing.row_of must have shape [R, T, K] = (1, 6, 3), got (2, 6, 3)"),
         (None, TypeError, "routing.config must be a DispatchConfig, got NoneType"),
     ],
 )
@@ -196,14 +195,14 @@ def test_config_refused_by_name(
     _, out = dispatched(group, rng)
     config = change and dataclasses.replace(out.routing.config, **change)
     with pytest.raises(error, match=f"^combine: {re.escape(message)}"):
-        jax.eval_shape(combined(group), out.tokens, dataclasses.replace(out.routing, config=config))
+        jax.eval_shape(combined(group), out.rows, dataclasses.replace(out.routing, config=config))
 
 
 def test_replicated(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """By P() every rank is given the same: that of all ranks, of another shape, or that of one."""
     group = open_group(SIZE)
     _, out = dispatched(group, rng)
-    rows = out.tokens.reshape(-1, HIDDEN)
+    rows = out.rows.reshape(-1, HIDDEN)
 
     def run(routing: Routing, **options: Any) -> None:
         body = jax.shard_map(
@@ -216,7 +215,7 @@ def test_replicated(native: None, open_group: OpenGroup, rng: np.random.Generato
         jax.eval_shape(body, rows, routing)
 
     for options in ({}, {"check_vma": False}):
-        with pytest.raises(ValueError, match=r"^combine: routing\.rows must have shape \[R, T, K\] = \(2, 12, 3\)"):
+        with pytest.raises(ValueError, match=r"^combine: routing\.row_of must have shape \[R, T, K\] = \(2, 12, 3\)"):
             run(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out.routing), **options)
     with pytest.raises(ValueError, match=r"^combine: routing\.targets must be that of each rank, got the same on all"):
         run(jax.tree.map(lambda x: x[0], out.routing))

@@ -68,7 +68,7 @@ def test_bytes_between_nodes_are_those_of_the_formulas(
         state = jax.eval_shape(benchmark("nodes").on_ranks(way.dispatch, group.mesh), ids, weights, tokens)
         counted = benchmark("nodes").count_bytes(way, given, state)
     assert counted == {"dispatch": exchange.dispatch, "combine": exchange.combine, "step": exchange.step}
-    kept = (state.routing.rows, state.routing.weights, state.routing.targets)
+    kept = (state.routing.row_of, state.routing.weights, state.routing.targets)
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) == group.size * exchange.routing
 
 

@@ -1,7 +1,6 @@
 """Forward mode of all ops: `jax.jvp` and `jax.linearize` against differences, and against the backward pass."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import helpers
@@ -82,16 +81,26 @@ def draw_layer(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
     return list(moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)), case.ids
 
 
-@pytest.mark.parametrize("activation", [jax.nn.silu, jnp.tanh], ids=["by name", "of the user"])
-def test_layers(
-    activation: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def squared(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jnp.tanh(gate) * (up**2 + 1)
+
+
+# The activation, the matrix that is left out, and whether there are biases.
+UNITS = {"by name": (jax.nn.silu, None), "of the user": (jnp.tanh, None), "two matrices": ("gelu", "gate")}
+UNITS |= {"biased": (jax_ep.Gated(squared), "biases")}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_layers(unit: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     operands, ids = draw_layer(rng)
 
     def layer(tokens: Any, weights: Any, gate: Any, up: Any, down: Any, ids: Any) -> jax.Array:
+        activation, change = UNITS[unit]
         given: dict[str, Any] = {"group": group, "activation": activation, "implementation": implementation}
-        return jax_ep.moe_mlp(tokens, ids, weights, gate, up, down, **given)
+        if change == "biases":
+            given["biases"] = (gate[:, 0], up[:, 1], down[:, 2])
+        return helpers.moe_sums(tokens, ids, weights, None if change == "gate" else gate, up, down, **given)
 
     assert_tangents(group, layer, operands, rng, ids)
 
@@ -105,7 +114,7 @@ def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) ->
     def gradient(tokens: Any, weights: Any, gate: Any, up: Any, down: Any, ids: Any) -> jax.Array:
         def loss(*operands: jax.Array) -> jax.Array:
             tokens, weights, *matrices = operands
-            return jnp.sum(jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group) ** 2)
+            return jnp.sum(helpers.moe_sums(tokens, ids, weights, *matrices, group=group) ** 2)
 
         gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))(tokens, weights, gate, up, down)
         return jnp.concatenate([x.reshape(-1) for x in gradients])
@@ -116,40 +125,40 @@ def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) ->
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_layers_in_float8(frozen: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Straight through the rounding: <w, J v> = <J^T w, v>, of both forms; differences would see the rounding."""
+    """Straight through the rounding: <w, J v> = <J^T w, v>; differences would see the rounding."""
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, 128)
     operands = list(moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 128))
     tangents = per_operand(rng, operands)
     moving = 2 if frozen else len(operands)
 
-    def products(fused: bool, ids: Any, primals: Any, tangents: Any) -> Any:
+    def products(ids: Any, primals: Any, tangents: Any) -> Any:
         def layer(*moved: jax.Array) -> jax.Array:
             given: Any = (*moved, *map(jax_ep.float8.quantize_weights, primals[moving:]))
             tokens, weights, *matrices = given
-            return jax_ep.moe_mlp(tokens, ids, weights, *matrices, group=group, precision="float8", fused=fused)
+            return helpers.moe_sums(tokens, ids, weights, *matrices, group=group, precision="float8")
 
         moved = jax.jvp(layer, primals[:moving], tangents[:moving])[1]
         pulled = jax.vjp(layer, *primals[:moving])[1](jnp.cos(moved))
         return moved, jnp.sum(jnp.cos(moved) * moved), sum(map(jnp.vdot, pulled, tangents[:moving]))
 
-    for fused in (True, False):
-        program = helpers.per_rank(partial(products, fused), group.mesh)
-        moved, there, back = helpers.fetch(program(case.ids, tuple(operands), tuple(tangents)))
-        assert np.abs(moved).max() > 0.1
-        np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4, atol=1e-3)
+    program = helpers.per_rank(products, group.mesh)
+    moved, there, back = helpers.fetch(program(case.ids, tuple(operands), tuple(tangents)))
+    assert np.abs(moved).max() > 0.1
+    np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4, atol=1e-3)
 
 
-def test_what_a_fused_op_dispatched(
+def test_all_that_is_dispatched(
     implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
-    """All that is returned has its tangent: products without an activation, rows, weights."""
+    """Products of the rows, the rows and the weights have their tangents."""
     group = open_group(SIZE)
     (tokens, weights, gate, *_), ids = draw_layer(rng)
 
     def everything(tokens: Any, weights: Any, gate: Any, ids: Any) -> jax.Array:
         given: dict[str, Any] = {"group": group, "num_experts": EXPERTS, "implementation": implementation}
-        out, (rows, _, routing) = jax_ep.dispatch_ragged_dot(tokens, ids, weights, gate, **given)
+        rows, sizes, routing = jax_ep.dispatch(tokens, ids, weights, **given)
+        out = jax_ep.lax.ragged_dot(rows, gate, sizes)
         return jnp.concatenate([x.reshape(-1) for x in (jnp.tanh(out), rows**2, routing.weights**2)])
 
     assert_tangents(group, everything, [tokens, weights, gate], rng, ids)

@@ -3,7 +3,7 @@
 Plain functions of logits [T, E] of this rank's tokens, float32 inside; they need no group.
 
     expert_ids, weights = softmax_top_k(tokens @ router, 8)
-    out = jax_ep.moe_mlp(tokens, expert_ids, weights, gate, up, down, group=group)
+    out, stats = jax_ep.moe_mlp(tokens, expert_ids, weights, experts, group=group)
 """
 
 from typing import Any, NamedTuple

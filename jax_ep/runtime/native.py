@@ -116,7 +116,7 @@ def history(native: NativeGroup) -> list[RankReport]:
     ]
 
 
-WAY_OUT = "raise capacity= (or capacity_factor=), or drop what finds no room by on_overflow='drop'"
+WAY_OUT = "raise capacity=, or drop what finds no room by on_overflow='drop'"
 
 
 def _as_error(kind: ErrorKind, message: str) -> JaxEpError:

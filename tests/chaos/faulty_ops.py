@@ -51,13 +51,13 @@ def round_trip(
     case = draw_case(rng, size, tokens, 128, dtype)
     capacity = size * tokens * 2
     out = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=fp8)
-    options = {"num_experts": experts, "capacity": capacity, "wire_dtype": jnp.float8_e4m3fn if fp8 else None}
+    options = {"num_experts": experts, "capacity": capacity, "wire": "float8" if fp8 else None}
     combined = Value(
-        oracle.combine(out.tokens, out.targets, case.weights),
-        oracle.combine(np.abs(out.tokens), out.targets, np.abs(case.weights)),
+        oracle.combine(out.rows, out.targets, case.weights),
+        oracle.combine(np.abs(out.rows), out.targets, np.abs(case.weights)),
         1,
     )
-    routed = equal(*(getattr(out, name) for name in ("tokens", "group_sizes", "targets", "rows", "weights", "counts")))
+    routed = equal(*(getattr(out, name) for name in ("rows", "group_sizes", "targets", "row_of", "weights", "counts")))
     routed += equal(out.dropped, out.invalid)
     return Op(helpers.dispatch_combine(group, implementation="ffi", **options), [*case], [*routed, combined])
 
@@ -70,24 +70,24 @@ def float8_rows(rng: np.random.Generator, group: Group) -> Op:
     expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=True)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        options: dict[str, Any] = {"wire_dtype": jnp.float8_e4m3fn, "dequantize": False}
+        options: dict[str, Any] = {"wire": "float8_rows"}
         out = jax_ep.dispatch(
             tokens, ids, weights, group=group, num_experts=experts, capacity=capacity, implementation="ffi", **options
         )
-        values, scales = out.tokens.values, out.tokens.scales
+        values, scales = out.rows.values, out.rows.scales
         rows = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
         return rows, jax_ep.combine(rows, out.routing, group=group, implementation="ffi")
 
     combined = Value(
-        oracle.combine(expected.tokens, expected.targets, case.weights),
-        oracle.combine(np.abs(expected.tokens), expected.targets, np.abs(case.weights)),
+        oracle.combine(expected.rows, expected.targets, case.weights),
+        oracle.combine(np.abs(expected.rows), expected.targets, np.abs(case.weights)),
         4,
     )
-    return Op(helpers.per_rank(body, group.mesh), [*case], [*equal(expected.tokens), combined])
+    return Op(helpers.per_rank(body, group.mesh), [*case], [*equal(expected.rows), combined])
 
 
-def fused(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
-    """A dispatch and the product behind it, and combine with the product before it."""
+def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
+    """A dispatch, two grouped products, and combine; and a layer of the same experts."""
     size, experts = group.size, EXPERTS_EACH * group.size
     case = draw_case(rng, size, tokens, 16)._replace(
         tokens=rng.integers(-2, 3, (size, tokens, 16)).astype(helpers.DTYPES[0])
@@ -99,16 +99,17 @@ def fused(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
     where: Any = {"group": group, "implementation": "ffi"}
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, first: jax.Array, last: jax.Array) -> Any:
-        inner, out = jax_ep.dispatch_ragged_dot(
-            tokens, ids, weights, first, num_experts=experts, capacity=capacity, **where
-        )
-        combined = jax_ep.ragged_dot_combine(inner, last, out.routing, **where)
-        return inner, out.group_sizes, combined
+        rows, sizes, routing = jax_ep.dispatch(tokens, ids, weights, num_experts=experts, capacity=capacity, **where)
+        inner = jax_ep.lax.ragged_dot(rows, first, sizes)
+        combined = jax_ep.combine(jax_ep.lax.ragged_dot(inner, last, sizes), routing, **where)
+        unit: Any = jax_ep.Experts(None, first, last, activation=lambda x: x)
+        layer, _ = jax_ep.moe_mlp(tokens, ids, weights, unit, capacity=capacity, **where)
+        return inner, sizes, combined, layer
 
     expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity)
     inner = oracle.grouped_product(expected, first)
     sums, sizes = (
-        oracle.grouped_product(expected._replace(tokens=f(inner)), f(last)).astype(np.float32)
+        oracle.grouped_product(expected._replace(rows=f(inner)), f(last)).astype(np.float32)
         for f in (np.asarray, np.abs)
     )
     combined = Value(
@@ -116,7 +117,11 @@ def fused(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
         oracle.combine(sizes, expected.targets, np.abs(case.weights)),
         4,
     )
-    return Op(helpers.per_rank(body, group.mesh), [*case, first, last], [*equal(inner, expected.group_sizes), combined])
+    return Op(
+        helpers.per_rank(body, group.mesh),
+        [*case, first, last],
+        [*equal(inner, expected.group_sizes), combined, combined],
+    )
 
 
 def gradients(rng: np.random.Generator, group: Group) -> Op:
@@ -125,7 +130,7 @@ def gradients(rng: np.random.Generator, group: Group) -> Op:
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
         def loss(tokens: jax.Array, weights: jax.Array) -> jax.Array:
             out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
-            return jnp.sum(jax_ep.combine(out.tokens**2, out.routing, group=group))
+            return jnp.sum(jax_ep.combine(out.rows**2, out.routing, group=group))
 
         return jax.grad(loss, argnums=(0, 1))(tokens, weights)
 
@@ -141,7 +146,7 @@ def scan(rng: np.random.Generator, group: Group) -> Op:
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
-        return jax_ep.combine(out.tokens, out.routing, group=group)
+        return jax_ep.combine(out.rows, out.routing, group=group)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (layer(x, ids, weights), None), tokens, length=10)[0]
@@ -196,8 +201,8 @@ OPS: dict[str, Callable[[np.random.Generator, Group], Op]] = {
     **{op: partial(product, op=op) for op in matmul_cases.OPS},
     "ragged": ragged,
     "float8 rows": float8_rows,
-    "fused": fused,
-    "fused, late tokens": partial(fused, tokens=helpers.LATE_TOKENS),
+    "products": products,
+    "products, late tokens": partial(products, tokens=helpers.LATE_TOKENS),
 }
 
 

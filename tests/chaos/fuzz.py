@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jax_ep import Group, Implementation
 from jax_ep._kit import ffi
 
-from .fused import Fused
 from .mlp import MoeMlp
 from .products import Product
 from .programs import Program
@@ -37,7 +36,7 @@ PROGRAMS: tuple[type[Program], ...] = (
     MoeMlp,
     AllReduce,
     Float8,
-    Fused,
+    MoeMlp,
     Product,
     Coalesce,
 )

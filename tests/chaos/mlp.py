@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-import jax_ep
 from jax_ep import Group, Implementation
 
 from .compare import assert_near, draw_floats, pick
@@ -29,7 +28,7 @@ class MoeMlp(Routed):
         for name in ("alignment", "num_experts"):
             del self.options[name], self.keywords[name]
         self.alignment = 1
-        mlp = partial(jax_ep.moe_mlp, group=group, implementation=implementation, **self.keywords)
+        mlp = partial(helpers.moe_sums, group=group, implementation=implementation, **self.keywords)
         self.run = compiled(mlp, group)
 
     def check(self, rng: np.random.Generator) -> bool:
@@ -68,7 +67,7 @@ class MoeMlp(Routed):
         for source, token, k in zip(*np.nonzero(expected.targets >= 0), strict=True):
             rank, row = divmod(int(expected.targets[source, token, k]), self.capacity())
             expert = rank * local + int(np.searchsorted(np.cumsum(expected.group_sizes[rank]), row, side="right"))
-            x, weight = expected.tokens[rank, row].astype(np.float64), case.weights[source, token, k]
+            x, weight = expected.rows[rank, row].astype(np.float64), case.weights[source, token, k]
             gated = x @ gate[expert]
             inner = gated / (1 + np.exp(-gated))
             out[source, token] += weight * ((inner * (x @ up[expert])) @ down[expert])

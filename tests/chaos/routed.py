@@ -17,7 +17,6 @@ from jax_ep import CapacityError, Group, Implementation
 from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program, compiled, refused
 
-FLOAT8 = jnp.float8_e4m3fn
 CHUNK_EDGES = (511, 512, 513, 1023, 1024, 1025, 1100)  # tokens, where ways to travel change
 
 
@@ -65,7 +64,7 @@ class Routed(Program):
             "num_experts": self.shape["experts"],
             "alignment": self.alignment,
             "on_overflow": "drop" if self.drop else "raise",
-            "wire_dtype": FLOAT8 if self.wire else None,
+            "wire": "float8" if self.wire else None,
         }
         most = group.size * self.shape["tokens"] * self.shape["top_k"]
         if rng.random() < 0.5:
@@ -108,9 +107,9 @@ class Routed(Program):
 
     def assert_tokens(self, actual: np.ndarray, case: Case, expected: oracle.Expected) -> None:
         """Bit for bit, but where XLA divides by a scale; blocks of float8 that hold NaN or infinity may be NaN."""
-        found, wanted = helpers.wide(actual), helpers.wide(expected.tokens)
+        found, wanted = helpers.wide(actual), helpers.wide(expected.rows)
         if not self.wire:
-            np.testing.assert_array_equal(found, wanted, "tokens")
+            np.testing.assert_array_equal(found, wanted, "rows")
             return
         blocks = (*found.shape[:2], self.hidden // oracle.FP8_BLOCK, oracle.FP8_BLOCK)
         found, wanted = found.reshape(blocks), wanted.reshape(blocks)
@@ -146,10 +145,10 @@ class RoundTrip(Routed):
         dispatched, combined = helpers.fetch(self.run(*case))
         assert_same(dispatched.group_sizes, expected.group_sizes, "group_sizes")
         helpers.assert_routing(dispatched, expected)
-        self.assert_tokens(dispatched.tokens, case, expected)
+        self.assert_tokens(dispatched.rows, case, expected)
         with np.errstate(invalid="ignore", over="ignore"):
-            exact = oracle.combine(dispatched.tokens, expected.targets, case.weights)
-            magnitude = oracle.combine(np.abs(dispatched.tokens), expected.targets, np.abs(case.weights))
+            exact = oracle.combine(dispatched.rows, expected.targets, case.weights)
+            magnitude = oracle.combine(np.abs(dispatched.rows), expected.targets, np.abs(case.weights))
         assert_near(combined, exact, magnitude, 1, "combine")
         return False
 
@@ -160,7 +159,7 @@ class Float8(Routed):
     def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.wire, self.hidden = True, int(pick(rng, 128, 256, 384))
-        self.keywords |= {"wire_dtype": FLOAT8, "dequantize": False}
+        self.keywords |= {"wire": "float8_rows"}
         self.options |= {"hidden": self.hidden} | self.keywords
         dispatch = partial(jax_ep.dispatch, group=group, implementation=implementation, **self.keywords)
         self.run = compiled(dispatch, group)
@@ -174,7 +173,7 @@ class Float8(Routed):
             return True
         dispatched = helpers.fetch(self.run(*case))
         helpers.assert_routing(dispatched, expected)
-        values, scales = dispatched.tokens.values, dispatched.tokens.scales
+        values, scales = dispatched.rows.values, dispatched.rows.scales
         with np.errstate(invalid="ignore"):
             wide = helpers.wide(values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)
         self.assert_tokens(wide.astype(self.dtype), case, expected)
@@ -189,7 +188,7 @@ class Gradients(Routed):
 
         def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
-            rows = 3 * out.tokens if self.wire else out.tokens * out.tokens
+            rows = 3 * out.rows if self.wire else out.rows * out.rows
             return jax_ep.combine(rows, out.routing, group=group, implementation=implementation), out.routing.targets
 
         def pulled(tokens: jax.Array, weights: jax.Array, ids: jax.Array, above: jax.Array) -> Any:

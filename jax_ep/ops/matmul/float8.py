@@ -101,7 +101,7 @@ def _no_gradient(*_: Any) -> Any:
     )
 
 
-def rounded_product(
+def quantized_product(
     lhs: jax.Array | Float8Rows,
     rhs: jax.Array | Float8Weights,
     group_sizes: jax.Array,
@@ -116,12 +116,12 @@ def rounded_product(
     if not isinstance(lhs, Float8Rows):
         dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
     dtype = np.dtype(dtype or RESULTS[0])
-    rhs = rounded_weights(rhs)
+    rhs = quantized_weights(rhs)
     kept = RESULTS[dtype != RESULTS[0]]
     return grouped_product(kept, lhs, rhs, group_sizes).astype(dtype)
 
 
-def rounded_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
+def quantized_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
     return weights if isinstance(weights, Float8Weights) else float8.quantize_weights(weights)
 
 

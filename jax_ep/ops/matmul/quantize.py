@@ -85,7 +85,7 @@ def _check_dtypes(op: str, name: str, quantized: Float8) -> None:
     checks.check_dtype(op, f"{name}.scales", quantized.scales, (np.dtype(np.float32),))
 
 
-def widened(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
+def dequantized(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
     """What a backward pass multiplies by: an operand as it is, or, of one that is in float8, what that holds."""
     return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
 

@@ -11,8 +11,8 @@ from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
-from jax_ep.ops.matmul.float8 import check_operands, grouped_product, rounded_product, rounded_weights
-from jax_ep.ops.matmul.quantize import check_blocks, check_weights, widened, without_gradient
+from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product, quantized_weights
+from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, without_gradient
 
 
 def ragged_dot(
@@ -47,7 +47,7 @@ def ragged_dot(
     op = "float8.ragged_dot"
     groups = _check_group_sizes(op, rhs, group_sizes)
     if isinstance(lhs, Float8Rows):
-        rhs = rounded_weights(rhs)
+        rhs = quantized_weights(rhs)
         dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
         return grouped_product(dtype, lhs, rhs, groups)
     _check_mixed(op, lhs, rhs)
@@ -80,7 +80,7 @@ def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
-    return rounded_product(lhs, rhs, group_sizes, dtype=dtype)
+    return quantized_product(lhs, rhs, group_sizes, dtype=dtype)
 
 
 @_product.defjvp
@@ -97,7 +97,7 @@ def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
         lhs, rhs, group_sizes = kept
         cotangent = cotangent.astype(narrow)
         d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)
-        return api.lhs_gradient(cotangent, widened(rhs, narrow), group_sizes), d_rhs
+        return api.lhs_gradient(cotangent, dequantized(rhs, narrow), group_sizes), d_rhs
 
     return _product(dtype, *primals), linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
 
@@ -113,5 +113,5 @@ def product_tangent(
 
     For other families. `d_rhs` is None where `rhs` has none, and `lhs` is not looked at then.
     """
-    by_lhs = api.ragged_dot(d_lhs, widened(rhs, d_lhs.dtype), group_sizes)
-    return by_lhs if d_rhs is None else by_lhs + api.ragged_dot(widened(lhs, d_rhs.dtype), d_rhs, group_sizes)
+    by_lhs = api.ragged_dot(d_lhs, dequantized(rhs, d_lhs.dtype), group_sizes)
+    return by_lhs if d_rhs is None else by_lhs + api.ragged_dot(dequantized(lhs, d_rhs.dtype), d_rhs, group_sizes)

@@ -1,21 +1,33 @@
-"""What dispatch and combine ask of their arguments; errors name the op that was called, as do those of fused ops."""
+"""What dispatch and combine ask of their arguments; errors name the op that was called, which may be the layer."""
 
+import functools
+import logging
 import math
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, ffi, float8, vary
-from jax_ep._kit.checks import OnOverflow
+from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group
-from jax_ep.ops.moe.types import Chunks, DispatchConfig, NodeRouting, Routing, worst_case_capacity
+from jax_ep.ops.moe.types import (
+    WIRES,
+    Chunks,
+    DispatchCall,
+    DispatchConfig,
+    NodeOptions,
+    NodeRouting,
+    Routing,
+    Wire,
+    worst_case_capacity,
+)
+
+LOGGER = logging.getLogger("jax_ep")
 
 
-def dispatch_config(
+def validated(
     op: str,
     tokens: jax.Array,
     expert_ids: jax.Array,
@@ -23,15 +35,17 @@ def dispatch_config(
     *,
     group: Group,
     num_experts: int,
-    capacity: int | None,
-    capacity_factor: float | None,
-    wire_dtype: DTypeLike | None,
+    capacity: int | float | None,
+    alignment: int,
+    wire: Wire | None,
     on_overflow: OnOverflow,
-    alignment: int = 1,
-    dequantize: bool = True,
-    zero_unused: bool = True,
-) -> DispatchConfig:
-    """How a dispatch is called. Raises ValueError or TypeError, naming `op` and the argument, if it cannot be."""
+    nodes: NodeOptions | None,
+    implementation: Implementation,
+) -> tuple[DispatchCall, tuple[jax.Array, jax.Array, jax.Array]]:
+    """The call, and its operands as kernels take them: ids int32, weights float32, all varying over one set of axes.
+
+    `check_group` let the group pass. Raises ValueError or TypeError, naming `op` and the argument that is wrong.
+    """
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
     checks.check_rank(op, "expert_ids", expert_ids, 2, "[T, K]")
@@ -54,75 +68,75 @@ def dispatch_config(
             f"{op}: alignment must keep {rows} rows, padded for {local_experts} experts, below 2**31, got {alignment}"
         )
     most = worst_case_capacity(group.size, num_tokens, top_k, local_experts, alignment)
-    if capacity is None:
-        capacity = most
-        if capacity_factor is not None:
-            capacity = min(most, balanced_capacity(op, capacity_factor, num_tokens * top_k, alignment))
-    elif capacity_factor is not None:
-        raise ValueError(f"{op}: capacity_factor must be None where capacity is given, got {capacity_factor}")
-    else:
-        checks.check_int(op, "capacity", capacity)
-        if capacity % alignment:
-            raise ValueError(f"{op}: capacity must be a multiple of alignment {alignment}, got {capacity}")
-    if group.size * capacity >= 2**31:
-        raise ValueError(f"{op}: capacity must be below 2**31 / {group.size} rows, got {capacity}")
-    wire = checks.canonical_dtype(op, "wire_dtype", wire_dtype)
-    checks.check_bool(op, "dequantize", dequantize)
-    checks.check_bool(op, "zero_unused", zero_unused)
-    if wire is not None and wire != np.dtype(jnp.float8_e4m3fn):
-        raise ValueError(f"{op}: wire_dtype must be None or float8_e4m3fn, got {wire}")
-    if wire is None and not dequantize:
-        raise ValueError(f"{op}: dequantize must be True where wire_dtype is None, as rows are not quantized")
+    room = _rows(op, capacity, num_tokens * top_k, alignment, most)
+    if group.size * room >= 2**31:
+        raise ValueError(f"{op}: capacity must be below 2**31 / {group.size} rows, got {room}")
+    if not isinstance(wire, str | None) or wire not in WIRES:
+        raise ValueError(f"{op}: wire must be None, 'float8' or 'float8_rows', got {wire!r}")
     if wire is not None and hidden % float8.BLOCK:
-        raise ValueError(f"{op}: wire_dtype float8_e4m3fn needs H to be a multiple of 128, got H = {hidden}")
-    drop = on_overflow == "drop"
-    return DispatchConfig(group.size, num_experts, capacity, alignment, wire, drop, dequantize, zero_unused)
-
-
-def node_tokens(
-    op: str, node_capacity: int | Literal["auto"] | None, group: Group, num_experts: int, expert_ids: jax.Array
-) -> int | None:
-    """The tokens that a rank can send to each node; None: every node is sent all. Raises as `dispatch_config` does."""
-    if node_capacity == "auto":
-        return group.node_plan(expert_ids.shape[0], expert_ids.shape[1], num_experts).node_capacity
-    if node_capacity is not None:
-        if isinstance(node_capacity, str):
-            raise ValueError(f"{op}: node_capacity must be an int, 'auto' or None, got {node_capacity!r}")
-        checks.check_int(op, "node_capacity", node_capacity)
-    return node_capacity
-
-
-def node_chunks(op: str, chunks: int, group: Group, *, by_kernels: bool) -> Chunks:
-    """How tokens are cut on their way. Raises as `dispatch_config` does."""
-    checks.check_int(op, "chunks", chunks)
-    return Chunks(group.nodes, int(chunks) if by_kernels else 1)
-
-
-def balanced_capacity(op: str, factor: float, assignments: int, alignment: int) -> int:
-    """`factor` times the rows of a rank when all receive as many, which are those that each sends, aligned."""
-    if isinstance(factor, bool) or not isinstance(factor, int | float | np.integer | np.floating):
-        raise TypeError(f"{op}: capacity_factor must be a number or None, got {checks.describe(factor)}")
-    if not 0 < factor < math.inf:
-        raise ValueError(f"{op}: capacity_factor must be positive and finite, got {factor}")
-    return max(1, math.ceil(min(factor, 2.0**31) * assignments / alignment)) * alignment  # no rank takes 2^31 rows
-
-
-def operands(
-    group: Group, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array | None, *others: jax.Array
-) -> tuple[jax.Array, ...]:
-    """As kernels take them: ids int32, weights float32, all varying over one set of axes."""
+        raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of 128, got H = {hidden}")
+    nodes = NodeOptions() if nodes is None else nodes
+    to_nodes = _node_tokens(op, nodes, group, num_experts, expert_ids)
+    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
+    config = DispatchConfig(group.size, num_experts, room, alignment, wire, on_overflow == "drop")
+    chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
-    return vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights, *others)
+    tokens, expert_ids, weights = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
+    return DispatchCall(group, config, to_nodes, chunks, by_kernels), (tokens, expert_ids, weights)
 
 
-def check_combined(
-    op: str,
-    name: str,
-    rows: jax.Array,
-    routing: Routing,
-    group: Group,
-    dtypes: Sequence[np.dtype] = checks.TOKEN_DTYPES,
-) -> None:
+def _rows(op: str, capacity: Any, even: int, alignment: int, most: int) -> int:
+    """The capacity in rows.
+
+    Args:
+      even: the rows of a rank when all receive as many, which are those that each sends.
+      most: the most that a rank can be asked for.
+    """
+    if capacity is None:
+        return most
+    if isinstance(capacity, float | np.floating):
+        if not 0 < capacity < math.inf:
+            raise ValueError(f"{op}: capacity as a float must be positive and finite, got {capacity}")
+        rows = math.ceil(min(float(capacity), 2.0**31) * even / alignment)  # no rank takes 2^31 rows
+        return min(most, max(1, rows) * alignment)
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
+        raise TypeError(
+            f"{op}: capacity must be an int of rows, a float of times the even load, or None; both known when the op "
+            f"is traced; got {checks.describe(capacity)}"
+        )
+    rows = int(capacity)
+    checks.check_int(op, "capacity", rows)
+    if rows % alignment:
+        raise ValueError(f"{op}: capacity must be a multiple of alignment {alignment}, got {rows}")
+    if rows <= 4 and even >= 16 * rows:
+        _warn_of_few_rows(op, rows, even)
+    return rows
+
+
+@functools.cache
+def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
+    LOGGER.warning(
+        "%s: capacity=%d is %d rows, where an even load is of %d; for times the even load pass a float, capacity=%d.0",
+        op, capacity, capacity, even, capacity,
+    )  # fmt: skip
+
+
+def _node_tokens(op: str, nodes: Any, group: Group, num_experts: int, expert_ids: jax.Array) -> int | None:
+    """The tokens that a rank can send to each node; None: every node is sent all."""
+    if not isinstance(nodes, NodeOptions):
+        raise TypeError(f"{op}: nodes must be a jax_ep.NodeOptions or None, got {checks.describe(nodes)}")
+    checks.check_int(op, "nodes.chunks", nodes.chunks)
+    if nodes.capacity is None:
+        return None
+    if isinstance(nodes.capacity, str):
+        if nodes.capacity != "auto":
+            raise ValueError(f"{op}: nodes.capacity must be an int, 'auto' or None, got {nodes.capacity!r}")
+        return group.node_plan(expert_ids.shape[0], expert_ids.shape[1], num_experts).node_capacity
+    checks.check_int(op, "nodes.capacity", nodes.capacity)
+    return nodes.capacity
+
+
+def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:
     """Raises unless `rows` [capacity, H'] has a row for each that the dispatch of `routing` delivered here."""
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
@@ -136,6 +150,6 @@ def check_combined(
         raise ValueError(f"{op}: routing is of a group of {routing.counts.shape[0]} ranks, group has {group.size}")
     routing.check_own(op, group.axis_name)
     checks.check_rank(op, name, rows, 2, "[capacity, H']")
-    checks.check_dtype(op, name, rows, dtypes)
+    checks.check_dtype(op, name, rows, checks.TOKEN_DTYPES)
     if rows.shape[0] != config.capacity:
         raise ValueError(f"{op}: {name} must have the {config.capacity} rows of the dispatch, got {rows.shape}")

@@ -1,10 +1,16 @@
 """The kernels of dispatch and combine with their derivatives, forward and backward.
 
-They are linear in their float operands: the backward pass of `dispatch` is `return_rows`, that of `combine` sends the
-cotangent along the same routing by `scatter`, and so back. Forward, a tangent goes by `scatter` and `combine`
-themselves. The rules call the op, not the kernel, so that they can be differentiated too.
+All are linear in their float operands, and four kernels are each other's transposes:
 
-Tokens may come in chunks: each is a call along its part of the routing.
+| forward op     | its transpose                                      | kernel of the transpose                   |
+|----------------|----------------------------------------------------|-------------------------------------------|
+| dispatch       | `return_rows`: sums rows per token, no weights     | combine, which also returns the weights'  |
+| combine        | `scatter` of the cotangent; then rows are weighed  | scatter: a dispatch of a known routing    |
+| `scatter`      | `return_rows`                                      | combine, returning nothing of use         |
+| `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                   |
+
+Forward, a tangent of dispatch goes by `scatter`, one of combine by combine. The rules call the op, not the kernel, so
+that they can be differentiated too. Tokens may come in chunks: each is a call along its part of the routing.
 
 What a dispatch or a combine brought has a name (`jax.ad_checkpoint.checkpoint_name`), by which a policy of
 `jax.checkpoint` can keep it: then the exchange does not run a second time.
@@ -24,7 +30,7 @@ from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
 
-NO_GRADIENT = "dispatch: dequantize=False has no gradient; differentiate with dequantize=True"
+NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with wire='float8'"
 
 scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
 return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
@@ -74,13 +80,13 @@ def combine_gradient(
 
 def of_rows(weights: jax.Array, routing: Routing) -> jax.Array:
     """Weights [R, T, K] by the row that each belongs to: [C] float32, 0 where there is none."""
-    row = jnp.where(routing.rows >= 0, routing.rows, routing.config.capacity)
+    row = jnp.where(routing.row_of >= 0, routing.row_of, routing.config.capacity)
     return jnp.zeros_like(weights, shape=(routing.config.capacity,)).at[row].set(weights, mode="drop")
 
 
 def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
     """Values [C] of rows by the assignments that have one: [R, T, K], 0 for the others."""
-    return jnp.where(routing.rows >= 0, by_row.at[routing.rows].get(mode="clip"), 0)
+    return jnp.where(routing.row_of >= 0, by_row.at[routing.row_of].get(mode="clip"), 0)
 
 
 def weighed(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
@@ -117,7 +123,7 @@ def dispatch_tangent(
 
 def _sent(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
     """[T, K] of each rank to the [R, T, K] that a dispatch would deliver."""
-    return jnp.where(routing.rows >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
+    return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
 
 
 def dispatch(
@@ -128,7 +134,7 @@ def dispatch(
     out = kernels.dispatch(group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)
     rows, arrived = _followed(group, config, tokens, weights, out)
-    return out._replace(tokens=rows, routing=dataclasses.replace(out.routing, weights=arrived))
+    return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=arrived))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -136,12 +142,12 @@ def _followed(
     group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched
 ) -> tuple[Any, jax.Array]:
     """The floats of a dispatch, apart from its integers, whose tangents JAX has no types for."""
-    return out.tokens, out.routing.weights
+    return out.rows, out.routing.weights
 
 
 @_followed.defjvp
 def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
-    if not config.dequantize:
+    if config.wire == "float8_rows":
         raise TypeError(NO_GRADIENT)
     routing = primals[2].routing
 

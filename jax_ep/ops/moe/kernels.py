@@ -25,14 +25,14 @@ def dispatch(
         capacity=config.capacity,
         alignment=config.alignment,
         drop=config.drop,
-        wire_float8=config.wire_dtype is not None,
-        rows_float8=not config.dequantize,
+        wire_float8=config.wire is not None,
+        rows_float8=config.wire == "float8_rows",
         leave_unused=not config.zero_unused,
     )
-    rows = called["rows"] if config.dequantize else Float8Rows(called["rows"], called["scales"])
+    rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
     routing = Routing(
         targets=called["targets"],
-        rows=called["row_of"],
+        row_of=called["row_of"],
         weights=called["weights"],
         counts=called["counts"],
         dropped=called["dropped"],
@@ -50,7 +50,7 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         "scatter",
         tokens,
         routing.targets,
-        routing.rows,
+        routing.row_of,
         *([routing.counts] if onto is None else []),
         group=group,
         updated=onto,
@@ -91,7 +91,7 @@ def _combine(
         rows,
         *(x for x in (weights, scalars) if x is not None),
         routing.targets,
-        routing.rows,
+        routing.row_of,
         op=op,
         group=group,
         dtype=rows.dtype,

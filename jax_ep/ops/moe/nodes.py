@@ -1,9 +1,9 @@
 """dispatch and combine over several nodes: XLA's collectives between them, kernels inside.
 
-Every token goes to every node; with `node_capacity`, once to each node that has one of its experts. It goes to the rank
-with the same index as its own, which passes it once to each rank of its node that needs it. combine takes the way back:
-each node sums what its experts made of a token, then the token's rank adds up the nodes in their order. (DeepEP's
-internode kernels go these two ways.)
+Every token goes to every node; with `NodeOptions.capacity`, once to each node that has one of its experts. It goes to
+the rank with the same index as its own, which passes it once to each rank of its node that needs it. combine takes the
+way back: each node sums what its experts made of a token, then the token's rank adds up the nodes in their order.
+(DeepEP's internode kernels go these two ways.)
 
 Rows come in the order that one group of all ranks would give them, by their source ranks. Kernels know only the ranks
 of their node and would give another order. Therefore the routing is worked out here, from the expert ids of all tokens
@@ -27,6 +27,7 @@ from jax_ep.ops.moe.types import (
     COMBINED,
     DISPATCHED,
     WHOLE,
+    WIRES,
     Chunks,
     DispatchCall,
     Dispatched,
@@ -94,7 +95,7 @@ def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Ar
         "C": config.capacity,
         "alignment": config.alignment,
         "node_capacity": -1 if node_capacity is None or node_capacity >= tokens.shape[0] else node_capacity,
-        "float8": int(config.wire_dtype is not None) + int(not config.dequantize),
+        "float8": WIRES.index(config.wire),
         "drop": int(config.drop),
         "chunks": min(call.chunks.number, tokens.shape[0]),
         "dtype": tokens.dtype,
@@ -143,7 +144,7 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     none = jnp.zeros((1,), jnp.int32)
     routing = Routing(
         targets=targets[me].astype(jnp.int32),
-        rows=rows,
+        row_of=rows,
         weights=jnp.where(rows >= 0, jax.lax.all_gather(weights, axis), 0),
         counts=here,
         dropped=none,
@@ -164,7 +165,7 @@ def _routing(
     found = jax.lax.all_to_all(found, group.node_axes, 0, 0, tiled=True).sum(dtype=jnp.int32)
     return NodeRouting(
         targets=local.targets,
-        rows=local.rows,
+        row_of=local.row_of,
         weights=local.weights,
         counts=jax.lax.all_to_all(to_experts.reshape(group.size, -1).astype(jnp.int32), group.axis_name, 0, 0),
         dropped=(valid.sum(dtype=jnp.int32) - found)[None],
@@ -190,19 +191,17 @@ def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most:
 
 def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) -> CapacityError:
     return CapacityError(
-        f"{op}: rank {rank} has {needed} tokens for a node but node_capacity is {node_capacity}; pass a larger "
-        'node_capacity, or None, or on_overflow="drop"'
+        f"{op}: rank {rank} has {needed} tokens for a node but nodes.capacity is {node_capacity}; pass a "
+        'larger NodeOptions(capacity=...), or None, or on_overflow="drop"'
     )
 
 
 def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Any:
     """The rows of the local experts, [C, H], or `Float8Rows`."""
-    whole = call.config
-    if whole.wire_dtype is None:
+    if call.config.wire is None:
         return _moved(call, tokens, sent, local)
-    if whole.dequantize:
-        return _rounded_rows(call, tokens, sent, local)
-    return _float8_rows(call, tokens, sent, local)
+    through = _float8_rows if call.config.wire == "float8_rows" else _dequantized_rows
+    return through(call, tokens, sent, local)
 
 
 def _moved(
@@ -226,16 +225,16 @@ def _float8_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rounded_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
+def _dequantized_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
     """Tangents and gradients pass straight through the rounding."""
     return dequantize_rows(_float8_rows(call, tokens, sent, local), tokens.dtype)
 
 
-@_rounded_rows.defjvp
-def _rounded_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
+@_dequantized_rows.defjvp
+def _dequantized_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
     tokens, sent, local = primals
     moved = _moved(call, tangents[0], sent, local, gradients.scatter_tangent)
-    return _rounded_rows(call, tokens, sent, local), moved
+    return _dequantized_rows(call, tokens, sent, local), moved
 
 
 def _packed(tokens: jax.Array) -> jax.Array:

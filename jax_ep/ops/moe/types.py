@@ -1,7 +1,7 @@
 """The values that travel between dispatch and combine."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,41 @@ from jax_ep.ops.moe.shares import rows_of_experts
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
 COMBINED = "jax_ep_combine"  # the sums
 
+Wire = Literal["float8", "float8_rows"]
+WIRES: tuple[Wire | None, ...] = (None, "float8", "float8_rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeOptions:
+    """How tokens travel where the group is of several nodes; a group of one node does not look at it.
+
+    Attributes:
+      capacity: the tokens of a rank that have room on the way to each node; beyond it `on_overflow` decides. None: all
+        tokens go to all nodes, which is best while there are few. "auto": None, or room for 5/4 of the tokens that an
+        even router has for a node (`Group.node_plan`).
+      chunks: into how many chunks tokens are cut on their way, so that one is passed on inside the nodes while the next
+        goes between them; in the dispatch, in its `combine`, and in the gradients of both. The results have the same
+        bits. "xla" does not look at it.
+    """
+
+    capacity: int | Literal["auto"] | None = None
+    chunks: int = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class DispatchConfig:
-    """Everything about a dispatch that is known when it is traced."""
+    """What a routing says about its dispatch: all that is known when it is traced.
+
+    `capacity` is in rows. `zero_unused`: whether the rows behind those of the last expert are zeroed. The layer leaves
+    them: they then hold anything, NaN too, and so do these rows of their tangent, and of the cotangent of `combine`.
+    """
 
     size: int
     num_experts: int
     capacity: int
     alignment: int
-    wire_dtype: np.dtype | None
+    wire: Wire | None
     drop: bool
-    dequantize: bool = True
     zero_unused: bool = True
 
     @property
@@ -75,7 +98,7 @@ class Chunks(NamedTuple):
             by_node = leaf.reshape(*leaf.shape[:-2], self.nodes, tokens, top_k)[..., chunk, :]
             return by_node.reshape(*leaf.shape[:-2], self.nodes * (chunk.stop - chunk.start), top_k)
 
-        leaves = ("targets", "rows", "weights")
+        leaves = ("targets", "row_of", "weights")
         return [dataclasses.replace(routing, **{x: of(chunk, getattr(routing, x)) for x in leaves}) for chunk in slices]
 
 
@@ -83,7 +106,7 @@ WHOLE = Chunks()
 
 
 class DispatchCall(NamedTuple):
-    """How a dispatch is called, and what runs it."""
+    """A validated call of dispatch but for its arrays, and what runs it."""
 
     group: Group
     config: DispatchConfig  # as of one group of all ranks
@@ -113,8 +136,8 @@ class Routing:
 
     Attributes:
       targets: [T, K] int32. For each assignment of this rank `owner * capacity + row`; -1 if there is no row.
-      rows: [R, T, K] int32. For each assignment of source rank s the row of this rank that holds it, or -1.
-      weights: [R, T, K] float32. The weights as they arrived, 0 where `rows` is -1. Differentiable.
+      row_of: [R, T, K] int32. For each assignment of source rank s the row of this rank that holds it, or -1.
+      weights: [R, T, K] float32. The weights as they arrived, 0 where `row_of` is -1. Differentiable.
       counts: [R, E / R] int32. Assignments per source rank and local expert, before padding and before drops.
       dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
       invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
@@ -122,7 +145,7 @@ class Routing:
     """
 
     targets: jax.Array
-    rows: jax.Array
+    row_of: jax.Array
     weights: jax.Array
     counts: jax.Array
     dropped: jax.Array
@@ -159,7 +182,7 @@ class Routing:
             raise ValueError(f"{op}: routing.targets must be of fewer than 2**31 / {size} values, got {rows // size}")
         for name, shape, layout, dtype in (
             ("targets", (num_tokens, top_k), "[T, K]", np.int32),
-            ("rows", (size, num_tokens, top_k), "[R, T, K]", np.int32),
+            ("row_of", (size, num_tokens, top_k), "[R, T, K]", np.int32),
             ("weights", (size, num_tokens, top_k), "[R, T, K]", np.float32),
             (counts, (size, local_experts), "[R, E / R]", np.int32),
             ("dropped", (1,), "[1]", np.int32),
@@ -171,7 +194,7 @@ class Routing:
 
     def check_own(self, op: str, axis_name: AxisName) -> None:
         """Raises ValueError where types say that all ranks were given the routing of one."""
-        self._check_varying(op, axis_name, self.config.size, ("targets", "rows", "counts"))
+        self._check_varying(op, axis_name, self.config.size, ("targets", "row_of", "counts"))
 
     def _check_varying(self, op: str, axis_name: AxisName, ranks: int, names: tuple[str, ...]) -> None:
         if ranks == 1 or not vary.tracks_varying(axis_name):
@@ -190,10 +213,10 @@ class Routing:
 class NodeRouting(Routing):
     """Where every assignment of a dispatch over several nodes went. There are N nodes with L ranks each; R = N L.
 
-    `targets` [N B, K], `rows` and `weights` [L, N B, K] are those of the dispatch inside this node, as is `config`: its
-    sources are the ranks of the node, each with the N B tokens that it took in from the nodes, in their order. B is T,
-    or `node_capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; what found no room on the way
-    was dropped.
+    `targets` [N B, K], `row_of` and `weights` [L, N B, K] are those of the dispatch inside this node, as is `config`:
+    its sources are the ranks of the node, each with the N B tokens that it took in from the nodes, in their order. B is
+    T, or `NodeOptions.capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; what found no room
+    on the way was dropped.
 
     Attributes:
       arrived: [L, E / R] int32. Assignments per source rank inside the node and local expert, before drops there.
@@ -212,14 +235,14 @@ class NodeRouting(Routing):
     def local(self) -> Routing:
         """The routing inside the node."""
         zero = jnp.zeros_like(self.dropped)
-        return Routing(self.targets, self.rows, self.weights, self.arrived, zero, zero, self.config)
+        return Routing(self.targets, self.row_of, self.weights, self.arrived, zero, zero, self.config)
 
     @property
     def group_sizes(self) -> jax.Array:
         return self.local.group_sizes
 
     def check_own(self, op: str, axis_name: AxisName) -> None:
-        self._check_varying(op, axis_name, self.counts.shape[0], ("targets", "rows", "counts", "arrived", "sent"))
+        self._check_varying(op, axis_name, self.counts.shape[0], ("targets", "row_of", "counts", "arrived", "sent"))
 
     def check(self, op: str) -> None:
         self._check_leaves(op, counts="arrived")
@@ -239,18 +262,31 @@ class NodeRouting(Routing):
             checks.check_dtype(op, "routing.sent", self.sent, (np.dtype(np.int32),))
 
 
+class MoeStats(NamedTuple):
+    """What a layer counted. Under `jax.shard_map` it goes out by `P(axis_name)`: all experts, and one count per rank.
+
+    Attributes:
+      counts: [E / R] int32. Assignments of every rank to each expert of this one, before drops.
+      dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
+      invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
+    """
+
+    counts: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+
+
 class Dispatched(NamedTuple):
     """What `dispatch` returns.
 
     Attributes:
-      tokens: [capacity, H]. Rows grouped by local expert; within an expert by (source rank, token, k). Padding is zero,
-        but for rows behind the last expert's that were left (`zero_unused=False`).
-        With `dequantize=False` they are `Float8Rows`.
+      rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows": grouped by local expert; within
+        an expert by (source rank, token, k). Padding, and the rows behind the last expert's, are zero.
       group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
       routing: what `combine` needs; a `NodeRouting` where the group is of several nodes.
     """
 
-    tokens: Any
+    rows: Any
     group_sizes: jax.Array
     routing: Routing
 

@@ -70,10 +70,10 @@ def dispatch(
     (num_tokens, top_k), size = expert_ids.shape, config.size
     me = jax.lax.axis_index(axis_name)
     sent = tokens
-    if not config.dequantize:  # both parts in one row; float32 holds them exactly
+    if config.wire == "float8_rows":  # both parts in one row; float32 holds them exactly
         quantized = quantize_rows(tokens)
         sent = jnp.concatenate([quantized.values.astype(jnp.float32), quantized.scales], axis=1)
-    elif config.wire_dtype is not None:  # the gradient passes straight through the rounding
+    elif config.wire == "float8":  # the gradient passes straight through the rounding
         rounded = dequantize_rows(quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
@@ -91,14 +91,14 @@ def dispatch(
     arrived = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
     routing = Routing(
         targets=targets[me].astype(jnp.int32),
-        rows=rows.reshape(shape),
+        row_of=rows.reshape(shape),
         weights=arrived,
         counts=placed.counts.reshape(size, size, config.local_experts)[:, me],
         dropped=placed.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
         config=config,
     )
-    if not config.dequantize:
+    if config.wire == "float8_rows":
         values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
         received = Float8Rows(to_bits(values), scales)
     return Dispatched(received, placed.group_sizes[me], routing), placed.needed
@@ -106,8 +106,8 @@ def dispatch(
 
 def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Rows [T, H] along a routing that is already known: [capacity, H]."""
-    capacity, (size, num_tokens, top_k) = routing.config.capacity, routing.rows.shape
-    row = jnp.where(routing.rows >= 0, routing.rows, capacity).reshape(-1)
+    capacity, (size, num_tokens, top_k) = routing.config.capacity, routing.row_of.shape
+    row = jnp.where(routing.row_of >= 0, routing.row_of, capacity).reshape(-1)
     all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
     nobody, source = all_tokens.shape[0], jnp.arange(row.size, dtype=jnp.int32) // max(top_k, 1)
     source_of_row = jnp.full(capacity, nobody, jnp.int32).at[row].set(source, mode="drop")
@@ -116,10 +116,10 @@ def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.
 
 def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Like `jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partials in rank order."""
-    size, num_tokens, top_k = routing.rows.shape
+    size, num_tokens, top_k = routing.row_of.shape
     partial = jnp.zeros((size, num_tokens, expert_outputs.shape[1]), jnp.float32)
     for k in range(top_k):
-        rows = routing.rows[:, :, k]
+        rows = routing.row_of[:, :, k]
         values = expert_outputs.at[rows].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
         weights = jnp.where(rows < routing.config.capacity, routing.weights[:, :, k], jnp.nan)  # there is no such row
         partial += jnp.where((rows >= 0)[..., None], weights[..., None] * values, 0)

@@ -1,1 +1,0 @@
-"""dispatch with the product behind it, combine with the product before it."""

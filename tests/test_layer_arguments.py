@@ -1,0 +1,150 @@
+"""What `moe_mlp` refuses when it is traced: each error names the layer and the argument."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
+from layer_cases import HIDDEN, SIZE, WIDTH, draw
+
+from jax_ep import Experts, Gated, Group, NodeOptions, moe_mlp
+
+LOCAL = 2  # experts of a rank
+
+FLOAT32, FLOAT16 = np.float32, np.float16
+
+
+def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gate * up
+
+
+def zeros(*shape: int, dtype: Any = FLOAT32) -> Any:
+    return np.zeros(shape, dtype)
+
+
+def trace(group: Group, model: Any, ids: Any, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    """`changes` are those of `Experts`."""
+
+    def layer(model: Any, ids: Any) -> jax.Array:
+        fields = dict(zip(("gate", "up", "down"), model[2:], strict=True)) | changes
+        given: dict[str, Any] = {"experts": Experts(**fields), "group": group, "implementation": "xla"} | options
+        return moe_mlp(model.tokens, ids, None, given.pop("experts"), **given)[0]
+
+    jax.eval_shape(helpers.per_rank(layer, group.mesh), model, ids)
+
+
+def unshaped(x: jax.Array) -> Any:
+    return x[:1]
+
+
+def nothing(gate: jax.Array, up: jax.Array) -> Any:
+    return None
+
+
+EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"gate": zeros(LOCAL, HIDDEN + 1, WIDTH)}, r"experts.gate must have shape \[E / R, H, F\]"),
+    ({"gate": zeros(0, HIDDEN, WIDTH)}, "experts.gate must have at least one expert on every rank"),
+    ({"gate": zeros(HIDDEN, WIDTH)}, r"experts.gate must have shape \[E / R, H, F\], got \(16, 24\)"),
+    ({"up": zeros(LOCAL, HIDDEN, WIDTH + 8)}, r"experts.up must have shape \[E / R, H, F\]"),
+    ({"up": zeros(LOCAL, HIDDEN, WIDTH, dtype=FLOAT16)}, "experts.up must be of dtype float32, got float16"),
+    ({"gate": None, "up": None}, "experts.gate and experts.up must not both be None"),
+    ({"gate": zeros(LOCAL, HIDDEN, 7), "up": None}, r"experts.gate must have shape \[E / R, H, 2 F\] where experts.up"),
+    ({"down": zeros(LOCAL, HIDDEN, WIDTH)}, r"experts.down must have shape \[E / R, F, H\]"),
+    ({"biases": 3}, r"experts.biases must be None or those of \(gate, up, down\), got int"),
+    (
+        {"biases": (None, zeros(1, 3), None)},
+        r"experts.biases\[1\] must have shape \[E / R, F\] = \(2, 24\)",
+    ),
+    (
+        {"biases": (None, None, zeros(LOCAL, HIDDEN, dtype=np.float64))},
+        r"experts.biases\[2\] must be of dtype float32, got float64",
+    ),
+    ({"gate": None, "biases": (zeros(LOCAL, WIDTH), None, None)}, r"experts.biases\[0\] must be None where"),
+    ({"activation": "swiglu"}, "experts.activation must be one of 'silu', 'gelu', 'relu'; got 'swiglu'"),
+    ({"activation": None}, "experts.activation must be a function, Gated or one of 'silu', .*, got None"),
+    ({"activation": Gated(3)}, "experts.activation must be Gated of a function of two arrays, got 3"),  # pyright: ignore
+    ({"gate": None, "activation": Gated(clipped)}, "experts.activation must be of one argument where experts.gate"),
+    ({"activation": Gated(nothing)}, r"experts.activation must return an array .* \(48, 24\).*, got NoneType"),
+    ({"activation": unshaped}, r"experts.activation must return an array .* \(48, 24\) .*, got float32\[1,24\]"),
+]
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
+    ({"shared": 7}, r"shared must be None or \(gate, up, down\), got int"),
+    ({"shared": (zeros(HIDDEN, 8),) * 2}, r"shared must be None or \(gate, up, down\), got a tuple of 2"),
+    ({"shared": (zeros(HIDDEN, 8),) * 3}, r"shared\[2\] must have shape \[S, H\] = \(8, 16\)"),
+    ({"shared": (zeros(HIDDEN, 8, dtype=FLOAT16),) * 3}, r"shared\[0\] must be of dtype float32, got float16"),
+    ({"shared": (None, zeros(HIDDEN, 8), zeros(8, HIDDEN))}, r"shared\[0\] must be None where experts.gate is"),
+    ({"capacity": 0}, "capacity must be at least 1, got 0"),
+    ({"capacity": True}, "capacity must be an int of rows, .* got bool"),
+    ({"capacity": -1.0}, "capacity as a float must be positive and finite, got -1.0"),
+    ({"nodes": 2}, r"nodes must be a jax_ep\.NodeOptions or None, got int"),
+    ({"nodes": NodeOptions(chunks=1.5)}, r"nodes\.chunks must be a Python int, .* got float"),  # pyright: ignore
+    ({"nodes": NodeOptions("all")}, r"nodes\.capacity must be an int, 'auto' or None, got 'all'"),  # pyright: ignore
+    ({"on_overflow": None}, "on_overflow must be one of 'raise', 'drop'; got None"),
+    ({"wire": "foo"}, "wire must be None or 'float8', got 'foo'"),
+    ({"wire": "float8_rows"}, "wire must be None or 'float8', got 'float8_rows'"),
+    ({"wire": "float8"}, "wire='float8' needs H to be a multiple of 128, got H = 16"),
+    ({"implementation": "nccl"}, "implementation must be one of 'auto', 'ffi', 'xla'; got 'nccl'"),
+    ({"precision": np.array(["float8"] * 2)}, "precision must be 'float8' or None, got array"),
+    ({"precision": "float8"}, "precision='float8' needs H and F to be multiples of 128, got F, H = "),
+    ({"weigh_inputs": 1}, "weigh_inputs must be True or False, got 1"),
+    ({"product": 3}, r"product must be a function of \(rows, matrix, group_sizes\) or None, got 3"),
+    ({"product": lambda *_: jnp.zeros(3), "precision": "float8"}, "precision must be None where product is given"),
+    ({"product": lambda *_: jnp.zeros(3)}, r"product must return an array of 48 rows, got float32\[3\]"),
+    ({"group": "ep"}, r"group must be an open jax_ep\.Group\(mesh, axis_name\), got str"),
+]
+OF_A_PRODUCT: list[tuple[dict[str, Any], str]] = [
+    ({"biases": (None,) * 3}, "experts.biases must be None where product is given"),
+    ({"up": (zeros(3, HIDDEN), zeros(LOCAL))}, "each leaf of experts must have the rank's experts, one or more"),
+    ({"up": {}}, "experts.up must have a leaf, got none"),
+    ({"down": [3]}, "each leaf of experts.down must be an array, got int"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "match"),
+    [
+        *((changes, {}, match) for changes, match in EXPERTS),
+        *(({}, options, match) for options, match in OPTIONS),
+        *((changes, {"product": clipped}, match) for changes, match in OF_A_PRODUCT),
+    ],
+)
+def test_refused_by_name(
+    changes: dict[str, Any], options: dict[str, Any], match: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    layer, case, _ = draw(rng, np.float32)
+    with pytest.raises((ValueError, TypeError), match=f"^moe_mlp: {match}"):
+        trace(open_group(SIZE), layer, case.ids, changes, options)
+
+
+def test_experts_that_are_not_sharded_are_refused(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """They would be taken for R times as many experts, of which the first ranks own all that tokens name."""
+    group, (model, case, _) = open_group(SIZE), draw(rng, np.float32)
+    tokens, ids, *matrices = (x.reshape(-1, *x.shape[2:]) for x in (model.tokens, case.ids, *model[2:]))
+
+    def layer(tokens: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
+        return moe_mlp(tokens, ids, None, Experts(*matrices), group=group, implementation="xla")[0]
+
+    for i, name in enumerate(("gate", "up", "down")):
+        specs = (P("ep"), P("ep"), *(P() if i == j else P("ep") for j in range(3)))
+        given = [tokens, ids, *(matrix[:LOCAL] if i == j else matrix for j, matrix in enumerate(matrices))]
+        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=P("ep"))
+        with pytest.raises(
+            ValueError, match=rf"^moe_mlp: experts.{name} must be of the experts that each rank owns, .*P\('ep'\)"
+        ):
+            jax.eval_shape(mapped, *given)
+
+
+def test_experts_are_a_pytree() -> None:
+    """Static is the activation alone; markers that jax's transformations put in place of arrays pass."""
+    marked: Any = (None, 4, None)
+    experts = Experts(1, None, 3, biases=marked, activation=Gated(clipped))
+    leaves, structure = jax.tree.flatten(experts)
+    assert leaves == [1, 3, 4]
+    assert jax.tree.unflatten(structure, leaves) == experts
+    assert structure == jax.tree.structure(Experts(0, None, 0, biases=marked, activation=Gated(clipped)))
+    assert structure != jax.tree.structure(Experts(0, None, 0, biases=marked))

@@ -1,0 +1,154 @@
+"""Layers of float8 operands against the chain of ops that they stand for.
+
+Sums have its bits. Gradients differ by rounding; those of the weights go straight through the last product's, too.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import pytest
+from conftest import OpenGroup
+from layer_cases import Body, assert_same_bits, with_gradient
+from moe_oracle import Layer
+
+from jax_ep import Gated, Group, Implementation, combine, dispatch, float8, lax
+from jax_ep.float8 import Float8Rows, quantize_rows, quantize_weights
+
+SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 12, 2, 256, 128
+
+
+def layer_of(group: Group, **options: Any) -> Body:
+    """On one rank, (tokens, ids, weights, gate, up, down) -> [T, H]."""
+    return partial(helpers.moe_sums, group=group, precision="float8", **options)
+
+
+@jax.custom_vjp
+def straight(rows: jax.Array, quantized: Float8Rows, matrix: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The product in float8, with the gradients of the one that is not."""
+    kept = jnp.bfloat16 if rows.dtype == jnp.bfloat16 else jnp.float32
+    return float8.ragged_dot(quantized, quantize_weights(matrix), sizes, preferred_element_type=kept)
+
+
+def _forward(rows: jax.Array, quantized: Float8Rows, matrix: jax.Array, sizes: jax.Array) -> Any:
+    return straight(rows, quantized, matrix, sizes), (rows, matrix, sizes)
+
+
+def _backward(kept: Any, cotangent: jax.Array) -> Any:
+    rows, matrix, sizes = kept
+    d_rows, d_matrix = jax.vjp(lambda rows, matrix: lax.ragged_dot(rows, matrix, sizes), rows, matrix)[1](cotangent)
+    return d_rows, None, d_matrix, None
+
+
+straight.defvjp(_forward, _backward)
+
+
+def chain(group: Group) -> Body:
+    """The layer op by op: rows are multiplied as they arrive in float8."""
+
+    def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+        sent: dict[str, Any] = {"group": group, "num_experts": EXPERTS, "wire": "float8"}
+        rows, sizes, routing = dispatch(tokens, ids, weights, **sent)
+        sent["wire"] = "float8_rows"
+        arrived = dispatch(jax.lax.stop_gradient(tokens), ids, None, **sent).rows
+        inner = jax.nn.silu(straight(rows, arrived, gate, sizes)) * straight(rows, arrived, up, sizes)
+        quantized = quantize_rows(jax.lax.stop_gradient(inner))
+        return combine(straight(inner, quantized, down, sizes), routing, group=group)
+
+    return layer
+
+
+def draw(rng: np.random.Generator, dtype: Any) -> tuple[Layer, np.ndarray, np.ndarray]:
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, np.dtype(dtype))
+    case.ids[0, 0], case.ids[1, :, 1] = -1, case.ids[1, :, 0]
+    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)
+    return layer, case.ids, rng.standard_normal(case.tokens.shape).astype(dtype)
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(helpers.wide(found) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
+def test_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    layer, ids, cotangent = draw(rng, dtype)
+    ours, wanted = (helpers.fetch(with_gradient(group, f(group))(layer, ids, cotangent)) for f in (layer_of, chain))
+    assert_same_bits(ours[0], wanted[0])
+    for name, mine, theirs in zip(layer._fields, ours[1], wanted[1], strict=True):
+        allowed = 0.05 if name == "weights" else max(2 * float(jnp.finfo(dtype).eps), 1e-5)
+        assert relative(mine, helpers.wide(theirs)) < allowed, name
+    assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1])
+
+
+def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Within what two products of values with three bits of mantissa keep, as in test_float8_products.py."""
+    group = open_group(SIZE)
+    layer, ids, cotangent = draw(rng, helpers.DTYPES[0])
+    program = with_gradient(group, layer_of(group, implementation=implementation))
+    out, found = helpers.fetch(program(layer, ids, cotangent))
+    expected, gradient = moe_oracle.gated_experts(layer, ids, cotangent)
+    assert 0.005 < relative(out, expected) < 0.1
+    for name, mine, right in zip(layer._fields, found, gradient, strict=True):
+        assert 0.001 < relative(mine, right) < 0.1, name
+
+
+def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Matrices that come in float8 give the bits of those that the layer quantizes, also some of them."""
+    group = open_group(SIZE)
+    layer, ids, _ = draw(rng, helpers.DTYPES[0])
+
+    def all_of_them(model: Layer, ids: jax.Array) -> Any:
+        gate, up, down = (quantize_weights(x) for x in model[2:])
+        body = layer_of(group, implementation=implementation)
+        chosen = (model[2:], (gate, model.up, model.down), (gate, up, down), (model.gate, model.up, down))
+        return [body(model.tokens, ids, model.weights, *matrices) for matrices in chosen]
+
+    first, *others = helpers.fetch(helpers.per_rank(all_of_them, group.mesh)(layer, ids))
+    for other in others:
+        assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
+def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(SIZE)
+    layer, ids, _ = draw(rng, np.float32)
+
+    def body(name: str, model: Layer, ids: jax.Array) -> Any:
+        def loss(scales: jax.Array) -> jax.Array:
+            matrices = {each: getattr(model, each) for each in ("gate", "up", "down")}
+            matrices[name] = dataclasses.replace(quantize_weights(matrices[name]), scales=scales)
+            where: dict[str, Any] = {"implementation": implementation}
+            return layer_of(group, **where)(model.tokens, ids, model.weights, **matrices).sum()
+
+        return jax.grad(loss)(quantize_weights(getattr(model, name)).scales)
+
+    for name in ("gate", "up", "down"):
+        with pytest.raises(TypeError, match=rf"^moe_mlp: experts\.{name} in float8 has no gradient"):
+            jax.eval_shape(helpers.per_rank(partial(body, name), group.mesh), layer, ids)
+
+
+@pytest.mark.usefixtures("native")
+def test_forms_go_the_same_way(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """With biases of zero, with a function of the user's, and with gate and up in one."""
+    group = open_group(SIZE)
+    layer, ids, cotangent = draw(rng, helpers.DTYPES[0])
+
+    def in_one(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+        return layer_of(group)(tokens, ids, weights, jnp.concatenate([gate, up], axis=2), None, down)
+
+    def results(body: Body) -> Any:
+        return helpers.fetch(with_gradient(group, body)(layer, ids, cotangent))
+
+    nothing = jnp.zeros((EXPERTS // SIZE, WIDTH), layer.gate.dtype)
+    gated = Gated(lambda gate, up: jax.nn.silu(gate) * up)
+    wanted = results(layer_of(group))
+    for options in ({"biases": (nothing, nothing, None)}, {"activation": gated}):
+        assert_same_bits(results(layer_of(group, **options)), wanted)
+    assert_same_bits(results(in_one)[0], wanted[0])
