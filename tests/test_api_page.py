@@ -6,10 +6,10 @@ from pathlib import Path
 from types import ModuleType
 
 import jax_ep
-import pallas_kernels
+import jax_ep.pallas_kernels
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text()
-MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.float8, jax_ep.embedding, pallas_kernels]
+MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.float8, jax_ep.embedding, jax_ep.pallas_kernels]
 TYPES_OF_ARGUMENTS = {"Implementation", "OnOverflow", "Scalar", "Tree"}
 
 
