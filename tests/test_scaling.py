@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from test_benchmarks import number, rows_of
+from test_benchmarks import rows_of
 from test_nodes import AXES, over
 
 from jax_ep import Group, SparseRows, sparse_all_reduce
@@ -20,6 +20,10 @@ from jax_ep.__main__ import load
 from jax_ep.runtime.nodes import NodePlan, plan
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
 
 
 @pytest.fixture
