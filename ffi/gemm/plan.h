@@ -8,11 +8,13 @@
 
 namespace jax_ep::gemm {
 
-// As in Problem.
+// As in Product.
 struct Shape {
   Grouping grouping;
   int m, n, k;
   int groups;
+  Epilogue epilogue = Epilogue::store;
+  bool is_float8 = false;
 };
 
 struct Config {
@@ -20,7 +22,7 @@ struct Config {
   int band;     // see Problem
   int blocks;   // an even number
   bool split_k;
-  bool swap_ab = false;  // tiles of no more rows than they need (swap_ab.h)
+  bool swap_ab = false;  // tiles of no more rows than they need (multiply_swapped.h)
 
   std::string describe() const;
 };
@@ -29,12 +31,6 @@ Config plan(const Shape& shape, const HardwareModel& model);
 
 // With tiles of fixed height, to which hooks can be added.
 Config plan_fixed(const Shape& shape, const HardwareModel& model);
-
-// With tiles of no more rows than they need, and so many columns.
-Config plan_swapped(const Shape& shape, const HardwareModel& model, int tile_columns);
-
-// With tiles of this width.
-Config plan_width(const Shape& shape, const HardwareModel& model, int block_n);
 
 // Whether both CTAs of a cluster should take one tile, half of the contraction each: where there are so few tiles that
 // this leaves none of `sms` without work.

@@ -27,8 +27,7 @@ enum class OpKind : int32_t {
 #define JAX_EP_MATMUL_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
 
 // Those that need no group of ranks. Hopper GPUs alone have their kernels.
-#define JAX_EP_ALONE_OPS(X) \
-  X(GroupedDotArgs) X(GroupedOuterArgs) X(GatedDotArgs) X(SummedDotArgs) X(Float8DotArgs) X(GatedFloat8DotArgs)
+#define JAX_EP_ALONE_OPS(X) X(gemm::Product)
 
 #define JAX_EP_ROW_OPS(X) JAX_EP_MOE_OPS(X) JAX_EP_RAGGED_OPS(X) JAX_EP_SPARSE_OPS(X)
 #define JAX_EP_OPS(X) JAX_EP_ROW_OPS(X) JAX_EP_MATMUL_OPS(X)
