@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "bindings/bound_op.h"
+#include "comm/float8.h"
 #include "gemm/plan.h"
 #include "platform/launch.h"
 #include "runtime/call_site.h"
@@ -249,6 +250,8 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMailCounts;
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("float8_block") = kScaleBlock;
+  module.attr("line_multiple") = gemm::kLineMultiple;
   module.attr("op_kinds") = op_kinds();
   module.def("handlers", &handlers);
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
