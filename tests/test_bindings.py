@@ -225,122 +225,131 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
         helpers.fetch(helpers.per_rank(body, group.mesh)(rows, offsets))
 
 
-# Products that need no group. The library for CPUs has no kernels for them, but checks their calls alike.
-GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]], tuple[str, tuple[int, ...]]]] = {
-    "grouped_matmul": (
-        {"dtype": "float32", "operand_dtype": "bfloat16", "rhs_is_k_by_n": True},
-        [("bfloat16", (3, 16)), ("bfloat16", (2, 16, 8)), ("int32", (2,))],
+# Products that need no group: one op. The library for CPUs has no kernels for them, but checks their calls alike.
+# By a name of the test: settings, operands (name, dtype, shape), and the result.
+GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]], tuple[str, tuple[int, ...]]]] = {
+    "rows": (
+        {"dtype": "float32"},
+        [("lhs", "bfloat16", (3, 16)), ("rhs", "bfloat16", (2, 16, 8))],
         ("float32", (3, 8)),
     ),
-    "grouped_outer": (
-        {"dtype": "float16", "m": 24, "k": 3},
-        [("float16", (3, 24)), ("float16", (3, 8)), ("int32", (2,))],
+    "contraction": (
+        {"dtype": "float16", "operand_dtype": "float16", "grouping": "contraction", "m": 24, "k": 3},
+        [("lhs", "float16", (3, 24)), ("rhs", "float16", (3, 8))],
         ("float16", (2, 24, 8)),
     ),
-    "gated_matmul": (
-        {"dtype": "bfloat16", "activation": "silu", "keeps_products": False, "columns": 16},
-        [("bfloat16", (3, 16)), ("bfloat16", (2, 16, 16)), ("bfloat16", (2, 16, 16)), ("int32", (2,))],
+    "gated": (
+        {"epilogue": "gated", "activation": "silu", "columns": 16},
+        [("lhs", "bfloat16", (3, 16)), *((name, "bfloat16", (2, 16, 16)) for name in ("rhs", "second_rhs"))],
         ("bfloat16", (3, 8)),
     ),
-    "summed_matmul": (
-        {"dtype": "float16"},
-        [("float16", (3, 16)), ("float16", (2, 8, 16)), ("float16", (3, 16)), ("float16", (2, 8, 16)), ("int32", (2,))],
+    "summed": (
+        {"dtype": "float16", "operand_dtype": "float16", "epilogue": "summed", "rhs_is_k_by_n": False},
+        [
+            *(("lhs", "float16", (3, 16)), ("rhs", "float16", (2, 8, 16))),
+            *(("second_lhs", "float16", (3, 16)), ("second_rhs", "float16", (2, 8, 16))),
+        ],
         ("float16", (3, 8)),
     ),
-    "grouped_matmul_float8": (
-        {"dtype": "bfloat16", "n": 256, "k": 128},
+    "float8": (
+        {"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256},
         [
-            ("uint8", (3, 128)),
-            ("float32", (3, 1)),
-            ("uint8", (2, 256, 128)),
-            ("float32", (2, 2, 1)),
-            ("int32", (2,)),
+            *(("lhs", "uint8", (3, 128)), ("the scales of lhs", "float32", (3, 1))),
+            *(("rhs", "uint8", (2, 256, 128)), ("the scales of rhs", "float32", (2, 2, 1))),
         ],
         ("bfloat16", (3, 256)),
     ),
-    "gated_matmul_float8": (
-        {"activation": "relu", "n": 128, "k": 256, "columns": 256},
+    "gated float8": (
+        {
+            **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "epilogue": "gated", "activation": "relu"},
+            **{"rhs_is_k_by_n": False, "n": 128, "k": 256, "columns": 256},
+        },
         [
-            ("uint8", (3, 256)),
-            ("float32", (3, 2)),
-            *[("uint8", (2, 256, 256)), ("float32", (2, 2, 2))] * 2,
-            ("int32", (2,)),
+            *(("lhs", "uint8", (3, 256)), ("the scales of lhs", "float32", (3, 2))),
+            *(("rhs", "uint8", (2, 256, 256)), ("the scales of rhs", "float32", (2, 2, 2))),
+            *(("second_rhs", "uint8", (2, 256, 256)), ("the scales of second_rhs", "float32", (2, 2, 2))),
         ],
         ("uint8", (3, 128)),
     ),
 }
-MORE_RESULTS = {"gated_matmul_float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
-BUFFERS = {
-    "grouped_matmul": ("lhs", "rhs", "group_sizes"),
-    "grouped_outer": ("lhs", "rhs", "group_sizes"),
-    "gated_matmul": ("rows", "gate", "up", "group_sizes"),
-    "summed_matmul": ("first_lhs", "first_rhs", "second_lhs", "second_rhs", "group_sizes"),
-    "grouped_matmul_float8": ("lhs", "the scales of lhs", "rhs", "the scales of rhs", "group_sizes"),
-    "gated_matmul_float8": (
-        *("rows", "the scales of rows", "gate", "the scales of gate", "up", "the scales of up"),
-        "group_sizes",
-    ),
-}
-TILES_OFF_A_COUNTER = ("grouped_matmul", "gated_matmul", "summed_matmul")
+GROUP_SIZES = ("group_sizes", "int32", (2,))
+MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
+TILES_OFF_A_COUNTER = ("rows", "gated", "summed")
 
 
-def call_grouped(name: str, operands: list[Any], result: Any, **change: Any) -> Any:
-    settings = {"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change}
-    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if name in TILES_OFF_A_COUNTER else []
-    attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings.items()}
-    results = [result, *MORE_RESULTS.get(name, []), *workspace]
-    return jax.jit(lambda *x: jax.ffi.ffi_call(f"jax_ep_{name}", results)(*x, **attributes))(*operands)
+def settings_of(case: str, **change: Any) -> dict[str, Any]:
+    plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "rows", "epilogue": "store"}
+    plain |= {"activation": "none", "keeps_products": False, "rhs_is_k_by_n": True}
+    return {**plain, "m": 3, "n": 8, "k": 16, "groups": 2, "columns": 8, **GROUPED[case][0], **change}
+
+
+def call_grouped(case: str, operands: list[Any], result: Any) -> Any:
+    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if case in TILES_OFF_A_COUNTER else []
+    attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings_of(case).items()}
+    results = [result, *MORE_RESULTS.get(case, []), *workspace]
+    return jax.jit(lambda *x: jax.ffi.ffi_call("jax_ep_grouped_matmul", results)(*x, **attributes))(*operands)
 
 
 def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
     return jax.numpy.zeros(shape, dtype)
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_grouped_products_are_called_with_what_they_say(name: str) -> None:
-    settings, operands, (dtype, shape) = GROUPED[name]
-    assert types_of(name, **{"m": 3, "n": 8, "k": 16, "groups": 2, **settings})[0] == ("product", dtype, list(shape))
+@pytest.mark.parametrize("case", GROUPED)
+def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
+    _, named, (dtype, shape) = GROUPED[case]
+    operands = [*named, GROUP_SIZES]
+    assert types_of("grouped_matmul", **settings_of(case))[0] == ("product", dtype, list(shape))
     result = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-    arrays = [zeros_of(*each) for each in operands]
-    for i, buffer in enumerate(BUFFERS[name]):
-        (other, sizes), given = operands[i], list(arrays)
+    arrays = [zeros_of(*each) for _, *each in operands]
+    for i, (buffer, other, sizes) in enumerate(operands):
+        given = list(arrays)
         for shape_given in ((*sizes[:-1], sizes[-1] + 1), (*sizes, 1), sizes[:-1]):
             given[i] = zeros_of(other, shape_given)
-            text = re.escape(f"{name}: {buffer} must be {other}{list(sizes)}, got {other}{list(shape_given)}")
-            with pytest.raises(jax.errors.JaxRuntimeError, match=text):
-                helpers.fetch(call_grouped(name, given, result))
+            text = f"grouped_matmul: {buffer} must be {other}{list(sizes)}, got {other}{list(shape_given)}"
+            with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+                helpers.fetch(call_grouped(case, given, result))
     for wrong in (jax.ShapeDtypeStruct((*shape, 1), result.dtype), jax.ShapeDtypeStruct(shape, np.int8)):
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match=re.escape(f"{name}: product must be {dtype}{list(shape)}")
-        ):
-            helpers.fetch(call_grouped(name, arrays, wrong))
+        text = f"grouped_matmul: product must be {dtype}{list(shape)}"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+            helpers.fetch(call_grouped(case, arrays, wrong))
     if jax.default_backend() == "cpu":
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}: only Hopper GPUs have it"):
-            helpers.fetch(call_grouped(name, arrays, result))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="grouped_matmul: only Hopper GPUs have it"):
+            helpers.fetch(call_grouped(case, arrays, result))
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("case", "change", "message"),
     [
-        ("grouped_matmul", {"m": 0}, "m, n, k and groups must be at least 1"),
-        ("grouped_matmul", {"n": 12}, "n and k must be multiples of 8"),
-        ("grouped_matmul", {"operand_dtype": "float32"}, "operand_dtype must be bfloat16 or float16"),
-        ("grouped_matmul", {"rhs_is_k_by_n": False}, "the result must be of the operands' dtype, or float32 of an rhs"),
-        ("grouped_matmul", {"dtype": "float16"}, "the result must be of the operands' dtype, or float32 of an rhs"),
-        ("grouped_outer", {"m": 12}, "m and n must be multiples of 8"),
-        ("grouped_outer", {"dtype": "float32"}, "dtype must be bfloat16 or float16"),
-        ("gated_matmul", {"columns": 24}, "columns must be n or 2 n"),
-        ("gated_matmul", {"activation": "tanh"}, "activation must be silu, gelu or relu, got tanh"),
-        ("summed_matmul", {"k": 12}, "n and k must be multiples of 8"),
-        ("summed_matmul", {"dtype": "float32"}, "dtype must be bfloat16 or float16"),
-        ("grouped_matmul_float8", {"k": 64}, "n and k must be multiples of 128"),
-        ("grouped_matmul_float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32"),
-        ("grouped_matmul_float8", {"m": 2**31 - 1, "k": 256}, "there are too many rows"),
-        ("gated_matmul_float8", {"n": 64, "columns": 64}, "n and k must be multiples of 128"),
-        ("gated_matmul_float8", {"columns": 384}, "columns must be n or 2 n"),
-        ("gated_matmul_float8", {"groups": 2**30}, "there are too many weights"),
+        ("rows", {"m": 0}, "m, n, k and groups must be at least 1"),
+        ("rows", {"n": 12, "columns": 12}, "n and k must be multiples of 8"),
+        ("rows", {"operand_dtype": "float32"}, "operand_dtype must be bfloat16, float16 or float8_e4m3fn"),
+        ("rows", {"rhs_is_k_by_n": False}, "the result must be of the operands' dtype, or float32 of an rhs"),
+        ("rows", {"dtype": "float16"}, "the result must be of the operands' dtype, or float32 of an rhs"),
+        ("rows", {"columns": 16}, "columns must be n, or 2 n"),
+        ("rows", {"activation": "silu"}, "activation must be silu, gelu or relu in a gated product, and none in any"),
+        ("rows", {"keeps_products": True}, "only a gated product of 16-bit operands keeps its products"),
+        ("rows", {"grouping": "both"}, "grouping must be rows or contraction, got both"),
+        ("contraction", {"m": 12}, "m and n must be multiples of 8"),
+        ("contraction", {"dtype": "float32"}, "groups of the contraction must be stored in the dtype of the operands"),
+        ("contraction", {"rhs_is_k_by_n": False}, "groups of the contraction must be stored in the dtype"),
+        ("contraction", {"epilogue": "summed"}, "groups of the contraction must be stored in the dtype"),
+        ("gated", {"columns": 24}, "columns must be n, or 2 n"),
+        ("gated", {"activation": "tanh"}, "activation must be none, silu, gelu or relu, got tanh"),
+        ("gated", {"activation": "none"}, "activation must be silu, gelu or relu in a gated product"),
+        ("gated", {"rhs_is_k_by_n": False}, "a gated product must be of the operands' dtype, and of matrices stored"),
+        ("summed", {"k": 12}, "n and k must be multiples of 8"),
+        ("summed", {"dtype": "float32"}, "a sum of products must be of the operands' dtype, and of matrices stored"),
+        ("float8", {"k": 64}, "n and k must be multiples of 128"),
+        ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn"),
+        ("float8", {"m": 2**31 - 1, "k": 256}, "there are too many rows"),
+        ("float8", {"epilogue": "summed"}, "a product of float8 must be of rows in groups"),
+        ("gated float8", {"n": 64, "columns": 64}, "n and k must be multiples of 128"),
+        ("gated float8", {"columns": 384}, "columns must be n, or 2 n"),
+        ("gated float8", {"dtype": "bfloat16"}, "dtype must be bfloat16 or float32, or of a gated product float8"),
+        ("gated float8", {"keeps_products": True}, "only a gated product of 16-bit operands keeps its products"),
+        ("gated float8", {"groups": 2**30}, "there are too many weights"),
     ],
 )
-def test_grouped_products_that_cannot_be(name: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: {message}"):
-        types_of(name, **{"m": 3, "n": 8, "k": 16, "groups": 2, **GROUPED[name][0], **change})
+def test_grouped_products_that_cannot_be(case: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^grouped_matmul: {message}"):
+        types_of("grouped_matmul", **settings_of(case, **change))

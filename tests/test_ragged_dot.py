@@ -208,8 +208,8 @@ def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.ra
     case = Case(64, 32, 16, (30, 20))
     operands = (*draw(rng, case, BFLOAT16), np.ones((case.rows, case.columns), BFLOAT16))
     text = lowered_for_cuda(lambda *x: (ragged_dot(*x[:3]), gradients(*x)), *operands)
-    assert text.count("jax_ep_grouped_matmul") >= 2
-    assert text.count("jax_ep_grouped_outer") == 1
+    assert text.count('grouping = "rows"') >= 2
+    assert text.count('grouping = "contraction"') == 1
     assert "ragged_dot" not in text.replace("jax_ep", "")
     assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, case, FLOAT32))
     assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, Case(64, 36, 16, (30, 20)), BFLOAT16))

@@ -34,7 +34,7 @@ def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rn
     scale = 4 * float(jnp.finfo(dtype).tiny) if tiny else 1
     cotangents, rhs, sizes = draw(rng, rows, n, k, dtype, scale)
     together = jax.jit(lambda cotangents, rhs: add_lhs_gradients(jnp.zeros((rows, n), dtype), cotangents, rhs, sizes))
-    assert "jax_ep_summed_matmul" in together.lower(cotangents, rhs).as_text()
+    assert 'epilogue = "summed"' in together.lower(cotangents, rhs).as_text()
     actual = helpers.wide(together(cotangents, rhs)).astype(np.float64)
     (exact, terms), end = np.zeros((2, rows, n)), np.cumsum(sizes)
     for group, size in enumerate(sizes):
@@ -60,8 +60,8 @@ def test_once_in_a_gradient(open_group: OpenGroup) -> None:
 
     gradient = helpers.per_rank(jax.grad(loss, argnums=(0, 2, 3)), group.mesh)
     text = gradient.lower(tokens, ids, gate, up).compile().as_text() or ""
-    assert text.count('custom_call_target="jax_ep_summed_matmul"') == 1
-    assert text.count('custom_call_target="jax_ep_gated_matmul"') == 1  # forward
+    assert text.count('epilogue = "summed"') == 1
+    assert text.count('epilogue = "gated"') == 1  # forward
 
 
 def test_elsewhere(rng: np.random.Generator) -> None:

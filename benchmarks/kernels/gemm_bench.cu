@@ -17,10 +17,9 @@ constexpr int kRepeats = 5, kRounds = 5;
 
 void check_orders(Grouping grouping, int m, int n, int k, const std::vector<int>& sizes) {
   if (grouping == Grouping::k_grouped)
-    return compare({grouping, m, n, k, sizes, DType::bfloat16, DType::bfloat16, true, true});
-  for (const bool mn_b : {false, true})
-    compare({grouping, m, n, k, sizes, DType::bfloat16, DType::bfloat16, false, mn_b});
-  compare({grouping, m, n, k, sizes, DType::bfloat16, DType::float32, false, true});
+    return compare({grouping, m, n, k, sizes, Element::bfloat16, Element::bfloat16, true});
+  for (const bool mn_b : {false, true}) compare({grouping, m, n, k, sizes, Element::bfloat16, Element::bfloat16, mn_b});
+  compare({grouping, m, n, k, sizes, Element::bfloat16, Element::float32, true});
 }
 
 void check_all() {
@@ -36,7 +35,7 @@ void check_all() {
                                                                {328, 776, 200},
                                                                {2048, 2304, 512}})
     check_orders(Grouping::none, m, n, k, {});
-  compare({Grouping::none, 264, 520, 136, {}, DType::float16, DType::float16, false, true});
+  compare({Grouping::none, 264, 520, 136, {}, Element::float16, Element::float16, true});
   for (const int n : {256, 136, 1024}) {
     check_orders(Grouping::m_grouped, 1152, n, 128, {384, 512, 256});  // NaN in the largest hides what is wrong there
     check_orders(Grouping::m_grouped, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0});  // 255 rows belong to no group
@@ -50,8 +49,8 @@ void check_all() {
   const auto total = [](const std::vector<int>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), 0); };
   check_orders(Grouping::m_grouped, total(rows) + 300, 648, 200, rows);
   check_orders(Grouping::k_grouped, 264, 456, total(ends) + 9, ends);
-  compare({Grouping::m_grouped, total(rows), 392, 200, rows, DType::float16, DType::float16, false, true});
-  compare({Grouping::k_grouped, 264, 456, total(ends), ends, DType::float16, DType::float16, true, true});
+  compare({Grouping::m_grouped, total(rows), 392, 200, rows, Element::float16, Element::float16, true});
+  compare({Grouping::k_grouped, 264, 456, total(ends), ends, Element::float16, Element::float16, true});
 }
 
 // As a router draws them: every row's group at random.
@@ -88,20 +87,20 @@ void time_case(const char* name, const Case& each, Cublas& cublas, const Config*
   }
   for (auto* times : {&core, &dense}) std::sort(times->begin(), times->end());
   const double ours = core[kRounds / 2], theirs = dense[kRounds / 2];
-  std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name, each.mn_a ? "M" : "K",
+  std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name, each.mn_a() ? "M" : "K",
               each.mn_b ? "N" : "K", ours * 1e3, each.flops() / ours / 1e9, each.flops() / theirs / 1e9,
               100 * theirs / ours, chosen.describe().c_str());
   std::fflush(stdout);
 }
 
 Case dense(int m, int n, int k, bool mn_b = true) {
-  return {Grouping::none, m, n, k, {}, DType::bfloat16, DType::bfloat16, false, mn_b};
+  return {Grouping::none, m, n, k, {}, Element::bfloat16, Element::bfloat16, mn_b};
 }
 Case by_rows(int m, int n, int k, std::vector<int> sizes, bool mn_b = true) {
-  return {Grouping::m_grouped, m, n, k, std::move(sizes), DType::bfloat16, DType::bfloat16, false, mn_b};
+  return {Grouping::m_grouped, m, n, k, std::move(sizes), Element::bfloat16, Element::bfloat16, mn_b};
 }
 Case by_contraction(int m, int n, int k, std::vector<int> sizes) {
-  return {Grouping::k_grouped, m, n, k, std::move(sizes), DType::bfloat16, DType::bfloat16, true, true};
+  return {Grouping::k_grouped, m, n, k, std::move(sizes), Element::bfloat16, Element::bfloat16, true};
 }
 
 void time_all() {

@@ -22,7 +22,6 @@
 #include "gemm/gemm.h"
 
 using namespace jax_ep::gemm;
-using jax_ep::DType;
 
 inline int& wrong_cases() {
   static int count = 0;
@@ -33,9 +32,10 @@ struct Case {
   Grouping grouping;
   int m, n, k;
   std::vector<int> sizes;
-  DType in, out;
-  bool mn_a, mn_b;
+  Element in, out;
+  bool mn_b;  // rhs is stored [k, n]
 
+  bool mn_a() const { return grouping == Grouping::k_grouped; }  // lhs is stored [k, m]
   int groups() const { return std::max<int>(1, sizes.size()); }
   size_t a_count() const { return size_t(m) * k; }
   size_t b_count() const { return size_t(n) * k * (grouping == Grouping::m_grouped ? groups() : 1); }
@@ -92,7 +92,7 @@ class Buffers {
     CHECK(cudaMalloc(&counter, sizeof(uint32_t)));
     if (!each.sizes.empty())
       CHECK(cudaMemcpy(sizes, each.sizes.data(), each.sizes.size() * sizeof(int), cudaMemcpyHostToDevice));
-    each.in == DType::bfloat16 ? fill_both<__nv_bfloat16>() : fill_both<__half>();
+    each.in == Element::bfloat16 ? fill_both<__nv_bfloat16>() : fill_both<__half>();
     if (poison && !each.sizes.empty()) spoil_groups();
     CHECK(cudaDeviceSynchronize());
   }
@@ -100,7 +100,7 @@ class Buffers {
     for (void* each : {a, b, out, static_cast<void*>(sizes), static_cast<void*>(counter)}) cudaFree(each);
   }
 
-  size_t out_bytes() const { return case_.out_count() * (case_.out == DType::float32 ? 4 : 2); }
+  size_t out_bytes() const { return case_.out_count() * (case_.out == Element::float32 ? 4 : 2); }
   const Case& of() const { return case_; }
 
   Config config() const {
@@ -109,10 +109,12 @@ class Buffers {
     return plan({case_.grouping, case_.m, case_.n, case_.k, case_.groups()}, sms);
   }
   void run(const Config& config) {
-    const Arguments arguments{
-        case_.grouping, case_.m, case_.n, case_.k, case_.groups(), case_.in, case_.out, case_.mn_a,
-        case_.mn_b,     a,       b,       out,     sizes,          counter};
-    if (const auto error = launch(arguments, config, nullptr)) {
+    Product product{case_.grouping, Epilogue::store, Activation::none, /*keeps_products=*/false,
+                    case_.in,       case_.out,       case_.mn_b};
+    product.m = case_.m, product.n = product.columns = case_.n, product.k = case_.k, product.groups = case_.groups();
+    product.lhs = a, product.rhs = b, product.result = out;
+    product.group_sizes = sizes, product.counter = counter;
+    if (const auto error = launch(product, config, nullptr)) {
       std::printf("ERROR %s\n", error->c_str());
       std::exit(1);
     }
@@ -141,7 +143,8 @@ class Buffers {
     CHECK(cudaMemset(to, 0, case_.out_count() * sizeof(float)));
     CHECK(cudaMemset(magnitude, 0, case_.out_count() * sizeof(float)));
     const Case& c = case_;
-    const int64_t a_row = c.mn_a ? 1 : c.k, a_k = c.mn_a ? c.m : 1, b_col = c.mn_b ? 1 : c.k, b_k = c.mn_b ? c.n : 1;
+    const int64_t a_row = c.mn_a() ? 1 : c.k, a_k = c.mn_a() ? c.m : 1, b_col = c.mn_b ? 1 : c.k,
+                  b_k = c.mn_b ? c.n : 1;
     const bool rows = c.grouping == Grouping::m_grouped, contraction = c.grouping == Grouping::k_grouped;
     int64_t start = 0;
     for (int g = 0; g < c.groups(); ++g) {
@@ -182,15 +185,15 @@ class Buffers {
   Case case_;
 };
 
-inline std::vector<float> download(const void* data, size_t count, DType dtype) {
+inline std::vector<float> download(const void* data, size_t count, Element dtype) {
   std::vector<uint32_t> raw(count);
-  const size_t bytes = dtype == DType::float32 ? 4 : 2;
+  const size_t bytes = dtype == Element::float32 ? 4 : 2;
   CHECK(cudaMemcpy(raw.data(), data, count * bytes, cudaMemcpyDeviceToHost));
   std::vector<float> values(count);
   for (size_t i = 0; i < count; ++i) {
-    if (dtype == DType::float32) values[i] = reinterpret_cast<const float*>(raw.data())[i];
-    if (dtype == DType::bfloat16) values[i] = reinterpret_cast<const __nv_bfloat16*>(raw.data())[i];
-    if (dtype == DType::float16) values[i] = reinterpret_cast<const __half*>(raw.data())[i];
+    if (dtype == Element::float32) values[i] = reinterpret_cast<const float*>(raw.data())[i];
+    if (dtype == Element::bfloat16) values[i] = reinterpret_cast<const __nv_bfloat16*>(raw.data())[i];
+    if (dtype == Element::float16) values[i] = reinterpret_cast<const __half*>(raw.data())[i];
   }
   return values;
 }
@@ -205,18 +208,18 @@ inline Wanted wanted_of(const Buffers& buffers) {
   float *exact = nullptr, *magnitude = nullptr;
   CHECK(cudaMalloc(&exact, count * sizeof(float)));
   CHECK(cudaMalloc(&magnitude, count * sizeof(float)));
-  buffers.of().in == DType::bfloat16 ? buffers.reference<__nv_bfloat16>(exact, magnitude)
-                                     : buffers.reference<__half>(exact, magnitude);
-  Wanted wanted{download(exact, count, DType::float32), download(magnitude, count, DType::float32)};
+  buffers.of().in == Element::bfloat16 ? buffers.reference<__nv_bfloat16>(exact, magnitude)
+                                       : buffers.reference<__half>(exact, magnitude);
+  Wanted wanted{download(exact, count, Element::float32), download(magnitude, count, Element::float32)};
   CHECK(cudaFree(exact));
   CHECK(cudaFree(magnitude));
   return wanted;
 }
 
 // In units of what rounding allows: up to 1 is right. NaN belongs where the reference has it, and nowhere else.
-inline double error_of(float actual, float wanted, float magnitude, DType dtype) {
+inline double error_of(float actual, float wanted, float magnitude, Element dtype) {
   if (std::isnan(wanted) || std::isnan(actual)) return std::isnan(wanted) && std::isnan(actual) ? 0 : 1e9;
-  const double unit = dtype == DType::float32 ? 0 : dtype == DType::bfloat16 ? 1.0 / 256 : 1.0 / 2048;
+  const double unit = dtype == Element::float32 ? 0 : dtype == Element::bfloat16 ? 1.0 / 256 : 1.0 / 2048;
   return std::fabs(actual - wanted) / (unit * std::fabs(wanted) + 1e-5 * magnitude + 1e-6);
 }
 
@@ -271,7 +274,7 @@ inline void compare(const Case& each) {
     worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}, alike));
   const char* groupings[] = {"dense", "rows", "contraction"};
   std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",
-              groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a ? "M" : "K",
-              each.mn_b ? "N" : "K", each.out == DType::float32 ? "float32" : "16 bits", worst);
+              groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a() ? "M" : "K",
+              each.mn_b ? "N" : "K", each.out == Element::float32 ? "float32" : "16 bits", worst);
   std::fflush(stdout);
 }

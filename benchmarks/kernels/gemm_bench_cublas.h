@@ -25,9 +25,9 @@ class Cublas {
     if (!gemm_) return;
     const Case& c = buffers.of();
     const float one = 1, zero = 0;
-    const int status = gemm_(handle_, c.mn_b ? kPlain : kTransposed, c.mn_a ? kTransposed : kPlain, c.n, c.m, c.k, &one,
-                             buffers.b, kBFloat16, c.mn_b ? c.n : c.k, buffers.a, kBFloat16, c.mn_a ? c.m : c.k, &zero,
-                             buffers.out, kBFloat16, c.n, kComputeFloat32, kDefault);
+    const int status = gemm_(handle_, c.mn_b ? kPlain : kTransposed, c.mn_a() ? kTransposed : kPlain, c.n, c.m, c.k,
+                             &one, buffers.b, kBFloat16, c.mn_b ? c.n : c.k, buffers.a, kBFloat16, c.mn_a() ? c.m : c.k,
+                             &zero, buffers.out, kBFloat16, c.n, kComputeFloat32, kDefault);
     if (status) std::printf("cuBLAS error %d\n", status);
   }
 

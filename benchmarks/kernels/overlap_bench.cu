@@ -160,12 +160,12 @@ void check_all(const Group& group) {
 // The product alone, by the core of its own.
 double time_product(const Case& c, const std::vector<Rank>& ranks) {
   return time_graphs(ranks, [&](int r) {
-    gemm::Arguments x{};
+    gemm::Product x{};
     x.grouping = gemm::Grouping::none;
-    x.m = c.shape.m, x.n = c.shape.n, x.k = c.shape.k, x.groups = 1;
-    x.in = DType::bfloat16, x.out = DType::bfloat16;
-    x.b_is_k_by_n = !c.transpose_b;
-    x.a = ranks[r].gathered, x.b = ranks[r].b, x.out_data = ranks[r].partial;
+    x.m = c.shape.m, x.n = x.columns = c.shape.n, x.k = c.shape.k, x.groups = 1;
+    x.in = x.out = gemm::Element::bfloat16;
+    x.rhs_is_k_by_n = !c.transpose_b;
+    x.lhs = ranks[r].gathered, x.rhs = ranks[r].b, x.result = ranks[r].partial;
     if (const auto error = gemm::launch(x, ranks[r].stream)) std::printf("ERROR %s\n", error->c_str());
   });
 }

@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "bindings/bound_op.h"
+#include "comm/float8.h"
 #include "gemm/plan.h"
+#include "gemm/product.h"
 #include "platform/launch.h"
 #include "runtime/memory.h"
 #include "runtime/recorder.h"
@@ -249,6 +251,8 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("version") = JAX_EP_VERSION;
   module.attr("max_experts") = kMailCounts;
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("float8_block") = kScaleBlock;
+  module.attr("line_multiple") = gemm::kLineMultiple;
   module.def("handlers", &handlers);
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());

@@ -8,6 +8,7 @@
 namespace jax_ep {
 
 constexpr float kFloat8Max = 448.0f;
+constexpr int kScaleBlock = 128;  // values of a row that share a scale; in weights, 128 x 128
 
 // A block of tiny values must not get an infinite factor, as zero times infinity is NaN.
 JAX_EP_FN float finite(float x) { return x > 3.4028235e38f ? 3.4028235e38f : x; }

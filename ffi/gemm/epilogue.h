@@ -1,13 +1,17 @@
-// A warp's part of a finished tile: from accumulators through shared memory to the output.
+// Epilogues that store sums as they are: a warp's part of a finished tile, from accumulators through shared memory to
+// the result. StoreTile is for tiles of fixed height, StoreSwapped for swapped operands.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "comm/target/ptx/cta.h"
 #include "gemm/layout.h"
+#include "gemm/maps.h"
 #include "gemm/ptx/cluster.h"
 #include "gemm/ptx/tma.h"
 #include "gemm/ptx/warps.h"
+#include "gemm/row_schedule.h"
 
 namespace jax_ep::gemm {
 
@@ -84,37 +88,48 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
   __syncwarp();
 }
 
-// A warp's accumulators of 16 rows of a tile, the strip-th such. The last stores still read `buffers` when it returns.
-template <class Out, int kBlockN>
-JAX_EP_FN void store_tile(const CUtensorMap& map, Out* out, const Problem& problem, const Tile& tile,
-                          const float (&d)[kBlockN / 2], char (*buffers)[kOutBytes], int strip, int lane) {
-  constexpr int kColumns = kLineBytes / sizeof(Out), kChunks = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
-  static_assert(kBlockN == 64 || kChunks % kBuffers == 0, "the next tile starts with the buffer that was read first");
-  const int row = tile.row + strip * kOutRows, matrix = problem.grouping == Grouping::k_grouped ? tile.group : 0;
-  const bool whole = row + kOutRows <= tile.row_end;
-  if (row >= tile.row_end) return;
-  char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int col = tile.out_col + chunk * kColumns;
-    char* const buffer = buffers[chunk % kBuffers];
-    if (col < problem.n) {
-      if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // the other buffers' may go on
-      __syncwarp();
-      stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
-      if (whole) ptx::shared_proxy_fence();
-      __syncwarp();
-      if (!whole)
-        store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
-                    (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
-      else if (lane == 0)
-        store_box(map, {col, row, matrix}, buffer);
-    }
-    if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty: so the latest are the other buffers'
-  }
-}
+// Rounds to Out.
+template <class Out>
+struct StoreTile {
+  const CUtensorMap& map;
+  Out* out;
 
-// As store_tile, by plain stores: the lanes of a warp call put(row, column, words) together, each for its own 16 bytes.
+  JAX_EP_FN StoreTile(const CUtensorMap& map, void* out) : map(map), out(static_cast<Out*>(out)) {}
+  JAX_EP_FN StoreTile(const Maps& maps, const Product& product) : StoreTile(maps.result, product.result) {}
+
+  // A warp's accumulators of 16 rows of a tile, the strip-th such. The last stores still read `buffers` when it
+  // returns.
+  template <int kBlockN>
+  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
+                       char (*buffers)[kOutBytes], int strip, int lane) const {
+    constexpr int kColumns = kLineBytes / sizeof(Out), kChunks = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
+    static_assert(kBlockN == 64 || kChunks % kBuffers == 0, "the next tile starts with the buffer that was read first");
+    const int row = tile.row + strip * kOutRows, matrix = problem.grouping == Grouping::k_grouped ? tile.group : 0;
+    const bool whole = row + kOutRows <= tile.row_end;
+    if (row >= tile.row_end) return;
+    char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int col = tile.out_col + chunk * kColumns;
+      char* const buffer = buffers[chunk % kBuffers];
+      if (col < problem.n) {
+        if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // the other buffers' may go on
+        __syncwarp();
+        stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
+        if (whole) ptx::shared_proxy_fence();
+        __syncwarp();
+        if (!whole)
+          store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
+                      (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
+        else if (lane == 0)
+          store_box(map, {col, row, matrix}, buffer);
+      }
+      if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty: so the latest are the other buffers'
+    }
+  }
+};
+
+// As StoreTile, by plain stores: the lanes of a warp call put(row, column, words) together, each for its own 16 bytes.
 template <class Out, int kBlockN, class Put>
 JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                         char (*buffers)[kOutBytes], int strip, int lane, Put put) {
@@ -132,5 +147,91 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
         put(row + line, column, *reinterpret_cast<const uint4*>(buffer + swizzled(line, lane & 7)));
   }
 }
+
+// With swapped operands results leave in chunks of 64 rows and a line of columns, through two buffers of each
+// warpgroup.
+constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kLineBytes;
+constexpr int kRowSlices = kMostRows / kSlice;
+template <class Memory>
+JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
+  return shared.out[warpgroup * kWarpgroup][0];
+}
+
+// A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
+// two rows of column lane / 4, the same of that column + 8.
+template <class Out>
+JAX_EP_FN void stage_rows(char* to, int line, int column, const float* d, int lane) {
+  if constexpr (sizeof(Out) == 2) {
+    store_transposed(to + swizzled(line + (lane >> 4) * 8 + (lane & 7), column / 8 + (lane >> 3 & 1)),
+                     pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}), pack(d[4], d[5], Out{}),
+                     pack(d[6], d[7], Out{}));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = line + i / 4 * 8 + (lane & 3) * 2 + i % 2, at = column + lane / 4 + i / 2 % 2 * 8;
+      *reinterpret_cast<float*>(to + swizzled(row, at / 4) + at % 4 * 4) = d[i];
+    }
+  }
+}
+
+// A warp's 16 columns of a chunk. `d` begins with its rows.
+template <class Out>
+JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
+#pragma unroll
+  for (int line = 0; line < kChunkRows; line += 16) stage_rows<Out>(buffer, line, column, d + line / 2, lane);
+}
+
+// A warp's 16 rows of a chunk, from `row` on, and a line of columns from `col` on, as they are staged at `from`: to a
+// matrix of `columns` values a row, of which those before `col_end` and the rows before `row_end` are wanted. By TMA
+// where that writes nothing else: it stops where the matrix' rows end.
+template <class Out>
+JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
+                           const char* from, int lane) {
+  constexpr int kColumns = kLineBytes / sizeof(Out);
+  if (row >= row_end || col >= col_end) return;
+  const bool cut = col + kColumns > col_end && columns > col_end;
+  if (row + kOutRows > row_end || cut)
+    store_lines(reinterpret_cast<char*>(matrix + int64_t{row} * columns + col), int64_t{columns} * sizeof(Out),
+                row_end - row, (col_end - col) * int{sizeof(Out)} / 16, from, lane);
+  else if (lane == 0)
+    store_box(map, {col, row, 0}, from);
+}
+
+// Rounds to Out.
+template <class Out>
+struct StoreSwapped {
+  const CUtensorMap& map;
+  Out* out;
+
+  JAX_EP_FN StoreSwapped(const Maps& maps, const Product& product)
+      : map(maps.result), out(static_cast<Out*>(product.result)) {}
+
+  // A warpgroup's 64 columns of a tile, chunk by chunk: its warps stage their columns, then each stores 16 of the rows.
+  // The last stores still read their buffer when it returns: `chunks` counts those of all tiles, so that the next tile
+  // begins with the buffer that was read first.
+  template <class Memory>
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2], Memory& shared,
+                       int& chunks, int warp, int lane) const {
+    constexpr int kColumns = kLineBytes / sizeof(Out);
+    const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
+    char* const buffers = chunks_of(shared, warpgroup);
+#pragma unroll
+    for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
+      const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
+      if (first >= tile.rows) break;
+      const int col = tile.col + warpgroup * kSlice + part, column = warp % kWarpgroup * 16 - part;
+      char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
+      if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
+      ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
+      if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
+      ptx::shared_proxy_fence();
+      ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
+      const int line = warp % kWarpgroup * kOutRows;
+      store_strip(map, out, problem.n, tile.row + first + line, row_end, col, problem.n, buffer + line * kLineBytes,
+                  lane);
+      if (lane == 0) ptx::commit_stores();
+    }
+  }
+};
 
 }  // namespace jax_ep::gemm

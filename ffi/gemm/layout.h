@@ -10,7 +10,6 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kSlice = 64;       // rows of the operand, and its range of the contraction
 constexpr int kLineBytes = 128;  // of the swizzle
 constexpr int kAtomBytes = 8 * kLineBytes;
 constexpr int kSliceBytes = kSlice * kLineBytes;

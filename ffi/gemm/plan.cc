@@ -15,22 +15,22 @@ int tiles_of(const Shape& shape, int block_n) {
   return tile_rows(shape) * ceil_div(shape.n, block_n) * matrices;
 }
 
-// How many columns are multiplied while a tile waits for its operands, a little, which counts more for narrow ones, and
-// twice where both operands come in lines across the contraction; and while it is stored where the multiplies of no
-// other hide that, which counts the more the less is contracted.
+// The cost of filling and draining a tile, in columns of multiplies: `load_columns` for the first load (twice if
+// k-grouped), plus `store_columns` for the epilogue if no other warpgroup multiplies meanwhile. The epilogue is spread
+// over the contraction.
 int columns_lost(const Shape& shape, bool stores_alone) {
   const bool k_grouped = shape.grouping == Grouping::k_grouped;
   const int contraction = larger(k_grouped ? shape.k / shape.groups : shape.k, kBlockK);
   return (stores_alone ? kRates.store_columns / contraction : 0) + kRates.load_columns * (k_grouped ? 2 : 1);
 }
 
-// Time in columns of a tile of kBlockM rows: waves times width.
+// The time of all tiles of fixed height, in columns of a tile: waves times width.
 int cost_of(const Shape& shape, int sms, int block_n) {
   return ceil_div(tiles_of(shape, block_n), sms) * (block_n + columns_lost(shape, block_n == 256));
 }
 
-// Alike, with the operands swapped: half a step of rows is lost per group, and whoever is done first takes the next
-// tile.
+// The same with swapped operands. Half a step of rows is lost per group. There are no waves, as whoever is done first
+// takes the next tile.
 int swapped_tiles(const Shape& shape, int columns) {
   return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
 }
@@ -41,6 +41,18 @@ int swapped_cost(const Shape& shape, int sms) {
   return larger(static_cast<int>(all / sms), smaller(shape.m, kMostRows) + lost);
 }
 
+// Tiles of no more rows than they need, and so many columns.
+Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
+  const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
+  return {kMostRows, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};
+}
+
+// Tiles of fixed height and this width.
+Config plan_width(const Shape& shape, int sms, int block_n) {
+  const int pairs = ceil_div(tiles_of(shape, block_n), kCluster);
+  return {block_n, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false};
+}
+
 }  // namespace
 
 bool should_split(int block_n, int k, int tiles, int sms) {
@@ -48,15 +60,13 @@ bool should_split(int block_n, int k, int tiles, int sms) {
 }
 
 Config plan(const Shape& shape, int sms) {
+  const bool is_gated = shape.epilogue == Epilogue::gated;
+  if (shape.is_float8) return plan_width(shape, sms, is_gated ? kScaleBlock : kFloat8Columns);
+  if (shape.epilogue != Epilogue::store) return plan_swapped(shape, sms, is_gated ? kSlice : kTileColumns);
   const Config fixed = plan_fixed(shape, sms);
   if (shape.grouping != Grouping::m_grouped || fixed.split_k) return fixed;
   if (swapped_cost(shape, sms) >= cost_of(shape, sms, fixed.block_n)) return fixed;
   return plan_swapped(shape, sms, kTileColumns);
-}
-
-Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
-  const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
-  return {kMostRows, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};
 }
 
 Config plan_fixed(const Shape& shape, int sms) {
@@ -67,11 +77,6 @@ Config plan_fixed(const Shape& shape, int sms) {
   if (shape.grouping == Grouping::k_grouped && cost_of(shape, sms, 192) < cost_of(shape, sms, block_n)) block_n = 192;
   if (cost_of(shape, sms, 128) < cost_of(shape, sms, block_n)) block_n = 128;
   return plan_width(shape, sms, block_n);
-}
-
-Config plan_width(const Shape& shape, int sms, int block_n) {
-  const int pairs = ceil_div(tiles_of(shape, block_n), kCluster);
-  return {block_n, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false};
 }
 
 std::string Config::describe() const {

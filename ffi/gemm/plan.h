@@ -40,12 +40,6 @@ Config plan(const Shape& shape, int sms);
 // With tiles of fixed height, to which hooks can be added.
 Config plan_fixed(const Shape& shape, int sms);
 
-// With tiles of no more rows than they need, and so many columns.
-Config plan_swapped(const Shape& shape, int sms, int tile_columns);
-
-// With tiles of this width.
-Config plan_width(const Shape& shape, int sms, int block_n);
-
 // Whether both CTAs of a cluster should take one tile, half of the contraction each: where there are so few tiles that
 // this leaves none of `sms` without work.
 bool should_split(int block_n, int k, int tiles, int sms);

@@ -1,26 +1,22 @@
-// What a matrix product is, for host and device: shapes, groups, and how its tiles are walked.
+// What a kernel computes, for host and device: shapes, groups, and a tile.
 #pragma once
 
 #include <cstdint>
 
 #include "comm/integers.h"
+#include "gemm/product.h"
 
 namespace jax_ep::gemm {
 
 constexpr int kBlockM = 128;
-constexpr int kBlockK = 64;
-constexpr int kCluster = 2;  // CTAs that compute two neighbouring tiles and share what both load
-
-// What the groups divide. Group g is the g-th of consecutive ranges whose sizes lie on the device.
-enum class Grouping {
-  none,       // out [m, n] = a [m, k] x b [k, n]
-  m_grouped,  // out [m, n]: its rows in group g are a's rows there x b[g]; rows behind the last group are zero
-  k_grouped,  // out [g, m, n] = a's columns in group g [m, ...] x b's rows in group g [..., n]
-};
+constexpr int kBlockK = 64;          // 16-bit values
+constexpr int kSlice = 64;           // rows of an operand that are loaded at once, with kBlockK of the contraction
+constexpr int kFloat8Columns = 192;  // of a tile of float8: its sums and those of a block fill the registers
+constexpr int kCluster = 2;          // CTAs that compute two neighbouring tiles and share what both load
 
 struct Problem {
   Grouping grouping;
-  int m, n, k;  // m-grouped: m is that of all groups; k-grouped: k is
+  int m, n, k;  // as in Product, but k counts 16-bit values: two values of float8 are one
   int groups;
   const int32_t* group_sizes;
   int band;  // tiles that follow each other stay within this many pairs of rows, for the sake of the L2 cache
@@ -36,7 +32,7 @@ struct Share {
 };
 
 // What the tiles of a cluster's two CTAs have in common.
-enum class Common { a, b, tile };
+enum class Common { lhs, rhs, tile };
 
 // A CTA's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.
 struct Tile {
@@ -44,7 +40,7 @@ struct Tile {
   int row, col;
   int row_end;  // rows from here on belong to others
   int k_begin, k_end;
-  Common common;         // b: the cluster's other tile is above or below; a: at its side
+  Common common;         // rhs: the cluster's other tile is above or below; lhs: at its side
   int out_col, out_end;  // the columns that this CTA stores
   bool last;             // of its CTA, if there are no groups
 };

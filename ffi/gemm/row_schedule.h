@@ -1,4 +1,5 @@
-// Tiles of a product whose rows are in groups, where a tile has no more rows than it needs ("swap AB": swap_ab.h).
+// Tiles of a product whose rows are in groups, where a tile has no more rows than it needs ("swap AB":
+// multiply_swapped.h).
 //
 // A group of many rows is cut into tiles of nearly as many rows each, in steps of kRowStep, so that less than one step
 // of a group is multiplied in vain. Clusters take tile pairs: two tiles of the same rows, side by side.
@@ -10,7 +11,7 @@ namespace jax_ep::gemm {
 
 constexpr int kRowStep = 16;       // rows by which tiles differ
 constexpr int kMostRows = 256;     // of a tile: what its sums take of the registers
-constexpr int kTileColumns = 128;  // where there is one right operand
+constexpr int kTileColumns = 128;  // of one matrix of weights; a gated product has 64 of each
 
 // A CTA's share of one step: out[row.., col..], of which the rows up to `row_end` are the group's.
 struct RowTile {
@@ -18,6 +19,7 @@ struct RowTile {
   int row, row_end;
   int rows;  // to multiply: a multiple of kRowStep
   int col;   // may lie behind the last column
+  static constexpr int k_begin = 0;
   int k_end;
 };
 

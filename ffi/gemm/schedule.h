@@ -1,7 +1,7 @@
 // Which tiles a CTA computes, in which order. Every warp of a CTA walks the same list by itself.
 //
-// Clusters take tile pairs: two tiles on top of each other, which share b, the larger operand; where a group has an odd
-// number of rows of tiles, two side by side in the last of them, so that no tile is wasted.
+// Clusters take tile pairs: two tiles on top of each other, which share rhs, the larger operand; where a group has an
+// odd number of rows of tiles, two side by side in the last of them, so that no tile is wasted.
 #pragma once
 
 #include "gemm/problem.h"
@@ -46,7 +46,7 @@ class Schedule {
   }
 
   JAX_EP_FN void open_group(int group) {
-    tile_ = {group, 0, 0, problem_.m, 0, problem_.k, Common::b, 0, 0, false};
+    tile_ = {group, 0, 0, problem_.m, 0, problem_.k, Common::rhs, 0, 0, false};
     if (problem_.grouping == Grouping::m_grouped) {
       tile_.row = start_;
       start_ += size_of(group, problem_.m - start_);
@@ -70,7 +70,7 @@ class Schedule {
     const int first_column = inside / rows * 2, upright = inside % rows - rows % 2, pairs = larger(rows / 2, 1);
     *tile = tile_;
     const bool stands = upright >= 0;
-    tile->common = stands ? Common::b : Common::a;
+    tile->common = stands ? Common::rhs : Common::lhs;
     const int row = stands ? pair_at(first_row / 2 + upright % pairs) * 2 + rank_ : first_row + rows - 1;
     const int column = first_column + (stands ? upright / pairs : rank_);
     tile->row += row * kBlockM;

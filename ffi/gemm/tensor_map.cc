@@ -1,6 +1,7 @@
 #include "gemm/tensor_map.h"
 
 #include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
 
 namespace jax_ep::gemm {
 namespace {
@@ -17,14 +18,14 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
 }
 
-CUtensorMapDataType map_type(DType dtype) {
-  switch (dtype) {
-    case DType::bfloat16:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case DType::float16:
+CUtensorMapDataType map_type(Element element) {
+  switch (element) {
+    case Element::float32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case Element::float16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     default:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   }
 }
 
@@ -33,18 +34,18 @@ CUtensorMapDataType map_type(DType dtype) {
 std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (!encode) return "the CUDA driver has no cuTensorMapEncodeTiled: it must be of CUDA 12 or newer";
-  const cuuint64_t bytes = size_of(matrices.dtype), line = matrices.inner * bytes;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(matrices.inner), static_cast<cuuint64_t>(matrices.outer),
-                              static_cast<cuuint64_t>(matrices.count)};
+  const cuuint64_t bytes = matrices.element == Element::float32 ? 4 : 2;
+  const cuuint64_t inner = matrices.inner / (matrices.element == Element::float8 ? 2 : 1), line = inner * bytes;
+  const cuuint64_t sizes[] = {inner, static_cast<cuuint64_t>(matrices.outer), static_cast<cuuint64_t>(matrices.count)};
   const cuuint64_t strides[] = {line, line * matrices.outer};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(kLine / bytes), static_cast<cuuint32_t>(lines), 1};
   const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result = encode(map, map_type(matrices.dtype), 3, const_cast<void*>(matrices.data), sizes, strides,
+  const CUresult result = encode(map, map_type(matrices.element), 3, const_cast<void*>(matrices.data), sizes, strides,
                                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return std::nullopt;
   return "TMA cannot describe [" + std::to_string(matrices.count) + ", " + std::to_string(matrices.outer) + ", " +
-         std::to_string(matrices.inner) + "] values of " + std::to_string(bytes) +
+         std::to_string(inner) + "] values of " + std::to_string(bytes) +
          " bytes: lines must be multiples of 16 bytes, the data aligned to 16 (driver error " + std::to_string(result) +
          ")";
 }

@@ -6,14 +6,14 @@
 #include <optional>
 #include <string>
 
-#include "gemm/gemm.h"
+#include "gemm/product.h"
 
 namespace jax_ep::gemm {
 
-// [count, outer, inner], without gaps.
+// [count, outer, inner], without gaps. To TMA two values of float8 are one of 16 bits, so `inner` is even.
 struct Matrices {
   const void* data;
-  DType dtype;
+  Element element;
   int inner, outer, count;
 };
 

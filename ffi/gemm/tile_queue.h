@@ -1,8 +1,8 @@
-// Which tile pairs a cluster takes, for kernels that swap the operands (swap_ab.h): whoever is done first takes the
+// Which tile pairs a cluster takes where tiles differ in height (multiply_swapped.h): whoever is done first takes the
 // next.
 #pragma once
 
-#include "gemm/load.h"
+#include "gemm/pipeline.h"
 #include "gemm/row_schedule.h"
 
 namespace jax_ep::gemm {
@@ -24,11 +24,9 @@ JAX_EP_FN void open_queue(TileQueue& queue) {
   }
 }
 
-// One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs: tiles differ in height, and whoever
-// is done first takes the next.
-template <class Operands>
-JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* counter, int lane) {
-  RowTiles tiles(problem, Operands::kColumns);
+// One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs.
+JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, int tile_columns, uint32_t* counter, int lane) {
+  RowTiles tiles(problem, tile_columns);
   RowTile tile;
   bool more = true;
   for (Position<TileQueue::kAhead> at; more; at.advance()) {
@@ -40,11 +38,10 @@ JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, uint32_t* co
 }
 
 // The tiles of a CTA for one of its warps.
-template <class Operands>
 class TakenTiles {
  public:
-  JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem)
-      : queue_(queue), tiles_(problem, Operands::kColumns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
+  JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns)
+      : queue_(queue), tiles_(problem, tile_columns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
 
   // False behind the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
@@ -61,6 +58,11 @@ class TakenTiles {
   RowTiles tiles_;
   int rank_, lane_;
   Position<TileQueue::kAhead> at_;
+};
+
+// The shared memory of a CTA.
+struct SwappedMemory : Shared<kMostRows> {
+  TileQueue queue;
 };
 
 }  // namespace jax_ep::gemm

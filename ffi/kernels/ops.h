@@ -25,8 +25,7 @@ enum class OpKind : int32_t {
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_PRODUCT_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
-#define JAX_EP_LOCAL_OPS(X) \
-  X(GroupedDotArgs) X(GroupedOuterArgs) X(GatedDotArgs) X(SummedDotArgs) X(Float8DotArgs) X(GatedFloat8DotArgs)
+#define JAX_EP_LOCAL_OPS(X) X(gemm::Product)
 
 // The kernels of the ops on rows; kernel_of() says which one runs a call. Those that look at values are compiled for
 // each dtype. Byte-wise kernels only move rows, and are compiled once.

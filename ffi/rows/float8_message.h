@@ -10,7 +10,6 @@
 namespace jax_ep {
 
 // Rows in float8 travel as messages: up to kWireValues values, a float32 scale per block, padding to 16-byte words.
-constexpr int kScaleBlock = 128;
 constexpr int kWireValues = 2048;
 JAX_EP_CONSTANT_FN int wire_message_bytes(int values) { return (values + 4 * (values / kScaleBlock) + 15) / 16 * 16; }
 // Where the message that begins with value `first` of a row lies in its landing slot; and the size of a landing slot.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._kit import checks, meshes, vary
+from jax_ep._kit import checks, float8, meshes, vary
 from jax_ep._kit.collective_stream import is_scheduled, on_collective_stream
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
@@ -177,7 +177,7 @@ def call(
     return dict(zip(names, returned, strict=True))
 
 
-def call_alone(name: str, *operands: jax.Array, **settings: bool | int | str | np.dtype) -> dict[str, jax.Array]:
+def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | np.dtype) -> dict[str, jax.Array]:
     """Calls an op that needs no group, alike. Only the library for CUDA has kernels for them.
 
     Returns:

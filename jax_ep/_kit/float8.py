@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-BLOCK = 128  # values of a row, rows of a matrix, and its columns
+BLOCK = 128  # ffi/comm/float8.h: values of a row, rows of a matrix, and its columns
 LARGEST = 448.0
 BITS = np.dtype(np.uint8)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax_ep._kit import ffi
 
 CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-CORE_MULTIPLE = 8  # TMA wants lines of 16 bytes
+CORE_MULTIPLE = ffi.LINE_MULTIPLE
 
 
 @functools.cache

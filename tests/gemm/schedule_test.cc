@@ -53,7 +53,7 @@ void check_clusters(const Problem& problem, const Config& config, Share share) {
       require(a.group == b.group && a.common == b.common, "clusters agree");
       require(a.k_end - a.k_begin == b.k_end - b.k_begin, "they contract as much");
       require((b.k_begin == a.k_begin) == (a.common != Common::tile || a.k_begin == a.k_end), "they agree on ranges");
-      const int down = a.common == Common::b ? kBlockM : 0, right = a.common == Common::a ? config.block_n : 0;
+      const int down = a.common == Common::rhs ? kBlockM : 0, right = a.common == Common::lhs ? config.block_n : 0;
       require(b.row == a.row + down && b.col == a.col + right, "they share an operand");
       require(a.row < a.row_end && b.row < b.row_end, "no row of tiles is wasted");
     }

@@ -7,7 +7,7 @@
 #include "comm/platform.h"
 #include "comm/target/ptx/bulk.h"
 #include "comm/target/ptx/cta.h"
-#include "gemm/kernel.h"
+#include "gemm/multiply.h"
 #include "kernels/matmul/args.h"
 #include "kernels/matmul/gather.h"
 #include "kernels/matmul/reduce.h"
@@ -84,6 +84,15 @@ struct Operands {
   const gemm::Problem& problem;
 };
 
+// The product, with what the op adds to it.
+template <class In, class Out, int kBlockN, bool kMnB, class Args, class Hooks>
+JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, const Hooks& hooks) {
+  using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
+  gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.a, operands.b),
+                              gemm::StoreTile<Out>(operands.out_map, operands.out), operands.problem, hooks,
+                              gemm::this_share());
+}
+
 // What the aux warps of a CTA keep in its shared memory, by the arguments of the op.
 template <class Args>
 struct AuxOf;
@@ -117,7 +126,7 @@ struct AuxOf<GatherMatmulArgs> {
 // rank's rows. They take rows in turns, so peers get all rows even if few of these CTAs run. A tile reads this rank's
 // own rows from the operand, and the others from `gathered`.
 struct GatherHooks {
-  static constexpr bool kStores = false, kAwaitStores = false;
+  static constexpr bool kAwaitStores = false;
   using Aux = typename AuxOf<GatherMatmulArgs>::Type;
   const Work<GatherMatmulArgs>& work;
   const CUtensorMap& own;
@@ -185,8 +194,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& op
   Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
   if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
   const GatherHooks hooks{work, operands.own, operands.problem, aux};
-  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, gemm::this_share());
+  multiply_tiles<In, Out, kBlockN, kMnB>(memory, operands, hooks);
   if (threadIdx.x >= gemm::kConsumers) return;
   ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
   const auto [number, role] = hooks.roles().mine();
@@ -219,7 +227,7 @@ struct AuxOf<MatmulReduceArgs> {
 // sums down, but does not lock them up.
 template <class T>
 struct ReduceHooks {
-  static constexpr bool kStores = false, kAwaitStores = true;
+  static constexpr bool kAwaitStores = true;
   using Aux = typename AuxOf<MatmulReduceArgs>::Type;
   const Work<MatmulReduceArgs>& work;
   const gemm::Problem& problem;
@@ -283,8 +291,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulReduceArgs>& op
   Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;
   if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before all warps meet
   const Hooks hooks{work, operands.problem, aux};
-  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, gemm::this_share());
+  multiply_tiles<In, Out, kBlockN, kMnB>(memory, operands, hooks);
 }
 
 }  // namespace jax_ep

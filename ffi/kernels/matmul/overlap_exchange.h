@@ -36,7 +36,7 @@ struct TileFlags {
 
 template <class Out, int kBlockN>
 struct ExchangeHooks {
-  static constexpr bool kStores = true, kAwaitStores = false;
+  static constexpr bool kAwaitStores = false;
   using Aux = typename AuxOf<MatmulExchangeArgs>::Type;
   using T = typename RowOf<Out>::Type;
 
@@ -49,9 +49,10 @@ struct ExchangeHooks {
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
 
+  // The epilogue of the product.
   template <int kWidth>
-  JAX_EP_FN void store(const gemm::Tile& tile, const float (&d)[kWidth / 2], char (*buffers)[gemm::kOutBytes],
-                       int strip, int lane) const {
+  JAX_EP_FN void store(const gemm::Problem&, const gemm::Tile& tile, const float (&d)[kWidth / 2],
+                       char (*buffers)[gemm::kOutBytes], int strip, int lane) const {
     ptx::wait_count(&aux.posted, 1);
     T* const landing = reinterpret_cast<T*>(aux.landing);
     gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, strip, lane, [&](int row, int column, const uint4& words) {
@@ -136,8 +137,9 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulExchangeArgs>& 
   if (threadIdx.x == 0) aux = {};  // before all warps meet
   const int cta = blockIdx.x, ctas = gridDim.x;
   const ExchangeHooks<Out, kBlockN> hooks{work, operands.problem, aux, cta, ctas};
-  gemm::multiply_tiles<In, Out, kBlockN, false, kMnB>(memory, operands.a, operands.b, operands.out_map, operands.out,
-                                                      operands.problem, hooks, {cta, ctas});
+  using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
+  gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.a, operands.b), /*epilogue=*/hooks,
+                              operands.problem, hooks, {cta, ctas});
 }
 
 }  // namespace jax_ep

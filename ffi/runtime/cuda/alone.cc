@@ -14,8 +14,7 @@ JAX_EP_LOCAL_OPS(JAX_EP_START)
 
 std::optional<std::string> load_extra_kernels() {
 #define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
-  for (const auto load : {&gemm::load, &gemm::load_gated, &gemm::load_summed, &gemm::load_float8,
-                          &gemm::load_gated_float8, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
+  for (const auto load : {&gemm::load, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
 }

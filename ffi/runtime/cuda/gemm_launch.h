@@ -6,17 +6,15 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 
-#include "comm/dtype.h"
 #include "gemm/layout.h"
-#include "gemm/plan.h"
-#include "runtime/gpu/parameters.h"
+#include "gemm/product.h"
 
 namespace jax_ep::gemm {
 
@@ -26,93 +24,88 @@ inline std::optional<std::string> describe_error(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// The number of SMs of the current device.
-inline cudaError_t current_sms(int* sms) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : error;
-}
-
-// Whether the current device is a Hopper, or why nobody can say.
-inline cudaError_t is_hopper(bool* answer) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  *answer = error == cudaSuccess && major == 9;
-  return error;
-}
-
-// One of the kernels of a table, and what it serves there: the dtype of the result, the width of tiles, storage orders.
-// What stands in no table is not compiled.
-template <class Kernel, class... Key>
-struct Variant {
-  std::tuple<Key...> key;
-  Kernel kernel;
-  int shared_bytes;
-};
-template <class Kernel, class... Key>
-Variant(std::tuple<Key...>, Kernel, int) -> Variant<Kernel, Key...>;
-
-constexpr const char* kNotCompiled = "no kernel is compiled for this dtype of the result, order of b and tile width";
-
-// Null where there is none.
-template <class Kernel, class... Key, std::size_t kCount>
-const Variant<Kernel, Key...>* find(const std::array<Variant<Kernel, Key...>, kCount>& table, Key... key) {
-  for (const auto& variant : table)
-    if (variant.key == std::tuple(key...)) return &variant;
-  return nullptr;
-}
-
-// Calls run(in) with a value of a dtype that operands may have: nothing else chooses it.
-template <class Run>
-auto with_operand(DType dtype, Run run) {
-  return dtype == DType::bfloat16 ? run(__nv_bfloat16{}) : run(__half{});
-}
+using Bf16 = __nv_bfloat16;
+using F16 = __half;
 
 // The dtype of values in a kernel.
 template <class T>
-constexpr DType kDType = std::is_same_v<T, float>    ? DType::float32
-                         : std::is_same_v<T, __half> ? DType::float16
-                                                     : DType::bfloat16;
+constexpr Element kElement = std::is_same_v<T, float>           ? Element::float32
+                             : std::is_same_v<T, __half>        ? Element::float16
+                             : std::is_same_v<T, __nv_bfloat16> ? Element::bfloat16
+                                                                : Element::float8;
 
-// Loads every kernel of some tables on the current device, if it is a Hopper.
-template <class... Tables>
-cudaError_t load_all(const Tables&... tables) {
-  bool hopper = false;
-  cudaError_t error = is_hopper(&hopper);
-  if (!hopper) return error;
-  const auto load = [&](const auto& variant) {
+// What a kernel serves.
+struct Form {
+  Element in, out;
+  bool lhs_is_k_by_m, rhs_is_k_by_n;
+  int block_n;  // as in Config
+  bool swap_ab = false;
+  Epilogue epilogue = Epilogue::store;
+  Activation activation = Activation::none;
+
+  constexpr bool operator==(const Form& x) const {
+    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, epilogue, activation) ==
+           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.epilogue, x.activation);
+  }
+};
+
+template <class Kernel>
+struct Variant {
+  Form form;
+  Kernel kernel;
+  int shared_bytes;
+};
+
+// The kernels of a file. What stands in none is not compiled.
+template <class Kernel>
+struct Variants {
+  const Variant<Kernel>* first;
+  std::size_t count;
+
+  template <std::size_t kCount>
+  constexpr Variants(const std::array<Variant<Kernel>, kCount>& all) : first(all.data()), count(kCount) {}
+  const Variant<Kernel>* begin() const { return first; }
+  const Variant<Kernel>* end() const { return first + count; }
+};
+
+constexpr const char* kNotCompiled = "no kernel is compiled for these dtypes, storage orders and tiles";
+
+// Null if there is none.
+template <class Kernel>
+const Variant<Kernel>* find(const Variants<Kernel>& all, const Form& form) {
+  for (const auto& variant : all)
+    if (variant.form == form) return &variant;
+  return nullptr;
+}
+
+// Loads kernels on the current device, if it is a Hopper.
+template <class Kernel>
+cudaError_t load_all(const Variants<Kernel>& all) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess || major != 9) return error;
+  for (const auto& variant : all) {
     cudaFuncAttributes attributes;
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(variant.kernel));
-  };
-  (std::for_each(std::begin(tables), std::end(tables), load), ...);
-  return error;
+    error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(variant.kernel));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, cudaStream_t stream,
+cudaError_t start(const Variant<void (*)(Parameters...)>& variant, int blocks, cudaStream_t stream,
                   const Arguments&... arguments) {
-  constexpr std::size_t kMapBytes = (std::is_same_v<Parameters, CUtensorMap> + ... + 0) * sizeof(CUtensorMap);
-  static_assert(parameter_bytes<Parameters...>() - kMapBytes <= kMostParameterBytes, "no coop reads tensor maps");
+  if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel),
+                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes);
+      error != cudaSuccess)
+    return error;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(blocks);
   launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = shared_bytes;
+  launch.dynamicSmemBytes = variant.shared_bytes;
   launch.stream = stream;
-  if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      error != cudaSuccess)
-    return error;
-  return cudaLaunchKernelEx(&launch, kernel, arguments...);
-}
-
-// Starts a kernel whose clusters take tiles off a counter, among the arguments, which is cleared before.
-template <class Kernel, class... Key, class... Arguments>
-std::optional<std::string> start_counted(const Variant<Kernel, Key...>& chosen, int blocks, cudaStream_t stream,
-                                         uint32_t* counter, const Arguments&... arguments) {
-  cudaError_t error = cudaMemsetAsync(counter, 0, sizeof(uint32_t), stream);
-  if (error == cudaSuccess) error = start(chosen.kernel, blocks, chosen.shared_bytes, stream, arguments...);
-  return describe_error(error);
+  return cudaLaunchKernelEx(&launch, variant.kernel, arguments...);
 }
 
 }  // namespace jax_ep::gemm

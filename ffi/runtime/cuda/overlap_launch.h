@@ -6,20 +6,30 @@
 #include "kernels/matmul/overlap.h"
 #include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
+#include "runtime/gpu/parameters.h"
 
 namespace jax_ep {
 
-// By the dtype of the result and the width of tiles; whether b is stored [k, n]. A gradient has the dtype of its
-// operands.
+template <class Args>
+using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, OwnMap<Args>, void*, gemm::Problem,
+                                  Work<Args>);
+static_assert(parameter_bytes<gemm::Problem, Work<GatherMatmulArgs>>() <= kMostParameterBytes &&
+              parameter_bytes<gemm::Problem, Work<MatmulReduceArgs>>() <= kMostParameterBytes);
+
+// A gradient has the dtype of its operands.
 template <class Args, class In, class Out, int kBlockN, bool kMnB>
-constexpr gemm::Variant kOverlapped{std::tuple(gemm::kDType<Out>, kBlockN, kMnB),
-                                    &overlapped_kernel<In, Out, kBlockN, kMnB, Args>,
-                                    int{sizeof(gemm::Shared<kBlockN, typename AuxOf<Args>::Type>)}};
-template <class Args, class In>
+constexpr gemm::Variant<OverlappedKernel<Args>> kOverlapped{
+    {gemm::kElement<In>, gemm::kElement<Out>, false, kMnB, kBlockN},
+    &overlapped_kernel<In, Out, kBlockN, kMnB, Args>,
+    int{sizeof(gemm::Shared<kBlockN, typename AuxOf<Args>::Type>)}};
+template <class Args>
 constexpr std::array kOverlappedKernels{
-    kOverlapped<Args, In, In, 128, true>,    kOverlapped<Args, In, In, 256, true>,
-    kOverlapped<Args, In, float, 128, true>, kOverlapped<Args, In, float, 256, true>,
-    kOverlapped<Args, In, In, 128, false>,   kOverlapped<Args, In, In, 256, false>};
+    kOverlapped<Args, gemm::Bf16, gemm::Bf16, 128, true>,  kOverlapped<Args, gemm::Bf16, gemm::Bf16, 256, true>,
+    kOverlapped<Args, gemm::Bf16, float, 128, true>,       kOverlapped<Args, gemm::Bf16, float, 256, true>,
+    kOverlapped<Args, gemm::Bf16, gemm::Bf16, 128, false>, kOverlapped<Args, gemm::Bf16, gemm::Bf16, 256, false>,
+    kOverlapped<Args, gemm::F16, gemm::F16, 128, true>,    kOverlapped<Args, gemm::F16, gemm::F16, 256, true>,
+    kOverlapped<Args, gemm::F16, float, 128, true>,        kOverlapped<Args, gemm::F16, float, 256, true>,
+    kOverlapped<Args, gemm::F16, gemm::F16, 128, false>,   kOverlapped<Args, gemm::F16, gemm::F16, 256, false>};
 
 // The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. product_of(args, comm) stands in the file of
 // each op.
@@ -33,7 +43,7 @@ struct Product {
 // What only a gather is told: where its own rows are.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
 inline std::optional<std::string> describe_own(const GatherMatmulArgs& args, CUtensorMap* own) {
-  return gemm::describe_boxes({args.a, args.operand_dtype, args.k, args.m, 1}, gemm::kSlice, own);
+  return gemm::describe_boxes({args.a, gemm::element_of(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, own);
 }
 
 // Two ranks may exchange their tiles instead of summing them beside the product.
@@ -48,10 +58,9 @@ std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& confi
       return ProductKernel<MatmulExchangeArgs>::start(config, stream, comm, MatmulExchangeArgs{args});
   const Product product = product_of(args, comm);
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
-  const DType in = args.operand_dtype, out = args.dtype;
-  const auto* const chosen = gemm::with_operand(in, [&](auto value) {
-    return gemm::find(kOverlappedKernels<Args, decltype(value)>, out, config.block_n, !args.transpose_b);
-  });
+  const gemm::Element in = gemm::element_of(args.operand_dtype), out = gemm::element_of(args.dtype);
+  const gemm::Variants<OverlappedKernel<Args>> kernels = kOverlappedKernels<Args>;
+  const auto* const chosen = gemm::find(kernels, {in, out, false, !args.transpose_b, config.block_n});
   if (!chosen) return gemm::kNotCompiled;
   CUtensorMap a, b, out_map;
   const int b_outer = args.transpose_b ? args.n : args.k, b_inner = args.transpose_b ? args.k : args.n;
@@ -73,8 +82,8 @@ std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& confi
   constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
   const int first = kSends ? 0 : config.blocks() - config.communicating;
   const Work<Args> work{comm, args, config.communicating, first, config.block_n};
-  const auto error = gemm::describe_error(gemm::start(chosen->kernel, config.blocks(), chosen->shared_bytes, stream, a,
-                                                      b, out_map, own, static_cast<void*>(product.out), problem, work));
+  const auto error = gemm::describe_error(gemm::start(*chosen, config.blocks(), stream, a, b, out_map, own,
+                                                      static_cast<void*>(product.out), problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 
@@ -82,7 +91,7 @@ template <class Args>
 gpu::Error ProductKernel<Args>::load() {
   if constexpr (kMayExchange<Args>)
     if (const gpu::Error error = ProductKernel<MatmulExchangeArgs>::load(); error != cudaSuccess) return error;
-  return gemm::load_all(kOverlappedKernels<Args, __nv_bfloat16>, kOverlappedKernels<Args, __half>);
+  return gemm::load_all(gemm::Variants<OverlappedKernel<Args>>(kOverlappedKernels<Args>));
 }
 
 }  // namespace jax_ep

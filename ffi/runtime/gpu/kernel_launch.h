@@ -6,7 +6,7 @@
 
 #include "comm/timeline.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/grouped.h"
+#include "kernels/matmul/product_spec.h"
 #include "kernels/moe/args.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"

@@ -73,24 +73,17 @@ def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes
 
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
-    operands = batched_alike(lhs.bits, lhs.scales, rhs.bits, rhs.scales, group_sizes)
-    by_xla = partial(_by_xla, dtype)
-    if not (gemm.has_gemm() and all(size > 0 for x in operands for size in x.shape)):
-        return by_xla(*operands)
-    core = partial(kernels.grouped_matmul_float8, dtype=dtype)
-    return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_xla)
+    leaves, structure = jax.tree.flatten((lhs, rhs, group_sizes))
+    leaves = batched_alike(*leaves)
+    by_xla, core = partial(_by_xla, dtype=dtype), partial(kernels.grouped_matmul, dtype=dtype)
+    if not (gemm.has_gemm() and all(size > 0 for x in leaves for size in x.shape)):
+        return by_xla(*structure.unflatten(leaves))
+    operands = structure.unflatten(vary.vary_alike(None, *leaves))
+    return jax.lax.platform_dependent(*operands, cuda=core, default=by_xla)
 
 
-def _by_xla(
-    dtype: Any,
-    lhs: jax.Array,
-    lhs_scales: jax.Array,
-    rhs: jax.Array,
-    rhs_scales: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    left, right = dequantize(Float8Rows(lhs, lhs_scales)), dequantize(Float8Weights(rhs, rhs_scales))
-    return jax.lax.ragged_dot(left, right, group_sizes, preferred_element_type=dtype)
+def _by_xla(lhs: Float8Rows, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    return jax.lax.ragged_dot(dequantize(lhs), dequantize(rhs), group_sizes, preferred_element_type=dtype)
 
 
 @grouped_product.defjvp
@@ -141,14 +134,11 @@ def quantized_gated_product(
       composed: what it stands for, of rows, group sizes and matrices; taken where the core does not serve.
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """
-
-    def by_parts(bits: jax.Array, scales: jax.Array, group_sizes: jax.Array, *leaves: jax.Array) -> tuple[Any, ...]:
-        made = composed(Float8Rows(bits, scales), group_sizes, *map(Float8Weights, leaves[::2], leaves[1::2]))
-        return made.bits, made.scales
-
-    operands = batched_alike(rows.bits, rows.scales, group_sizes, *jax.tree.leaves(rhs))
+    leaves, structure = jax.tree.flatten((rows, group_sizes, *rhs))
+    leaves = batched_alike(*leaves)
     columns = rhs[0].shape[-1] // (2 if len(rhs) == 1 else 1)
-    if not gemm.has_gemm() or columns % BLOCK or not all(size > 0 for x in operands for size in x.shape):
-        return Float8Rows(*by_parts(*operands))
+    if not gemm.has_gemm() or columns % BLOCK or not all(size > 0 for x in leaves for size in x.shape):
+        return composed(*structure.unflatten(leaves))
+    operands = structure.unflatten(vary.vary_alike(None, *leaves))
     core = partial(kernels.gated_matmul_float8, activation=activation)
-    return Float8Rows(*jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_parts))
+    return jax.lax.platform_dependent(*operands, cuda=core, default=composed)

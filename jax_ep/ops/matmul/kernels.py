@@ -1,31 +1,41 @@
-"""The GEMM core's grouped products as FFI calls."""
+"""The GEMM core's grouped products as FFI calls: all are one op, `grouped_matmul`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import ffi
+from jax_ep._kit.float8 import Float8Rows, Float8Weights
+
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # whose bits `Float8Rows` and `Float8Weights` hold
 
 
 def grouped_matmul(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any, transpose_rhs: bool
+    lhs: jax.Array | Float8Rows,
+    rhs: jax.Array | Float8Weights,
+    group_sizes: jax.Array,
+    *,
+    dtype: Any,
+    transpose_rhs: bool = False,
 ) -> jax.Array:
     """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
-    called = ffi.call_alone(
-        "grouped_matmul",
-        lhs,
-        rhs,
-        group_sizes,
-        dtype=np.dtype(dtype),
-        operand_dtype=np.dtype(lhs.dtype),
-        m=lhs.shape[0],
-        n=rhs.shape[1 if transpose_rhs else 2],
-        k=lhs.shape[1],
-        groups=rhs.shape[0],
-        rhs_is_k_by_n=not transpose_rhs,
-    )
-    return called["product"]
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, transpose_rhs=transpose_rhs)["product"]
+
+
+def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="contraction")["product"]
+
+
+def summed_matmul(
+    first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Two [M, K], two [G, N, K], [G] -> [M, N]: rows times matrices transposed, the sum of both products."""
+    lhs, rhs = [first, second], [first_rhs, second_rhs]
+    return _call(lhs, rhs, group_sizes, dtype=first.dtype, epilogue="summed", transpose_rhs=True)["product"]
 
 
 def gated_matmul(
@@ -35,107 +45,55 @@ def gated_matmul(
 
     And the product by each of `rhs`, if they are kept.
     """
-    gate, up = rhs if len(rhs) == 2 else rhs * 2
-    called = ffi.call_alone(
-        "gated_matmul",
-        rows,
-        gate,
-        up,
-        group_sizes,
-        dtype=np.dtype(rows.dtype),
-        activation=activation,
-        keeps_products=keep_products,
-        m=rows.shape[0],
-        n=gate.shape[2] // (2 if len(rhs) == 1 else 1),
-        k=rows.shape[1],
-        groups=gate.shape[0],
-        columns=gate.shape[2],
-    )
-    return called["product"], tuple(called[name] for name in ("of_gate", "of_up") if name in called)
+    options: dict[str, Any] = {"dtype": rows.dtype, "activation": activation, "keeps_products": keep_products}
+    called = _call([rows], rhs, group_sizes, epilogue="gated", **options)
+    kept = tuple(called[name] for name in ("first_product", "second_product") if name in called)
+    return called["product"], kept
 
 
-def summed_matmul(
-    first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """Two [M, K], two [G, N, K], [G] -> [M, N]: rows times matrices transposed, the sum of both products."""
-    called = ffi.call_alone(
-        "summed_matmul",
-        first,
-        first_rhs,
-        second,
-        second_rhs,
-        group_sizes,
-        dtype=np.dtype(first.dtype),
-        m=first.shape[0],
-        n=first_rhs.shape[1],
-        k=first.shape[1],
-        groups=first_rhs.shape[0],
-    )
-    return called["product"]
+def gated_matmul_float8(rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8Weights, activation: str) -> Float8Rows:
+    """`gated_matmul` of operands in float8, whose result is quantized. No products are kept."""
+    called = _call([rows], rhs, group_sizes, dtype=FLOAT8, epilogue="gated", activation=activation)
+    return Float8Rows(called["product"], called["scales"])
 
 
-def grouped_matmul_float8(
-    lhs: jax.Array,
-    lhs_scales: jax.Array,
-    rhs: jax.Array,
-    rhs_scales: jax.Array,
+def _call(
+    lhs: Sequence[jax.Array | Float8Rows],
+    rhs: Sequence[jax.Array | Float8Weights],
     group_sizes: jax.Array,
     *,
     dtype: Any,
-) -> jax.Array:
-    """[M, K], [M, K / 128], [G, N, K], [G, N / 128, K / 128], [G] -> [M, N]: a group's rows times its matrix."""
-    called = ffi.call_alone(
-        "grouped_matmul_float8",
-        lhs,
-        lhs_scales,
-        rhs,
-        rhs_scales,
-        group_sizes,
+    grouping: str = "rows",
+    epilogue: str = "store",
+    activation: str = "none",
+    keeps_products: bool = False,
+    transpose_rhs: bool = False,
+) -> dict[str, jax.Array]:
+    """The op (ffi/kernels/matmul/product_spec.h) of one or two left and right operands: its results by name.
+
+    Args:
+      rhs: for a gated product gate and up, or one array of both, gate in front.
+      grouping: what the groups divide: "rows", or the "contraction", along the rows of both operands.
+    """
+    left, right = (x.bits if isinstance(x, Float8Rows | Float8Weights) else x for x in (lhs[0], rhs[0]))
+    by_contraction = grouping == "contraction"
+    rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
+    columns = right.shape[-1 if rhs_is_k_by_n else -2]
+    both_in_one = epilogue == "gated" and len(rhs) == 1
+    second = [*lhs[1:], *(rhs * 2 if both_in_one else rhs)[1:]]
+    return ffi.call_local(
+        "grouped_matmul",
+        *jax.tree.leaves([lhs[0], rhs[0], *second, group_sizes]),
         dtype=np.dtype(dtype),
-        m=lhs.shape[0],
-        n=rhs.shape[1],
-        k=lhs.shape[1],
-        groups=rhs.shape[0],
-    )
-    return called["product"]
-
-
-def gated_matmul_float8(
-    rows: jax.Array, rows_scales: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activation: str
-) -> tuple[jax.Array, jax.Array]:
-    """[M, K], [M, K / 128], [G], and of gate and of up, or of both in one, values and scales as in `Float8Weights`
-    -> values [M, F] and scales [M, F / 128] of activation(rows gate) * (rows up)."""
-    gate, gate_scales, up, up_scales = rhs if len(rhs) == 4 else rhs * 2
-    called = ffi.call_alone(
-        "gated_matmul_float8",
-        rows,
-        rows_scales,
-        gate,
-        gate_scales,
-        up,
-        up_scales,
-        group_sizes,
+        operand_dtype=FLOAT8 if isinstance(lhs[0], Float8Rows) else np.dtype(left.dtype),
+        grouping=grouping,
+        epilogue=epilogue,
         activation=activation,
-        m=rows.shape[0],
-        n=gate.shape[1] // (2 if len(rhs) == 2 else 1),
-        k=rows.shape[1],
-        groups=gate.shape[0],
-        columns=gate.shape[1],
-    )
-    return called["product"], called["scales"]
-
-
-def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
-    called = ffi.call_alone(
-        "grouped_outer",
-        lhs,
-        rhs,
-        group_sizes,
-        dtype=np.dtype(dtype),
-        m=lhs.shape[1],
-        n=rhs.shape[1],
-        k=lhs.shape[0],
+        keeps_products=keeps_products,
+        rhs_is_k_by_n=rhs_is_k_by_n,
+        m=left.shape[1 if by_contraction else 0],
+        n=columns // (2 if both_in_one else 1),
+        k=left.shape[0 if by_contraction else 1],
         groups=group_sizes.shape[0],
+        columns=columns,
     )
-    return called["product"]

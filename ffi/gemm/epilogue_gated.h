@@ -1,0 +1,151 @@
+// Epilogues of gated units: activation(rows x gate) * (rows x up). activation.h rounds every step to the dtype.
+#pragma once
+
+#include "comm/float8.h"
+#include "gemm/activation.h"
+#include "gemm/epilogue.h"
+#include "gemm/ptx/arithmetic.h"
+
+namespace jax_ep::gemm {
+
+// Gated units of 16-bit operands, whose products both warpgroups leave in shared memory, rounded: from there TMA stores
+// them if they are kept, and all threads activate 16 bytes of gate times up.
+template <class T, Activation kActivation>
+struct StoreGated {
+  static_assert(kConsumers == 8 * kChunkRows / 2, "a thread has 16 bytes of each half of a chunk");
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Maps& maps;
+  const Product& product;
+
+  JAX_EP_FN StoreGated(const Maps& maps, const Product& product) : maps(maps), product(product) {}
+
+  // All consumers of a CTA call together. Each warp waits until TMA has read the last chunk before all threads meet: so
+  // the other buffer is free behind the meeting.
+  template <class Memory>
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2], Memory& shared,
+                       int& chunks, int warp, int lane) const {
+    const bool keeps = product.keeps_products;
+    const int row_end = smaller(tile.row_end, tile.row + tile.rows);
+#pragma unroll
+    for (int chunk = 0; chunk < kRowSlices; ++chunk) {
+      const int first = chunk * kChunkRows;
+      if (first >= tile.rows) break;
+      const int buffer = chunks++ % 2 * kChunkBytes;
+      char* const own = chunks_of(shared, warp / kWarpgroup) + buffer;
+      stage_chunk<T>(own, warp % kWarpgroup * 16, d + first / 2, lane);
+      if (keeps) {
+        ptx::shared_proxy_fence();
+        if (lane == 0) ptx::wait_stores_read<0>();
+      }
+      ptx::sync_some(1, kConsumers);
+      if (keeps) keep(problem, tile, first, row_end, own, warp, lane);
+      const char *const gate = chunks_of(shared, 0) + buffer, *const up = chunks_of(shared, 1) + buffer;
+      const int vec = threadIdx.x % 8, col = tile.col + vec * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int line = half * kChunkRows / 2 + threadIdx.x / 8, row = tile.row + first + line;
+        if (row >= row_end || col >= problem.n) continue;
+        const uint4 of_gate = *reinterpret_cast<const uint4*>(gate + swizzled(line, vec));
+        const uint4 of_up = *reinterpret_cast<const uint4*>(up + swizzled(line, vec));
+        T* const out = static_cast<T*>(product.result) + int64_t{row} * problem.n + col;
+        *reinterpret_cast<uint4*>(out) = gated<kActivation, Pair>(of_gate, of_up);
+      }
+    }
+  }
+
+ private:
+  // A warp's 16 rows of its warpgroup's product, which is staged in `own`.
+  JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,
+                      int lane) const {
+    const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
+    const char* const from = own + line * kLineBytes;
+    if (warp < kWarpgroup)
+      store_strip(maps.first_product, static_cast<T*>(product.first_product), product.columns, row, row_end, tile.col,
+                  problem.n, from, lane);
+    else
+      store_strip(maps.second_product, static_cast<T*>(product.second_product), product.columns, row, row_end,
+                  product.second_column() + tile.col, product.second_column() + problem.n, from, lane);
+    if (lane == 0) ptx::commit_stores();
+  }
+};
+
+// A tile of float8 has kBlockM rows, in halves, and of each warpgroup 64 columns of gate and as many of up.
+constexpr int kGatedWidth = 2 * kSlice, kHalves = kBlockM / kSlice;
+
+// What a thread has of a half: for its two rows pairs of columns, of which neighbouring lanes have the next.
+struct GatedPairs {
+  static constexpr int kPairs = kSlice / 8;
+  __nv_bfloat162 pairs[2][kPairs];
+
+  template <Activation kActivation>
+  JAX_EP_FN void activate_products(const float (&total)[kGatedWidth / 2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      const int gate = 2 * i, up = gate + kSlice / 2;
+      pairs[i % 2][i / 2] = __hmul2(activate<kActivation>(__floats2bfloat162_rn(total[gate], total[gate + 1])),
+                                    __floats2bfloat162_rn(total[up], total[up + 1]));
+    }
+  }
+  // The bits of the largest magnitude in the warp's columns of a row: that of a NaN is larger than all. The four lanes
+  // that share a row call together.
+  JAX_EP_FN uint32_t largest(int row) const {
+    uint32_t both = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      both = __vmaxu2(both, reinterpret_cast<const uint32_t&>(pairs[row][i]) & 0x7fff7fffu);
+    uint32_t most = larger(static_cast<int>(both & 0xffff), static_cast<int>(both >> 16));
+    most = max(most, __shfl_xor_sync(~0u, most, 1));
+    return max(most, __shfl_xor_sync(~0u, most, 2));
+  }
+};
+
+// Gated units of float8 operands (multiply_gated_float8.h), quantized to float8 with a scale per row of a tile.
+template <Activation kActivation>
+struct StoreGatedFloat8 {
+  char* values;   // [M, N]
+  float* scales;  // [M, N / 128]
+
+  JAX_EP_FN StoreGatedFloat8(const Maps&, const Product& product)
+      : values(static_cast<char*>(product.result)), scales(product.result_scales) {}
+
+  // All consumers of a CTA call together. Between their first and their second meeting a row's scale is read, and its
+  // values are staged; so neither is overwritten while others read.
+  template <class Memory>
+  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&halves)[kHalves][kGatedWidth / 2],
+                       Memory& shared, int warp, int lane) const {
+    const int warpgroup = warp / kWarpgroup, first = warp % kWarpgroup * kOutRows + lane / 4;
+    char* const staged = shared.staged();
+    GatedPairs made[kHalves];
+    made[0].activate_products<kActivation>(halves[0]);
+    made[1].activate_products<kActivation>(halves[1]);
+#pragma unroll
+    for (int i = 0; i < 2 * kHalves; ++i) {
+      const uint32_t largest = made[i / 2].largest(i % 2);
+      if (lane % 4 == 0)
+        shared.more().largest[warpgroup][i / 2 * kSlice + first + i % 2 * 8] = static_cast<uint16_t>(largest);
+    }
+    ptx::sync_some(1, kConsumers);
+#pragma unroll
+    for (int i = 0; i < 2 * kHalves; ++i) {
+      const int line = i / 2 * kSlice + first + i % 2 * 8, row = tile.row + line;
+      const uint32_t bits = max(uint32_t{shared.more().largest[0][line]}, uint32_t{shared.more().largest[1][line]});
+      const float largest = __uint_as_float(bits << 16);
+      const float factor = factor_for(largest);
+      if (warpgroup == 0 && lane % 4 == 0 && row < tile.row_end)
+        scales[int64_t{row} * (problem.n / kScaleBlock) + tile.col / kScaleBlock] = scale_for(largest);
+#pragma unroll
+      for (int pair = 0; pair < GatedPairs::kPairs; ++pair) {
+        const int column = warpgroup * kSlice + pair * 8 + lane % 4 * 2;
+        *reinterpret_cast<uint16_t*>(staged + swizzled(line, column / 16) + column % 16) =
+            scaled_to_float8(made[i / 2].pairs[i % 2][pair], factor);
+      }
+    }
+    ptx::sync_some(1, kConsumers);
+    const int line = warp * kOutRows, row = tile.row + line;
+    if (row < tile.row_end)
+      store_lines(values + int64_t{row} * problem.n + tile.col, problem.n, tile.row_end - row, kScaleBlock / 16,
+                  staged + line * kLineBytes, lane);
+  }
+};
+
+}  // namespace jax_ep::gemm

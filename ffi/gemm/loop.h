@@ -1,0 +1,141 @@
+// The persistent kernel of every product. A CTA has two consumer warpgroups, which multiply and store tiles, a producer
+// warp, which loads their operands stage by stage, and three aux warps. It stays for all of its tiles, so the loads of
+// the next tile run while the last one is stored.
+//
+// A kernel is a Mainloop and an Epilogue. A Mainloop has
+//   Source            where the operands come from (source.h)
+//   Tile, tiles()     which tiles a CTA takes: each warp walks the same list
+//   Memory            its shared memory
+//   Sums              the accumulators of a thread
+//   has_work()        whether a warpgroup multiplies anything of a tile
+//   accumulate()      multiplies a tile: consumes its stages
+//   store()           hands the sums to the epilogue
+//   assist()          what the aux warps do
+// multiply.h has that of tiles of fixed height, multiply_swapped.h that of swapped operands, multiply_float8.h and
+// multiply_gated_float8.h those of float8. Epilogues are in epilogue.h and epilogue_gated.h. runtime/cuda/product_*.cu
+// list the kernels that are compiled.
+#pragma once
+
+#include "gemm/maps.h"
+#include "gemm/pipeline.h"
+#include "gemm/source.h"
+
+namespace jax_ep::gemm {
+
+// What a collective adds to a product in tiles of fixed height (kernels/matmul/overlap.h). `before_tile` runs in the
+// producer warp before the first load of a tile, and says where lhs's rows are. `after_tile` runs in each consumer warp
+// behind its stores, which are written by then if kAwaitStores; `after_last` behind its last tile. Unless Aux is
+// Nothing, `run_aux` runs in the aux warps of a CTA, which have an Aux in shared memory.
+struct NoHooks {
+  static constexpr bool kAwaitStores = false;
+  using Aux = Nothing;
+  template <class Tile>
+  JAX_EP_FN Rows before_tile(const Tile& tile, const CUtensorMap& lhs) const {
+    return {lhs, tile.row};
+  }
+  template <class Tile>
+  JAX_EP_FN void after_tile(const Tile&, int /*warp*/) const {}
+  template <class Tile>
+  JAX_EP_FN void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
+};
+
+// This CTA among all.
+JAX_EP_FN Share this_share() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
+
+// How many stages a tile's operands fill. TMA fills the last stage of each term up with zeros.
+template <class Source, class Tile>
+JAX_EP_FN int stages_of(const Tile& tile) {
+  return Source::kTerms * ceil_div(larger(tile.k_end - tile.k_begin, 0), kBlockK);
+}
+
+// A producer warp: fills the stages of all tiles of a CTA.
+template <class Mainloop, class Memory, class Hooks>
+__device__ void produce(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
+                        const Hooks& hooks, Share share) {
+  const int rank = blockIdx.x % kCluster;
+  Position<Memory::kStages> at;
+  auto tiles = Mainloop::tiles(shared, problem, share);
+  for (typename Mainloop::Tile tile; tiles.next(&tile);) {
+    const auto opened = source.open(problem, tile, hooks);
+    for (int term = 0; term < Mainloop::Source::kTerms; ++term)
+      for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+        wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
+        source.load(shared.stages[at.stage], problem, tile, opened, term, k, rank, &shared.full[at.stage]);
+      }
+  }
+  drain(shared, at);
+}
+
+// A consumer warp: multiplies and stores all tiles of a CTA. Where the warpgroups ping-pong, they take tiles in turns.
+template <class Mainloop, class Memory, class Epilogue, class Hooks>
+__device__ void consume(Memory& shared, const typename Mainloop::Source& source, const Epilogue& epilogue,
+                        const Problem& problem, const Hooks& hooks, Share share) {
+  using Source = typename Mainloop::Source;
+  constexpr bool kPingPong = Mainloop::kPingPong;
+  const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
+  Position<Memory::kStages> at;
+  auto tiles = Mainloop::tiles(shared, problem, share);
+  typename Mainloop::Tile tile{};
+  int taken = 0, stored = 0;
+  for (; tiles.next(&tile); ++taken) {
+    if (kPingPong && taken % 2 != warpgroup) {
+      at.advance(stages_of<Source>(tile));
+      continue;
+    }
+    await_turn<kPingPong>(shared, taken / 2, warpgroup);
+    if (Mainloop::has_work(source, problem, tile, warpgroup)) {
+      typename Mainloop::Sums sums;
+      Mainloop::accumulate(sums, shared, source, problem, tile, at, warp, lane);
+      Mainloop::store(epilogue, sums, shared, problem, tile, stored, warp, lane);
+    } else {
+      skip(shared, stages_of<Source>(tile), at, lane);
+      pass_turn<kPingPong>(shared, warpgroup, lane);
+    }
+    if constexpr (Hooks::kAwaitStores) {
+      if (lane == 0) ptx::wait_stores_written<0>();
+      __syncwarp();
+    }
+    hooks.after_tile(tile, warp);
+  }
+  hooks.after_last(tile, taken, warp);
+  if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
+}
+
+// All that a CTA does.
+template <class Mainloop, class Epilogue, class Hooks>
+JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
+                           const Problem& problem, const Hooks& hooks, Share share) {
+  using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
+  using Wanted = Registers<typename Hooks::Aux, Mainloop::kAccumulators>;
+  auto& shared = *reinterpret_cast<Memory*>(memory);
+  Mainloop::open(shared);
+  open_pipeline(shared, Mainloop::kPingPong ? kWarpgroup : kConsumerWarps, Mainloop::kProducers);
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kConsumerWarps) {
+    take_registers<Wanted::kConsumer>();
+    consume<Mainloop>(shared, source, epilogue, problem, hooks, share);
+  } else {
+    give_registers<Wanted::kOther>();
+    if (warp < kConsumerWarps + Mainloop::Source::kWarps) {
+      produce<Mainloop>(shared, source, problem, hooks, share);
+    } else if constexpr (!std::is_empty_v<typename Hooks::Aux>) {
+      hooks.run_aux(share);
+    } else {
+      Mainloop::assist(shared, source, problem, share, warp - kFirstAuxWarp);
+    }
+  }
+  Mainloop::close();
+}
+
+// The maps are a parameter of their own: TMA takes their addresses, so the compiler believes that what lies in one
+// struct with them may change, and reads it again and again.
+template <class Mainloop, class Epilogue>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,
+                   const __grid_constant__ Product product) {
+  extern __shared__ __align__(1024) char memory[];
+  run_product<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
+                        this_share());
+}
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,184 @@
+// Tiles of fixed height, of 16-bit operands in every storage order. In tiles of 256 columns the warpgroups are
+// cooperative: each has half of the rows. In narrower ones they ping-pong: one stores while the other multiplies.
+#pragma once
+
+#include "comm/target/ptx/cta.h"
+#include "gemm/epilogue.h"
+#include "gemm/loop.h"
+#include "gemm/ptx/wgmma.h"
+#include "gemm/source.h"
+
+namespace jax_ep::gemm {
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// The contraction ends inside this stage: the lines from `valid` on, up to where a multiply ends, belong to the next
+// group, whatever they hold.
+template <int kBlockN>
+JAX_EP_FN void zero_lines(char* stage, int valid) {
+  constexpr int kThreads = kConsumers / kParts<kBlockN>, kVecs = kLineBytes / 16;
+  static_assert((kMultiplyK - 1) * kVecs <= kThreads, "a thread zeroes one vector of a slice");
+  const int thread = threadIdx.x % kThreads, vecs = (ceil_div(valid, kMultiplyK) * kMultiplyK - valid) * kVecs;
+  if (vecs == 0) return;
+  char* const first = stage + valid * kLineBytes + thread * 16;
+#pragma unroll
+  for (int slice = 0; slice < Shared<kBlockN>::kSlices; ++slice)
+    if (thread < vecs) *reinterpret_cast<uint4*>(first + slice * kSliceBytes) = uint4{};
+  ptx::shared_proxy_fence();
+  ptx::sync_some(1 + threadIdx.x / kThreads, kThreads);
+}
+
+// One step of a stage: so much of d += a x b, or = where it is the first.
+template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kAll, int kCount>
+JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, int step, bool is_first) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+    multiply<In, kWidth, kMnA, kMnB>(d[part], a + part * (kSliceBytes >> 4) + step * kDescriptorStep<kMnA>,
+                                     b + step * kDescriptorStep<kMnB>, !is_first);
+}
+
+// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kParts. Returns the stage that wgmma
+// may still read, or -1.
+template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, class Memory, int kAll, int kCount>
+JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
+                              Position<Memory::kStages>& at, int first_slice, int lane) {
+  int running = -1;
+  for (int k = begin; k < end; k += kBlockK, at.advance()) {
+    const char* const stage = shared.stages[at.stage];
+    wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
+    const uint64_t a = describe<kMnA>(stage + first_slice * kSliceBytes);
+    const uint64_t b = describe<kMnB>(stage + kSlicesA * kSliceBytes);
+    begin_multiplies();
+#pragma unroll
+    for (int step = 0; step < kBlockK / kMultiplyK; ++step)
+      multiply_step<In, kWidth, kParts, kMnA, kMnB>(d, a, b, step, k == begin && step == 0);
+    commit_multiplies();
+    wait_multiplies<1>();
+    if (running >= 0) release(&shared.empty[running], lane);
+    running = at.stage;
+  }
+  return running;
+}
+
+// The last stage of a group whose contraction ends inside it: only the steps that it needs, of all columns.
+template <class In, int kBlockN, class Memory>
+JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
+                            Position<Memory::kStages>& at, int first_slice) {
+  char* const stage = shared.stages[at.stage];
+  wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
+  zero_lines<kBlockN>(stage, valid);
+  const uint64_t a = describe<true>(stage + first_slice * kSliceBytes);
+  const uint64_t b = describe<true>(stage + kSlicesA * kSliceBytes);
+  int step = 0;
+#pragma unroll 1
+  do {
+    begin_multiplies();
+    multiply_step<In, kBlockN, kParts<kBlockN>, true, true>(d, a, b, step, is_first && step == 0);
+    commit_multiplies();
+  } while (++step * kMultiplyK < valid);
+  const int last = at.stage;
+  at.advance();
+  return last;
+}
+
+// What the main loops of such tiles have in common. Their aux warps are free.
+template <int kBlockN>
+struct FixedTiles {
+  using Tile = gemm::Tile;
+  template <class Aux>
+  using Memory = Shared<kBlockN, Aux>;
+
+  template <class Memory>
+  JAX_EP_FN static void open(Memory&) {}
+  JAX_EP_FN static void close() {}
+  template <class Memory>
+  JAX_EP_FN static Schedule tiles(Memory&, const Problem& problem, Share share) {
+    return Schedule(problem, kBlockN, share);
+  }
+  template <class Memory, class Source>
+  JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Share, int /*aux_warp*/) {}
+};
+
+// kMnA, kMnB: the contiguous dimension of lhs is m, of rhs is n, rather than k.
+template <class In, int kBlockN, bool kMnA, bool kMnB>
+struct TileMainloop : FixedTiles<kBlockN> {
+  using Source = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>;
+  using Sums = float[kParts<kBlockN>][kBlockN / 2];
+  static constexpr bool kPingPong = is_ping_pong(kBlockN);
+  static constexpr int kAccumulators = kParts<kBlockN> * kBlockN / 2, kProducers = 1;
+
+  JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int warpgroup) {
+    const int first_row = tile.row + (kPingPong ? 0 : warpgroup * kSlice);
+    const bool wanted = first_row < tile.row_end && tile.col < problem.n;
+    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // the other warpgroup, to zero lines
+    return wanted || meets;
+  }
+
+  // d = lhs x rhs, of no more columns and rows than the tile has, roughly.
+  template <class Shared>
+  JAX_EP_FN static void accumulate(Sums& d, Shared& shared, const Source&, const Problem& problem, const Tile& tile,
+                                   Position<Shared::kStages>& at, int warp, int lane) {
+    const int warpgroup = warp / kWarpgroup;
+    if (tile.k_begin >= tile.k_end) {
+#pragma unroll
+      for (auto& part : d)
+#pragma unroll
+        for (float& value : part) value = 0;
+      return pass_turn<kPingPong>(shared, warpgroup, lane);
+    }
+#pragma unroll
+    for (auto& part : d) leave_undefined(part);
+    const int first_slice = kPingPong ? 0 : warpgroup, begin = tile.k_begin;
+    const bool ends_inside = kMnA && kMnB && problem.grouping == Grouping::k_grouped;
+    const int end = ends_inside ? tile.k_end - (tile.k_end - begin) % kBlockK : tile.k_end;
+    const auto stages = [&](auto width, auto parts) {
+      return multiply_stages<In, decltype(width)::value, decltype(parts)::value, kMnA, kMnB>(d, shared, begin, end, at,
+                                                                                             first_slice, lane);
+    };
+    constexpr Constant<kBlockN> kAllColumns;
+    constexpr Constant<kParts<kBlockN>> kAllParts;
+    int running, rest = -1;  // stages that wgmma may still read
+    if constexpr (kHasEdges<kBlockN>) {
+      const int columns = problem.n - tile.col;
+      if (tile.row_end - tile.row <= kSlice)
+        running = stages(kAllColumns, Constant<1>{});
+      else if (columns <= 64)
+        running = stages(Constant<64>{}, kAllParts);
+      else if (columns <= 128)
+        running = stages(Constant<128>{}, kAllParts);
+      else
+        running = stages(kAllColumns, kAllParts);
+    } else {
+      running = stages(kAllColumns, kAllParts);
+    }
+    if constexpr (kMnA && kMnB)
+      if (end < tile.k_end)
+        rest = multiply_rest<In, kBlockN>(d, shared, tile.k_end - end, end == begin, at, first_slice);
+    pass_turn<kPingPong>(shared, warpgroup, lane);
+    wait_multiplies<0>();
+#pragma unroll
+    for (auto& part : d) settle(part);
+    if (running >= 0) release(&shared.empty[running], lane);
+    if (kMnA && kMnB && rest >= 0) release(&shared.empty[rest], lane);
+  }
+
+  // By strips of 16 rows. Of a split contraction the CTAs of a cluster swap and add halves first.
+  template <class Epilogue, class Shared>
+  JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, Shared& shared, const Problem& problem,
+                              const Tile& tile, int& swaps, int warp, int lane) {
+#pragma unroll
+    for (int part = 0; part < kParts<kBlockN>; ++part) {
+      const int strip = strip_of<kBlockN>(part, warp);
+      if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
+        epilogue.template store<kBlockN>(problem, tile, d[part], shared.out[warp], strip, lane);
+      } else if constexpr (kCanSplit<kBlockN>) {
+        float half_d[kBlockN / 4];
+        swap_halves(half_d, d[part], shared, swaps++ & 1, warp, lane);
+        epilogue.template store<kBlockN / 2>(problem, tile, half_d, shared.out[warp], strip, lane);
+      }
+    }
+  }
+};
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,144 @@
+// Gated units of float8 operands: the products of multiply_float8.h, twice.
+//
+// A tile has kBlockM rows and one block of 128 columns, of gate and of up. Each of the two consumer warpgroups has all
+// of its rows and 64 of its columns, of both: so a thread has both products of a value, and what makes the scale of a
+// row meets in shared memory. While one warpgroup scales its sums, the other multiplies.
+#pragma once
+
+#include "gemm/epilogue_gated.h"
+#include "gemm/multiply_float8.h"
+
+namespace jax_ep::gemm {
+
+// The scales of a stage: of the tile's rows, and of its columns of gate and of up.
+struct StageScales {
+  float rows[kBlockM], weights[2];
+
+  // What a thread's sums of a half are to be multiplied by; `row`: its warp's first.
+  JAX_EP_FN BlockScales<kGatedWidth> of_half(int row, int lane) const {
+    return {{rows[row + lane / 4], rows[row + lane / 4 + 8]}, {weights[0], weights[1]}};
+  }
+};
+
+// A result of 8 bits a value takes half of `out`; what more is kept has the other half.
+struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
+  struct More {
+    StageScales scales[kStages];
+    uint16_t largest[2][kBlockM];  // by warpgroup and row of the tile: bits of the largest magnitude
+  };
+
+  JAX_EP_FN char* staged() { return out[0][0]; }
+  JAX_EP_FN More& more() { return *reinterpret_cast<More*>(staged() + kBlockM * kLineBytes); }
+  JAX_EP_FN StageScales& scales(int stage) { return more().scales[stage]; }
+};
+static_assert(kBlockM * kLineBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));
+
+// Where the scales of a tile's columns of gate begin, or of up.
+JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, const Tile& tile, int is_up) {
+  const int column = smaller(tile.col, problem.n - 1) + (is_up ? x.second_column() : 0);
+  const int64_t block = tile.group * (x.columns / kScaleBlock) + column / kScaleBlock;
+  return (is_up ? x.second_rhs_scales : x.rhs_scales) + block * (problem.k / kBlockK);
+}
+
+// The aux warps bring the scales of the stages in turns: the way to memory takes longer than the multiplies of a block.
+// `aux`: which of them calls.
+__device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& problem, const Product& product,
+                                      Share share, int aux) {
+  constexpr int kRows = kBlockM / 32;  // of a lane
+  const int lane = threadIdx.x % 32, blocks = problem.k / kBlockK;
+  int turn = 0;
+  Position<GatedFloat8Memory::kStages> at;
+  Schedule schedule(problem, kScaleBlock, share);
+  for (Tile tile; schedule.next(&tile);) {
+    const float* const weights = weight_scales(product, problem, tile, lane % 2);
+    int rows[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) rows[i] = smaller(tile.row + i * 32 + lane, problem.m - 1) * blocks;
+    const int steps = ceil_div(tile.k_end - tile.k_begin, kBlockK);
+    for (int step = 0; step < steps; ++step, at.advance()) {
+      const bool is_mine = turn == aux;
+      turn = turn + 1 == kAuxWarps ? 0 : turn + 1;
+      if (!is_mine) continue;
+      float of_rows[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) of_rows[i] = load_here(product.lhs_scales + rows[i] + step);
+      const float of_weights = load_here(weights + step);
+      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage for scales");
+      StageScales& stage = shared.scales(at.stage);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) stage.rows[i * 32 + lane] = of_rows[i];
+      if (lane < 2) stage.weights[lane] = of_weights;
+      __syncwarp();
+      if (lane == 0) ptx::arrive(&shared.full[at.stage]);
+    }
+  }
+}
+
+// total += a x b of a block, scaled: a half of a tile's rows, of which a warp's begin at `row`, times the columns of a
+// warpgroup. Calls done() when nothing reads the stage any more.
+template <class Done>
+JAX_EP_FN void add_half(float (&total)[kGatedWidth / 2], uint64_t a, uint64_t b, const StageScales& stage, int row,
+                        int lane, Done done) {
+  float d[kGatedWidth / 2];
+  leave_undefined(d);
+  begin_multiplies();
+#pragma unroll
+  for (int step = 0; step < kBlockK / kMultiplyK; ++step)
+    multiply<Float8E4M3, kGatedWidth, false, false>(d, a + step * kDescriptorStep<false>,
+                                                    b + step * kDescriptorStep<false>, step > 0);
+  commit_multiplies();
+  BlockScales<kGatedWidth> scales = stage.of_half(row, lane);
+  wait_multiplies<0>();
+  settle(d);
+  done();
+  add_block<kGatedWidth>(total, d, scales);
+  settle(total);  // before the next multiplies begin, or there would have to be registers for two sums of a block
+}
+
+// A warpgroup takes the rows of a tile by halves, as the sums of both and those of a block of one fill the registers.
+struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
+  using Source = Float8Source<GateAndUpBlocks>;
+  template <class Aux>
+  using Memory = GatedFloat8Memory;
+  using Sums = float[kHalves][kGatedWidth / 2];
+  static constexpr bool kPingPong = false;
+  static constexpr int kAccumulators = 192, kProducers = 2;  // scales arrive, too
+
+  JAX_EP_FN static void assist(GatedFloat8Memory& shared, const Source& source, const Problem& problem, Share share,
+                               int aux_warp) {
+    produce_scales(shared, problem, source.product, share, aux_warp);
+  }
+
+  JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int /*warpgroup*/) {
+    return tile.row < tile.row_end && tile.col < problem.n;
+  }
+
+  JAX_EP_FN static void accumulate(Sums& total, GatedFloat8Memory& shared, const Source&, const Problem&,
+                                   const Tile& tile, Position<GatedFloat8Memory::kStages>& at, int warp, int lane) {
+#pragma unroll
+    for (auto& half : total)
+#pragma unroll
+      for (float& value : half) value = 0;
+    const int blocks = ceil_div(tile.k_end - tile.k_begin, kBlockK), row = warp % kWarpgroup * kOutRows;
+    const bool has_lower = tile.row + kSlice < tile.row_end;
+    for (int block = 0; block < blocks; ++block, at.advance()) {
+      const char* const stage = shared.stages[at.stage];
+      wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
+      const uint64_t a = describe<false>(stage);
+      const uint64_t b = describe<false>(stage + (kSlicesA + warp / kWarpgroup * 2) * kSliceBytes);
+      const auto done = [&] { release(&shared.empty[at.stage], lane); };
+      add_half(total[0], a, b, shared.scales(at.stage), row, lane, [&] {
+        if (!has_lower) done();
+      });
+      if (has_lower) add_half(total[1], a + (kSliceBytes >> 4), b, shared.scales(at.stage), kSlice + row, lane, done);
+    }
+  }
+
+  template <class Epilogue>
+  JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& total, GatedFloat8Memory& shared,
+                              const Problem& problem, const Tile& tile, int& /*stored*/, int warp, int lane) {
+    epilogue.store(problem, tile, total, shared, warp, lane);
+  }
+};
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,94 @@
+// The ring of stages between the producer, which fills them, and the consumer warps of both CTAs of a cluster, which
+// release them; and the turns of warpgroups that ping-pong.
+#pragma once
+
+#include "gemm/layout.h"
+#include "gemm/ptx/cluster.h"
+#include "gemm/ptx/warps.h"
+
+namespace jax_ep::gemm {
+
+// A stage of the ring, and the parity of the round.
+template <int kStages>
+struct Position {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  JAX_EP_FN void advance() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+  JAX_EP_FN void advance(int stages) {
+    stage += stages;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+};
+
+// All threads of the cluster call. `consumers`: the warps of a CTA that release each stage. `producers`: the arrivals
+// that announce a full one, beside the bytes.
+template <class Memory>
+JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Memory::kStages; ++stage) {
+      ptx::init_barrier(&shared.full[stage], producers);
+      ptx::init_barrier(&shared.empty[stage], consumers * kCluster);
+    }
+    for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      ptx::init_barrier(&shared.vacant[warp], 1);
+      ptx::init_barrier(&shared.brought[warp], 32);
+    }
+    ptx::publish_barriers();
+  }
+  sync_cluster();
+}
+
+// A consumer warp is done with a stage: it says so to the producers of both CTAs.
+JAX_EP_FN void release(uint64_t* empty, int lane) {
+  if (lane < kCluster) arrive_at_peer(empty, lane);
+}
+
+// Consumes so many stages without multiplying.
+template <class Memory>
+JAX_EP_FN void skip(Memory& shared, int stages, Position<Memory::kStages>& at, int lane) {
+  for (int i = 0; i < stages; ++i, at.advance()) {
+    wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
+    release(&shared.empty[at.stage], lane);
+  }
+}
+
+// Waits until the peer's consumers have released every stage: then nobody writes into this CTA's shared memory.
+template <class Memory>
+JAX_EP_FN void drain(Memory& shared, Position<Memory::kStages>& at) {
+  for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())
+    wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
+}
+
+// Ping-pong: a warpgroup waits for its i-th turn to multiply, and passes the turn when its multiplies are issued.
+template <bool kPingPong, class Memory>
+JAX_EP_FN void await_turn(Memory& shared, int turn, int warpgroup) {
+  if constexpr (kPingPong) wait_barrier(&shared.turn[warpgroup], (turn + 1 + warpgroup) & 1, "a turn");
+}
+template <bool kPingPong, class Memory>
+JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
+  if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
+}
+
+// The registers of a thread, out of the 168 with which each starts, by how many of a consumer's are accumulators. Aux
+// warps that do something take more.
+template <class Aux, int kAccumulators>
+struct Registers {
+  static constexpr int kConsumer = 192, kOther = 120;
+};
+template <>
+struct Registers<Nothing, 128> {
+  static constexpr int kConsumer = 224, kOther = 56;
+};
+template <class Aux>
+struct Registers<Aux, 192> {
+  static constexpr int kConsumer = 240, kOther = 24;
+};
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,64 @@
+// What a matrix product on Hopper is. One struct says it for every kernel of this folder.
+#pragma once
+
+#include <cstdint>
+
+#include "comm/dtype.h"
+#include "comm/float8.h"
+
+namespace jax_ep::gemm {
+
+// What the groups divide. Group g is the g-th of consecutive ranges whose sizes lie on the device.
+enum class Grouping {
+  none,       // out [m, n] = lhs [m, k] x rhs [k, n]
+  m_grouped,  // out [m, n]: the rows in group g are lhs's rows there x rhs[g]; rows behind the last group are zero
+  k_grouped,  // out [g, m, n] = lhs's columns in group g [m, ...] x rhs's rows in group g [..., n]
+};
+
+// The dtype of an array. float8 is e4m3.
+enum class Element { float32, bfloat16, float16, float8 };
+JAX_EP_CONSTANT_FN Element element_of(DType dtype) {
+  return dtype == DType::float32 ? Element::float32 : dtype == DType::bfloat16 ? Element::bfloat16 : Element::float16;
+}
+
+// What becomes of the sums. Products are rounded to the dtype of the operands before an activation, in float8 to
+// bfloat16.
+enum class Epilogue {
+  store,   // lhs x rhs, rounded
+  gated,   // activation(lhs x rhs) * (lhs x second_rhs): rhs is the gate, second_rhs is up. Quantized if out is float8
+  summed,  // lhs x rhs + second_lhs x second_rhs, rounded once
+};
+
+enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
+
+constexpr int kLineMultiple = 8;  // 16-bit values: TMA wants lines of 16 bytes
+
+// Row-major arrays without gaps. Their dimensions are multiples of kLineMultiple along lines, in float8 of kScaleBlock
+// in n and k. kernels/matmul/product_spec.h says which products there are.
+struct Product {
+  Grouping grouping;
+  Epilogue epilogue;
+  Activation activation;  // of a gated product
+  bool keeps_products;    // a gated one stores lhs x rhs and lhs x second_rhs, too
+  Element in, out;
+  bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]
+  int m, n, k, groups;  // m-grouped: m is that of all groups; k-grouped: k is
+  int columns;          // stored by each of rhs and second_rhs: n, or 2 n if both are one array, gate in front
+
+  const void *lhs, *second_lhs;  // [m, k], k-grouped [k, m]
+  const float* lhs_scales;       // [m, k / 128]
+  const void *rhs,
+      *second_rhs;  // [groups, k, columns] or [groups, columns, k]; without groups as one, k-grouped [k, n]
+  const float *rhs_scales, *second_rhs_scales;  // [groups, columns / 128, k / 128]
+  const int32_t* group_sizes;                   // on the device; null without groups
+  uint32_t* counter;                            // m-grouped: a word on the device, of this product alone while it runs
+  void* result;                                 // [m, n], k-grouped [groups, m, n]
+  float* result_scales;                         // [m, n / 128]
+  void *first_product, *second_product;         // kept: [m, columns]. Where columns is 2 n the first has both
+
+  JAX_EP_CONSTANT_FN bool is_float8() const { return in == Element::float8; }
+  // Where the second matrix begins in the array that holds it.
+  JAX_EP_CONSTANT_FN int second_column() const { return columns - n; }
+};
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,190 @@
+// Where the operands of a tile come from: what the producer warp puts into a stage.
+//
+// A source has kWarps, the producer warps that load; kTerms, the pairs of operands whose products add up; `open`, which
+// says what of a tile there is to load; and `load`, which all lanes of these warps call when a stage is empty. A stage
+// holds the slices of the operand that wgmma takes as its rows, kSlicesA of them, then those of the other.
+#pragma once
+
+#include "gemm/layout.h"
+#include "gemm/maps.h"
+#include "gemm/ptx/cluster.h"
+#include "gemm/ptx/tma.h"
+#include "gemm/ptx/warps.h"
+#include "gemm/row_schedule.h"
+#include "gemm/schedule.h"
+
+namespace jax_ep::gemm {
+
+// Loads this CTA's slices of an operand, of which the first `wanted` hold anything: what lies wholly outside is not
+// even filled with zeros, for which TMA takes its time. If `shared`, each CTA of the cluster loads half of the slices
+// for both; of an odd number one more every other step. `once`: nobody reads them again.
+template <bool kMn, int kSlices>
+JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
+                           bool shared, int rank, uint64_t* barrier) {
+  const int half = kSlices % 2 ? kSlices / 2 + (k / kBlockK & 1) : kSlices / 2;  // the first of both CTAs'
+  const int begin = shared && rank == 1 ? half : 0, end = shared && rank == 0 ? half : kSlices;
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) {
+    if (slice < begin || slice >= end || slice >= wanted) continue;
+    const int first = row + slice * kSlice;
+    const Corner at = kMn ? Corner{first, k, matrix} : Corner{k, first, matrix};
+    if (shared)
+      load_box_to(0b11, to + slice * kSliceBytes, map, at, barrier);
+    else if (once)
+      load_box_once(to + slice * kSliceBytes, map, at, barrier);
+    else
+      load_box(to + slice * kSliceBytes, map, at, barrier);
+  }
+}
+
+// How many slices of 64 begin before `size`, of at most `most`.
+JAX_EP_FN int slices_in(int size, int most) { return larger(0, smaller(ceil_div(size, kSlice), most)); }
+
+// From where to load lhs's part of a tile: in the coordinates of the map, which need not be those of the whole product.
+struct Rows {
+  const CUtensorMap& map;
+  int first;
+};
+
+// The right operand of a tile of kBlockM x kBlockN: one matrix, or one per group.
+template <int kBlockN, bool kMn>
+struct OneMatrix {
+  const CUtensorMap& map;
+
+  JAX_EP_FN explicit OneMatrix(const CUtensorMap& map) : map(map) {}
+  JAX_EP_FN OneMatrix(const Maps& maps, const Product&) : map(maps.rhs) {}
+
+  // How many slices of 64 columns of a tile are loaded: wide tiles load what lies outside as zeros.
+  JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const {
+    return kHasEdges<kBlockN> ? slices_in(problem.n - tile.col, kBlockN / kSlice) : kBlockN / kSlice;
+  }
+  JAX_EP_FN void load(char* to, const Problem& problem, const Tile& tile, int k, int wanted, int rank,
+                      uint64_t* full) const {
+    const int matrix = problem.grouping == Grouping::m_grouped ? tile.group : 0;
+    load_slices<kMn, kBlockN / kSlice>(to, map, tile.col, k, matrix, wanted, /*once=*/problem.m <= kBlockM,
+                                       tile.common == Common::rhs, rank, full);
+  }
+};
+
+// The right operand of a tile of a gated product in float8: for each warpgroup 64 columns of gate, then those of up.
+// Each CTA of a cluster loads half of them where they share the columns.
+struct GateAndUpBlocks {
+  const CUtensorMap &gate, &up;
+  int up_column;
+
+  JAX_EP_FN GateAndUpBlocks(const Maps& maps, const Product& product)
+      : gate(maps.rhs), up(maps.second_rhs), up_column(product.second_column()) {}
+
+  JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const { return tile.col < problem.n ? 4 : 0; }
+  JAX_EP_FN void load(char* to, const Problem& /*problem*/, const Tile& tile, int k, int wanted, int rank,
+                      uint64_t* full) const {
+    if (wanted == 0) return;
+#pragma unroll
+    for (int slice = 0; slice < 4; ++slice) {
+      const int warpgroup = slice / 2, column = tile.col + warpgroup * kSlice;
+      const CUtensorMap& map = slice % 2 == 0 ? gate : up;
+      const Corner at{k, slice % 2 == 0 ? column : up_column + column, tile.group};
+      if (tile.common != Common::rhs)
+        load_box(to + slice * kSliceBytes, map, at, full);
+      else if (warpgroup == rank)
+        load_box_to(0b11, to + slice * kSliceBytes, map, at, full);
+    }
+  }
+};
+
+// Tiles of fixed height: contiguous rows of lhs, stored [k, m] if kMnA, and a right operand as above.
+template <bool kMnA, class Rhs>
+struct TileSource {
+  static constexpr int kWarps = 1, kTerms = 1;
+  struct Opened {
+    Rows rows;
+    int lhs, rhs;  // slices with anything in them
+  };
+
+  const CUtensorMap& lhs;
+  Rhs rhs;
+
+  JAX_EP_FN TileSource(const CUtensorMap& lhs, const CUtensorMap& rhs) : lhs(lhs), rhs(rhs) {}
+  JAX_EP_FN TileSource(const Maps& maps, const Product& product) : lhs(maps.lhs), rhs(maps, product) {}
+
+  template <class Hooks>
+  JAX_EP_FN Opened open(const Problem& problem, const Tile& tile, const Hooks& hooks) const {
+    return {hooks.before_tile(tile, lhs), slices_in(tile.row_end - tile.row, kSlicesA), rhs.slices(problem, tile)};
+  }
+  JAX_EP_FN void load(char* stage, const Problem& problem, const Tile& tile, const Opened& opened, int /*term*/, int k,
+                      int rank, uint64_t* full) const {
+    if (!elect_lane()) return;
+    ptx::arrive_expecting(full, (opened.lhs + opened.rhs) * kSliceBytes);
+    load_slices<kMnA, kSlicesA>(stage, opened.rows.map, opened.rows.first, k, 0, opened.lhs, /*once=*/false,
+                                tile.common == Common::lhs, rank, full);
+    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, opened.rhs, rank, full);
+  }
+};
+
+// The weights of a tile whose operands are swapped: 128 columns of a matrix per group, stored [k, n] if kStoredKN.
+// Where there are two terms, second_lhs and second_rhs are the other one.
+template <bool kStoredKN, int kPairs = 1>
+struct SwappedMatrix {
+  static constexpr int kColumns = kTileColumns, kTerms = kPairs;
+  static constexpr bool kMn = kStoredKN;
+  const Maps& maps;
+  const Product& product;
+
+  // How many slices of 64 columns the tile has; warpgroup i multiplies the i-th.
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
+    return slices_in(problem.n - tile.col, kSlicesA);
+  }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, uint64_t* full) const {
+    load_slices<kMn, kSlicesA>(to, term == 0 ? maps.rhs : maps.second_rhs, tile.col, k, tile.group, slices,
+                               /*once=*/false, /*shared=*/false, 0, full);
+  }
+};
+
+// ... of a gated product: 64 columns of gate for one warpgroup and the same columns of up for the other. Both are
+// stored [k, n].
+struct SwappedGateAndUp {
+  static constexpr int kColumns = kSlice, kTerms = 1;
+  static constexpr bool kMn = true;
+  const Maps& maps;
+  const Product& product;
+
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return tile.col < problem.n ? 2 : 0; }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, uint64_t* full) const {
+    if (slices == 0) return;
+    load_box(to, maps.rhs, {tile.col, k, tile.group}, full);
+    load_box(to + kSliceBytes, maps.second_rhs, {product.second_column() + tile.col, k, tile.group}, full);
+  }
+};
+
+// Tiles with swapped operands (multiply_swapped.h): each CTA has its own columns of the weights, and both CTAs of a
+// cluster have the same rows, of which each loads half for both.
+template <class Weights>
+struct SwappedSource {
+  static constexpr int kWarps = 1, kTerms = Weights::kTerms, kColumns = Weights::kColumns;
+  struct Opened {
+    int weights, rows;  // slices with anything in them
+  };
+
+  const Maps& maps;
+  const Product& product;
+  Weights weights;
+
+  JAX_EP_FN SwappedSource(const Maps& maps, const Product& product)
+      : maps(maps), product(product), weights{maps, product} {}
+
+  template <class Hooks>
+  JAX_EP_FN Opened open(const Problem& problem, const RowTile& tile, const Hooks&) const {
+    return {weights.slices(problem, tile), ceil_div(tile.rows, kSlice)};
+  }
+  JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, const Opened& opened, int term,
+                      int k, int rank, uint64_t* full) const {
+    if (!elect_lane()) return;
+    ptx::arrive_expecting(full, (opened.weights + opened.rows) * kSliceBytes);
+    weights.load(stage, tile, term, k, opened.weights, full);
+    load_slices<false, kMostRows / kSlice>(stage + kSlicesA * kSliceBytes, term == 0 ? maps.lhs : maps.second_lhs,
+                                           tile.row, k, 0, opened.rows,
+                                           /*once=*/false, /*shared=*/true, rank, full);
+  }
+};
+
+}  // namespace jax_ep::gemm

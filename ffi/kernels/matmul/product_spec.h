@@ -1,0 +1,148 @@
+// The op of every grouped product of ffi/gemm, and which of them there are. It needs no group of ranks: everything is
+// on the device of the call, which is a Hopper.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/product.h"
+#include "kernels/op_spec.h"
+
+namespace jax_ep {
+
+template <>
+struct NamesOf<gemm::Element> {
+  static constexpr Named<gemm::Element> all[] = {{"bfloat16", gemm::Element::bfloat16},
+                                                 {"float16", gemm::Element::float16},
+                                                 {"float32", gemm::Element::float32},
+                                                 {"float8_e4m3fn", gemm::Element::float8}};
+};
+template <>
+struct NamesOf<gemm::Grouping> {
+  static constexpr Named<gemm::Grouping> all[] = {{"rows", gemm::Grouping::m_grouped},
+                                                  {"contraction", gemm::Grouping::k_grouped}};
+};
+template <>
+struct NamesOf<gemm::Epilogue> {
+  static constexpr Named<gemm::Epilogue> all[] = {
+      {"store", gemm::Epilogue::store}, {"gated", gemm::Epilogue::gated}, {"summed", gemm::Epilogue::summed}};
+};
+template <>
+struct NamesOf<gemm::Activation> {
+  static constexpr Named<gemm::Activation> all[] = {{"none", gemm::Activation::none},
+                                                    {"silu", gemm::Activation::silu},
+                                                    {"gelu", gemm::Activation::gelu},
+                                                    {"relu", gemm::Activation::relu}};
+};
+
+template <>
+struct OpSpec<gemm::Product> : LocalDefaults {
+  using Args = gemm::Product;
+  using Element = gemm::Element;
+  using Epilogue = gemm::Epilogue;
+  static constexpr const char* kTarget = "grouped_matmul";
+
+  template <class Visit>
+  static void settings(Visit visit) {
+    visit("dtype", nullptr, &Args::out);
+    visit("operand_dtype", nullptr, &Args::in);
+    visit("grouping", nullptr, &Args::grouping);
+    visit("epilogue", nullptr, &Args::epilogue);
+    visit("activation", nullptr, &Args::activation);
+    visit("keeps_products", nullptr, &Args::keeps_products);
+    visit("rhs_is_k_by_n", nullptr, &Args::rhs_is_k_by_n);
+    visit("m", nullptr, &Args::m);
+    visit("n", nullptr, &Args::n);
+    visit("k", nullptr, &Args::k);
+    visit("groups", nullptr, &Args::groups);
+    visit("columns", nullptr, &Args::columns);
+  }
+
+  static const char* validate(const Args& x, int) {
+    if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
+    if (x.in == Element::float32) return "operand_dtype must be bfloat16, float16 or float8_e4m3fn";
+    const bool is_gated = x.epilogue == Epilogue::gated;
+    if (x.columns != x.n && (!is_gated || x.columns != int64_t{2} * x.n))
+      return "columns must be n, or 2 n if both matrices of a gated product are in one array";
+    if (is_gated == (x.activation == gemm::Activation::none))
+      return "activation must be silu, gelu or relu in a gated product, and none in any other";
+    if (x.keeps_products && (!is_gated || is_float8(x)))
+      return "only a gated product of 16-bit operands keeps its products";
+    return is_float8(x) ? validate_float8(x) : validate_16_bits(x);
+  }
+
+  template <class Visit>
+  JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
+    const Values in = values_of(x.in), out = values_of(x.out);
+    const bool quantized = is_float8(x), summed = x.epilogue == Epilogue::summed, gated = x.epilogue == Epilogue::gated;
+    const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
+    visit(lhs("lhs", x), &Args::lhs);
+    visit(operand("the scales of lhs", Values::float32, x.m, blocks).when(quantized), &Args::lhs_scales);
+    visit(rhs("rhs", x), &Args::rhs);
+    visit(operand("the scales of rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized),
+          &Args::rhs_scales);
+    visit(lhs("second_lhs", x).when(summed), &Args::second_lhs);
+    visit(rhs("second_rhs", x).when(summed || gated), &Args::second_rhs);
+    visit(
+        operand("the scales of second_rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized && gated),
+        &Args::second_rhs_scales);
+    visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(by_contraction(x) ? result("product", out, x.groups, x.m, x.n) : result("product", out, x.m, x.n),
+          &Args::result);
+    visit(result("scales", Values::float32, x.m, x.n / kScaleBlock).when(quantized && gated), &Args::result_scales);
+    visit(result("first_product", in, x.m, x.columns).when(x.keeps_products), &Args::first_product);
+    visit(result("second_product", in, x.m, x.columns).when(x.keeps_products && x.columns == x.n),
+          &Args::second_product);
+    visit(scratch("counter", Values::int32, 1).when(!quantized && !by_contraction(x)), &Args::counter);
+  }
+
+ private:
+  JAX_EP_CONSTANT_FN static bool is_float8(const Args& x) { return x.in == Element::float8; }
+  JAX_EP_CONSTANT_FN static bool by_contraction(const Args& x) { return x.grouping == gemm::Grouping::k_grouped; }
+
+  static const char* validate_16_bits(const Args& x) {
+    if (by_contraction(x)) {
+      if (x.m % gemm::kLineMultiple || x.n % gemm::kLineMultiple) return "m and n must be multiples of 8";
+      return x.epilogue == Epilogue::store && x.out == x.in && x.rhs_is_k_by_n
+                 ? nullptr
+                 : "groups of the contraction must be stored in the dtype of the operands, which have it as rows";
+    }
+    if (x.n % gemm::kLineMultiple || x.k % gemm::kLineMultiple) return "n and k must be multiples of 8";
+    if (x.epilogue == Epilogue::gated && (x.out != x.in || !x.rhs_is_k_by_n))
+      return "a gated product must be of the operands' dtype, and of matrices stored [groups, k, n]";
+    if (x.epilogue == Epilogue::summed && (x.out != x.in || x.rhs_is_k_by_n))
+      return "a sum of products must be of the operands' dtype, and of matrices stored [groups, n, k]";
+    if (x.out != x.in && (x.out != Element::float32 || !x.rhs_is_k_by_n))
+      return "the result must be of the operands' dtype, or float32 of an rhs stored [groups, k, n]";
+    return nullptr;
+  }
+
+  static const char* validate_float8(const Args& x) {
+    if (x.n % kScaleBlock || x.k % kScaleBlock) return "n and k must be multiples of 128";
+    if (by_contraction(x) || x.rhs_is_k_by_n || x.epilogue == Epilogue::summed)
+      return "a product of float8 must be of rows in groups, matrices stored [groups, n, k], and no sum";
+    if (x.epilogue == Epilogue::gated ? x.out != Element::float8
+                                      : x.out != Element::bfloat16 && x.out != Element::float32)
+      return "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn";
+    const int64_t blocks = x.k / kScaleBlock;
+    if (!fits_int32(x.m * blocks)) return "there are too many rows";
+    if (!fits_int32(int64_t{x.groups} * (x.columns / kScaleBlock) * blocks)) return "there are too many weights";
+    return nullptr;
+  }
+
+  JAX_EP_CONSTANT_FN static Values values_of(Element element) {
+    return element == Element::float32    ? Values::float32
+           : element == Element::bfloat16 ? Values::bfloat16
+           : element == Element::float16  ? Values::float16
+                                          : Values::float8;
+  }
+  JAX_EP_CONSTANT_FN static BufferSpec lhs(const char* name, const Args& x) {
+    return by_contraction(x) ? operand(name, values_of(x.in), x.k, x.m) : operand(name, values_of(x.in), x.m, x.k);
+  }
+  JAX_EP_CONSTANT_FN static BufferSpec rhs(const char* name, const Args& x) {
+    if (by_contraction(x)) return operand(name, values_of(x.in), x.k, x.n);
+    return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.columns)
+                           : operand(name, values_of(x.in), x.groups, x.columns, x.k);
+  }
+};
+
+}  // namespace jax_ep

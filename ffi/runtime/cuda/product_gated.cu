@@ -1,0 +1,23 @@
+// Gated units of 16-bit operands.
+#include "gemm/epilogue_gated.h"
+#include "gemm/multiply_swapped.h"
+#include "runtime/cuda/product_kernels.h"
+
+namespace jax_ep::gemm {
+namespace {
+
+template <class T, Activation kActivation>
+constexpr Variant<ProductKernel> kKernel{
+    {kElement<T>, kElement<T>, false, true, kMostRows, /*swap_ab=*/true, Epilogue::gated, kActivation},
+    &product_kernel<SwappedMainloop<T, SwappedGateAndUp>, StoreGated<T, kActivation>>,
+    int{sizeof(SwappedMemory)}};
+
+constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Activation::gelu>,
+                              kKernel<Bf16, Activation::relu>, kKernel<F16, Activation::silu>,
+                              kKernel<F16, Activation::gelu>,  kKernel<F16, Activation::relu>};
+
+}  // namespace
+
+Variants<ProductKernel> gated_kernels() { return kKernels; }
+
+}  // namespace jax_ep::gemm

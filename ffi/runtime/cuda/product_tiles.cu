@@ -1,0 +1,28 @@
+// Products in tiles of fixed height, for the dtypes and storage orders that Python calls.
+#include "gemm/multiply.h"
+#include "runtime/cuda/product_kernels.h"
+
+namespace jax_ep::gemm {
+namespace {
+
+template <class In, class Out, int kBlockN, bool kMnA, bool kMnB>
+constexpr Variant<ProductKernel> kKernel{{kElement<In>, kElement<Out>, kMnA, kMnB, kBlockN},
+                                         &product_kernel<TileMainloop<In, kBlockN, kMnA, kMnB>, StoreTile<Out>>,
+                                         int{sizeof(Shared<kBlockN>)}};
+
+// A gradient has the dtype of its operands: [m, k] times rhs transposed, or over groups of the contraction.
+constexpr std::array kKernels{kKernel<Bf16, Bf16, 128, false, true>,  kKernel<Bf16, Bf16, 256, false, true>,
+                              kKernel<Bf16, float, 128, false, true>, kKernel<Bf16, float, 256, false, true>,
+                              kKernel<Bf16, Bf16, 128, false, false>, kKernel<Bf16, Bf16, 256, false, false>,
+                              kKernel<Bf16, Bf16, 128, true, true>,   kKernel<Bf16, Bf16, 192, true, true>,
+                              kKernel<Bf16, Bf16, 256, true, true>,   kKernel<F16, F16, 128, false, true>,
+                              kKernel<F16, F16, 256, false, true>,    kKernel<F16, float, 128, false, true>,
+                              kKernel<F16, float, 256, false, true>,  kKernel<F16, F16, 128, false, false>,
+                              kKernel<F16, F16, 256, false, false>,   kKernel<F16, F16, 128, true, true>,
+                              kKernel<F16, F16, 192, true, true>,     kKernel<F16, F16, 256, true, true>};
+
+}  // namespace
+
+Variants<ProductKernel> tile_kernels() { return kKernels; }
+
+}  // namespace jax_ep::gemm
