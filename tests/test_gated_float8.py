@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep._kit import gemm
-from jax_ep.float8 import Float8Rows, dequantize, quantize_rows, quantize_weights
+from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
 from jax_ep.ops.matmul import float8, kernels
 from jax_ep.ops.moe.units import ACTIVATIONS
 
@@ -121,14 +121,19 @@ def test_the_layer_calls_the_kernel(open_group: OpenGroup) -> None:
         arrays = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape in shapes]
         return helpers.per_rank(layer, group.mesh).lower(*arrays).as_text()
 
-    assert "jax_ep_gated_matmul_float8" in compiled(jnp.bfloat16, gradient=False)
-    assert "jax_ep_gated_matmul_float8" not in compiled(jnp.bfloat16, gradient=True)
-    assert "jax_ep_gated_matmul_float8" not in compiled(jnp.float16, gradient=False)
+    quantizes = 'dtype = "float8_e4m3fn", epilogue = "gated"'
+    assert quantizes in compiled(jnp.bfloat16, gradient=False)
+    assert quantizes not in compiled(jnp.bfloat16, gradient=True)
+    assert quantizes not in compiled(jnp.float16, gradient=False)
 
 
 def test_types() -> None:
-    rows, scales = jax.ShapeDtypeStruct((9, 256), jnp.uint8), jax.ShapeDtypeStruct((9, 2), jnp.float32)
-    weights = [jax.ShapeDtypeStruct((3, 512, 256), jnp.uint8), jax.ShapeDtypeStruct((3, 4, 2), jnp.float32)]
+    def quantized(kind: Any, values: tuple[int, ...], scales: tuple[int, ...]) -> Any:
+        return kind(jax.ShapeDtypeStruct(values, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32))
+
+    rows, weights = quantized(Float8Rows, (9, 256), (9, 2)), quantized(Float8Weights, (3, 512, 256), (3, 4, 2))
     call = partial(kernels.gated_matmul_float8, activation="relu")
-    values, made = jax.eval_shape(call, rows, scales, jax.ShapeDtypeStruct((3,), jnp.int32), *weights)
-    assert (values.shape, values.dtype, made.shape, made.dtype) == ((9, 256), jnp.uint8, (9, 2), jnp.float32)
+    made = jax.eval_shape(call, rows, jax.ShapeDtypeStruct((3,), jnp.int32), weights)
+    assert isinstance(made, Float8Rows)
+    assert (made.bits.shape, made.bits.dtype) == ((9, 256), jnp.uint8)
+    assert (made.scales.shape, made.scales.dtype) == ((9, 2), jnp.float32)

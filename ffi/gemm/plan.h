@@ -7,11 +7,13 @@
 
 namespace jax_ep::gemm {
 
-// As in Problem.
+// As in Product.
 struct Shape {
   Grouping grouping;
   int m, n, k;
   int groups;
+  Epilogue epilogue = Epilogue::store;
+  bool is_float8 = false;
 };
 
 struct Config {
@@ -19,7 +21,7 @@ struct Config {
   int band;     // see Problem
   int blocks;   // an even number
   bool split_k;
-  bool swap_ab = false;  // tiles of no more rows than they need (swap_ab.h)
+  bool swap_ab = false;  // tiles of no more rows than they need (multiply_swapped.h)
 
   std::string describe() const;
 };

@@ -22,6 +22,7 @@ from jax_ep.version import __version__
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_RANKS = 64  # ffi/comm/heap.h: the size of a signal pad
 MAX_EXPERTS = 4096  # ffi/comm/heap.h: the size of a mailbox
+LINE_MULTIPLE = 8  # ffi/gemm/product.h: 16-bit values of which TMA wants multiples
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
 _UNCAPTURED = "_uncaptured"  # ends the names of targets that XLA keeps out of command buffers (ffi/bindings/bound_op.h)
@@ -63,7 +64,8 @@ def library(platform: str) -> ModuleType:
             f"the compiled library for {platform!r} is of jax_ep {library.version}, the Python code of {__version__}: "
             "install jax_ep again"
         )
-    assert (library.max_ranks, library.max_experts) == (MAX_RANKS, MAX_EXPERTS)
+    limits = (library.max_ranks, library.max_experts, library.float8_block, library.line_multiple)
+    assert limits == (MAX_RANKS, MAX_EXPERTS, float8.BLOCK, LINE_MULTIPLE)
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():
