@@ -62,7 +62,7 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
         ("num_experts", True, TypeError),
         ("capacity", 0, ValueError),
         ("capacity", -1, ValueError),
-        ("capacity", 8.0, TypeError),
+        ("capacity", True, TypeError),
         ("capacity", jnp.int32(8), TypeError),
         ("capacity", 2**30, ValueError),
         ("alignment", 0, ValueError),

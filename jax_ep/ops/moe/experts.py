@@ -215,7 +215,8 @@ def _forward(
     kept = _Kept(dispatched, (), experts, parameters)
     inner, products = _up_and_gate(call, kept, tokens.dtype, keep_products=keep_products)
     _, sizes, routing = dispatched
-    answers = (quantized_product if call.in_float8 else ragged_dot)(inner, experts.down, sizes)
+    multiply: Any = quantized_product if call.in_float8 else ragged_dot
+    answers = multiply(inner, experts.down, sizes)
     answers = with_bias(answers, _split(experts, experts.biases)[1], sizes)
     combined = checkpoint_name(combine(group, answers, routing.weights, routing), COMBINED)
     return combined, kept._replace(products=products), overlapped

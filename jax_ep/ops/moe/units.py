@@ -114,7 +114,8 @@ def unit_of(op: str, experts: Experts) -> Unit:
     known: ActivationName | None = next(
         (name for name, function in ACTIVATIONS.items() if activation in (name, function)), None
     )
-    function = ACTIVATIONS[known] if known is not None else _elementwise(op, activation)
+    given: Any = activation
+    function = ACTIVATIONS[known] if known is not None else _elementwise(op, given)
     if experts.gate is None:
         return Unit(function, 1, splits=False, known=None)
 
