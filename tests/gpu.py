@@ -41,7 +41,15 @@ def run_tests(seconds: float) -> dict[str, Any]:
     xdist = ["-n", str(WORKERS), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-o", "addopts=", "--continue-on-collection-errors", f"--junitxml={report}"]
+        options = [
+            "-q",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:benchmark",
+            "--continue-on-collection-errors",
+            f"--junitxml={report}",
+        ]
         command = ["pytest", *options, *xdist, *ignored, *first, "tests"]
         ended, _ = run(command, seconds)
         if not report.exists():
