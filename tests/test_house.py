@@ -123,7 +123,7 @@ BANS = [
         "peers_are_reached_by_windows",
         DEVICE,
         r"\bheaps\[|->buffers\[|\bmail\[",
-        r"comm/(window|op|work_queue|signals|heap)\.h",
+        r"comm/(window|op|heap)\.h",
         ("rows/a.h", "char* to = box->buffers[0];"),
     ),
     Ban(

@@ -1,14 +1,44 @@
-// The life of one op on one rank: begin, post, deliver, finish. Every kernel of this library is written over it.
+// One op on one rank: its life, its signals and its share of the work. Every kernel of this library is written over it.
+//
+// Op is one class without bases: with bases, nvcc 13.0 keeps a copy of the kernel's arguments in local memory, and a
+// dispatch of float8 rows took 10 % longer (bench moe, 2 H100).
 #pragma once
 
+#include "comm/ctas.h"
+#include "comm/heap.h"
+#include "comm/integers.h"
+#include "comm/notes_to_host.h"
 #include "comm/result.h"
-#include "comm/work_queue.h"
+#include "comm/timeline.h"
 
 namespace jax_ep {
 
-class Op : public WorkQueue {
+class Op {
  public:
-  using WorkQueue::WorkQueue;
+  JAX_EP_FN Op(const Comm& comm, const Coop& coop, OpKind kind)
+      : comm(comm),
+        coop(coop),
+        heap(comm.own_heap),
+        epoch(load_relaxed(&heap->epoch) + 1),
+        stamp_(epoch << kTagBits | comm.tag),
+        kind_(kind),
+        track_(find_track(heap, coop)),
+        status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
+
+  const Comm& comm;
+  const Coop& coop;
+  Heap* const heap;
+  const uint64_t epoch;
+
+  // False once this coop has seen the op fail. Then signals and waits do nothing.
+  JAX_EP_FN bool ok() const { return status_ == Status::ok; }
+
+  // Notes in the timeline that this coop begins `phase`.
+  JAX_EP_FN void enter(Phase phase) const {
+    if (track_) append(track_, epoch, kind_, phase);
+  }
+
+  // ---- Life: post, report, finish ----
 
   // Sends every peer the addresses that it may write to. Every coop calls it; whoever wrote the rest of the mail has
   // met the elected coop before.
@@ -71,11 +101,172 @@ class Op : public WorkQueue {
     enter(Phase::none);
   }
 
+  // ---- Signals and waits. Flags hold stamps (comm/heap.h), so nothing is reset between ops ----
+
+  // A flag for every source rank, in the heap of each rank.
+  using Flags = uint64_t (Heap::*)[kMaxRanks];
+
+  // Raises this rank's flag at every peer. One coop is `elected`; the coops that wrote what the flag stands for have
+  // met it before.
+  JAX_EP_FN void signal(Flags flags, bool elected) {
+    coop.sync();
+    if (!ok() || !elected) return;
+    enter(Phase::post);
+    each_peer([&](int peer) { store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_); });
+  }
+  // Raises a flag in this rank's own heap, under the same conditions.
+  JAX_EP_FN void signal_here(uint64_t* flag, bool elected) {
+    if (ok() && elected && coop.lane == 0) store_release_here(flag, stamp_);
+  }
+
+  // Waits for the flags of all sources.
+  JAX_EP_FN void wait(Flags flags) {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
+  }
+  // Waits for a flag that this rank itself raises.
+  JAX_EP_FN void wait_here(const uint64_t* flag) {
+    wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
+  }
+  // Waits until all peers have posted their buffers, which may be written from then on.
+  JAX_EP_FN void wait_posted() { wait(&Heap::posted); }
+  // Waits until a chunk is here, from one source or from all.
+  JAX_EP_FN void wait_delivered(int source, int chunk) {
+    wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
+  }
+  JAX_EP_FN void wait_delivered(int chunk) {
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
+  }
+  // Waits for `count` chunks from number `first` on; the c-th chunk of a source has number source * chunks + c.
+  JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
+    wait_each(
+        count, [&](int i) { return (first + i) / chunks; },
+        [&](int i) { return &heap->delivered[(first + i) / chunks][(first + i) % chunks]; });
+  }
+
+  // Whether a flag in this rank's heap is of this op.
+  JAX_EP_FN bool is_raised(const uint64_t* flag) const { return load_acquire(flag) >= first_stamp(); }
+
+  // Whether this rank has not posted yet. Two steps, as the comparison waits for the load.
+  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
+  JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
+
+  // Waits for all coops of the rank. Every coop calls it, even if its op has failed.
+  JAX_EP_FN void barrier() {
+    enter(Phase::barrier);
+    meet(&heap->everyone, coop.cta.count);
+  }
+  // Waits for the coops of the first `ctas` CTAs, which alone call it.
+  JAX_EP_FN void router_barrier(int ctas) {
+    if (ctas == 1)
+      coop.cta_sync();  // no other CTA takes part
+    else
+      meet(&heap->routers, ctas);
+  }
+
+  // ---- Work: tickets hand out items, counts say when a chunk is whole ----
+
+  // ask_for_ticket() draws the rank's next number, on lane 0; take_ticket() gives it to all lanes. In two steps, so
+  // that nobody waits for the memory.
+  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
+  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
+  JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
+
+  // False once the group has failed. Called before every row, as a peer that gave up must not be written to.
+  JAX_EP_FN bool may_push() const { return !ask_abort(); }
+  // Loads the abort word for later. Nothing may be pushed if it is not zero.
+  JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
+
+  // Adds `share` to what is written of `chunk`. The coop that brings it to `whole` raises the chunk's flag at every
+  // peer. All lanes call.
+  JAX_EP_FN void deliver(int chunk, int share, int whole) {
+    int last = 0;
+    if (coop.lane == 0 && may_push())  // rows may be missing once the group has failed
+      last = share == whole || count_pushed(chunk, share, whole) == whole;
+    if (!coop.broadcast(last)) return;
+    coop.sync();
+    each_peer([&](int peer) { store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_); });
+  }
+
+  // Counts bytes of rows that came from a rank. One lane calls.
+  JAX_EP_FN void count_received(int source, int64_t bytes) const {
+    uint64_t* const counters = heap->received_bytes[static_cast<unsigned>(coop.cta.index) % kCounters];
+    if (source != comm.rank && bytes) atomic_add(&counters[source], static_cast<uint64_t>(bytes));
+  }
+  // Counts bytes_from(source) for every peer, if this coop is `elected`. Each byte is counted by one coop.
+  template <class BytesFrom>
+  JAX_EP_FN void count_received_by(bool elected, BytesFrom bytes_from) const {
+    if (elected) each_peer([&](int source) { count_received(source, bytes_from(source)); });
+  }
+
  private:
   template <class T>
   friend class Window;
   friend class SentMail;
   friend class ReceivedMail;
+
+  // Calls visit(peer) for every rank, with a lane for each: so all visits take one turn, or two.
+  template <class Visit>
+  JAX_EP_FN void each_peer(Visit visit) const {
+    JAX_EP_ROLLED
+    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) visit(peer);
+  }
+
+  // The least stamp of this op, whatever its tag. All stamps of later ops are greater.
+  JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
+
+  // Marks the op as failed for this coop and tells the host. Raises the abort word, unless the abort word was the
+  // reason.
+  JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
+    if (status == Status::ok) return;
+    status_ = status;
+    record_failed_wait(heap, comm.report, status, {epoch, Failure::none, kind_, comm.rank, peer, expected, seen});
+  }
+
+  // A flag of this epoch with another tag was raised by a rank that runs another op, or this op with other shapes.
+  JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
+
+  JAX_EP_FN void meet(BarrierWords* words, int ctas) {
+    // A coop that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
+    const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
+    const Status status = cta_barrier(words, coop, ctas, ok(), &heap->abort, timeout);
+    if (ok()) fail(status, comm.rank, 0, 0);
+    coop.cta_sync();
+    if (ok() && load_relaxed(&heap->abort))  // the coop that stood at the barrier for this one may have failed
+      fail(Status::aborted, comm.rank, 0, 0);
+  }
+
+  // Waits for `count` flags of this op, with a lane for each. A flag of this rank itself gets the grace of meet().
+  template <class PeerOf, class FlagOf>
+  JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
+    if (ok()) enter(Phase::wait);
+    for (int first = 0; first < count && ok(); first += Coop::lanes) {
+      const int i = first + coop.lane;
+      Status status = Status::ok;
+      if (i < count) {
+        const int peer = peer_of(i);
+        const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
+        const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
+        status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
+        if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
+        if (status == Status::timeout || status == Status::mismatch) fail(status, peer, stamp_, waited.seen);
+      }
+      if (!coop.ballot(status != Status::ok)) continue;
+      if (coop.ballot(status != Status::ok && status != Status::aborted))
+        status_ = Status::timeout;
+      else
+        fail(Status::aborted, comm.rank, 0, 0);
+    }
+    coop.sync();
+  }
+
+  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return coop.lane == 0 ? draw(tickets) : 0; }
+
+  // How much of the chunk is pushed, this share included. The counter is zero again when the chunk is whole.
+  JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
+    const int pushed = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share;
+    if (pushed == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    return pushed;
+  }
 
   // The mailbox in which `source` leaves its mail at `rank` for this op: see window.h.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
@@ -141,6 +332,12 @@ class Op : public WorkQueue {
     results.each([&](const Buffer& result) { fill_share(coop.lane, result, part); });
     coop.sync();
   }
+
+  static constexpr uint64_t kBarrierGraceNs = 200'000'000;
+  const uint64_t stamp_;
+  const OpKind kind_;
+  Track* const track_;
+  Status status_;
 };
 
 }  // namespace jax_ep

@@ -191,7 +191,7 @@ class RunSums {
     op_.enter(Phase::layout);
     lists_.allocate(single);
     op_.barrier();
-    // Coops of a CTA read the same numbers, unless all of them have failed (Signals::meet). Then some may return early,
+    // Coops of a CTA read the same numbers, unless all of them have failed (Op::meet). Then some may return early,
     // and the barriers of the others do not wait for coops that have ended.
     if (lists_.count() == 0) return;
     op_.enter(Phase::layout);
