@@ -8,7 +8,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep.float8 import quantize_rows, quantize_weights
+from jax_ep import float8
+from jax_ep.float8 import Float8Rows, quantize_rows, quantize_weights
+from jax_ep.lax import ragged_dot
 
 from . import layer, moe_sweep
 from .in_jit_loop import Loop, compile_loops, describe_pause, in_digits, median_microseconds, teraflops
@@ -31,8 +33,9 @@ def moe_mlp(group: jax_ep.Group, room: int, precision: str | None) -> Any:
 
 
 def products(sizes: jax.Array, matrices: Any, inner: Any, rows: Any) -> tuple[jax.Array, ...]:
+    multiply: Any = float8.ragged_dot if isinstance(rows, Float8Rows) else ragged_dot
     gate, up, down = matrices
-    return layer.products(sizes, gate, up, down, inner, rows)
+    return multiply(rows, gate, sizes), multiply(rows, up, sizes), multiply(inner, down, sizes)
 
 
 def check_alike(layers: list[Loop], mesh: Mesh) -> None:

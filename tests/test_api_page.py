@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax_ep
+import jax_ep.errors
 import jax_ep.pallas_kernels
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text()

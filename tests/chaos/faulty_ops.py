@@ -93,7 +93,7 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
         tokens=rng.integers(-2, 3, (size, tokens, 16)).astype(helpers.DTYPES[0])
     )
     first, last = (
-        rng.integers(-2, 3, (size, EXPERTS_EACH, *shape)).astype(case.tokens.dtype) for shape in ((16, 24), (24, 8))
+        rng.integers(-2, 3, (size, EXPERTS_EACH, *shape)).astype(case.tokens.dtype) for shape in ((16, 24), (24, 16))
     )
     capacity = size * tokens * 2
     where: Any = {"group": group, "implementation": "ffi"}

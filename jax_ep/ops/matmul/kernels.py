@@ -80,7 +80,7 @@ def _call(
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = epilogue == "gated" and len(rhs) == 1
-    second = [*lhs[1:], *(rhs * 2 if both_in_one else rhs)[1:]]
+    second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
     return ffi.call_local(
         "grouped_matmul",
         *jax.tree.leaves([lhs[0], rhs[0], *second, group_sizes]),
