@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from jax_ep.version import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 STAMPS = ROOT / "benchmarks" / "results" / "gpu_tests.json"  # by what they ran on: the last one of each
 README = ROOT / "README.md"
@@ -144,11 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         README.write_text(re.sub(r"^Tests on GPUs: .*$", readme_line(), README.read_text(), flags=re.MULTILINE))
         return 0
     where = gpus()
-    names = ("jax", "jaxlib", "jax_ep")
     stamp: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "commit": options.commit or commit_here(),
-        "versions": {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+        | {"jax_ep": __version__, "python": platform.python_version()},
         "minutes": options.minutes,
         "tests": run_tests(36 * options.minutes),
         "fuzz": run_fuzz(24 * options.minutes, options.seed),
