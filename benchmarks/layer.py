@@ -128,9 +128,9 @@ def gated(sizes: jax.Array, gate: jax.Array, up: jax.Array, rows: jax.Array) -> 
 
 
 def products(
-    sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: jax.Array
+    sizes: jax.Array, gate: Any, up: Any, down: Any, inner: Any, rows: Any, multiply: Any = ragged_dot
 ) -> tuple[jax.Array, ...]:
-    return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes), ragged_dot(inner, down, sizes)
+    return multiply(rows, gate, sizes), multiply(rows, up, sizes), multiply(inner, down, sizes)
 
 
 def training_step(layer: Layer) -> Callable[..., Any]:

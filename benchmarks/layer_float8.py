@@ -35,7 +35,7 @@ def moe_mlp(group: jax_ep.Group, room: int, precision: str | None) -> Any:
 def products(sizes: jax.Array, matrices: Any, inner: Any, rows: Any) -> tuple[jax.Array, ...]:
     multiply: Any = float8.ragged_dot if isinstance(rows, Float8Rows) else ragged_dot
     gate, up, down = matrices
-    return multiply(rows, gate, sizes), multiply(rows, up, sizes), multiply(inner, down, sizes)
+    return layer.products(sizes, gate, up, down, inner, rows, multiply)
 
 
 def check_alike(layers: list[Loop], mesh: Mesh) -> None:

@@ -241,3 +241,17 @@ def assert_round_trip(actual: tuple[Dispatched, np.ndarray], case: Case, **optio
     assert_dispatched(dispatched, expected)
     assert_combined(combined, expected.rows, expected.targets, case.weights)
     return expected
+
+
+class KeyValueStore:
+    """The key-value store of jax.distributed."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        assert allow_overwrite or key not in self.left
+        self.left[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]

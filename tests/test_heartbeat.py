@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from helpers import KeyValueStore
 
 from jax_ep import PeerTimeoutError
 from jax_ep.runtime import heartbeat
@@ -18,19 +19,7 @@ SHORT = 1.5  # of what must not
 Opening = Future[Liveness]
 
 
-class Store:
-    """The key-value store of jax.distributed."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, str] = {}
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        assert allow_overwrite or key not in self.left
-        self.left[key] = value
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
-
+class Store(KeyValueStore):
     def heartbeat(self, process: int) -> Heartbeat:
         return Heartbeat.parse(self.left[f"jax_ep/alive/{process}"])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import KeyValueStore
 
 from jax_ep import PeerLostError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import bootstrap, rendezvous
@@ -20,23 +21,9 @@ PAIR, TRIPLE = [[0, 1]], [[0, 1, 2]]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/ns/net").exists(), reason="needs Linux")
 
 
-class Store:
-    """The key-value store of jax.distributed."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, str] = {}
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        assert allow_overwrite or key not in self.left
-        self.left[key] = value
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
-
-
 class Processes:
     def __init__(self, pool: ThreadPoolExecutor):
-        self.store, self._pool = Store(), pool
+        self.store, self._pool = KeyValueStore(), pool
 
     def start(
         self, me: int, lines: Sequence[Sequence[int]], timeout: float = TIMEOUT, taken: Sequence[int] = ()
@@ -180,6 +167,6 @@ def test_the_store_is_gone(processes: Processes, monkeypatch: pytest.MonkeyPatch
     def fail(*arguments: object, **options: object) -> None:
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")
 
-    monkeypatch.setattr(Store, "key_value_set", fail)
+    monkeypatch.setattr(KeyValueStore, "key_value_set", fail)
     with pytest.raises(PeerLostError, match=r"coordinator of jax\.distributed did not answer: UNAVAILABLE"):
         processes.start(0, PAIR).result(TIMEOUT)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import ffi
-from jax_ep._kit.float8 import Float8Rows, Float8Weights
+from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # whose bits `Float8Rows` and `Float8Weights` hold
 
@@ -75,7 +75,7 @@ def _call(
       rhs: for a gated product gate and up, or one array of both, gate in front.
       grouping: what the groups divide: "rows", or the "contraction", along the rows of both operands.
     """
-    left, right = (x.bits if isinstance(x, Float8Rows | Float8Weights) else x for x in (lhs[0], rhs[0]))
+    left, right = (x.bits if isinstance(x, Float8) else x for x in (lhs[0], rhs[0]))
     by_contraction = grouping == "contraction"
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
     columns = right.shape[-1 if rhs_is_k_by_n else -2]

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jax_ep._kit import checks, float8
 from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
 
-FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 Operand = TypeVar("Operand", bound=jax.Array | Float8)
 
 
