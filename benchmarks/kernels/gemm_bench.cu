@@ -3,7 +3,7 @@
 // library).
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
-//   build/gemm_bench check | time | rows | contractions | sweep
+//   build/gemm_bench check | time | rows | contractions | gathers | sweep
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>
@@ -20,6 +20,27 @@ void check_orders(Grouping grouping, int m, int n, int k, const std::vector<int>
     return compare({grouping, m, n, k, sizes, Element::bfloat16, Element::bfloat16, true});
   for (const bool mn_b : {false, true}) compare({grouping, m, n, k, sizes, Element::bfloat16, Element::bfloat16, mn_b});
   compare({grouping, m, n, k, sizes, Element::bfloat16, Element::float32, true});
+}
+
+// Rows and contractions of `rows` indices in all, some of them -1 and some outside.
+void check_gathers(int rows, int n, int k, const std::vector<int>& sizes) {
+  std::mt19937 random(rows);
+  const int matrix_rows = rows / 3 + 1;
+  for (const bool odd : {false, true}) {
+    std::uniform_int_distribution<int> row(0, matrix_rows - 1), rare(0, 40);
+    std::vector<int> indices(rows);
+    for (int& index : indices) {
+      index = row(random);
+      if (odd && rare(random) == 0) index = -1;
+      if (odd && sizes.size() > 3 && rare(random) == 0) index = matrix_rows + 5;
+    }
+    for (const bool mn_b : {true, false})
+      compare({Grouping::m_grouped, rows, n, k, sizes, Element::bfloat16, Element::bfloat16, mn_b, Gathered::lhs,
+               indices, matrix_rows});
+    for (const Gathered side : {Gathered::lhs, Gathered::rhs})
+      compare({Grouping::k_grouped, k, n, rows, sizes, Element::bfloat16, Element::bfloat16, true, side, indices,
+               matrix_rows});
+  }
 }
 
 void check_all() {
@@ -43,12 +64,17 @@ void check_all() {
     check_orders(Grouping::k_grouped, 136, n, 700, {0, 1, 127, 0, 300, 17, 0});
   }
   // Every number of rows that a group may leave to its last tile, by parts of a warp; every end of a contraction.
+  check_gathers(1152, 264, 136, {384, 512, 256});
+  check_gathers(1300, 136, 72, {0, 1, 127, 0, 600, 317, 0});
+  check_gathers(700, 648, 256, {0, 1, 127, 0, 300, 17, 0, 200});
   std::vector<int> rows, ends;
   for (int size = 1; size <= 400; size += size % 64 < 48 ? 21 : 5) rows.push_back(size);
   for (int size = 60; size <= 84; ++size) ends.push_back(size);
   const auto total = [](const std::vector<int>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), 0); };
   check_orders(Grouping::m_grouped, total(rows) + 300, 648, 200, rows);
   check_orders(Grouping::k_grouped, 264, 456, total(ends) + 9, ends);
+  check_gathers(total(rows) + 30, 392, 200, rows);
+  check_gathers(total(ends) + 9, 264, 456, ends);
   compare({Grouping::m_grouped, total(rows), 392, 200, rows, Element::float16, Element::float16, true});
   compare({Grouping::k_grouped, 264, 456, total(ends), ends, Element::float16, Element::float16, true});
 }
@@ -200,6 +226,72 @@ void time_contractions() {
     });
 }
 
+// The experts' tokens, one expert after the other, as a router draws them: `top` experts a token.
+std::vector<int> routed(int tokens, int top, int experts, std::vector<int>* sizes) {
+  std::mt19937 random(3);
+  std::vector<std::vector<int>> of(experts);
+  std::vector<int> all(experts);
+  std::iota(all.begin(), all.end(), 0);
+  for (int token = 0; token < tokens; ++token)
+    for (int j = 0; j < top; ++j) {
+      std::swap(all[j], all[std::uniform_int_distribution<int>(j, experts - 1)(random)]);
+      of[all[j]].push_back(token);
+    }
+  std::vector<int> indices;
+  for (const auto& list : of) {
+    sizes->push_back(list.size());
+    indices.insert(indices.end(), list.begin(), list.end());
+  }
+  return indices;
+}
+
+// In turns: contiguous rows, those of a routing, and a random permutation.
+void time_gather(const std::string& name, const Case& each, Gathered side, int tokens,
+                 const std::vector<int>& routing) {
+  std::vector<int> permutation(routing.size());
+  std::iota(permutation.begin(), permutation.end(), 0);
+  std::shuffle(permutation.begin(), permutation.end(), std::mt19937(4));
+  Case by_routing = each, permuted = each;
+  by_routing.gathered = permuted.gathered = side;
+  by_routing.indices = routing, by_routing.gathered_rows = tokens;
+  permuted.indices = permutation, permuted.gathered_rows = routing.size();
+  Buffers all[] = {Buffers(each, false), Buffers(by_routing, false), Buffers(permuted, false)};
+  std::vector<std::function<void()>> runs;
+  for (Buffers& buffers : all) runs.push_back([&buffers, config = buffers.config()] { buffers.run(config); });
+  const auto times = milliseconds_in_turns(10 + static_cast<int>(1e14 / each.flops()), runs);
+  std::printf("%-24s contiguous %8.1f us %5.0f TFLOP/s   a routing %.3f   a permutation %.3f   %s\n", name.c_str(),
+              times[0] * 1e3, each.flops() / times[0] / 1e9, times[1] / times[0], times[2] / times[0],
+              all[1].config().describe().c_str());
+  std::fflush(stdout);
+}
+
+// The products of a layer that can gather.
+void time_gathers() {
+  struct Layer {
+    const char* name;
+    int tokens, hidden, inner, experts, top;
+  };
+  for (const Layer& x : {Layer{"Qwen3", 8192, 2048, 768, 64, 8},
+                         {"V3", 4096, 7168, 2048, 128, 8},
+                         {"GPT-OSS", 8192, 2880, 2880, 64, 4},
+                         {"Mixtral", 8192, 4096, 14336, 8, 2}}) {
+    std::vector<int> sizes;
+    const std::vector<int> routing = routed(x.tokens, x.top, x.experts, &sizes);
+    const int rows = routing.size();
+    const Case up = by_rows(rows, x.inner, x.hidden, sizes);
+    Case gated = up;
+    gated.epilogue = Epilogue::gated;
+    const auto time = [&](const char* what, const Case& each, Gathered side) {
+      time_gather(std::string(x.name) + " " + what, each, side, x.tokens, routing);
+    };
+    time("gated", gated, Gathered::lhs);
+    time("up", up, Gathered::lhs);
+    time("down transposed", by_rows(rows, x.inner, x.hidden, sizes, false), Gathered::lhs);
+    time("weights of up", by_contraction(x.hidden, x.inner, rows, sizes), Gathered::lhs);
+    time("weights of down", by_contraction(x.inner, x.hidden, rows, sizes), Gathered::rhs);
+  }
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -208,6 +300,7 @@ int main(int count, char** words) {
   if (what == "time") time_all();
   if (what == "sweep") sweep_all();
   if (what == "rows") time_rows();
+  if (what == "gathers") time_gathers();
   if (what == "contractions") time_contractions();
   return wrong_cases() ? 1 : 0;
 }

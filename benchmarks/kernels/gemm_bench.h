@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -34,16 +35,25 @@ struct Case {
   std::vector<int> sizes;
   Element in, out;
   bool mn_b;  // rhs is stored [k, n]
+  Gathered gathered = Gathered::none;
+  std::vector<int> indices{};
+  int gathered_rows = 0;
+  Epilogue epilogue = Epilogue::store;
 
   bool mn_a() const { return grouping == Grouping::k_grouped; }  // lhs is stored [k, m]
   int groups() const { return std::max<int>(1, sizes.size()); }
-  size_t a_count() const { return size_t(m) * k; }
-  size_t b_count() const { return size_t(n) * k * (grouping == Grouping::m_grouped ? groups() : 1); }
+  size_t a_count() const {
+    return gathered == Gathered::lhs ? size_t(gathered_rows) * (mn_a() ? m : k) : size_t(m) * k;
+  }
+  size_t b_count() const {
+    return gathered == Gathered::rhs ? size_t(gathered_rows) * n
+                                     : size_t(n) * k * (grouping == Grouping::m_grouped ? groups() : 1);
+  }
   size_t out_count() const { return size_t(m) * n * (grouping == Grouping::k_grouped ? groups() : 1); }
   double flops() const {
     double rows = 0;
     for (const int size : sizes) rows += size;
-    if (grouping == Grouping::m_grouped) return 2 * rows * n * k;
+    if (grouping == Grouping::m_grouped) return 2 * rows * n * k * (epilogue == Epilogue::gated ? 2 : 1);
     return grouping == Grouping::k_grouped ? 2 * rows * m * n : 2.0 * m * n * k;
   }
 };
@@ -66,12 +76,19 @@ inline void spoil(void* data, size_t first, size_t count) {
 // One element a thread, and the sum of magnitudes by which its error is judged.
 template <class In>
 __global__ void multiply_plainly(const In* a, const In* b, float* out, float* magnitude, int m, int n, int k,
-                                 int64_t a_row, int64_t a_k, int64_t b_col, int64_t b_k) {
+                                 int64_t a_row, int64_t a_k, int64_t b_col, int64_t b_k, const int* rows_of_a,
+                                 const int* lines_of_a, const int* lines_of_b, int gathered_rows) {
   const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
   if (col >= n) return;
   float sum = 0, size = 0;
   for (int i = 0; i < k; ++i) {
-    const float x = float(a[row * a_row + i * a_k]) * float(b[col * b_col + i * b_k]);
+    const int a_at = rows_of_a ? rows_of_a[row] : row, a_line = lines_of_a ? lines_of_a[i] : i,
+              b_line = lines_of_b ? lines_of_b[i] : i;
+    const int gathered = rows_of_a ? a_at : lines_of_a ? a_line : b_line;
+    const bool gathers = rows_of_a || lines_of_a || lines_of_b, zero = gathers && gathered == -1,
+               bad = gathers && !zero && (gathered < 0 || gathered >= gathered_rows);
+    const float y = zero || bad ? 0 : float(a[a_at * a_row + a_line * a_k]) * float(b[col * b_col + b_line * b_k]);
+    const float x = bad ? NAN : y;
     sum += x;
     size += fabsf(x);
   }
@@ -90,6 +107,13 @@ class Buffers {
     CHECK(cudaMemset(out, 0xff, out_bytes() + kGuard));
     CHECK(cudaMalloc(&sizes, each.groups() * sizeof(int)));
     CHECK(cudaMalloc(&counter, sizeof(uint32_t)));
+    CHECK(cudaMalloc(&indices, std::max<size_t>(1, each.indices.size()) * sizeof(int)));
+    CHECK(cudaMemcpy(indices, each.indices.data(), each.indices.size() * sizeof(int), cudaMemcpyHostToDevice));
+    if (each.epilogue == Epilogue::gated) {
+      CHECK(cudaMalloc(&second_b, each.b_count() * 2));
+      CHECK(cudaMalloc(&kept, 2 * out_bytes()));
+      fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(second_b), each.b_count(), 5u);
+    }
     if (!each.sizes.empty())
       CHECK(cudaMemcpy(sizes, each.sizes.data(), each.sizes.size() * sizeof(int), cudaMemcpyHostToDevice));
     each.in == Element::bfloat16 ? fill_both<__nv_bfloat16>() : fill_both<__half>();
@@ -97,7 +121,9 @@ class Buffers {
     CHECK(cudaDeviceSynchronize());
   }
   ~Buffers() {
-    for (void* each : {a, b, out, static_cast<void*>(sizes), static_cast<void*>(counter)}) cudaFree(each);
+    for (void* each : {a, b, out, static_cast<void*>(sizes), static_cast<void*>(counter), static_cast<void*>(indices),
+                       second_b, kept})
+      cudaFree(each);
   }
 
   size_t out_bytes() const { return case_.out_count() * (case_.out == Element::float32 ? 4 : 2); }
@@ -106,15 +132,10 @@ class Buffers {
   Config config() const {
     int sms = 0;
     CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
-    return plan({case_.grouping, case_.m, case_.n, case_.k, case_.groups()}, sms);
+    return plan(product(), sms);
   }
   void run(const Config& config) {
-    Product product{case_.grouping, Epilogue::store, Activation::none, /*keeps_products=*/false,
-                    case_.in,       case_.out,       case_.mn_b};
-    product.m = case_.m, product.n = product.columns = case_.n, product.k = case_.k, product.groups = case_.groups();
-    product.lhs = a, product.rhs = b, product.result = out;
-    product.group_sizes = sizes, product.counter = counter;
-    if (const auto error = launch(product, config, nullptr)) {
+    if (const auto error = launch(product(), config, nullptr)) {
       std::printf("ERROR %s\n", error->c_str());
       std::exit(1);
     }
@@ -150,21 +171,39 @@ class Buffers {
     for (int g = 0; g < c.groups(); ++g) {
       const int size = c.sizes.empty() ? 0 : c.sizes[g], m = rows ? size : c.m, k = contraction ? size : c.k;
       const int64_t to_g = rows ? start * c.n : contraction ? int64_t{g} * c.m * c.n : 0;
-      const In* a_g = static_cast<const In*>(a) + start * (rows ? a_row : a_k);
-      const In* b_g = static_cast<const In*>(b) + (rows ? int64_t{g} * c.n * c.k : start * b_k);
+      const bool left = c.gathered == Gathered::lhs, right = c.gathered == Gathered::rhs;
+      const In* a_g = static_cast<const In*>(a) + (left ? 0 : start * (rows ? a_row : a_k));
+      const In* b_g = static_cast<const In*>(b) + (rows ? int64_t{g} * c.n * c.k : right ? 0 : start * b_k);
+      const int* at = indices + start;
       if (m)
-        multiply_plainly<<<dim3((c.n + 127) / 128, m), 128>>>(a_g, b_g, to + to_g, magnitude + to_g, m, c.n, k, a_row,
-                                                              a_k, b_col, b_k);
+        multiply_plainly<<<dim3((c.n + 127) / 128, m), 128>>>(
+            a_g, b_g, to + to_g, magnitude + to_g, m, c.n, k, a_row, a_k, b_col, b_k, left && rows ? at : nullptr,
+            left && !rows ? at : nullptr, right ? at : nullptr, c.gathered_rows);
       start += size;
     }
     CHECK(cudaDeviceSynchronize());
   }
 
   void *a = nullptr, *b = nullptr, *out = nullptr;
-  int* sizes = nullptr;
+  int *sizes = nullptr, *indices = nullptr;
+  void *second_b = nullptr, *kept = nullptr;  // of a gated product
   uint32_t* counter = nullptr;
 
  private:
+  Product product() const {
+    const bool gated = case_.epilogue == Epilogue::gated;
+    Product product{};
+    product.grouping = case_.grouping, product.epilogue = case_.epilogue, product.keeps_products = gated;
+    product.activation = gated ? Activation::silu : Activation::none;
+    product.in = case_.in, product.out = case_.out, product.rhs_is_k_by_n = case_.mn_b;
+    product.m = case_.m, product.n = product.columns = case_.n, product.k = case_.k, product.groups = case_.groups();
+    product.lhs = a, product.rhs = b, product.second_rhs = second_b, product.result = out;
+    product.first_product = kept, product.second_product = kept ? static_cast<char*>(kept) + out_bytes() : nullptr;
+    product.gathered = case_.gathered, product.gathered_rows = case_.gathered_rows, product.indices = indices;
+    product.group_sizes = sizes, product.counter = counter;
+    return product;
+  }
+
   // NaN in the largest group, whose neighbours must not see it, and behind the last group.
   void spoil_groups() {
     const auto largest = std::max_element(case_.sizes.begin(), case_.sizes.end());
@@ -172,9 +211,11 @@ class Buffers {
     const size_t end = std::accumulate(case_.sizes.begin(), case_.sizes.end(), size_t{0});
     const bool rows = case_.grouping == Grouping::m_grouped;
     const size_t width = rows ? case_.k : case_.m, all = rows ? case_.m : case_.k;
-    spoil(a, start * width, *largest * width);
-    spoil(a, end * width, (all - end) * width);
-    if (!rows) spoil(b, end * case_.n, (all - end) * case_.n);
+    if (case_.gathered != Gathered::lhs) {
+      spoil(a, start * width, *largest * width);
+      spoil(a, end * width, (all - end) * width);
+    }
+    if (!rows && case_.gathered != Gathered::rhs) spoil(b, end * case_.n, (all - end) * case_.n);
   }
   template <class In>
   void fill_both() {
@@ -184,6 +225,32 @@ class Buffers {
 
   Case case_;
 };
+
+// The medians of products that run in turns, launch by launch, so that all are equally hot.
+inline std::vector<double> milliseconds_in_turns(int rounds, const std::vector<std::function<void()>>& runs) {
+  std::vector<cudaEvent_t> events(rounds * runs.size() + 1);
+  for (auto& event : events) CHECK(cudaEventCreate(&event));
+  for (int i = 0; i < 2; ++i)
+    for (const auto& run : runs) run();
+  CHECK(cudaEventRecord(events[0]));
+  for (size_t i = 1; i < events.size(); ++i) {
+    runs[(i - 1) % runs.size()]();
+    CHECK(cudaEventRecord(events[i]));
+  }
+  CHECK(cudaDeviceSynchronize());
+  std::vector<double> medians;
+  for (size_t run = 0; run < runs.size(); ++run) {
+    std::vector<float> times(rounds);
+    for (int round = 0; round < rounds; ++round) {
+      const size_t i = round * runs.size() + run;
+      CHECK(cudaEventElapsedTime(&times[round], events[i], events[i + 1]));
+    }
+    std::sort(times.begin(), times.end());
+    medians.push_back(times[rounds / 2]);
+  }
+  for (auto& event : events) CHECK(cudaEventDestroy(event));
+  return medians;
+}
 
 inline std::vector<float> download(const void* data, size_t count, Element dtype) {
   std::vector<uint32_t> raw(count);
@@ -260,7 +327,9 @@ inline void compare(const Case& each) {
   const Wanted wanted = wanted_of(buffers);
   std::vector<float> alike;
   double worst = 0;
+  const bool gathers = each.gathered != Gathered::none;
   for (const int block_n : {128, 192, 256}) {
+    if (gathers && (each.grouping == Grouping::m_grouped || block_n != kGatheredColumns)) continue;
     if (block_n == 192 && each.grouping != Grouping::k_grouped) continue;
     for (const int band : {1, 8})
       for (const int blocks : {132, 4})
@@ -270,7 +339,7 @@ inline void compare(const Case& each) {
     for (const int band : {1, 8})
       for (const int blocks : {132, 4})
         worst = std::max(worst, run_and_compare(buffers, wanted, {256, band, blocks, false, /*swap_ab=*/true}, alike));
-  if (each.grouping != Grouping::k_grouped)
+  if (each.grouping != Grouping::k_grouped && !gathers)
     worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}, alike));
   const char* groupings[] = {"dense", "rows", "contraction"};
   std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",

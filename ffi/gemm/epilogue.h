@@ -91,6 +91,7 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
 // Rounds to Out.
 template <class Out>
 struct StoreTile {
+  static constexpr bool kTransposes = false;
   const CUtensorMap& map;
   Out* out;
 
@@ -197,40 +198,79 @@ JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int
     store_box(map, {col, row, 0}, from);
 }
 
+// A warpgroup's 64 columns of a tile of up to kRows rows, from `col` on, rounded to Out, to a matrix as in store_strip.
+// They leave chunk by chunk: its warps stage their columns, then each stores 16 of the rows. The last stores still read
+// their buffer when it returns: `chunks` counts those of all tiles, so that the next tile begins with the buffer that
+// was read first.
+template <class Out, int kRows, class Memory>
+JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, int col, int col_end,
+                             const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& chunks, int warp,
+                             int lane) {
+  constexpr int kColumns = kLineBytes / sizeof(Out);
+  const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
+  char* const buffers = chunks_of(shared, warpgroup);
+#pragma unroll
+  for (int chunk = 0; chunk < kRows / kSlice * (kSlice / kColumns); ++chunk) {
+    const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
+    if (first >= tile.rows) break;
+    const int column = warp % kWarpgroup * 16 - part;
+    char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
+    if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
+    ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
+    if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
+    ptx::shared_proxy_fence();
+    ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
+    const int line = warp % kWarpgroup * kOutRows;
+    store_strip(map, static_cast<Out*>(matrix), columns, tile.row + first + line, row_end, col + part, col_end,
+                buffer + line * kLineBytes, lane);
+    if (lane == 0) ptx::commit_stores();
+  }
+}
+
 // Rounds to Out.
 template <class Out>
 struct StoreSwapped {
   const CUtensorMap& map;
-  Out* out;
+  void* out;
 
-  JAX_EP_FN StoreSwapped(const Maps& maps, const Product& product)
-      : map(maps.result), out(static_cast<Out*>(product.result)) {}
+  JAX_EP_FN StoreSwapped(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
 
-  // A warpgroup's 64 columns of a tile, chunk by chunk: its warps stage their columns, then each stores 16 of the rows.
-  // The last stores still read their buffer when it returns: `chunks` counts those of all tiles, so that the next tile
-  // begins with the buffer that was read first.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2], Memory& shared,
                        int& chunks, int warp, int lane) const {
-    constexpr int kColumns = kLineBytes / sizeof(Out);
-    const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
-    char* const buffers = chunks_of(shared, warpgroup);
+    store_columns<Out, kMostRows>(map, out, problem.n, tile.col + warp / kWarpgroup * kSlice, problem.n, tile, d,
+                                  shared, chunks, warp, lane);
+  }
+  // A warpgroup's columns in two parts.
+  template <class Memory>
+  JAX_EP_FN void store_wide(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
+                            Memory& shared, int& chunks, int warp, int lane) const {
 #pragma unroll
-    for (int chunk = 0; chunk < kRowSlices * (kSlice / kColumns); ++chunk) {
-      const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
-      if (first >= tile.rows) break;
-      const int col = tile.col + warpgroup * kSlice + part, column = warp % kWarpgroup * 16 - part;
-      char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
-      if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
-      ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-      if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
-      ptx::shared_proxy_fence();
-      ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-      const int line = warp % kWarpgroup * kOutRows;
-      store_strip(map, out, problem.n, tile.row + first + line, row_end, col, problem.n, buffer + line * kLineBytes,
-                  lane);
-      if (lane == 0) ptx::commit_stores();
-    }
+    for (int part = 0; part < 2; ++part)
+      store_columns<Out, kMostGathered>(map, out, problem.n, tile.col + (warp / kWarpgroup * 2 + part) * kSlice,
+                                        problem.n, tile, d[part], shared, chunks, warp, lane);
+  }
+};
+
+// The transposed sums of tiles of fixed height, by groups of the contraction: result[group] is [n, m].
+template <class Out>
+struct StoreTransposed {
+  static constexpr bool kTransposes = true;
+  const CUtensorMap& map;  // of all groups' rows as those of one matrix
+  void* out;
+
+  JAX_EP_FN StoreTransposed(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
+
+  // A warpgroup's sums of 64 rows of a tile: that part of its rows.
+  template <int kBlockN, class Memory>
+  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2], int part,
+                       Memory& shared, int& chunks, int warp, int lane) const {
+    RowTile rows;
+    rows.row = tile.group * problem.n + tile.col;
+    rows.row_end = (tile.group + 1) * problem.n;
+    rows.rows = kBlockN;
+    store_columns<Out, kBlockN>(map, out, problem.m, tile.row + part * kSlice, problem.m, rows, d, shared, chunks, warp,
+                                lane);
   }
 };
 

@@ -53,6 +53,35 @@ struct StoreGated {
     }
   }
 
+  // A warpgroup has 64 columns of both products.
+  template <class Memory>
+  JAX_EP_FN void store_wide(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
+                            Memory& shared, int& chunks, int warp, int lane) const {
+    const int col = tile.col + warp / kWarpgroup * kSlice, up = product.second_column();
+    if (product.keeps_products) {
+      store_columns<T, kMostGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,
+                                      d[0], shared, chunks, warp, lane);
+      store_columns<T, kMostGathered>(maps.second_product, product.second_product, product.columns, up + col,
+                                      up + problem.n, tile, d[1], shared, chunks, warp, lane);
+    }
+    float units[kMostGathered / 2];
+#pragma unroll
+    for (int i = 0; i < kMostGathered / 2; i += 8) {
+      const auto packed = [&](const float* x) {
+        return make_uint4(pack(x[0], x[1], T{}), pack(x[2], x[3], T{}), pack(x[4], x[5], T{}), pack(x[6], x[7], T{}));
+      };
+      const uint4 both = gated<kActivation, Pair>(packed(d[0] + i), packed(d[1] + i));
+      const uint32_t words[] = {both.x, both.y, both.z, both.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const Pair pair = reinterpret_cast<const Pair&>(words[j]);
+        units[i + 2 * j] = float(pair.x), units[i + 2 * j + 1] = float(pair.y);
+      }
+    }
+    store_columns<T, kMostGathered>(maps.result, product.result, problem.n, col, problem.n, tile, units, shared, chunks,
+                                    warp, lane);
+  }
+
  private:
   // A warp's 16 rows of its warpgroup's product, which is staged in `own`.
   JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,

@@ -6,14 +6,15 @@
 //   Source            where the operands come from (source.h)
 //   Tile, tiles()     which tiles a CTA takes: each warp walks the same list
 //   Memory            its shared memory
+//   kGathers          whether the aux warps gather an operand (gather.h)
 //   Sums              the accumulators of a thread
 //   has_work()        whether a warpgroup multiplies anything of a tile
 //   accumulate()      multiplies a tile: consumes its stages
 //   store()           hands the sums to the epilogue
 //   assist()          what the aux warps do
-// multiply.h has that of tiles of fixed height, multiply_swapped.h that of swapped operands, multiply_float8.h and
-// multiply_gated_float8.h those of float8. Epilogues are in epilogue.h and epilogue_gated.h. runtime/cuda/product_*.cu
-// list the kernels that are compiled.
+// multiply.h has that of tiles of fixed height, multiply_swapped.h that of swapped operands, multiply_gathered.h those
+// that gather, multiply_float8.h and multiply_gated_float8.h those of float8. Epilogues are in epilogue.h and
+// epilogue_gated.h. runtime/cuda/product_*.cu list the kernels that are compiled.
 #pragma once
 
 #include "gemm/maps.h"
@@ -106,7 +107,7 @@ template <class Mainloop, class Epilogue, class Hooks>
 JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
                            const Problem& problem, const Hooks& hooks, Share share) {
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
-  using Wanted = Registers<typename Hooks::Aux, Mainloop::kAccumulators>;
+  using Wanted = Registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>;
   auto& shared = *reinterpret_cast<Memory*>(memory);
   Mainloop::open(shared);
   open_pipeline(shared, Mainloop::kPingPong ? kWarpgroup : kConsumerWarps, Mainloop::kProducers);
@@ -116,7 +117,7 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
     consume<Mainloop>(shared, source, epilogue, problem, hooks, share);
   } else {
     give_registers<Wanted::kOther>();
-    if (warp < kConsumerWarps + Mainloop::Source::kWarps) {
+    if (warp == kConsumerWarps) {
       produce<Mainloop>(shared, source, problem, hooks, share);
     } else if constexpr (!std::is_empty_v<typename Hooks::Aux>) {
       hooks.run_aux(share);

@@ -40,7 +40,8 @@ JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, i
 
 // Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kParts. Returns the stage that wgmma
 // may still read, or -1.
-template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, class Memory, int kAll, int kCount>
+template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, class Memory, int kAll,
+          int kCount>
 JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
                               Position<Memory::kStages>& at, int first_slice, int lane) {
   int running = -1;
@@ -48,7 +49,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
     const char* const stage = shared.stages[at.stage];
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
     const uint64_t a = describe<kMnA>(stage + first_slice * kSliceBytes);
-    const uint64_t b = describe<kMnB>(stage + kSlicesA * kSliceBytes);
+    const uint64_t b = describe<kMnB>(stage + kSlicesOfA * kSliceBytes);
     begin_multiplies();
 #pragma unroll
     for (int step = 0; step < kBlockK / kMultiplyK; ++step)
@@ -86,6 +87,7 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
 template <int kBlockN>
 struct FixedTiles {
   using Tile = gemm::Tile;
+  static constexpr bool kGathers = false;
   template <class Aux>
   using Memory = Shared<kBlockN, Aux>;
 
@@ -101,9 +103,9 @@ struct FixedTiles {
 };
 
 // kMnA, kMnB: the contiguous dimension of lhs is m, of rhs is n, rather than k.
-template <class In, int kBlockN, bool kMnA, bool kMnB>
+template <class In, int kBlockN, bool kMnA, bool kMnB, class SourceOf = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>>
 struct TileMainloop : FixedTiles<kBlockN> {
-  using Source = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>;
+  using Source = SourceOf;
   using Sums = float[kParts<kBlockN>][kBlockN / 2];
   static constexpr bool kPingPong = is_ping_pong(kBlockN);
   static constexpr int kAccumulators = kParts<kBlockN> * kBlockN / 2, kProducers = 1;
@@ -163,7 +165,8 @@ struct TileMainloop : FixedTiles<kBlockN> {
     if (kMnA && kMnB && rest >= 0) release(&shared.empty[rest], lane);
   }
 
-  // By strips of 16 rows. Of a split contraction the CTAs of a cluster swap and add halves first.
+  // By strips of 16 rows. Of a split contraction the CTAs of a cluster swap and add halves
+  // first.
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, Shared& shared, const Problem& problem,
                               const Tile& tile, int& swaps, int warp, int lane) {

@@ -12,45 +12,52 @@
 
 namespace jax_ep::gemm {
 
-// d = the sums of a warpgroup's 64 columns and `rows` rows, a multiple of kRowStep and at least kRows. Returns the
-// stage that wgmma may still read, or -1.
-template <class In, int kRows, bool kMn, int kCount>
-JAX_EP_FN int multiply_rows(float (&d)[1][kCount], SwappedMemory& shared, int rows, int k_end,
+// d = the sums of a warpgroup's columns, 64 in each part, and `rows` rows, a multiple of kRowStep, at least kRows and
+// at most kMost. Returns the stage that wgmma may still read, or -1.
+template <class In, int kRows, int kMost, bool kMn, int kParts>
+JAX_EP_FN int multiply_rows(float (&d)[kParts][kMost / 2], SwappedMemory& shared, int rows, int k_end,
                             Position<SwappedMemory::kStages>& at, int warpgroup, int lane) {
-  if constexpr (kRows > kMostRows) {
+  if constexpr (kRows > kMost) {
     return -1;
   } else {
-    if (rows > kRows) return multiply_rows<In, kRows + kRowStep, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
-    return multiply_stages<In, kRows, 1, kMn, false>(d, shared, 0, k_end, at, warpgroup, lane);
+    if (rows > kRows)
+      return multiply_rows<In, kRows + kRowStep, kMost, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
+    return multiply_stages<In, kRows, kParts, kMn, false, kParts * kConsumerWarps / kWarpgroup>(
+        d, shared, 0, k_end, at, warpgroup * kParts, lane);
   }
 }
 
-// The weights of a tile are SwappedMatrix or SwappedGateAndUp.
-template <class In, class Weights>
+// A warpgroup has 64 columns in each of kParts.
+template <class In, class SourceOf, int kParts = 1>
 struct SwappedMainloop {
-  using Source = SwappedSource<Weights>;
+  using Source = SourceOf;
   using Tile = RowTile;
   template <class Aux>
   using Memory = SwappedMemory;
-  using Sums = float[1][kMostRows / 2];
-  static constexpr bool kPingPong = false;
+  static constexpr int kMost = kMostRows / kParts;
+  using Sums = float[kParts][kMost / 2];
+  static constexpr bool kPingPong = false, kGathers = false, kSplitsRows = kParts > 1;
   static constexpr int kAccumulators = kMostRows / 2, kProducers = 1;
 
   JAX_EP_FN static void open(SwappedMemory& shared) {
-    if (threadIdx.x == 0) open_queue(shared.queue);
+    if (threadIdx.x == 0) open_queue(shared.queue, kConsumerWarps + 1);
   }
   JAX_EP_FN static void close() { sync_cluster(); }  // until nobody arrives at barriers of the other CTA
   JAX_EP_FN static TakenTiles tiles(SwappedMemory& shared, const Problem& problem, Share) {
-    return TakenTiles(shared.queue, problem, Source::kColumns);
+    return TakenTiles(shared.queue, problem, Source::kColumns, kSplitsRows);
+  }
+  JAX_EP_FN static TileTaker taker(SwappedMemory& shared, const Source& source, const Problem& problem) {
+    return TileTaker(shared.queue, problem, Source::kColumns, kSplitsRows, source.product.counter);
   }
   JAX_EP_FN static void assist(SwappedMemory& shared, const Source& source, const Problem& problem, Share,
                                int aux_warp) {
-    if (aux_warp == 0 && blockIdx.x % kCluster == 0)
-      take_tiles(shared.queue, problem, Source::kColumns, source.product.counter, threadIdx.x % 32);
+    if (aux_warp != 0 || blockIdx.x % kCluster != 0) return;
+    for (TileTaker all = taker(shared, source, problem); all.take();) {
+    }
   }
 
   JAX_EP_FN static bool has_work(const Source& source, const Problem& problem, const Tile& tile, int warpgroup) {
-    return warpgroup < source.weights.slices(problem, tile);
+    return warpgroup * kParts < source.weights.slices(problem, tile) && tile.rows > 0;
   }
 
   JAX_EP_FN static void accumulate(Sums& d, SwappedMemory& shared, const Source&, const Problem&, const Tile& tile,
@@ -58,21 +65,28 @@ struct SwappedMainloop {
     const int k_end = stages_of<Source>(tile) * kBlockK;
     if (k_end == 0) {
 #pragma unroll
-      for (float& value : d[0]) value = 0;
+      for (auto& part : d)
+#pragma unroll
+        for (float& value : part) value = 0;
       return;
     }
-    leave_undefined(d[0]);
-    const int running =
-        multiply_rows<In, kRowStep, Weights::kMn>(d, shared, tile.rows, k_end, at, warp / kWarpgroup, lane);
+#pragma unroll
+    for (auto& part : d) leave_undefined(part);
+    const int running = multiply_rows<In, kRowStep, kMost, Source::Weights::kMn>(d, shared, tile.rows, k_end, at,
+                                                                                 warp / kWarpgroup, lane);
     wait_multiplies<0>();
-    settle(d[0]);
+#pragma unroll
+    for (auto& part : d) settle(part);
     if (running >= 0) release(&shared.empty[running], lane);
   }
 
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, SwappedMemory& shared, const Problem& problem,
                               const Tile& tile, int& chunks, int warp, int lane) {
-    epilogue.store(problem, tile, d[0], shared, chunks, warp, lane);
+    if constexpr (kParts > 1)
+      epilogue.store_wide(problem, tile, d, shared, chunks, warp, lane);
+    else
+      epilogue.store(problem, tile, d[0], shared, chunks, warp, lane);
   }
 };
 

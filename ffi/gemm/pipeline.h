@@ -76,19 +76,23 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
-// The registers of a thread, out of the 168 with which each starts, by how many of a consumer's are accumulators. Aux
-// warps that do something take more.
-template <class Aux, int kAccumulators>
+// The registers of a thread, out of the 168 with which each starts: of consumers, by how many are accumulators, and of
+// the other warps, of which those of hooks (loop.h) take more, and those that gather.
+template <class Aux, int kAccumulators, bool kGathers>
 struct Registers {
   static constexpr int kConsumer = 192, kOther = 120;
 };
-template <>
-struct Registers<Nothing, 128> {
+template <bool kGathers>
+struct Registers<Nothing, 128, kGathers> {
   static constexpr int kConsumer = 224, kOther = 56;
 };
 template <class Aux>
-struct Registers<Aux, 192> {
+struct Registers<Aux, 192, false> {
   static constexpr int kConsumer = 240, kOther = 24;
+};
+template <class Aux>
+struct Registers<Aux, 192, true> {
+  static constexpr int kConsumer = 232, kOther = 40;
 };
 
 }  // namespace jax_ep::gemm

@@ -14,6 +14,7 @@ struct Shape {
   int groups;
   Epilogue epilogue = Epilogue::store;
   bool is_float8 = false;
+  Gathered gathered = Gathered::none;
 };
 
 struct Config {

@@ -9,10 +9,11 @@
 namespace jax_ep::gemm {
 
 constexpr int kBlockM = 128;
-constexpr int kBlockK = 64;          // 16-bit values
-constexpr int kSlice = 64;           // rows of an operand that are loaded at once, with kBlockK of the contraction
-constexpr int kFloat8Columns = 192;  // of a tile of float8: its sums and those of a block fill the registers
-constexpr int kCluster = 2;          // CTAs that compute two neighbouring tiles and share what both load
+constexpr int kBlockK = 64;            // 16-bit values
+constexpr int kSlice = 64;             // rows of an operand that are loaded at once, with kBlockK of the contraction
+constexpr int kFloat8Columns = 192;    // of a tile of float8: its sums and those of a block fill the registers
+constexpr int kGatheredColumns = 192;  // of a tile whose contraction is gathered: by gemm_bench gathers
+constexpr int kCluster = 2;            // CTAs that compute two neighbouring tiles and share what both load
 
 struct Problem {
   Grouping grouping;

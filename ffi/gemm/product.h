@@ -31,6 +31,10 @@ enum class Epilogue {
 
 enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
 
+// Which operand is gathered: its row i is row indices[i] of the array. -1 is a row of zeros, any other index outside
+// the array a row of NaN.
+enum class Gathered { none, lhs, rhs };
+
 constexpr int kLineMultiple = 8;  // 16-bit values: TMA wants lines of 16 bytes
 
 // Row-major arrays without gaps. Their dimensions are multiples of kLineMultiple along lines, in float8 of kScaleBlock
@@ -41,10 +45,13 @@ struct Product {
   Activation activation;  // of a gated product
   bool keeps_products;    // a gated one stores lhs x rhs and lhs x second_rhs, too
   Element in, out;
+  Gathered gathered;
   bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]
   int m, n, k, groups;  // m-grouped: m is that of all groups; k-grouped: k is
   int columns;          // stored by each of rhs and second_rhs: n, or 2 n if both are one array, gate in front
 
+  int gathered_rows;             // of the gathered operand's array
+  const int32_t* indices;        // m-grouped [m], k-grouped [k]
   const void *lhs, *second_lhs;  // [m, k], k-grouped [k, m]
   const float* lhs_scales;       // [m, k / 128]
   const void *rhs,

@@ -9,9 +9,10 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kRowStep = 16;       // rows by which tiles differ
-constexpr int kMostRows = 256;     // of a tile: what its sums take of the registers
-constexpr int kTileColumns = 128;  // of one matrix of weights; a gated product has 64 of each
+constexpr int kRowStep = 16;                  // rows by which tiles differ
+constexpr int kMostRows = 256;                // of a tile: what its sums take of the registers
+constexpr int kMostGathered = kMostRows / 2;  // where CTAs of a cluster split the rows
+constexpr int kTileColumns = 128;             // of one matrix of weights; a gated product has 64 of each
 
 // A CTA's share of one step: out[row.., col..], of which the rows up to `row_end` are the group's.
 struct RowTile {
@@ -27,9 +28,10 @@ struct RowTile {
 // its own.
 class RowTiles {
  public:
-  // Tiles have `tile_columns` columns.
-  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns) : problem_(problem), tile_columns_(tile_columns) {
-    columns_ = ceil_div(problem.n, tile_columns * kCluster);
+  // Tiles have `tile_columns` columns. Those of a pair are side by side, or if `split` one above the other.
+  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns, bool split)
+      : problem_(problem), tile_columns_(tile_columns), split_(split) {
+    columns_ = ceil_div(problem.n, tile_columns * (split ? 1 : kCluster));
     open_group(0);
   }
 
@@ -64,14 +66,22 @@ class RowTiles {
     result.group = group_;
     result.row = row_ + (tile * each + smaller(tile, more)) * kRowStep;
     result.row_end = row_end_;
-    result.rows = (each + (tile < more)) * kRowStep;
-    result.col = (inside / count * kCluster + rank) * tile_columns_;
+    const int steps = each + (tile < more), upper = (steps + 1) / 2;
+    result.rows = steps * kRowStep;
+    result.col = inside / count * tile_columns_;
+    if (split_) {
+      result.row += rank * upper * kRowStep;
+      result.rows = (rank == 0 ? upper : steps - upper) * kRowStep;
+    } else {
+      result.col = (inside / count * kCluster + rank) * tile_columns_;
+    }
     result.k_end = group_ < problem_.groups ? problem_.k : 0;
     return result;
   }
 
   const Problem& problem_;
   int tile_columns_;
+  bool split_;
   int columns_;                    // of tile pairs
   int first_ = 0;                  // tile pair of the open group
   int group_, row_, row_end_ = 0;  // the open one

@@ -1,8 +1,9 @@
 // Where the operands of a tile come from: what the producer warp puts into a stage.
 //
-// A source has kWarps, the producer warps that load; kTerms, the pairs of operands whose products add up; `open`, which
-// says what of a tile there is to load; and `load`, which all lanes of these warps call when a stage is empty. A stage
-// holds the slices of the operand that wgmma takes as its rows, kSlicesA of them, then those of the other.
+// A source has kTerms, the pairs of operands whose products add up; `open`, which says what of a tile there is to load;
+// and `load`, which all lanes of the warp call when a stage is empty. A stage holds the slices of the operand that
+// wgmma takes as its rows, kSlicesA of them, then those of the other. multiply_gathered.h has the sources of gathered
+// rows.
 #pragma once
 
 #include "gemm/layout.h"
@@ -95,7 +96,7 @@ struct GateAndUpBlocks {
 // Tiles of fixed height: contiguous rows of lhs, stored [k, m] if kMnA, and a right operand as above.
 template <bool kMnA, class Rhs>
 struct TileSource {
-  static constexpr int kWarps = 1, kTerms = 1;
+  static constexpr int kTerms = 1;
   struct Opened {
     Rows rows;
     int lhs, rhs;  // slices with anything in them
@@ -158,9 +159,10 @@ struct SwappedGateAndUp {
 
 // Tiles with swapped operands (multiply_swapped.h): each CTA has its own columns of the weights, and both CTAs of a
 // cluster have the same rows, of which each loads half for both.
-template <class Weights>
+template <class WeightsOf>
 struct SwappedSource {
-  static constexpr int kWarps = 1, kTerms = Weights::kTerms, kColumns = Weights::kColumns;
+  using Weights = WeightsOf;
+  static constexpr int kTerms = Weights::kTerms, kColumns = Weights::kColumns;
   struct Opened {
     int weights, rows;  // slices with anything in them
   };

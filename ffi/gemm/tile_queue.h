@@ -7,8 +7,6 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kTileWarps = kConsumerWarps + 1;  // of a CTA that work on tiles: the producer, too
-
 // Tile pairs that a cluster has taken and its warps have not all begun.
 struct TileQueue {
   static constexpr int kAhead = 2;
@@ -16,32 +14,46 @@ struct TileQueue {
   uint32_t pair[kAhead];
 };
 
-// One thread calls, before any other uses the queue.
-JAX_EP_FN void open_queue(TileQueue& queue) {
+// One thread calls, before any other uses the queue. `warps` of each CTA work on tiles.
+JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
   for (int i = 0; i < TileQueue::kAhead; ++i) {
     ptx::init_barrier(&queue.taken[i], 1);
-    ptx::init_barrier(&queue.begun[i], kTileWarps * kCluster);
+    ptx::init_barrier(&queue.begun[i], warps * kCluster);
   }
 }
 
 // One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs.
-JAX_EP_FN void take_tiles(TileQueue& queue, const Problem& problem, int tile_columns, uint32_t* counter, int lane) {
-  RowTiles tiles(problem, tile_columns);
-  RowTile tile;
-  bool more = true;
-  for (Position<TileQueue::kAhead> at; more; at.advance()) {
-    wait_barrier(&queue.begun[at.stage], at.parity ^ 1, "all warps to begin a tile");
-    const int pair = uniform(lane == 0 ? atomicAdd(counter, 1) : 0);
-    more = tiles.find(pair, 0, &tile);
-    if (lane < kCluster) send_word(&queue.pair[at.stage], lane, pair, &queue.taken[at.stage]);
+class TileTaker {
+ public:
+  JAX_EP_FN TileTaker(TileQueue& queue, const Problem& problem, int tile_columns, bool split, uint32_t* counter)
+      : queue_(queue), tiles_(problem, tile_columns, split), counter_(counter), lane_(threadIdx.x % 32) {}
+
+  // Takes the next pair when all warps have begun the one before the last. False behind the last.
+  JAX_EP_FN bool take() {
+    if (!more_) return false;
+    wait_barrier(&queue_.begun[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
+    const int pair = uniform(lane_ == 0 ? atomicAdd(counter_, 1) : 0);
+    RowTile tile;
+    more_ = tiles_.find(pair, 0, &tile);
+    if (lane_ < kCluster) send_word(&queue_.pair[at_.stage], lane_, pair, &queue_.taken[at_.stage]);
+    at_.advance();
+    return more_;
   }
-}
+
+ private:
+  TileQueue& queue_;
+  RowTiles tiles_;
+  uint32_t* counter_;
+  int lane_;
+  bool more_ = true;
+  Position<TileQueue::kAhead> at_;
+};
 
 // The tiles of a CTA for one of its warps.
 class TakenTiles {
  public:
-  JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns)
-      : queue_(queue), tiles_(problem, tile_columns), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
+  JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns, bool split)
+      : queue_(queue), tiles_(problem, tile_columns, split), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
 
   // False behind the last tile.
   JAX_EP_FN bool next(RowTile* tile) {

@@ -86,17 +86,19 @@ void check_cover(const Problem& problem, const Config& config, const std::vector
 
 // Tiles whose height follows the rows: by both CTAs of a cluster, each element is in one tile, and no tile has a step
 // of rows too many.
-void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int columns) {
+void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int columns, bool split) {
   const auto ranges = ranges_of(sizes, problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n);
   for (int rank = 0; rank < kCluster; ++rank) {
-    RowTiles tiles(problem, columns);
+    RowTiles tiles(problem, columns, split);
     RowTile tile{};
     for (int pair = 0; tiles.find(pair, rank, &tile); ++pair) {
       const Range range = ranges[tile.group];
       require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
       require(tile.k_end == (tile.group == problem.groups ? 0 : problem.k), "a tile has its contraction");
-      require(tile.rows % kRowStep == 0 && tile.rows > 0 && tile.rows <= kMostRows, "a tile has a height for wgmma");
+      const bool may_be_empty = split && rank == 1;
+      require(tile.rows % kRowStep == 0 && (tile.rows > 0 || may_be_empty), "a tile has a height for wgmma");
+      require(tile.rows <= (split ? kMostGathered : kMostRows), "a tile is not too high");
       require(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
       for (int row = tile.row; row < std::min(tile.row + tile.rows, tile.row_end); ++row)
         for (int col = tile.col; col < std::min(tile.col + columns, problem.n); ++col)
@@ -108,7 +110,7 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int 
 
 // Numbers of pairs may be left out: each CTA finds what it takes.
 void check_any_pairs(const Problem& problem, std::mt19937& random) {
-  RowTiles all(problem, kTileColumns), some(problem, kTileColumns);
+  RowTiles all(problem, kTileColumns, false), some(problem, kTileColumns, false);
   RowTile one{}, other{};
   int next = 0;
   for (int pair = 0; all.find(pair, 1, &one); ++pair) {
@@ -141,7 +143,8 @@ TEST_CASE("every element of a result is in exactly one tile with its contraction
     problem.pair_parts = order.parts;
     if (grouping == Grouping::none) sizes = {m};
     if (grouping == Grouping::m_grouped) {
-      for (const int columns : {64, kTileColumns}) check_row_tiles(problem, sizes, columns);
+      for (const int columns : {64, kTileColumns}) check_row_tiles(problem, sizes, columns, /*split=*/false);
+      for (const int columns : {128, 256}) check_row_tiles(problem, sizes, columns, /*split=*/true);
       check_any_pairs(problem, random);
     }
     const Share all_at_once{0, config.blocks};

@@ -26,6 +26,18 @@ JAX_EP_FN bool elect_lane() {
 }
 JAX_EP_FN int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
+// Loads where it is called: the compiler keeps the order of this and of what begins, ends or waits for multiplies.
+JAX_EP_FN float load_here(const float* at) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(at));
+  return value;
+}
+JAX_EP_FN int load_here(const int32_t* at) {
+  int value;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(at));
+  return value;
+}
+
 // Four 8 x 8 matrices of 16-bit values; lane l names row l % 8 of matrix l / 8.
 JAX_EP_FN void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(ptx::shared_address(row)),

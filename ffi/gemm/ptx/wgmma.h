@@ -28,13 +28,6 @@ JAX_EP_FN void settle(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Loads where it is called: the compiler keeps the order of this and of what begins, ends or waits for multiplies.
-JAX_EP_FN float load_here(const float* at) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(at));
-  return value;
-}
-
 // For a first multiply that does not add: without it the compiler would carry values from before.
 template <int kCount>
 JAX_EP_FN void leave_undefined(float (&d)[kCount]) {

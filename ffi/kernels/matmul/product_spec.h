@@ -27,6 +27,11 @@ struct NamesOf<gemm::Epilogue> {
       {"store", gemm::Epilogue::store}, {"gated", gemm::Epilogue::gated}, {"summed", gemm::Epilogue::summed}};
 };
 template <>
+struct NamesOf<gemm::Gathered> {
+  static constexpr Named<gemm::Gathered> all[] = {
+      {"none", gemm::Gathered::none}, {"lhs", gemm::Gathered::lhs}, {"rhs", gemm::Gathered::rhs}};
+};
+template <>
 struct NamesOf<gemm::Activation> {
   static constexpr Named<gemm::Activation> all[] = {{"none", gemm::Activation::none},
                                                     {"silu", gemm::Activation::silu},
@@ -49,6 +54,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit("epilogue", nullptr, &Args::epilogue);
     visit("activation", nullptr, &Args::activation);
     visit("keeps_products", nullptr, &Args::keeps_products);
+    visit("gathered", nullptr, &Args::gathered);
+    visit("gathered_rows", nullptr, &Args::gathered_rows);
     visit("rhs_is_k_by_n", nullptr, &Args::rhs_is_k_by_n);
     visit("m", nullptr, &Args::m);
     visit("n", nullptr, &Args::n);
@@ -67,6 +74,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
       return "activation must be silu, gelu or relu in a gated product, and none in any other";
     if (x.keeps_products && (!is_gated || is_float8(x)))
       return "only a gated product of 16-bit operands keeps its products";
+    if (const char* const error = validate_gathered(x)) return error;
     return is_float8(x) ? validate_float8(x) : validate_16_bits(x);
   }
 
@@ -86,6 +94,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
         operand("the scales of second_rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized && gated),
         &Args::second_rhs_scales);
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
+    visit(operand("indices", Values::int32, by_contraction(x) ? x.k : x.m).when(x.gathered != gemm::Gathered::none),
+          &Args::indices);
     visit(by_contraction(x) ? result("product", out, x.groups, x.m, x.n) : result("product", out, x.m, x.n),
           &Args::result);
     visit(result("scales", Values::float32, x.m, x.n / kScaleBlock).when(quantized && gated), &Args::result_scales);
@@ -98,6 +108,16 @@ struct OpSpec<gemm::Product> : LocalDefaults {
  private:
   JAX_EP_CONSTANT_FN static bool is_float8(const Args& x) { return x.in == Element::float8; }
   JAX_EP_CONSTANT_FN static bool by_contraction(const Args& x) { return x.grouping == gemm::Grouping::k_grouped; }
+
+  static const char* validate_gathered(const Args& x) {
+    if (x.gathered == gemm::Gathered::none)
+      return x.gathered_rows == 0 ? nullptr : "gathered_rows must be 0 where no operand is gathered";
+    if (is_float8(x) || x.epilogue == Epilogue::summed) return "products of float8 and sums of products gather nothing";
+    if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return "only groups of the contraction gather rhs";
+    if (x.gathered_rows < 1) return "gathered_rows must be at least 1";
+    const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;
+    return fits_int32(int64_t{x.gathered_rows} * (columns / gemm::kLineMultiple)) ? nullptr : "there are too many rows";
+  }
 
   static const char* validate_16_bits(const Args& x) {
     if (by_contraction(x)) {
@@ -136,10 +156,13 @@ struct OpSpec<gemm::Product> : LocalDefaults {
                                           : Values::float8;
   }
   JAX_EP_CONSTANT_FN static BufferSpec lhs(const char* name, const Args& x) {
-    return by_contraction(x) ? operand(name, values_of(x.in), x.k, x.m) : operand(name, values_of(x.in), x.m, x.k);
+    const bool gathers = x.gathered == gemm::Gathered::lhs;
+    return by_contraction(x) ? operand(name, values_of(x.in), gathers ? x.gathered_rows : x.k, x.m)
+                             : operand(name, values_of(x.in), gathers ? x.gathered_rows : x.m, x.k);
   }
   JAX_EP_CONSTANT_FN static BufferSpec rhs(const char* name, const Args& x) {
-    if (by_contraction(x)) return operand(name, values_of(x.in), x.k, x.n);
+    if (by_contraction(x))
+      return operand(name, values_of(x.in), x.gathered == gemm::Gathered::rhs ? x.gathered_rows : x.k, x.n);
     return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.columns)
                            : operand(name, values_of(x.in), x.groups, x.columns, x.k);
   }

@@ -42,10 +42,12 @@ struct Form {
   bool swap_ab = false;
   Epilogue epilogue = Epilogue::store;
   Activation activation = Activation::none;
+  Gathered gathered = Gathered::none;
 
   constexpr bool operator==(const Form& x) const {
-    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, epilogue, activation) ==
-           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.epilogue, x.activation);
+    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, epilogue, activation, gathered) ==
+           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.epilogue, x.activation,
+                    x.gathered);
   }
 };
 

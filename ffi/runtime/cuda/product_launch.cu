@@ -1,5 +1,7 @@
 // Starts any product: finds its kernel, and describes its arrays to TMA.
+#include <array>
 #include <initializer_list>
+#include <utility>
 
 #include "gemm/gemm.h"
 #include "gemm/tensor_map.h"
@@ -8,6 +10,10 @@
 namespace jax_ep::gemm {
 namespace {
 
+std::array<Variants<ProductKernel>, 5> all_kernels() {
+  return {tile_kernels(), swapped_kernels(), gated_kernels(), gathered_kernels(), float8_kernels()};
+}
+
 // An array of the product; null if it has none.
 struct Array {
   const char* name;
@@ -15,6 +21,18 @@ struct Array {
   int lines;  // of a box
   CUtensorMap* map;
 };
+
+// Kernels gather their left operand: of a gathered right one they store the transposed product.
+bool is_transposed(const Product& x) { return x.gathered == Gathered::rhs; }
+Product oriented(const Product& x) {
+  Product product = x;
+  if (is_transposed(x)) {
+    std::swap(product.lhs, product.rhs);
+    std::swap(product.m, product.n);
+    product.columns = product.n;
+  }
+  return product;
+}
 
 std::optional<std::string> describe(const Product& x, Maps* maps) {
   const bool m_grouped = x.grouping == Grouping::m_grouped, k_grouped = x.grouping == Grouping::k_grouped;
@@ -25,12 +43,16 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
     const int count = m_grouped ? x.groups : 1;
     return x.rhs_is_k_by_n ? Matrices{data, x.in, x.columns, x.k, count} : Matrices{data, x.in, x.k, x.columns, count};
   };
-  // TMA does not store a result of float8.
-  const void* const result = x.out == Element::float8 ? nullptr : x.result;
+  // TMA does not gather, nor store a result of float8.
+  const void* const gathered_or_lhs = x.gathered == Gathered::none ? x.lhs : nullptr;
+  const void* const out = x.out == Element::float8 ? nullptr : x.result;
+  const Matrices result = is_transposed(x) ? Matrices{out, x.out, x.m, x.groups * x.n, 1}
+                                           : Matrices{out, x.out, x.n, x.m, k_grouped ? x.groups : 1};
   for (const Array& array :
-       {Array{"lhs", lhs(x.lhs), kSlice, &maps->lhs}, Array{"second_lhs", lhs(x.second_lhs), kSlice, &maps->second_lhs},
-        Array{"rhs", rhs(x.rhs), kSlice, &maps->rhs}, Array{"second_rhs", rhs(x.second_rhs), kSlice, &maps->second_rhs},
-        Array{"result", {result, x.out, x.n, x.m, k_grouped ? x.groups : 1}, kOutRows, &maps->result},
+       {Array{"lhs", lhs(gathered_or_lhs), kSlice, &maps->lhs},
+        Array{"second_lhs", lhs(x.second_lhs), kSlice, &maps->second_lhs}, Array{"rhs", rhs(x.rhs), kSlice, &maps->rhs},
+        Array{"second_rhs", rhs(x.second_rhs), kSlice, &maps->second_rhs},
+        Array{"result", result, kOutRows, &maps->result},
         Array{"first_product", {x.first_product, x.in, x.columns, x.m, 1}, kOutRows, &maps->first_product},
         Array{"second_product", {x.second_product, x.in, x.columns, x.m, 1}, kOutRows, &maps->second_product}})
     if (array.matrices.data)
@@ -42,18 +64,25 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
 }  // namespace
 
 std::optional<std::string> launch(const Product& x, const Config& config, cudaStream_t stream) {
-  const Form form{
-      x.in,       x.out,       x.grouping == Grouping::k_grouped, x.rhs_is_k_by_n, config.block_n, config.swap_ab,
-      x.epilogue, x.activation};
+  const Form form{x.in,
+                  x.out,
+                  x.grouping == Grouping::k_grouped,
+                  x.rhs_is_k_by_n,
+                  config.block_n,
+                  config.swap_ab,
+                  x.epilogue,
+                  x.activation,
+                  x.gathered};
   const Variant<ProductKernel>* chosen = nullptr;
-  for (const auto& kernels : {tile_kernels(), swapped_kernels(), gated_kernels(), float8_kernels()})
+  for (const auto& kernels : all_kernels())
     if (!chosen) chosen = find(kernels, form);
   if (!chosen) return kNotCompiled;
-  Product product = x;
+  Product product = oriented(x);
   if (x.keeps_products && x.columns != x.n) product.second_product = x.first_product;  // one array has both
   Maps maps;
   if (const auto error = describe(product, &maps)) return error;
-  Problem problem{x.grouping, x.m, x.n, x.is_float8() ? x.k / 2 : x.k, x.groups, x.group_sizes, config.band};
+  Problem problem{x.grouping, product.m,     product.n,  x.is_float8() ? x.k / 2 : x.k,
+                  x.groups,   x.group_sizes, config.band};
   problem.split_k = config.split_k;
   cudaError_t error = config.swap_ab ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
   if (error == cudaSuccess) error = start(*chosen, config.blocks, stream, maps, problem, product);
@@ -61,16 +90,21 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
   return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
 }
 
+Config plan(const Product& x, int sms) {
+  const Product product = oriented(x);
+  return plan({x.grouping, product.m, product.n, x.k, x.groups, x.epilogue, x.is_float8(), x.gathered}, sms);
+}
+
 std::optional<std::string> launch(const Product& x, cudaStream_t stream) {
   int device = 0, sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (const auto said = describe_error(error)) return said;
-  return launch(x, plan({x.grouping, x.m, x.n, x.k, x.groups, x.epilogue, x.is_float8()}, sms), stream);
+  return launch(x, plan(x, sms), stream);
 }
 
 cudaError_t load() {
-  for (const auto& kernels : {tile_kernels(), swapped_kernels(), gated_kernels(), float8_kernels()})
+  for (const auto& kernels : all_kernels())
     if (const cudaError_t error = load_all(kernels); error != cudaSuccess) return error;
   return cudaSuccess;
 }

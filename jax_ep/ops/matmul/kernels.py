@@ -20,14 +20,28 @@ def grouped_matmul(
     *,
     dtype: Any,
     transpose_rhs: bool = False,
+    lhs_indices: jax.Array | None = None,
 ) -> jax.Array:
-    """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
-    return _call([lhs], [rhs], group_sizes, dtype=dtype, transpose_rhs=transpose_rhs)["product"]
+    """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix.
+
+    With `lhs_indices` [M] row i is that row of `lhs`, as `take_rows` has it.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "transpose_rhs": transpose_rhs}
+    return _call([lhs], [rhs], group_sizes, lhs_indices=lhs_indices, **options)["product"]
 
 
-def grouped_outer(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`."""
-    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="contraction")["product"]
+def grouped_outer(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    dtype: Any,
+    lhs_indices: jax.Array | None = None,
+    rhs_indices: jax.Array | None = None,
+) -> jax.Array:
+    """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`. One may be gathered."""
+    indices: dict[str, Any] = {"lhs_indices": lhs_indices, "rhs_indices": rhs_indices}
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="contraction", **indices)["product"]
 
 
 def summed_matmul(
@@ -39,14 +53,19 @@ def summed_matmul(
 
 
 def gated_matmul(
-    rows: jax.Array, group_sizes: jax.Array, *rhs: jax.Array, activation: str, keep_products: bool
+    rows: jax.Array,
+    group_sizes: jax.Array,
+    *rhs: jax.Array,
+    activation: str,
+    keep_products: bool,
+    indices: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up).
 
-    And the product by each of `rhs`, if they are kept.
+    And the product by each of `rhs`, if they are kept. With `indices` [M] rows are gathered.
     """
     options: dict[str, Any] = {"dtype": rows.dtype, "activation": activation, "keeps_products": keep_products}
-    called = _call([rows], rhs, group_sizes, epilogue="gated", **options)
+    called = _call([rows], rhs, group_sizes, epilogue="gated", lhs_indices=indices, **options)
     kept = tuple(called[name] for name in ("first_product", "second_product") if name in called)
     return called["product"], kept
 
@@ -68,6 +87,8 @@ def _call(
     activation: str = "none",
     keeps_products: bool = False,
     transpose_rhs: bool = False,
+    lhs_indices: jax.Array | None = None,
+    rhs_indices: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """The op (ffi/kernels/matmul/product_spec.h) of one or two left and right operands: its results by name.
 
@@ -81,19 +102,24 @@ def _call(
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = epilogue == "gated" and len(rhs) == 1
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
+    indices = lhs_indices if lhs_indices is not None else rhs_indices
+    gathered = "none" if indices is None else "lhs" if lhs_indices is not None else "rhs"
+    rows = left.shape[0] if indices is None else indices.shape[0]
     return ffi.call_local(
         "grouped_matmul",
-        *jax.tree.leaves([lhs[0], rhs[0], *second, group_sizes]),
+        *jax.tree.leaves([lhs[0], rhs[0], *second, group_sizes, indices]),
         dtype=np.dtype(dtype),
         operand_dtype=FLOAT8 if isinstance(lhs[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
         epilogue=epilogue,
         activation=activation,
         keeps_products=keeps_products,
+        gathered=gathered,
+        gathered_rows=0 if indices is None else (right if gathered == "rhs" else left).shape[0],
         rhs_is_k_by_n=rhs_is_k_by_n,
-        m=left.shape[1 if by_contraction else 0],
+        m=left.shape[1] if by_contraction else rows,
         n=columns // (2 if both_in_one else 1),
-        k=left.shape[0 if by_contraction else 1],
+        k=rows if by_contraction else left.shape[1],
         groups=group_sizes.shape[0],
         columns=columns,
     )

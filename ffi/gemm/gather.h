@@ -1,0 +1,260 @@
+// Operands that are gathered: their rows are rows of a smaller matrix, named by indices.
+//
+// TMA cannot gather on Hopper, so two warps copy such rows by cp.async, 16 bytes a lane, into the swizzle that wgmma
+// reads. Each fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma and
+// announces the stage. Gathered slices are never shared by the CTAs of a cluster: they share the other operand.
+#pragma once
+
+#include "comm/target/ptx/bulk.h"
+#include "gemm/layout.h"
+#include "gemm/pipeline.h"
+#include "gemm/product.h"
+#include "gemm/ptx/copies.h"
+#include "gemm/ptx/warps.h"
+#include "gemm/schedule.h"
+
+namespace jax_ep::gemm {
+
+constexpr int kGatherWarps = 2;
+constexpr int kLineVecs = kLineBytes / 16;
+constexpr int kLinesAtOnce = 32 / kLineVecs;        // that a warp copies
+constexpr int kLaneLines = kSlice / kLinesAtOnce;   // of a slice, of which a lane copies 16 bytes each
+constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
+
+// The matrix of the gathered operand.
+struct Gathering {
+  const char* matrix;
+  int rows, columns;
+  const int32_t* indices;
+  int count;  // of indices
+
+  JAX_EP_FN explicit Gathering(const Product& x)
+      : matrix(static_cast<const char*>(x.lhs)),
+        rows(x.gathered_rows),
+        columns(x.grouping == Grouping::m_grouped ? x.k : x.m),
+        indices(x.indices),
+        count(x.grouping == Grouping::m_grouped ? x.m : x.k) {}
+
+  JAX_EP_FN bool is_nan(uint32_t index) const { return index + 1 > static_cast<uint32_t>(rows); }
+};
+
+// The shared memory of a CTA that gathers.
+template <class Base>
+struct GatheredMemory : Base {
+  static constexpr int kStages = Base::kStages;
+
+  uint64_t landed[kStages];  // the copies of a stage
+  // Where the rows of a stage begin, if they differ from stage to stage. Ordered by the lanes that copy them.
+  uint64_t found[kStages];
+  uint4 rows[kStages][kSlice / 4];
+  uint32_t has_nans[kStages];
+
+  // One thread calls, before any other uses the barriers.
+  JAX_EP_FN void open_gather() {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::init_barrier(&landed[stage], kGatherWarps * 32);
+      ptx::init_barrier(&found[stage], 1);
+    }
+  }
+};
+
+// Where the rows begin that are the 64 lines of a slice. A lane finds two of them.
+struct FoundRows {
+  uint32_t rows[2];  // lines lane and lane + 32: in vectors from the start of the matrix, or kNoRow
+  bool has_nans;     // if any line of the slice is NaN
+
+  // Lines are rows from indices[first] on. The loads stay where this is called; find() waits for them.
+  JAX_EP_FN void read(const Gathering& from, int first, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int line = first + i * 32 + lane;
+      rows[i] = line < from.count ? load_here(from.indices + line) : kZeroIndex;
+    }
+  }
+  JAX_EP_FN void find(const Gathering& from) {
+    has_nans = __any_sync(~0u, from.is_nan(rows[0]) || from.is_nan(rows[1]));
+#pragma unroll
+    for (uint32_t& row : rows) row = row < static_cast<uint32_t>(from.rows) ? row * (from.columns / 8) : kNoRow;
+  }
+
+  // Through shared memory, for a stage whose lines are these.
+  template <class Memory>
+  JAX_EP_FN void put(Memory& shared, int stage, int lane) const {
+    uint32_t* const to = reinterpret_cast<uint32_t*>(shared.rows[stage]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int line = i * 32 + lane;
+      to[line % kLinesAtOnce * kLaneLines + line / kLinesAtOnce] = rows[i];
+    }
+    if (lane == 0) shared.has_nans[stage] = has_nans;
+    __syncwarp();
+    if (lane == 0) ptx::arrive(&shared.found[stage]);
+  }
+};
+
+// The rows of which a lane copies 16 bytes: line lane / 8 and every fourth line after it.
+struct LaneRows {
+  uint32_t rows[kLaneLines];
+  bool has_nans;
+
+  JAX_EP_FN void take(const FoundRows& found, int lane) {
+    has_nans = found.has_nans;
+#pragma unroll
+    for (int j = 0; j < kLaneLines; ++j)
+      rows[j] = __shfl_sync(~0u, found.rows[j * kLinesAtOnce / 32], lane / kLineVecs + j * kLinesAtOnce % 32);
+  }
+  template <class Memory>
+  JAX_EP_FN void take(const Memory& shared, int stage, int lane) {
+    has_nans = shared.has_nans[stage];
+#pragma unroll
+    for (int i = 0; i < kLaneLines; i += 4) {
+      const uint4 four = shared.rows[stage][(lane / kLineVecs * kLaneLines + i) / 4];
+      rows[i] = four.x, rows[i + 1] = four.y, rows[i + 2] = four.z, rows[i + 3] = four.w;
+    }
+  }
+
+  // Copies 64 columns from `column` on of the first `lines` lines, a multiple of 16. Columns behind the last are zeros.
+  // Lines are rows from indices[first] on.
+  JAX_EP_FN void copy(char* to, const Gathering& from, int first, int lines, int column, int lane) const {
+    const int vec = lane % kLineVecs, at = column + vec * 8;
+    const char* const columns = from.matrix + int64_t{at} * 2;
+    const bool outside = at >= from.columns;
+    const uint32_t even = ptx::shared_address(to + swizzled(lane / kLineVecs, vec)),
+                   odd = ptx::shared_address(to + swizzled(lane / kLineVecs + kLinesAtOnce, vec));
+    copy_lines<0>(even, odd, columns, outside);
+    if (lines > 16) copy_lines<4>(even, odd, columns, outside);
+    if (lines > 32) copy_lines<8>(even, odd, columns, outside);
+    if (lines > 48) copy_lines<12>(even, odd, columns, outside);
+    if (has_nans) put_nans(to, from, first, lines, lane);
+  }
+
+ private:
+  template <int kFirst>
+  JAX_EP_FN void copy_lines(uint32_t even, uint32_t odd, const char* columns, bool outside) const {
+    constexpr int kTwo = 2 * kLinesAtOnce * kLineBytes, kOffset = kFirst / 2 * kTwo;
+    copy_vector<kOffset>(even, columns, rows[kFirst], outside || rows[kFirst] == kNoRow);
+    copy_vector<kOffset>(odd, columns, rows[kFirst + 1], outside || rows[kFirst + 1] == kNoRow);
+    copy_vector<kOffset + kTwo>(even, columns, rows[kFirst + 2], outside || rows[kFirst + 2] == kNoRow);
+    copy_vector<kOffset + kTwo>(odd, columns, rows[kFirst + 3], outside || rows[kFirst + 3] == kNoRow);
+  }
+  // Behind the copies, which left zeros there.
+  JAX_EP_FN static void put_nans(char* to, const Gathering& from, int first, int lines, int lane) {
+    wait_copies();
+#pragma unroll 1
+    for (int line = lane / kLineVecs; line < lines && first + line < from.count; line += kLinesAtOnce)
+      if (from.is_nan(from.indices[first + line]))
+        *reinterpret_cast<uint4*>(to + swizzled(line, lane % kLineVecs)) = make_uint4(~0u, ~0u, ~0u, ~0u);
+    __threadfence_block();
+  }
+};
+
+// A gathering warp: its slice of all stages.
+template <class Mainloop, class Memory>
+__device__ void gather(Memory& shared, const typename Mainloop::Source& source, const Problem& problem, Share share,
+                       int warp) {
+  using Source = typename Mainloop::Source;
+  const int lane = threadIdx.x % 32;
+  const Gathering from(source.product);
+  Position<Memory::kStages> at;
+  auto tiles = Mainloop::tiles(shared, problem, share);
+  for (typename Mainloop::Tile tile; tiles.next(&tile);) {
+    const int first = tile.row + warp * kSlice, lines = Source::rows_of(tile) - warp * kSlice;
+    LaneRows rows;
+    if constexpr (!Source::kGathersContraction) {
+      FoundRows found;
+      found.read(from, first, lane);
+      found.find(from);
+      rows.take(found, lane);
+    }
+    for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+      if constexpr (Source::kGathersContraction) {
+        wait_barrier(&shared.found[at.stage], at.parity, "the rows to gather");
+        rows.take(shared, at.stage, lane);
+      }
+      wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage to gather into");
+      char* const to = shared.stages[at.stage] + (Source::kGatheredSlice + warp) * kSliceBytes;
+      if (lines > 0) {
+        if constexpr (Source::kGathersContraction)
+          rows.copy(to, from, k, kSlice, first, lane);
+        else
+          rows.copy(to, from, first, smaller(lines, kSlice), k, lane);
+      }
+      arrive_when_copied(&shared.landed[at.stage]);
+    }
+  }
+  drain(shared, at);
+}
+
+template <class Memory>
+JAX_EP_FN void announce_stage(Memory& shared, const Position<Memory::kStages>& at, int lane) {
+  wait_barrier(&shared.landed[at.stage], at.parity, "gathered rows");
+  ptx::shared_proxy_fence();
+  if (lane == 0) ptx::arrive(&shared.full[at.stage]);
+}
+
+// The announcing warp where rows are gathered. It takes tiles off the queue, too.
+template <class Mainloop, class Memory>
+__device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
+                              Share share) {
+  const int rank = blockIdx.x % kCluster, lane = threadIdx.x % 32;
+  Position<Memory::kStages> at;
+  auto taker = Mainloop::taker(shared, source, problem);
+  if (rank == 0) taker.take();
+  auto tiles = Mainloop::tiles(shared, problem, share);
+  for (typename Mainloop::Tile tile; tiles.next(&tile);) {
+    if (rank == 0) taker.take();
+    for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) announce_stage(shared, at, lane);
+  }
+}
+
+// The steps of all tiles of a CTA.
+template <class Tiles>
+class Steps {
+ public:
+  JAX_EP_FN explicit Steps(const Tiles& tiles) : tiles_(tiles) { tile_.k_end = k_ = 0; }
+
+  // Where the next one begins in the contraction, or -1 behind the last.
+  JAX_EP_FN int next() {
+    for (; k_ >= tile_.k_end; k_ = tile_.k_begin)
+      if (!tiles_.next(&tile_)) return -1;
+    k_ += kBlockK;
+    return k_ - kBlockK;
+  }
+
+ private:
+  Tiles tiles_;
+  Tile tile_;
+  int k_;
+};
+
+// The announcing warp where the contraction is gathered. It finds the rows, as many steps ahead as there are stages: a
+// gathering warp's own loads would wait behind its copies, for as long as a step takes.
+template <class Mainloop, class Memory>
+__device__ void announce_contraction(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
+                                     Share share) {
+  const int lane = threadIdx.x % 32;
+  const Gathering from(source.product);
+  Steps steps(Mainloop::tiles(shared, problem, share));
+  int ahead = 0;  // steps whose rows are found and which are not announced
+  for (FoundRows found; ahead < Memory::kStages; ++ahead) {
+    const int k = steps.next();
+    if (k < 0) break;
+    found.read(from, k, lane);
+    found.find(from);
+    found.put(shared, ahead, lane);
+  }
+  for (Position<Memory::kStages> at; ahead > 0; at.advance()) {
+    const int k = steps.next();
+    FoundRows found;
+    if (k >= 0) found.read(from, k, lane);
+    announce_stage(shared, at, lane);
+    if (k < 0) {
+      --ahead;
+    } else {  // gathering warps have read the rows of the stage that landed
+      found.find(from);
+      found.put(shared, at.stage, lane);
+    }
+  }
+}
+
+}  // namespace jax_ep::gemm

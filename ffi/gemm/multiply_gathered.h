@@ -1,0 +1,159 @@
+// Products of 16-bit operands of which the left one is gathered (gather.h).
+//
+// Rows: operands are swapped (multiply_swapped.h), but the CTAs of a cluster split the rows of a tile pair, which
+// cannot be multicast, and share 256 columns of the weights, which are. So each has up to 128 rows, and a warpgroup two
+// parts of 64 columns: as many bytes from the L2 cache as without gathering.
+//
+// Contractions: tiles of fixed height (multiply.h), of which the CTAs of a cluster share the right operand.
+#pragma once
+
+#include "gemm/gather.h"
+#include "gemm/multiply.h"
+#include "gemm/multiply_swapped.h"
+
+namespace jax_ep::gemm {
+
+// The weights of a tile whose rows are gathered: 256 columns of a matrix per group, 128 for each warpgroup. Both CTAs
+// of a cluster have the same; each loads half of them for both.
+constexpr int kWideSlices = 4;
+template <bool kStoredKN>
+struct WideMatrix {
+  static constexpr int kColumns = kWideSlices * kSlice;
+  static constexpr bool kMn = kStoredKN;
+  const Maps& maps;
+  const Product& product;
+
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
+    return slices_in(problem.n - tile.col, kWideSlices);
+  }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, int rank, uint64_t* full) const {
+    load_slices<kMn, kWideSlices>(to, maps.rhs, tile.col, k, tile.group, slices, /*once=*/false, /*shared=*/true, rank,
+                                  full);
+  }
+};
+
+// ... of a gated product: for each warpgroup 64 columns of gate, then the same columns of up.
+struct WideGateAndUp {
+  static constexpr int kColumns = kWideSlices / 2 * kSlice;
+  static constexpr bool kMn = true;
+  const Maps& maps;
+  const Product& product;
+
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
+    return 2 * slices_in(problem.n - tile.col, kWideSlices / 2);
+  }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, int rank, uint64_t* full) const {
+    if (2 * rank >= slices) return;
+    const int col = tile.col + rank * kSlice;
+    to += 2 * rank * kSliceBytes;
+    load_box_to(0b11, to, maps.rhs, {col, k, tile.group}, full);
+    load_box_to(0b11, to + kSliceBytes, maps.second_rhs, {product.second_column() + col, k, tile.group}, full);
+  }
+};
+
+// What TMA loads where rows are gathered: the weights.
+template <class WeightsOf>
+struct WideSource {
+  using Weights = WeightsOf;
+  static constexpr int kTerms = 1, kColumns = Weights::kColumns;
+  static constexpr bool kGathersContraction = false;
+  static constexpr int kGatheredSlice = kWideSlices;  // the first in a stage
+
+  const Product& product;
+  Weights weights;
+
+  JAX_EP_FN WideSource(const Maps& maps, const Product& product) : product(product), weights{maps, product} {}
+
+  template <class Hooks>
+  JAX_EP_FN int open(const Problem& problem, const RowTile& tile, const Hooks&) const {
+    return weights.slices(problem, tile);
+  }
+  JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, int slices, int /*term*/, int k,
+                      int rank, uint64_t* full) const {
+    if (!elect_lane()) return;
+    ptx::arrive_expecting(full, slices * kSliceBytes);
+    weights.load(stage, tile, k, slices, rank, full);
+  }
+  JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
+};
+
+// ... where the contraction is gathered: the right operand.
+struct RightSource {
+  static constexpr int kTerms = 1, kGatheredSlice = 0;
+  static constexpr bool kGathersContraction = true;
+
+  const Product& product;
+  OneMatrix<kGatheredColumns, true> rhs;
+
+  JAX_EP_FN RightSource(const Maps& maps, const Product& product) : product(product), rhs(maps, product) {}
+
+  template <class Hooks>
+  JAX_EP_FN int open(const Problem& problem, const Tile& tile, const Hooks&) const {
+    return rhs.slices(problem, tile);
+  }
+  JAX_EP_FN void load(char* stage, const Problem& problem, const Tile& tile, int slices, int /*term*/, int k, int rank,
+                      uint64_t* full) const {
+    if (!elect_lane()) return;
+    ptx::arrive_expecting(full, slices * kSliceBytes);
+    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, slices, rank, full);
+  }
+  JAX_EP_FN static int rows_of(const Tile& tile) { return tile.row_end - tile.row; }
+};
+
+// `Weights`: WideMatrix or WideGateAndUp.
+template <class In, class Weights>
+struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>, /*kParts=*/2> {
+  using Source = WideSource<Weights>;
+  using Shared = GatheredMemory<SwappedMemory>;
+  template <class Aux>
+  using Memory = Shared;
+  static constexpr bool kGathers = true;
+  static constexpr int kProducers = 2;  // the announcing warp is one
+
+  JAX_EP_FN static void open(Shared& shared) {
+    if (threadIdx.x != 0) return;
+    open_queue(shared.queue, kConsumerWarps + 1 + kAuxWarps);
+    shared.open_gather();
+  }
+  JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
+                               int aux_warp) {
+    if (aux_warp < kGatherWarps)
+      gather<GatheredRowsMainloop>(shared, source, problem, share, aux_warp);
+    else
+      announce_rows<GatheredRowsMainloop>(shared, source, problem, share);
+  }
+};
+
+template <class In>
+struct GatheredContractionMainloop : TileMainloop<In, kGatheredColumns, true, true, RightSource> {
+  using Base = TileMainloop<In, kGatheredColumns, true, true, RightSource>;
+  using Source = RightSource;
+  using Shared = GatheredMemory<gemm::Shared<kGatheredColumns>>;
+  template <class Aux>
+  using Memory = Shared;
+  static constexpr bool kGathers = true;
+  static constexpr int kProducers = 2;
+
+  JAX_EP_FN static void open(Shared& shared) {
+    if (threadIdx.x == 0) shared.open_gather();
+  }
+  JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
+                               int aux_warp) {
+    if (aux_warp < kGatherWarps)
+      gather<GatheredContractionMainloop>(shared, source, problem, share, aux_warp);
+    else
+      announce_contraction<GatheredContractionMainloop>(shared, source, problem, share);
+  }
+  template <class Epilogue>
+  JAX_EP_FN static void store(const Epilogue& epilogue, const typename Base::Sums& d, Shared& shared,
+                              const Problem& problem, const Tile& tile, int& chunks, int warp, int lane) {
+    if constexpr (!Epilogue::kTransposes)
+      return Base::store(epilogue, d, shared, problem, tile, chunks, warp, lane);
+    else
+#pragma unroll
+      for (int part = 0; part < kParts<kGatheredColumns>; ++part)
+        epilogue.template store<kGatheredColumns>(problem, tile, d[part], part, shared, chunks, warp, lane);
+  }
+};
+
+}  // namespace jax_ep::gemm

@@ -1,0 +1,48 @@
+// Products of 16-bit operands of which one is gathered.
+#include "gemm/epilogue_gated.h"
+#include "gemm/multiply_gathered.h"
+#include "runtime/cuda/product_kernels.h"
+
+namespace jax_ep::gemm {
+namespace {
+
+template <class In, class Out, bool kMn>
+constexpr Variant<ProductKernel> kRows{{kElement<In>, kElement<Out>, false, kMn, kMostRows, /*swap_ab=*/true,
+                                        Epilogue::store, Activation::none, Gathered::lhs},
+                                       &product_kernel<GatheredRowsMainloop<In, WideMatrix<kMn>>, StoreSwapped<Out>>,
+                                       int{sizeof(GatheredMemory<SwappedMemory>)}};
+
+template <class T, Activation kActivation>
+constexpr Variant<ProductKernel> kGated{
+    {kElement<T>, kElement<T>, false, true, kMostRows, /*swap_ab=*/true, Epilogue::gated, kActivation, Gathered::lhs},
+    &product_kernel<GatheredRowsMainloop<T, WideGateAndUp>, StoreGated<T, kActivation>>,
+    int{sizeof(GatheredMemory<SwappedMemory>)}};
+
+template <class T, Gathered kGathered, class Store>
+constexpr Variant<ProductKernel> kContraction{{kElement<T>, kElement<T>, true, true, kGatheredColumns,
+                                               /*swap_ab=*/false, Epilogue::store, Activation::none, kGathered},
+                                              &product_kernel<GatheredContractionMainloop<T>, Store>,
+                                              int{sizeof(GatheredMemory<Shared<kGatheredColumns>>)}};
+
+constexpr std::array kKernels{kRows<Bf16, Bf16, true>,
+                              kRows<Bf16, float, true>,
+                              kRows<Bf16, Bf16, false>,
+                              kGated<Bf16, Activation::silu>,
+                              kGated<Bf16, Activation::gelu>,
+                              kGated<Bf16, Activation::relu>,
+                              kContraction<Bf16, Gathered::lhs, StoreTile<Bf16>>,
+                              kContraction<Bf16, Gathered::rhs, StoreTransposed<Bf16>>,
+                              kRows<F16, F16, true>,
+                              kRows<F16, float, true>,
+                              kRows<F16, F16, false>,
+                              kGated<F16, Activation::silu>,
+                              kGated<F16, Activation::gelu>,
+                              kGated<F16, Activation::relu>,
+                              kContraction<F16, Gathered::lhs, StoreTile<F16>>,
+                              kContraction<F16, Gathered::rhs, StoreTransposed<F16>>};
+
+}  // namespace
+
+Variants<ProductKernel> gathered_kernels() { return kKernels; }
+
+}  // namespace jax_ep::gemm
