@@ -44,7 +44,9 @@ def test_signature_is_that_of_jax() -> None:
     def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
         return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
 
-    assert parameters(ragged_dot) == parameters(jax.lax.ragged_dot)
+    *theirs, ours = parameters(ragged_dot)
+    assert theirs == parameters(jax.lax.ragged_dot)
+    assert ours == ("lhs_indices", inspect.Parameter.KEYWORD_ONLY, None)
 
 
 def draw(rng: np.random.Generator, case: Case, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import gemm, vary
+from jax_ep._kit import checks, gemm, vary
 from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels
+from jax_ep.ops.matmul.rows import sum_rows, take_rows
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -27,28 +28,36 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: jax.Array | None = None,
     out_sharding: Any = None,
+    *,
+    lhs_indices: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot`, on Hopper GPUs by a kernel that keeps their tensor cores busy.
 
     Row i of the result is row i of `lhs` times the matrix of the group it is in; rows behind the last group are zero.
+    With `lhs_indices` it is row lhs_indices[i] of `lhs`: the kernel gathers rows as it loads them, for 1 to 5 % of its
+    time, and no copy of them exists (SonicMoE: Guo et al., 2025).
     The kernel serves bfloat16 and float16 operands of one dtype whose K and N are multiples of 8, and accumulates in
     float32; it sums in one fixed order, so the same operands give the same bits. All else, and every other device, gets
     `jax.lax.ragged_dot` itself. Gradients run on the same kernel, with the cotangent rounded to the dtype of the
     operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
 
     Args:
-      lhs: [M, K] rows, those of a group next to each other.
+      lhs: [M, K] rows, those of a group next to each other; with `lhs_indices` any number of rows, in any order.
       rhs: [G, K, N], a matrix per group.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       precision, out_sharding: as in `jax.lax.ragged_dot`.
       group_offset: must be None.
       preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`.
+      lhs_indices: [M] integers: the rows of `lhs`, each any number of times. -1 is a row of zeros, any other index out
+        of bounds a row of NaN. The gradient of a row of `lhs` is summed in float32 in the order of `lhs_indices`, and
+        rounded once.
 
     Returns:
       [M, N].
 
     Raises:
-      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8.
+      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8, or `lhs_indices` are no
+        integers [M].
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
     if group_offset is not None:
@@ -59,15 +68,31 @@ def ragged_dot(
             raise TypeError(f"ragged_dot: {name} must be an array, got {kind}: call jax_ep.float8.ragged_dot")
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
-        return jax.lax.ragged_dot(lhs, rhs, group_sizes, out_sharding=out_sharding, **options)
-    lhs, rhs, group_sizes = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+        options["out_sharding"] = out_sharding
+    operands = tuple(map(jnp.asarray, (lhs, rhs, group_sizes)))
+    if lhs_indices is not None:
+        checks.check_rank("ragged_dot", "lhs_indices", lhs_indices, 1, "[M]")
+        checks.check_kind("ragged_dot", "lhs_indices", lhs_indices, jnp.integer, "integer")
+        checks.check_rank("ragged_dot", "lhs", operands[0], 2, "[rows, K]")
+        operands = (*operands, checks.to_int32(lhs_indices))
+    by_xla = partial(_by_xla, **options)
+    if out_sharding is not None:
+        return by_xla(*operands)
+    operands = batched_alike(*operands)
     if not gemm.has_gemm():
-        return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
-    lhs, rhs, group_sizes = vary.vary_alike(None, lhs, rhs, group_sizes)
-    result = jax.eval_shape(partial(jax.lax.ragged_dot, **options), lhs, rhs, group_sizes)  # with all its checks
-    if not _core_takes(lhs, rhs, group_sizes, result.dtype, precision):
-        return jax.lax.ragged_dot(lhs, rhs, group_sizes, **options)
-    return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32))
+        return by_xla(*operands)
+    operands = vary.vary_alike(None, *operands)
+    result = jax.eval_shape(by_xla, *operands)  # with all its checks
+    if not _core_takes(result.dtype, *operands, precision=precision):
+        return by_xla(*operands)
+    lhs, rhs, group_sizes = operands[:3]
+    return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32), *operands[3:])
+
+
+def _by_xla(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: jax.Array, **options: Any) -> jax.Array:
+    """Of gathered rows, if there are indices."""
+    rows = take_rows(lhs, indices[0]) if indices else lhs
+    return jax.lax.ragged_dot(rows, rhs, group_sizes, **options)
 
 
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -82,7 +107,7 @@ def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -
     For backward passes, here and in other families: the operands vary over the same mesh axes. So for `rhs_gradient`.
     """
     cotangent, rhs, group_sizes = batched_alike(cotangent, rhs, group_sizes)
-    if not _core_takes(cotangent, rhs, group_sizes, rhs.dtype):
+    if not _core_takes(rhs.dtype, cotangent, rhs, group_sizes):
         return _by_transposed(cotangent, rhs, group_sizes)
     core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
     return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=_by_transposed)
@@ -101,7 +126,7 @@ def add_lhs_gradients(
     On Hopper a kernel computes the sum of two gradients of one shape, which is rounded once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
-    if alike and _core_takes(cotangents[0], rhs[0], group_sizes, rhs[0].dtype):
+    if alike and _core_takes(rhs[0].dtype, cotangents[0], rhs[0], group_sizes):
         both = batched_alike(*cotangents, *rhs, group_sizes)
         return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
     for cotangent, matrix in zip(cotangents, rhs, strict=True):
@@ -116,14 +141,24 @@ def _summed(
     return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
-def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N]."""
-    lhs, cotangent, group_sizes = batched_alike(lhs, cotangent, group_sizes)
-    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
-    if not _core_takes(lhs, cotangent, group_sizes, lhs.dtype):
-        return by_xla(lhs, cotangent, group_sizes)
-    core = partial(kernels.grouped_outer, dtype=lhs.dtype)
-    return jax.lax.platform_dependent(lhs, cotangent, group_sizes, cuda=core, default=by_xla)
+def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
+    """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N].
+
+    With `indices` [M], the rows of `lhs` are gathered.
+    """
+
+    def by_xla(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
+        rows = take_rows(lhs, indices[0]) if indices else lhs
+        return jax.lax.ragged_dot_general(rows, cotangent, group_sizes, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
+
+    def core(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
+        gathered = indices[0] if indices else None
+        return kernels.grouped_outer(lhs, cotangent, group_sizes, dtype=lhs.dtype, lhs_indices=gathered)
+
+    operands = batched_alike(lhs, cotangent, group_sizes, *indices)
+    if not _core_takes(lhs.dtype, *operands):
+        return by_xla(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=core, default=by_xla)
 
 
 def gated_product(
@@ -149,7 +184,7 @@ def gated_product(
     rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     if (
-        not _core_takes(rows, varying[0], group_sizes, rows.dtype)
+        not _core_takes(rows.dtype, rows, varying[0], group_sizes)
         or columns % gemm.CORE_MULTIPLE
         or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
     ):
@@ -168,7 +203,9 @@ def _gated_jvp(composed: Callable[..., Any], activation: str, keep_products: boo
     return _gated_in_core(composed, activation, keep_products, *primals), jax.jvp(composed, primals, tangents)[1]
 
 
-def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype: Any, precision: Any = None) -> bool:
+def _core_takes(
+    dtype: Any, left: jax.Array, right: jax.Array, group_sizes: jax.Array, *indices: jax.Array, precision: Any = None
+) -> bool:
     """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
     return (
         gemm.has_gemm()
@@ -177,32 +214,36 @@ def _core_takes(left: jax.Array, right: jax.Array, group_sizes: jax.Array, dtype
         and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
         and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         and group_sizes.ndim == 1
-        and all(size > 0 for size in (*left.shape, *right.shape))
+        and all(size > 0 for size in (*left.shape, *right.shape, *(size for x in indices for size in x.shape)))
         and all(size % gemm.CORE_MULTIPLE == 0 for size in (*left.shape[1:], *right.shape[1:]))
+        and (not indices or left.size // gemm.CORE_MULTIPLE < 2**31)
     )
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _grouped_matmul(dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(
-        lhs,
-        rhs,
-        group_sizes,
-        cuda=partial(kernels.grouped_matmul, dtype=dtype, transpose_rhs=False),
-        default=partial(jax.lax.ragged_dot, preferred_element_type=dtype),
-    )
+def _grouped_matmul(
+    dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: jax.Array
+) -> jax.Array:
+    def core(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
+        gathered = indices[0] if indices else None
+        return kernels.grouped_matmul(lhs, rhs, group_sizes, dtype=dtype, lhs_indices=gathered)
+
+    default = partial(_by_xla, preferred_element_type=dtype)
+    return jax.lax.platform_dependent(lhs, rhs, group_sizes, *indices, cuda=core, default=default)
 
 
 @_grouped_matmul.defjvp
 def _grouped_matmul_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     def forward(residuals: Any, changes: Any) -> jax.Array:
-        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, changes
-        by_lhs = _grouped_matmul(dtype, d_lhs, rhs, group_sizes)
-        return by_lhs + _grouped_matmul(dtype, lhs, d_rhs, group_sizes)
+        (lhs, rhs, *others), (d_lhs, d_rhs) = residuals, changes
+        return _grouped_matmul(dtype, d_lhs, rhs, *others) + _grouped_matmul(dtype, lhs, d_rhs, *others)
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lhs, rhs, group_sizes = residuals
+        lhs, rhs, group_sizes, *indices = residuals
         cotangent = cotangent.astype(lhs.dtype)
-        return lhs_gradient(cotangent, rhs, group_sizes), rhs_gradient(lhs, cotangent, group_sizes)
+        d_lhs = lhs_gradient(cotangent, rhs, group_sizes)
+        if indices:
+            d_lhs = sum_rows(d_lhs, indices[0], lhs.shape[0])
+        return d_lhs, rhs_gradient(lhs, cotangent, group_sizes, *indices)
 
     return _grouped_matmul(dtype, *primals), linear(forward, backward, primals, (tangents[0], tangents[1]))

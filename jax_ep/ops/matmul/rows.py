@@ -1,0 +1,45 @@
+"""Rows of a matrix by index, and sums of rows by index, each the other's derivative."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._kit.linear import linear
+
+ZERO_ROW = -1  # an index. Any other outside the matrix is a row of NaN
+
+
+def take_rows(matrix: jax.Array, indices: jax.Array) -> jax.Array:
+    """[M, K], int32 [C] -> [C, K]: row indices[i], zeros where that is -1, NaN where it is any other outside [0, M)."""
+    return linear(_take, partial(_sum, matrix.shape[0]), indices, matrix)
+
+
+def sum_rows(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
+    """[C, K], int32 [C] -> [count, K]: the sum of the rows with each index, those outside [0, count) left out.
+
+    In float32 in the order of the rows, and rounded once: equal operands give equal bits, as a scatter-add may not.
+    """
+    return linear(partial(_sum, count), _take, indices, rows)
+
+
+def _take(indices: jax.Array, matrix: jax.Array) -> jax.Array:
+    inside = (indices >= 0) & (indices < matrix.shape[0])
+    fill = jnp.where(indices == ZERO_ROW, 0, jnp.nan).astype(matrix.dtype)
+    rows = matrix.at[jnp.where(inside, indices, 0)].get(mode="fill", fill_value=0)
+    return jnp.where(inside[:, None], rows, fill[:, None])
+
+
+def _sum(count: int, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    indices = jnp.where((indices >= 0) & (indices < count), indices, count)
+    order = jnp.argsort(indices, stable=True)
+    ends = jnp.searchsorted(indices[order], jnp.arange(count), side="right")
+    starts = jnp.append(0, ends[:-1]) if count else ends
+
+    def add(turn: jax.Array, total: jax.Array) -> jax.Array:
+        at = order.at[starts + turn].get(mode="clip")
+        return total + jnp.where((starts + turn < ends)[:, None], rows[at], 0).astype(jnp.float32)
+
+    turns = jnp.max(ends - starts, initial=0)
+    total = jax.lax.fori_loop(0, turns, add, jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1])))
+    return total.astype(rows.dtype)
