@@ -27,6 +27,7 @@ C = 2 * T * K  # rows of a rank
 # Values: on the CPU, and on GPUs, the ops of both groups are compared with numpy.
 
 
+@pytest.mark.optimized
 def test_values_and_bits(native: None, rng: np.random.Generator) -> None:
     mesh = helpers.mesh_of(ep=RANKS)
     case = helpers.draw_case(rng, RANKS, 32, 2, EXPERTS, 16)
@@ -40,6 +41,7 @@ def test_values_and_bits(native: None, rng: np.random.Generator) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.optimized
 def test_layer_and_gradients(native: None, rng: np.random.Generator) -> None:
     """A layer with a shared expert, under jax.checkpoint: what is tied together changes no bit."""
     mesh = helpers.mesh_of(ep=RANKS)

@@ -120,6 +120,7 @@ def test_all_sources_lose_as_many_rows(
     assert lost.max() - lost.min() <= size  # an odd row of each rank's last expert, at most
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("tokens", [FEW, LATE])
 def test_nothing_changes_where_all_fits(
     tokens: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator

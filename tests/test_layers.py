@@ -76,6 +76,7 @@ def test_drops(implementation: Implementation, open_group: OpenGroup, rng: np.ra
     assert_near(helpers.fetch(program(layer, case.ids, cotangent)), exact, 1e-5)
 
 
+@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]], ids=str)
 def test_float8_wire(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -123,6 +124,7 @@ def test_too_many_rows(implementation: Implementation, open_group: OpenGroup, rn
     assert np.isfinite(helpers.fetch(program(*case, *layer[2:]))).all()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("given", "function"), [("gelu", jax.nn.gelu), ("relu", jax.nn.relu), (jnp.tanh, jnp.tanh), (jax.nn.gelu, None)]
 )
@@ -180,6 +182,7 @@ def under_scan(layer: Body) -> Body:
     return network
 
 
+@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("wrap", "check_vma"), [(under_checkpoint, True), (under_scan, True), (under_scan, False)])
 def test_in_a_mesh_of_two_axes(
@@ -240,6 +243,7 @@ def assert_as_near(ours: Layer, others: Layer, exact: Layer) -> None:
     assert all(a <= 1.15 * b for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("change", ROUTINGS)

@@ -74,6 +74,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(helpers.wide(found) - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
 def test_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -99,6 +100,7 @@ def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.r
         assert 0.001 < relative(mine, right) < 0.1, name
 
 
+@pytest.mark.optimized
 def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Matrices that come in float8 give the bits of those that the layer quantizes, also some of them."""
     group = open_group(SIZE)
@@ -134,6 +136,7 @@ def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: 
             jax.eval_shape(helpers.per_rank(partial(body, name), group.mesh), layer, ids)
 
 
+@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 def test_forms_go_the_same_way(open_group: OpenGroup, rng: np.random.Generator) -> None:
     """With biases of zero, with a function of the user's, and with gate and up in one."""

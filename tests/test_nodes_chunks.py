@@ -92,6 +92,7 @@ def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
     return body
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("node_capacity", "check_vma"), [(None, True), (4, False)])
 def test_the_bits_are_those_of_whole_tokens(
     node_capacity: int | None, check_vma: bool, rng: np.random.Generator
@@ -170,6 +171,7 @@ def counted(program: Any, *operands: Any) -> dict[str, int]:
     return {kind: len(names) for kind, names in of_each.items()}
 
 
+@pytest.mark.optimized
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU")
 @pytest.mark.parametrize("node_capacity", [None, 4])
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -104,6 +104,7 @@ def test_overflow(sharded: bool, implementation: Implementation, rng: np.random.
         group.check()
 
 
+@pytest.mark.optimized
 @KINDS
 def test_the_same_bits(sharded: bool, native: None, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """On every rank and in every run, by either method, though buffers begin as NaN."""

@@ -45,6 +45,7 @@ def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group
     return cases.make_operands(model, ids, group.mesh)
 
 
+@pytest.mark.optimized
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ def test_rows_are_as_many_as_drawn_alike(
     assert np.mean(received) == pytest.approx(exchange.rows_inside * exchange.sent_row, rel=0.05)
 
 
+@pytest.mark.optimized
 @on_cpu
 def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType]) -> None:
     """In two steps, by jax.lax: a sum inside, of which each rank takes a part to the other nodes."""
@@ -112,6 +114,7 @@ def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType])
     assert counted == benchmark("node_model").gradient_bytes(2, ranks, 64 * 4)
 
 
+@pytest.mark.optimized
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("sharded", [False, True])

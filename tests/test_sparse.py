@@ -186,6 +186,7 @@ def test_scan(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generat
         cases.assert_reduced(jax.tree.map(lambda x, step=step: x[:, step], out), wanted, np.float32)
 
 
+@pytest.mark.optimized
 def test_the_same_bits(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """On every rank, in a hundred runs, and by both methods."""
     size = helpers.largest_size()

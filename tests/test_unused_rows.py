@@ -53,6 +53,7 @@ def layer_and_derivative(group: Group, layer: Layer, case: Case, way: str, form:
     return helpers.fetch(helpers.per_rank(of_rank, group.mesh)(layer, case.ids))
 
 
+@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("way", ["vjp", "checkpoint", "jvp"])
 @pytest.mark.parametrize("form", FORMS)
