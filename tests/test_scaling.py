@@ -45,7 +45,6 @@ def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group
     return cases.make_operands(model, ids, group.mesh)
 
 
-@pytest.mark.optimized
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
@@ -96,7 +95,6 @@ def test_rows_are_as_many_as_drawn_alike(
     assert np.mean(received) == pytest.approx(exchange.rows_inside * exchange.sent_row, rel=0.05)
 
 
-@pytest.mark.optimized
 @on_cpu
 def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType]) -> None:
     """In two steps, by jax.lax: a sum inside, of which each rank takes a part to the other nodes."""
@@ -114,7 +112,6 @@ def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType])
     assert counted == benchmark("node_model").gradient_bytes(2, ranks, 64 * 4)
 
 
-@pytest.mark.optimized
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("sharded", [False, True])
@@ -212,7 +209,7 @@ def test_the_tables_of_the_formulas(benchmark: Callable[[str], ModuleType]) -> N
         one = model.Exchange(nodes, 4, shape)
         room = model.planned(one).node_capacity
         assert one.share(1) * shape.tokens == pytest.approx(plan_of(nodes, shape).expected)
-        assert room == plan_of(nodes, shape).node_capacity
+        assert room == plan_of(nodes, shape).capacity
     assert dataclasses.replace(model.Exchange(16, 4, shape), top_nodes=1).share(1) == pytest.approx(1 / 16)
 
 

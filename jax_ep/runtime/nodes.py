@@ -30,11 +30,11 @@ class NodePlan(NamedTuple):
     """How tokens go between nodes.
 
     Attributes:
-      node_capacity: tokens that a rank can send to each node; None: each node is sent all, and none can be lost.
+      capacity: tokens that a rank can send to each node; None: each node is sent all, and none can be lost.
       expected: tokens that a rank has for a node, on average, if every expert is equally likely.
     """
 
-    node_capacity: int | None
+    capacity: int | None
     expected: float
 
 

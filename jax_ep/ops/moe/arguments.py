@@ -131,7 +131,7 @@ def _node_tokens(op: str, nodes: Any, group: Group, num_experts: int, expert_ids
     if isinstance(nodes.capacity, str):
         if nodes.capacity != "auto":
             raise ValueError(f"{op}: nodes.capacity must be an int, 'auto' or None, got {nodes.capacity!r}")
-        return group.node_plan(expert_ids.shape[0], expert_ids.shape[1], num_experts).node_capacity
+        return group.node_plan(expert_ids.shape[0], expert_ids.shape[1], num_experts).capacity
     checks.check_int(op, "nodes.capacity", nodes.capacity)
     return nodes.capacity
 
