@@ -75,4 +75,4 @@ if __name__ == "__main__":
         after = helpers.gpu_megabytes()
         print(f"MB in use on the GPUs: {before} before {openings} groups, {after} after")
         assert after <= before + MOST_MB
-    print(f"process {jax.process_index()} is done", flush=True)
+    print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)

@@ -26,6 +26,7 @@ def flat(*ranks: np.ndarray) -> list[np.ndarray]:
     return [x.reshape(-1, *x.shape[2:]) for x in ranks]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]], ids=" ".join)
 @pytest.mark.parametrize("lines", [1, 2])
 def test_ranks_of_two_axes(

@@ -20,7 +20,7 @@ def test_nothing_is_wrong_or_lost(script: str, native: None) -> None:
         pytest.skip("needs two GPUs")
     command = [sys.executable, "-m", f"tests.chaos.{script}", "--configurations=100", f"--seed={helpers.SEED}"]
     result = subprocess.run(
-        [*command, "--seconds=10"],
+        [*command, "--seconds=5"],
         cwd=ROOT,
         env=os.environ | ({"JAX_PLATFORMS": "cpu"} if jax.default_backend() == "cpu" else {}),
         stdout=subprocess.PIPE,

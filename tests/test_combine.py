@@ -36,6 +36,7 @@ def layout_of(case: Case, capacity: int) -> oracle.Expected:
     return oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 21, 256])
 def test_outputs_of_another_width(

@@ -185,7 +185,6 @@ def test_gradients_of_every_row_do_what_optax_does(
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), tables, dense)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
     optimizer, table = OPTIMIZERS[name](), jax.ShapeDtypeStruct((100_000, 64), jnp.float32)

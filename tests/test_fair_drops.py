@@ -133,6 +133,7 @@ def test_nothing_changes_where_all_fits(
     assert helpers.bits([helpers.fields(one), summed]) == helpers.bits([helpers.fields(other), also_summed])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tokens", [FEW, 530])
 @pytest.mark.parametrize("wire", ["float8", "float8_rows"])
 def test_float8(
@@ -194,6 +195,7 @@ def test_gradients(
     np.testing.assert_allclose(d_rows, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("nodes", "ranks", "experts"), [(2, 2, 12), (2, 4, 24)])
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_across_nodes(

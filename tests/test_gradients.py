@@ -120,6 +120,7 @@ def assert_close(actual: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, w, rtol=0, atol=1e-5 * max(float(np.abs(w).max()), 1e-6))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize(
     ("wrap", "layers"), [(one_after_another, 1), (under_checkpoint, 2), (under_scan, 3), (under_cond, 1)]

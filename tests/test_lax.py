@@ -129,6 +129,7 @@ def test_keys_of_random_numbers(group: Group, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(helpers.fetch(actual), oracle.ragged_all_to_all(operand, output, slices))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize("row", [(), (3,), (2, 7)], ids=str)
 def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], group: Group, rng: np.random.Generator) -> None:

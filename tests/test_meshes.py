@@ -83,6 +83,7 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
         jax.jit(helpers.per_rank(bodies[op], other)).lower(tokens, ids)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize("unvarying", ["tokens", "ids", "weights", "tokens ids weights"])
 def test_operands_equal_on_all_ranks(

@@ -19,6 +19,7 @@ from jax_ep.ops.moe.types import NodeRouting
 from jax_ep.runtime import heartbeat, liveness, nodes, opening
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(0, 2, 128), (3, 0, 128), (3, 2, 0)], ids=["no tokens", "no experts", "no values"])
 @pytest.mark.parametrize("node_capacity", [None, 2])
 def test_nothing_to_send(

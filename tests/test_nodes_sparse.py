@@ -132,6 +132,7 @@ def test_no_entries(sharded: bool, native: None) -> None:
     cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, **options), np.float32)
 
 
+@pytest.mark.matrix
 @KINDS
 @pytest.mark.parametrize(("op", "check_vma"), [("sum", False), ("mean", True), ("mean_by_count", True)])
 def test_gradient(

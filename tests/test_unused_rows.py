@@ -23,6 +23,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("wire", [None, "float8", "float8_rows"])
 @pytest.mark.parametrize("tokens", [5, LATE_TOKENS])
 def test_a_dispatch_zeroes_them(
