@@ -166,13 +166,7 @@ class Case(NamedTuple):
 
 
 def draw_case(
-    rng: np.random.Generator,
-    size: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    hidden: int,
-    dtype: np.dtype = DTYPES[2],
+    rng: np.random.Generator, size: int, tokens: int, top_k: int, experts: int, hidden: int, dtype: np.dtype = DTYPES[2]
 ) -> Case:
     """Random tokens and weights; every token picks different experts."""
     ids = rng.permuted(np.broadcast_to(np.arange(experts, dtype=np.int32), (size, tokens, experts)), axis=2)

@@ -14,7 +14,7 @@ import pytest
 from conftest import OpenGroup
 
 import jax_ep
-from jax_ep import Group, SparseRows, embedding
+from jax_ep import Group, SparseRows
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, HIDDEN, V, D = 4, 16, 12, 3
@@ -28,6 +28,7 @@ EIGHT = jax_ep.float8.Float8Rows(jnp.zeros((48, 128), jnp.uint8), jnp.zeros((48,
 no_arrays: Any = None  # as jax.tree.map may leave it
 
 Call = Callable[[Group], Any]
+wrongly: Any = jax_ep  # its functions with arguments that no type checker lets pass
 
 
 def dispatch(group: Group, tokens: Any = TOKENS, ids: Any = IDS, weights: Any = None, **options: Any) -> Any:
@@ -118,59 +119,56 @@ ON_RANKS: list[tuple[Call, str]] = [
         "matmul_all_reduce: preferred_element_type must be bfloat16 or float32, got float16",
     ),
     (
-        lambda g: jax_ep.sparse_all_reduce(SQUARE, group=g, capacity=8),  # pyright: ignore[reportArgumentType]
+        lambda g: wrongly.sparse_all_reduce(SQUARE, group=g, capacity=8),
         "sparse_all_reduce: rows must be SparseRows, got float32[8,8]",
     ),
 ]
 
-# What needs no group. The arguments are wrong on purpose.
+# What needs no group.
 ANYWHERE: list[tuple[Callable[[], Any], str]] = [
     (
-        lambda: SparseRows.from_entries([1], TABLE[:1], num_rows=V),  # pyright: ignore[reportArgumentType]
+        lambda: wrongly.SparseRows.from_entries([1], TABLE[:1], num_rows=V),
         "SparseRows: indices must be an array, got list",
     ),
     (
-        lambda: SparseRows.from_entries(INDICES, 1.0, num_rows=V),  # pyright: ignore[reportArgumentType]
+        lambda: wrongly.SparseRows.from_entries(INDICES, 1.0, num_rows=V),
         "SparseRows: values must be an array, got float",
     ),
+    (lambda: wrongly.SparseRows.from_bcoo(TABLE), "SparseRows.from_bcoo: matrix must be BCOO, got float32[12,3]"),
+    (lambda: wrongly.coalesce((INDICES, TABLE)), "coalesce: rows must be SparseRows, got tuple"),
+    (lambda: wrongly.embedding.lookup(TABLE, [1]), "lookup: ids must be an array, got list"),
     (
-        lambda: SparseRows.from_bcoo(TABLE),  # pyright: ignore[reportArgumentType]
-        "SparseRows.from_bcoo: matrix must be BCOO, got float32[12,3]",
-    ),
-    (
-        lambda: jax_ep.coalesce((INDICES, TABLE)),  # pyright: ignore[reportArgumentType]
-        "coalesce: rows must be SparseRows, got tuple",
-    ),
-    (
-        lambda: embedding.lookup(TABLE, [1]),  # pyright: ignore[reportArgumentType]
-        "lookup: ids must be an array, got list",
-    ),
-    (
-        lambda: embedding.sparse_value_and_grad(jnp.sum)(TABLE, [1, 2]),
+        lambda: wrongly.embedding.sparse_value_and_grad(jnp.sum)(TABLE, [1, 2]),
         "sparse_value_and_grad: ids must be an array, got int",
     ),
     (
-        lambda: embedding.sparse_value_and_grad(jnp.sum)(1.0, INDICES),
+        lambda: wrongly.embedding.sparse_value_and_grad(jnp.sum)(1.0, INDICES),
         "sparse_value_and_grad: table must be an array, got float",
     ),
-    (lambda: embedding.sgd(0.1).update(TABLE, ()), "update: gradient must be SparseRows, got float32[12,3]"),
-    (lambda: embedding.adagrad(0.1).update(TABLE, TABLE), "update: gradient must be SparseRows, got float32[12,3]"),
+    (lambda: wrongly.embedding.sgd(0.1).update(TABLE, ()), "update: gradient must be SparseRows, got float32[12,3]"),
     (
-        lambda: embedding.adagrad(0.1).update({"a": ROWS, "b": TABLE}, {"a": TABLE, "b": TABLE}),
+        lambda: wrongly.embedding.adagrad(0.1).update(TABLE, TABLE),
         "update: gradient must be SparseRows, got float32[12,3]",
     ),
-    (lambda: embedding.sgd(0.1).update({}, ()), "update: gradient must hold SparseRows, got dict"),
     (
-        lambda: embedding.lazy_adam("0.1"),  # pyright: ignore[reportArgumentType]
-        "lazy_adam: learning_rate must be a number, got str",
+        lambda: wrongly.embedding.adagrad(0.1).update({"a": ROWS, "b": TABLE}, {"a": TABLE, "b": TABLE}),
+        "update: gradient must be SparseRows, got float32[12,3]",
     ),
-    (lambda: embedding.lazy_adam(0.1).update(ROWS, TABLE), "update: state must be a LazyAdamState, got float32[12,3]"),
-    (lambda: embedding.rowwise_adagrad(0.1).update(ROWS, None), "update: state must be an array, got NoneType"),
+    (lambda: wrongly.embedding.sgd(0.1).update({}, ()), "update: gradient must hold SparseRows, got dict"),
+    (lambda: wrongly.embedding.lazy_adam("0.1"), "lazy_adam: learning_rate must be a number, got str"),
     (
-        lambda: embedding.sparse_value_and_grad(jnp.sum, None),  # pyright: ignore[reportArgumentType]
+        lambda: wrongly.embedding.lazy_adam(0.1).update(ROWS, TABLE),
+        "update: state must be a LazyAdamState, got float32[12,3]",
+    ),
+    (lambda: wrongly.embedding.rowwise_adagrad(0.1).update(ROWS, None), "update: state must be an array, got NoneType"),
+    (
+        lambda: wrongly.embedding.sparse_value_and_grad(jnp.sum, None),
         "sparse_value_and_grad: argnums must be an int or a sequence of them, got None",
     ),
-    (lambda: embedding.apply_updates(TABLE, TABLE), "apply_updates: updates must be SparseRows, got float32[12,3]"),
+    (
+        lambda: wrongly.embedding.apply_updates(TABLE, TABLE),
+        "apply_updates: updates must be SparseRows, got float32[12,3]",
+    ),
 ]
 
 
@@ -194,9 +192,9 @@ def test_anywhere(call: Callable[[], Any], message: str) -> None:
 
 def test_arrays_of_numpy_are_arrays() -> None:
     ids = np.array([1, 1, 4], np.int32)
-    rows = SparseRows.from_entries(ids, np.ones((3, D), np.float32), num_rows=V)  # pyright: ignore[reportArgumentType]
+    rows = wrongly.SparseRows.from_entries(ids, np.ones((3, D), np.float32), num_rows=V)
     np.testing.assert_array_equal(jax_ep.coalesce(rows).values[:2, 0], [2, 1])
-    assert embedding.lookup(TABLE, np.int32(3)).shape == (D,)  # pyright: ignore[reportArgumentType]
+    assert wrongly.embedding.lookup(TABLE, np.int32(3)).shape == (D,)
 
 
 def options(module: ModuleType) -> Iterator[tuple[str, str, Any]]:

@@ -1,10 +1,8 @@
 """The benchmarks of products run, and what they derive and draw follows from what they measured."""
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,16 +15,12 @@ from jax.profiler import ProfileData
 from jax_ep.__main__ import load
 
 PNG = b"\x89PNG"
+benchmark = partial(load, "benchmarks")  # by its name
 
 pytestmark = [
     pytest.mark.usefixtures("native"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU the shapes are large"),
 ]
-
-
-@pytest.fixture
-def benchmark() -> Callable[[str], ModuleType]:
-    return partial(load, "benchmarks")
 
 
 def rows_of(table: str) -> list[dict[str, str]]:
@@ -49,11 +43,7 @@ def rows_of(table: str) -> list[dict[str, str]]:
     ],
 )
 def test_a_benchmark_prints_a_table(
-    command: str,
-    benchmark: Callable[[str], ModuleType],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name, *arguments = command.split()
@@ -64,7 +54,7 @@ def test_a_benchmark_prints_a_table(
     assert ("--plot" in arguments) == Path("bars.png").exists()
 
 
-def test_layer_counts_operations_and_bytes(benchmark: Callable[[str], ModuleType], open_group: OpenGroup) -> None:
+def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
     layer, cases, group = benchmark("layer"), benchmark("moe_cases"), open_group(2)
     shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
     result = layer.measure(layer.Model("any", shape, 48), "Zipf", group, "ffi", repeats=1, quick=True)
@@ -84,9 +74,7 @@ def test_layer_counts_operations_and_bytes(benchmark: Callable[[str], ModuleType
 
 
 @pytest.mark.parametrize("formulation", ["ours", "padded"])
-def test_layer_trains_alike(
-    benchmark: Callable[[str], ModuleType], open_group: OpenGroup, rng: np.random.Generator, formulation: str
-) -> None:
+def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, formulation: str) -> None:
     """The step of each formulation against every expert computed for every token, differentiated by JAX."""
     layer, forms, group = benchmark("layer"), benchmark("moe_formulations"), open_group(2)
     tokens, experts, hidden, width = 16, 4, 8, 12
@@ -109,7 +97,7 @@ def test_layer_trains_alike(
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
 
 
-def test_stream_trace(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_stream_trace(tmp_path: Path) -> None:
     """Two streams of a GPU: one is busy for 6 us, 2 of them beside the other. A second GPU is not looked at."""
     line = 'lines { name: "Stream #%d" timestamp_ns: 5000 events { metadata_id: 1 offset_ps: %d duration_ps: %d } }'
     lines = [line % each for each in ((1, 0, 4 * 10**6), (1, 4 * 10**6, 2 * 10**6), (2, 3 * 10**6, 2 * 10**6))]

@@ -121,13 +121,7 @@ def test_ragged_dot_of_what_arrives(
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
         out = dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=EXPERTS,
-            alignment=alignment,
-            implementation=implementation,
+            tokens, ids, weights, group=group, num_experts=EXPERTS, alignment=alignment, implementation=implementation
         )
         outputs = jax.lax.ragged_dot(out.rows, matrices, out.group_sizes)
         return combine(outputs, out.routing, group=group, implementation=implementation)

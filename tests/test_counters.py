@@ -34,10 +34,7 @@ def tokens_between(case: helpers.Case, size: int) -> np.ndarray:
 @pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
 @pytest.mark.parametrize(
     ("options", "row_bytes"),
-    [
-        ({}, HIDDEN * 4),
-        ({"wire": "float8_rows"}, HIDDEN + HIDDEN // 128 * 4),
-    ],
+    [({}, HIDDEN * 4), ({"wire": "float8_rows"}, HIDDEN + HIDDEN // 128 * 4)],
     ids=["plain", "float8 rows"],
 )
 def test_dispatch(

@@ -1,8 +1,7 @@
 """The examples train, and alike on every platform and with every implementation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import helpers
@@ -16,18 +15,14 @@ from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
 
 STEPS = 20
+example = partial(load, "examples")  # by its name
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.setattr(load("examples", "train_moe_lm"), "LENGTH", 32)
-    return partial(load, "examples")
-
-
-def test_losses_are_those_of_xla_and_fall_alike_in_float8(example: Callable[[str], ModuleType]) -> None:
+def test_losses_are_those_of_xla_and_fall_alike_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts in float8 learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit."""
     require_native()
-    demo, text = example("train_moe_lm"), load("examples", "moe_lm_data").load_bytes()
+    demo, text = example("train_moe_lm"), example("moe_lm_data").load_bytes()
+    monkeypatch.setattr(demo, "LENGTH", 32)  # of a text
     size = min(2, helpers.largest_size())
 
     def losses(devices: Sequence[Any], implementation: Implementation, *, float8: bool = False) -> np.ndarray:
@@ -49,7 +44,7 @@ def test_losses_are_those_of_xla_and_fall_alike_in_float8(example: Callable[[str
 
 
 @pytest.mark.parametrize("wrong", [0, 3, 16])
-def test_nodes_that_do_not_divide_the_devices(example: Callable[[str], ModuleType], wrong: int) -> None:
+def test_nodes_that_do_not_divide_the_devices(wrong: int) -> None:
     helpers.mesh_of(ep=8)
     demo = example("train_moe_lm")
     with pytest.raises(SystemExit, match=f"must divide the 8 devices, and the 8 that are used, got {wrong}"):
@@ -57,7 +52,7 @@ def test_nodes_that_do_not_divide_the_devices(example: Callable[[str], ModuleTyp
 
 
 @pytest.mark.usefixtures("native")
-def test_experts_of_few_nodes_train(example: Callable[[str], ModuleType]) -> None:
+def test_experts_of_few_nodes_train() -> None:
     demo = example("node_limited")
     config = demo.Config(tokens=32, top_nodes=2)
     assert config.node_capacity(4) == 20
@@ -72,12 +67,10 @@ def test_experts_of_few_nodes_train(example: Callable[[str], ModuleType]) -> Non
 
 
 @pytest.mark.usefixtures("native")
-def test_the_tensor_parallel_mlp_trains(
-    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tensor_parallel_mlp_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("tensor_parallel_mlp").main(["--steps", "10"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("native")
-def test_word_vectors_train(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("sparse_embedding").main(["--steps", "100", "--async-ops"]) == 0, capsys.readouterr().out

@@ -62,7 +62,8 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
         ("num_experts", True, TypeError),
         ("capacity", 0, ValueError),
         ("capacity", -1, ValueError),
-        ("capacity", True, TypeError),
+        *(("capacity", value, ValueError) for value in (0.0, -1.0, float("nan"), float("inf"))),
+        *(("capacity", value, TypeError) for value in (True, "2")),
         ("capacity", jnp.int32(8), TypeError),
         ("capacity", 2**30, ValueError),
         ("alignment", 0, ValueError),
@@ -188,10 +189,7 @@ def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -
         trace(other_mesh, lambda: ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="tp"))
 
 
-OPS: dict[str, Callable[[Group], Any]] = {
-    "dispatch": dispatched,
-    "ragged_all_to_all": lambda _: exchanged(),
-}
+OPS: dict[str, Callable[[Group], Any]] = {"dispatch": dispatched, "ragged_all_to_all": lambda _: exchanged()}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -68,13 +68,7 @@ def test_combine_takes_the_routing(
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         received, _, routing = jax_ep.dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=EXPERTS,
-            wire="float8_rows",
-            implementation=implementation,
+            tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8_rows", implementation=implementation
         )
         rows = received.values.astype(jnp.float32) * jnp.repeat(received.scales, 128, axis=1)
         return jax_ep.combine(rows, routing, group=group, implementation=implementation)

@@ -243,13 +243,7 @@ def test_fp8_rounding_is_passed_straight_through(
 
     def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         out = dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=EXPERTS,
-            wire="float8",
-            implementation=implementation,
+            tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8", implementation=implementation
         )
         return combine(3 * out.rows, out.routing, group=group, implementation=implementation).sum()
 

@@ -20,14 +20,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh
 
-from jax_ep import (
-    CapacityError,
-    Group,
-    GroupClosedError,
-    Implementation,
-    PlatformError,
-    profiling,
-)
+from jax_ep import CapacityError, Group, GroupClosedError, Implementation, PlatformError, profiling
 from jax_ep._kit import meshes
 from jax_ep.runtime import native as native_module, open_groups
 

@@ -60,11 +60,7 @@ def sleeping(cwd: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
     """A launcher, and its two processes, which sleep; at the end none is left, whatever the launcher did."""
     (cwd / "sleep.py").write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
     process = subprocess.Popen(
-        command("-n", "2", "sleep.py"),
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
+        command("-n", "2", "sleep.py"), cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True
     )
     started: list[int] = []
     try:

@@ -208,11 +208,7 @@ def test_the_gradient_passes_straight_through_float8(implementation: Implementat
 
 @pytest.mark.parametrize(("nodes", "ranks", "node_capacity"), [(2, 4, None), (4, 2, 4), (2, 2, 4)])
 def test_a_layer_and_its_gradients(
-    nodes: int,
-    ranks: int,
-    node_capacity: int | None,
-    implementation: Implementation,
-    rng: np.random.Generator,
+    nodes: int, ranks: int, node_capacity: int | None, implementation: Implementation, rng: np.random.Generator
 ) -> None:
     size = nodes * ranks
     case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)

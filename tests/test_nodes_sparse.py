@@ -10,18 +10,13 @@ import pytest
 import sparse_cases as cases
 from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
+from test_nodes import AXES, MESHES, over
 
 from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce
 from jax_ep.embedding import apply_updates, sgd, sparse_value_and_grad
 
 ROWS, ENTRIES, WIDTH = 200, 24, 5
-AXES = ("node", "ep")
-MESHES = [(2, 4), (4, 2), (2, 2), (1, 2), (2, 1)]
 KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-
-
-def over(nodes: int, ranks: int) -> Group:
-    return Group(helpers.mesh_of(node=nodes, ep=ranks), AXES, across_nodes=True, timeout=30)
 
 
 def program(group: Group, num_rows: int, **options: Any) -> cases.Program:

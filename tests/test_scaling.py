@@ -1,10 +1,7 @@
 """What the model says that crosses nodes, against the compiled programs, the kernels' counters, and drawn ids."""
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from test_benchmarks import rows_of
+from test_benchmarks import benchmark, rows_of
 from test_nodes import AXES, over
 
 from jax_ep import Group, SparseRows, sparse_all_reduce
-from jax_ep.__main__ import load
 from jax_ep.runtime.nodes import NodePlan, plan
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
@@ -26,18 +22,13 @@ def number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
-@pytest.fixture
-def benchmark() -> Callable[[str], ModuleType]:
-    return partial(load, "benchmarks")
-
-
-def exchange_of(benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, **options: Any) -> Any:
+def exchange_of(nodes: int, ranks: int, **options: Any) -> Any:
     """float32: XLA on a CPU sends narrower values as float32."""
     shape = benchmark("moe_cases").Shape(options.pop("tokens", 24), 128, options.pop("top_k", 3), 16, "float32")
     return benchmark("node_model").Exchange(nodes, ranks, shape, **options)
 
 
-def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group) -> tuple[jax.Array, ...]:
+def operands(exchange: Any, group: Group) -> tuple[jax.Array, ...]:
     """ids, weights, gate, up, down, tokens of all ranks."""
     cases = benchmark("node_cases")
     ids = cases.draw_ids(exchange.shape, exchange.nodes, exchange.ranks, exchange.top_nodes)
@@ -57,18 +48,13 @@ def operands(benchmark: Callable[[str], ModuleType], exchange: Any, group: Group
     ],
 )
 def test_bytes_between_nodes_are_those_of_the_formulas(
-    benchmark: Callable[[str], ModuleType],
-    nodes: int,
-    ranks: int,
-    implementation: str,
-    chunks: int,
-    options: dict[str, Any],
+    nodes: int, ranks: int, implementation: str, chunks: int, options: dict[str, Any]
 ) -> None:
-    exchange = exchange_of(benchmark, nodes, ranks, **options)
+    exchange = exchange_of(nodes, ranks, **options)
     capacity = 2 * exchange.shape.tokens * exchange.shape.top_k
     with over(nodes, ranks) as group:
         way = benchmark("nodes").Way(exchange, capacity, group, implementation, chunks)
-        ids, weights, *_, tokens = given = operands(benchmark, exchange, group)
+        ids, weights, *_, tokens = given = operands(exchange, group)
         state = jax.eval_shape(benchmark("nodes").on_ranks(way.dispatch, group.mesh), ids, weights, tokens)
         counted = benchmark("nodes").count_bytes(way, given, state)
     assert counted == {"dispatch": exchange.dispatch, "combine": exchange.combine, "step": exchange.step}
@@ -79,15 +65,13 @@ def test_bytes_between_nodes_are_those_of_the_formulas(
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("nodes", "ranks", "top_nodes"), [(2, 4, None), (4, 2, 2)])
-def test_rows_are_as_many_as_drawn_alike(
-    benchmark: Callable[[str], ModuleType], nodes: int, ranks: int, top_nodes: int | None
-) -> None:
+def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int | None) -> None:
     """Within a twentieth: tokens that need a node, and rows that ranks of a node receive, by the group's report."""
-    exchange = exchange_of(benchmark, nodes, ranks, tokens=512, top_nodes=top_nodes)
+    exchange = exchange_of(nodes, ranks, tokens=512, top_nodes=top_nodes)
     bench, cases = benchmark("nodes"), benchmark("node_cases")
     with over(nodes, ranks) as group:
         way = bench.Way(exchange, 4096, group, "ffi", 1)
-        ids, weights, *_, tokens = operands(benchmark, exchange, group)
+        ids, weights, *_, tokens = operands(exchange, group)
         wanted = cases.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
         assert cases.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
         jax.block_until_ready(bench.on_ranks(way.dispatch, group.mesh)(ids, weights, tokens))
@@ -96,7 +80,7 @@ def test_rows_are_as_many_as_drawn_alike(
 
 
 @on_cpu
-def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType]) -> None:
+def test_gradients_of_replicated_weights() -> None:
     """In two steps, by jax.lax: a sum inside, of which each rank takes a part to the other nodes."""
     mesh = benchmark("nodes").mesh_of_nodes(2)
     size = mesh.devices.size
@@ -115,7 +99,7 @@ def test_gradients_of_replicated_weights(benchmark: Callable[[str], ModuleType])
 @on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("sharded", [False, True])
-def test_sparse_rows(benchmark: Callable[[str], ModuleType], sharded: bool) -> None:
+def test_sparse_rows(sharded: bool) -> None:
     entries, capacity, width = 10, 64, 16
     bench = benchmark("nodes")
     with over(2, 4) as group:
@@ -133,7 +117,7 @@ def test_sparse_rows(benchmark: Callable[[str], ModuleType], sharded: bool) -> N
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize(("first", "second"), [(7.0, 2.0), (2.0, 7.0), (3.0, 3.0), (4.0, 0.0)])
-def test_chunks_overlap(benchmark: Callable[[str], ModuleType], first: float, second: float, chunks: int) -> None:
+def test_chunks_overlap(first: float, second: float, chunks: int) -> None:
     """Each chunk waits for the one before it on its wire, and for itself on the wire before."""
     ends = [0.0, 0.0]
     for _ in range(chunks):
@@ -142,9 +126,7 @@ def test_chunks_overlap(benchmark: Callable[[str], ModuleType], first: float, se
     assert benchmark("node_model").overlapped(first, second, chunks, 0.25) == pytest.approx(ends[1] + 0.25 * chunks)
 
 
-def test_the_kept_tables_are_those_of_the_model(
-    benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_kept_tables_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark("nodes").main(["--model"]) == 0
     kept = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "nodes-model.txt"
     assert capsys.readouterr().out.strip() in kept.read_text()
@@ -169,12 +151,12 @@ HLO = {
 
 
 @pytest.mark.parametrize("line", HLO)
-def test_bytes_of_a_collective(benchmark: Callable[[str], ModuleType], line: str) -> None:
+def test_bytes_of_a_collective(line: str) -> None:
     """The forms in which XLA prints collectives, on GPUs too."""
     assert benchmark("collective_bytes").to_other_nodes(line, [0, 0, 1, 1]) == HLO[line]
 
 
-def test_bytes_that_cannot_be_counted(benchmark: Callable[[str], ModuleType]) -> None:
+def test_bytes_that_cannot_be_counted() -> None:
     count = benchmark("collective_bytes").to_other_nodes
     with pytest.raises(ValueError, match="different amounts"):
         count("%a = f32[4]{0} all-gather(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 0])
@@ -186,7 +168,7 @@ def test_bytes_that_cannot_be_counted(benchmark: Callable[[str], ModuleType]) ->
 
 @on_cpu
 @pytest.mark.usefixtures("native")
-def test_the_benchmark(benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     phases = ("rows to nodes", "combine")
     assert benchmark("nodes").main(["--quick", "--repeats", "1", "--nodes", "2", "--phases", *phases]) == 0
     of_bytes, of_times = (rows_of(part) for part in capsys.readouterr().out.split("\n\n")[1:])
@@ -198,7 +180,7 @@ def test_the_benchmark(benchmark: Callable[[str], ModuleType], capsys: pytest.Ca
     assert all(np.isfinite(number(row[f"{phase}, us"])) for row in of_times for phase in phases)
 
 
-def test_the_tables_of_the_formulas(benchmark: Callable[[str], ModuleType]) -> None:
+def test_the_tables_of_the_formulas() -> None:
     """As many hosts as a table names; a plan never sends less than is needed on average, nor more than all."""
     model, shape = benchmark("node_model"), benchmark("node_cases").V3.shape
     for row in rows_of(model.table(shape, 8, float8=False, top_nodes=None)):

@@ -169,9 +169,7 @@ def product(rng: np.random.Generator, group: Group, op: str) -> Op:
     operands = matmul_cases.draw(rng, group.size, (16 * group.size, 32, 40), helpers.DTYPES[0])
     exact, magnitude = matmul_cases.exact(op, *operands), matmul_cases.exact(op, *(np.abs(x) for x in operands))
     return Op(
-        matmul_cases.program(op, group, implementation="ffi"),
-        [*operands],
-        [Value(exact, magnitude, 1 + group.size)],
+        matmul_cases.program(op, group, implementation="ffi"), [*operands], [Value(exact, magnitude, 1 + group.size)]
     )
 
 
