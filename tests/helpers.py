@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,22 @@ def own_threads() -> int:
         with contextlib.suppress(OSError):  # it ended meanwhile
             native += (task / "comm").read_text().startswith("jax_ep")
     return native + sum(thread.name.startswith("jax_ep") for thread in threading.enumerate())
+
+
+def new_python(here: str, script: str, *arguments: str) -> list[str]:
+    """The command that runs a script in a new process, which knows the test module of this name as `here`."""
+    folder = Path(__file__).parent
+    paths = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
+    modules = f"import conftest, helpers, jax, {here} as here\nfrom jax_ep import Group\n"
+    return [sys.executable, "-c", paths + modules + script, *arguments]
+
+
+def in_new_process(here: str, script: str, *arguments: str) -> str:
+    """What the script prints."""
+    command = new_python(here, script, *arguments)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 def gpu_megabytes() -> int:

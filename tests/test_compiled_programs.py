@@ -2,8 +2,6 @@
 
 import gc
 import pickle
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -43,20 +41,9 @@ def assert_right(program: Callable[..., Any], case: helpers.Case) -> None:
 
 
 def in_new_process(script: str, *arguments: str) -> str:
-    """Runs a script with this module as `here`; returns what it prints."""
     helpers.mesh_of(ep=4)  # or the test is skipped
-    folder = Path(__file__).parent
-    prelude = (
-        f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
-        "import conftest, pickle, jax, helpers, test_compiled_programs as here\n"
-        "from jax_ep import Group\nfrom jax.experimental import serialize_executable\n"
-        "open_group = lambda size: Group(helpers.mesh_of(ep=size), 'ep', timeout=10.0)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", prelude + script, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    opening = "open_group = lambda size: Group(helpers.mesh_of(ep=size), 'ep', timeout=10.0)\n"
+    return helpers.in_new_process(__name__, opening + script, *arguments)
 
 
 def save(group: Group, path: Path) -> helpers.Case:
@@ -66,6 +53,8 @@ def save(group: Group, path: Path) -> helpers.Case:
 
 
 LOAD = """
+import pickle
+from jax.experimental import serialize_executable
 saved = pickle.loads(open(sys.argv[1], 'rb').read())
 program = serialize_executable.deserialize_and_load(*saved, execution_devices=jax.devices()[:2])
 case = here.case_of(2)

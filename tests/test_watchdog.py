@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -123,20 +122,18 @@ def test_a_closed_group_has_no_watchdog(open_group: OpenGroup) -> None:
 
 
 STOPPED = """
-import sys; sys.path[:0] = sys.argv[1:3]
-import conftest, helpers, jax, numpy as np, test_watchdog as here, threading, time
-from jax_ep import Group
+import numpy as np, time
 group = Group(helpers.mesh_of(ep=here.SIZE), "ep", timeout=2.0)
 case = here.case_of(np.random.default_rng(helpers.SEED))
 program = helpers.dispatch_combine(group, **here.OPTIONS)
 helpers.fetch(program(*case))
-group._native.stall(here.STALLED, sys.argv[3])
+group._native.stall(here.STALLED, sys.argv[1])
 found = program(*case)
 time.sleep(0.5)
 print("stop me", flush=True)
 assert sys.stdin.readline() == "go on\\n"
 time.sleep(1.0)
-group._native.stall(-1, sys.argv[3])
+group._native.stall(-1, sys.argv[1])
 helpers.assert_round_trip(helpers.fetch(found), case, num_experts=here.EXPERTS)
 group.check()
 print("right", flush=True)
@@ -146,13 +143,8 @@ print("right", flush=True)
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's kernels go on when their process is stopped")
 def test_a_stopped_process_does_not_count_the_time(tmp_path: Path) -> None:
     """Ctrl-Z, or a container that is paused, for longer than the timeout."""
-    tests = Path(__file__).parent
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPPED, str(tests), str(tests.parent), "protocol"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = helpers.new_python(__name__, STOPPED, "protocol")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "stop me\n"
@@ -164,9 +156,7 @@ def test_a_stopped_process_does_not_count_the_time(tmp_path: Path) -> None:
 
 
 FORKED = """
-import sys; sys.path[:0] = sys.argv[1:3]
-import conftest, helpers, os, numpy as np, test_watchdog as here, warnings
-from jax_ep import Group
+import numpy as np, os, warnings
 warnings.simplefilter("ignore")  # jax warns of forks
 group = Group(helpers.mesh_of(ep=here.SIZE), "ep")
 case = here.case_of(np.random.default_rng(helpers.SEED))
@@ -188,12 +178,4 @@ print("right")
 
 @pytest.mark.skipif(not ON_CPU, reason="CUDA does not survive a fork")
 def test_a_forked_child_may_close_the_group() -> None:
-    tests = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", FORKED, str(tests), str(tests.parent)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (run.returncode, run.stdout) == (0, "right\n"), run.stderr
+    assert helpers.in_new_process(__name__, FORKED) == "right\n"
