@@ -36,13 +36,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of every test marked `matrix`, in an order that JAX_EP_TEST_SEED draws, the cases in which two values of its
-    parameters meet for the first time stay, so that every pair of values is tested; with --nightly all do."""
+    parameters meet for the first time stay, so that every pair of values is tested; with --nightly all do.
+
+    What is marked `nightly` runs with --nightly alone.
+    """
     if config.getoption("nightly"):
         return
     left_out: set[pytest.Item] = set()
     met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(f"{SEED} {item.nodeid}".encode())):
-        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+        if item.get_closest_marker("nightly"):
+            left_out.add(item)
+        elif isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
             of = item.nodeid.partition("[")[0]
             values = [(name, repr(value)) for name, value in item.callspec.params.items()]
             pairs = {(of, frozenset(pair)) for pair in itertools.combinations_with_replacement(values, 2)}

@@ -24,6 +24,16 @@ def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate / (1 + jnp.exp(-gate)) * up
 
 
+def through_float8(x: jax.Array, *block: int) -> jax.Array:
+    """`x`, rounded to float8_e4m3fn with a scale for each block of its last axes; derivatives pass straight through."""
+    parts = [part for n, size in zip(x.shape[-len(block) :], block, strict=True) for part in (n // size, size)]
+    blocks = jax.lax.stop_gradient(x).reshape(*x.shape[: -len(block)], *parts)
+    largest = jnp.abs(blocks).max(axis=tuple(range(-1, -2 * len(block), -2)), keepdims=True)
+    scales = jnp.where(largest == 0, 1, largest / 448)
+    rounded = (blocks / scales).astype(jnp.float32).astype(jnp.float8_e4m3fn).astype(x.dtype) * scales
+    return x + jax.lax.stop_gradient(rounded.reshape(x.shape) - x)
+
+
 def sums(
     layer: Layer,
     biases: Biases,
@@ -31,18 +41,24 @@ def sums(
     *,
     unit: Callable[..., jax.Array] = silu_gated,
     weigh_inputs: bool = False,
+    float8: bool = False,
 ) -> jax.Array:
     """The sums [R, T, H] of weight * ((unit(x gate + b, x up + b)) down + b); without gate, of unit(x up + b).
 
     Args:
       ids: [R, T, K]; an assignment outside [0, E) counts as zero.
+      float8: products are those of rounded operands, their derivatives those of the operands as they are.
     """
     experts = layer.down.shape[0] * layer.down.shape[1]
     weights = layer.weights[..., None]
     rows = layer.tokens[:, :, None] * (weights if weigh_inputs else 1)  # [R, T, K or 1, H]
 
     def multiplied(rows: jax.Array, matrix: Any, bias: Any, how: str) -> jax.Array:
-        product = jnp.einsum(how, rows, matrix.reshape(experts, *matrix.shape[2:]))
+        matrix = matrix.reshape(experts, *matrix.shape[2:])
+        product = jnp.einsum(how, rows, matrix)
+        if float8:
+            rounded = jnp.einsum(how, through_float8(rows, 128), through_float8(matrix, 128, 128))
+            product += jax.lax.stop_gradient(rounded - product)
         return product if bias is None else product + bias.reshape(experts, -1)
 
     first = [

@@ -86,10 +86,3 @@ def test_overflow_delivers_nan(open_group: OpenGroup, rng: np.random.Generator) 
     assert np.all(np.isnan(dispatched.rows.scales))
     with pytest.raises(jax_ep.CapacityError):
         group.check()
-
-
-def test_has_no_gradient(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    program = dispatch_only(open_group(2))
-    case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
-    with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(lambda tokens: jnp.sum(program(tokens, case.ids, case.weights).rows.scales))(case.tokens)

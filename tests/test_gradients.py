@@ -51,17 +51,16 @@ def dense_layer(tokens: Any, weights: Any, up: Any, down: Any, ids: Any) -> Any:
     return tokens + jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, EXPERTS), weights, outputs)
 
 
-def sparse_layer(group: Group, implementation: Implementation, with_weights: bool = True, **options: Any) -> Layer:
+def sparse_layer(group: Group, implementation: Implementation) -> Layer:
     def layer(tokens: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array, ids: jax.Array) -> jax.Array:
         out = dispatch(
             tokens,
             ids,
-            weights if with_weights else None,
+            weights,
             group=group,
             num_experts=EXPERTS,
             capacity=SIZE * TOKENS * TOP_K,
             implementation=implementation,
-            **options,
         )
         inner = jnp.tanh(jax.lax.ragged_dot(out.rows, up, out.group_sizes))
         outputs = jax.lax.ragged_dot(inner, down, out.group_sizes)
@@ -77,10 +76,6 @@ def one_after_another(layer: Layer) -> Layer:
         return tokens
 
     return network
-
-
-def under_checkpoint(layer: Layer) -> Layer:
-    return one_after_another(jax.checkpoint(layer))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def under_scan(layer: Layer) -> Layer:
@@ -122,9 +117,7 @@ def assert_close(actual: Any, wanted: Any) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-@pytest.mark.parametrize(
-    ("wrap", "layers"), [(one_after_another, 1), (under_checkpoint, 2), (under_scan, 3), (under_cond, 1)]
-)
+@pytest.mark.parametrize(("wrap", "layers"), [(one_after_another, 1), (under_scan, 3), (under_cond, 1)])
 def test_against_dense(
     wrap: Callable[[Layer], Layer],
     layers: int,
@@ -165,15 +158,6 @@ def test_grad_inside_shard_map(
     assert_close(helpers.fetch(program(model, ids, target)), jax.grad(dense_loss)(model, ids, target, True))
 
 
-def test_without_weights(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    model, ids, target = draw_setting(rng)
-    network = one_after_another(sparse_layer(group, implementation, with_weights=False))
-    gradient = helpers.fetch(jax.jit(jax.grad(sharded_loss(group, network, check_vma=True)))(model, ids, target, True))
-    wanted = jax.grad(dense_loss)(model._replace(weights=jnp.ones_like(model.weights)), ids, target, True)
-    assert_close(gradient, wanted._replace(weights=jnp.zeros_like(model.weights)))
-
-
 def test_second_order(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
     group = open_group(SIZE)
@@ -203,50 +187,31 @@ def test_second_order(implementation: Implementation, open_group: OpenGroup, rng
     assert_close(second, jax.grad(steepness(dense), argnums=(0, 1, 2))(tokens, weights, scales))
 
 
-def test_dropped_rows_have_no_gradient(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+@pytest.mark.parametrize(
+    ("ids_dtype", "weights_dtype"), [(np.int8, jnp.bfloat16), (np.uint32, np.float16), (np.int64, np.float64)]
+)
+def test_ids_and_weights_are_cast(
+    ids_dtype: Any, weights_dtype: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
+    """The gradient comes in the dtype of the weights; an id beyond int32 is invalid, and not wrapped around."""
     group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    case.ids[:] = np.where(rng.random(case.ids.shape) < 0.5, 2, case.ids)
+    ids = case.ids.astype(ids_dtype)
+    if np.iinfo(ids_dtype).max > 2**31:
+        ids[0, 0, 0] = 2**32 - 1  # -1 in 32 bits
+    wide = case.weights.astype(weights_dtype)
 
-    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=EXPERTS,
-            capacity=16,
-            alignment=4,
-            on_overflow="drop",
-            implementation=implementation,
-        )
-        combined = combine(out.rows**2, out.routing, group=group, implementation=implementation)
-        return combined.sum(), out.routing.targets
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        def routed(weights: jax.Array) -> Any:
+            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+            sums = combine(out.rows, out.routing, group=group, implementation=implementation)
+            return sums.sum(), out.routing.invalid
 
-    program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
-    (d_tokens, d_weights), targets = helpers.fetch(program(case.tokens, case.weights, case.ids))
-    arrived = targets >= 0
-    assert not arrived.all()
-    wanted = 2 * case.tokens * (case.weights * arrived).sum(axis=2, keepdims=True)
-    np.testing.assert_allclose(d_tokens, wanted, rtol=1e-5, atol=1e-5)
-    wanted = arrived * (case.tokens**2).sum(axis=2, keepdims=True)
-    np.testing.assert_allclose(d_weights, wanted, rtol=1e-5, atol=1e-5)
+        return *jax.grad(routed, has_aux=True)(weights), weights
 
-
-def test_fp8_rounding_is_passed_straight_through(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, 128)
-
-    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        out = dispatch(
-            tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8", implementation=implementation
-        )
-        return combine(3 * out.rows, out.routing, group=group, implementation=implementation).sum()
-
-    d_tokens = helpers.fetch(helpers.per_rank(jax.grad(loss), group.mesh)(case.tokens, case.weights, case.ids))
-    wanted = np.broadcast_to(3 * case.weights.sum(axis=2, keepdims=True), case.tokens.shape)
-    np.testing.assert_allclose(d_tokens, wanted, rtol=1e-5)
+    with jax.enable_x64(True):
+        gradient, invalid, weights = helpers.fetch(helpers.per_rank(body, group.mesh)(case.tokens, ids, wide))
+    assert gradient.dtype == weights.dtype == weights_dtype
+    assert invalid.sum() == (np.iinfo(ids_dtype).max > 2**31)
+    wanted = np.broadcast_to(case.tokens.sum(axis=2, keepdims=True), gradient.shape) * (ids < EXPERTS)
+    np.testing.assert_allclose(helpers.wide(gradient), wanted, rtol=1e-2, atol=1e-2)

@@ -4,7 +4,6 @@ Sums have the bits of the chain. Gradients have as many roundings or fewer, so t
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import helpers
@@ -64,18 +63,6 @@ def test_bfloat16(implementation: Implementation, open_group: OpenGroup, rng: np
     assert_near(out, moe_oracle.gated_experts(layer, case.ids, cotangent)[0], 8 * float(jnp.finfo(DTYPES[0]).eps))
 
 
-def test_drops(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group, capacity = open_group(SIZE), 7
-    program = with_gradient(group, layer_of(group, implementation, capacity=capacity, on_overflow="drop"))
-    layer, case, cotangent = draw(rng, np.float32)
-    zipf(case, rng)
-    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity)
-    assert expected.dropped.any()
-    kept = np.where(expected.targets >= 0, case.ids, -1)
-    exact = moe_oracle.gated_experts(layer, kept, cotangent)
-    assert_near(helpers.fetch(program(layer, case.ids, cotangent)), exact, 1e-5)
-
-
 @pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]], ids=str)
@@ -122,48 +109,6 @@ def test_too_many_rows(implementation: Implementation, open_group: OpenGroup, rn
     case.ids[:] = -1
     case.ids[:, 0, 0] = range(SIZE)  # the group remains usable
     assert np.isfinite(helpers.fetch(program(*case, *layer[2:]))).all()
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize(("given", "function"), [("gelu", jax.nn.gelu), ("relu", jax.nn.relu), (jnp.tanh, jnp.tanh)])
-def test_activations(given: Any, function: Any, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """A name stands for its function."""
-    group = open_group(2)
-    layer, case, cotangent = (jax.tree.map(lambda x: x[:2], x) for x in draw(rng, DTYPES[0]))
-    layer = layer._replace(**{k: np.concatenate(2 * [getattr(layer, k)], 1) for k in ("gate", "up", "down")})
-    ours = with_gradient(group, layer_of(group, "auto", given))(layer, case.ids, cotangent)
-    wanted = with_gradient(group, chain(group, "auto", function))(layer, case.ids, cotangent)
-    ours, wanted = helpers.fetch(ours), helpers.fetch(wanted)
-    assert_same_bits(ours[0], wanted[0])
-    assert_near(ours[1], jax.tree.map(helpers.wide, wanted[1]), 8 * float(jnp.finfo(DTYPES[0]).eps))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_function_with_parameters(
-    gated: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """What the user's function closes over has its gradient, and a tangent."""
-    group = open_group(SIZE)
-
-    def loss(form: Any, model: Layer, slope: jax.Array, ids: jax.Array) -> jax.Array:
-        def bent(x: jax.Array) -> jax.Array:
-            return jnp.tanh(slope * x)
-
-        unit: Any = Gated(lambda gate, up: bent(gate) * up) if gated and form is layer_of else bent
-        return jnp.sum(form(group, implementation, unit)(model.tokens, ids, *model[1:]) ** 2)
-
-    def both(model: Layer, slope: jax.Array, ids: jax.Array) -> Any:
-        def derivatives(form: Any) -> Any:
-            gradients = jax.value_and_grad(partial(loss, form), argnums=(0, 1))(model, slope, ids)
-            return gradients, jax.jvp(lambda slope: loss(form, model, slope, ids), (slope,), (slope,))[1]
-
-        return derivatives(layer_of), derivatives(chain)
-
-    layer, case, _ = draw(rng, np.float32)
-    slope = rng.uniform(0.5, 1.5, (SIZE, WIDTH)).astype(np.float32)
-    ours, wanted = helpers.fetch(helpers.per_rank(both, group.mesh)(layer, slope, case.ids))
-    assert np.abs(ours[0][1][1]).sum() > 0
-    assert_near(ours, wanted, 1e-5)
 
 
 def under_checkpoint(layer: Body) -> Body:
@@ -275,44 +220,6 @@ def draw_shared(rng: np.random.Generator) -> list[np.ndarray]:
     shapes = ((HIDDEN, 2 * WIDTH), (HIDDEN, 2 * WIDTH), (2 * WIDTH, HIDDEN))
     drawn = ((rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32) for shape in shapes)
     return [np.broadcast_to(x, (SIZE, *x.shape)) for x in drawn]
-
-
-@pytest.mark.parametrize("two_matrices", [False, True])
-def test_shared_expert(
-    two_matrices: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-    layer, case, cotangent = draw(rng, np.float32)
-    shared, activation = draw_shared(rng), jax.nn.relu if two_matrices else jax.nn.silu
-
-    def unit(*products: Any) -> Any:
-        return activation(products[0]) * (1 if two_matrices else products[1])
-
-    def of_rank(model: Layer, shared: list[Any], ids: jax.Array, cotangent: jax.Array) -> Any:
-        def sums(model: Layer, shared: list[Any]) -> jax.Array:
-            gates = (None, None) if two_matrices else (model.gate, shared[0])
-            options: dict[str, Any] = {"shared": (gates[1], *shared[1:]), "activation": activation}
-            body = layer_of(group, implementation, **options)
-            return body(model.tokens, ids, model.weights, gates[0], model.up, model.down)
-
-        out, pull = jax.vjp(sums, model, shared)
-        return out, *pull(cotangent)
-
-    actual = helpers.fetch(helpers.per_rank(of_rank, group.mesh)(layer, shared, case.ids, cotangent))
-    without = layer._replace(gate=None) if two_matrices else layer
-    wanted, gradient = moe_oracle.gated_experts(without, case.ids, cotangent, unit=unit)
-
-    def always(tokens: Any, shared: list[Any]) -> Any:
-        first = shared[1:2] if two_matrices else shared[:2]
-        inner = unit(*(jnp.einsum("rth,rhs->rts", tokens, matrix) for matrix in first))
-        return jnp.einsum("rts,rsh->rth", inner, shared[2])
-
-    added, pull = jax.vjp(always, layer.tokens, shared)
-    d_tokens, d_shared = pull(cotangent)
-    gradient = gradient._replace(tokens=gradient.tokens + np.asarray(d_tokens))
-    if two_matrices:
-        gradient = gradient._replace(gate=np.zeros_like(layer.gate))
-    assert_near(actual, (wanted + np.asarray(added), gradient, d_shared), 2e-5)
 
 
 @pytest.mark.usefixtures("native")

@@ -7,7 +7,6 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -110,35 +109,6 @@ def test_the_bits_are_those_of_whole_tokens(
             group.check()
     for whole, cut in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(whole.view(np.uint8), cut.view(np.uint8))
-
-
-@pytest.mark.parametrize("node_capacity", [None, 4])
-def test_a_layer_and_its_gradients(node_capacity: int | None, rng: np.random.Generator) -> None:
-    case = helpers.draw_case(rng, 8, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    ids = case.ids if node_capacity is None else np.where(first_for_each_node(case.ids, 2, node_capacity), case.ids, -1)
-    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
-    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
-    expected, gradient = moe_oracle.gated_experts(layer, ids, cotangent)
-    with over(2, 4) as group:
-        options: dict[str, Any] = {"nodes": NodeOptions(node_capacity, 3), "on_overflow": "drop"}
-
-        def body(*operands: jax.Array) -> Any:
-            *layer, ids, cotangent = operands
-
-            def forward(
-                tokens: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-            ) -> jax.Array:
-                return helpers.moe_sums(tokens, ids, weights, gate, up, down, group=group, **options)
-
-            out, back = jax.vjp(forward, *layer)
-            return out, back(cotangent)
-
-        operands = [x.reshape(2, 4, *x.shape[1:]) for x in (*layer, case.ids, cotangent)]
-        out, found = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
-        group.check()
-    np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
-    for name, actual, wanted in zip(layer._fields, found, gradient, strict=True):
-        np.testing.assert_allclose(actual.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 SCATTER, COMBINE = (rf'custom-call\(.*custom_call_target="jax_ep_{kernel}"' for kernel in ("scatter", "combine"))

@@ -10,7 +10,6 @@ import moe_oracle
 import numpy as np
 import pytest
 import sparse_cases
-import test_vmap
 from conftest import OpenGroup
 from matmul_cases import OPS, served
 
@@ -67,42 +66,12 @@ def assert_steps(
     return there.sum(), back.sum()
 
 
-def test_dispatch_and_combine(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(test_vmap.SIZE)
-    *operands, ids = (x[:, 0] for x in test_vmap.draw(rng))
-    assert_tangents(group, test_vmap.there_and_back(group, implementation), operands, rng, ids)
-
-
 def draw_layer(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
     """Tokens, weights, gate, up and down; and ids, of which some skip or name an expert twice."""
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     case.ids[0, 0, 0] = -1
     case.ids[1, :, 1] = case.ids[1, :, 0]
     return list(moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)), case.ids
-
-
-def squared(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jnp.tanh(gate) * (up**2 + 1)
-
-
-# The activation, the matrix that is left out, and whether there are biases.
-UNITS = {"by name": (jax.nn.silu, None), "of the user": (jnp.tanh, None), "two matrices": ("gelu", "gate")}
-UNITS |= {"biased": (jax_ep.Gated(squared), "biases")}
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_layers(unit: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    operands, ids = draw_layer(rng)
-
-    def layer(tokens: Any, weights: Any, gate: Any, up: Any, down: Any, ids: Any) -> jax.Array:
-        activation, change = UNITS[unit]
-        given: dict[str, Any] = {"group": group, "activation": activation, "implementation": implementation}
-        if change == "biases":
-            given["biases"] = (gate[:, 0], up[:, 1], down[:, 2])
-        return helpers.moe_sums(tokens, ids, weights, None if change == "gate" else gate, up, down, **given)
-
-    assert_tangents(group, layer, operands, rng, ids)
 
 
 @pytest.mark.usefixtures("native")

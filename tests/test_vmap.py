@@ -66,13 +66,6 @@ def test_dispatch_and_combine(
     assert_as_a_loop(group, there_and_back(group, implementation), in_axes, operands, rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_a_batch(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    body = there_and_back(group, implementation)
-    gradient = jax.grad(lambda *operands: jnp.sum(body(*operands) ** 2), argnums=(0, 1, 2))
-    assert_as_a_loop(group, gradient, (0, 0, 0, 0), draw(rng), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("matrices_axis", [0, None])
 def test_layers(
     matrices_axis: int | None,

@@ -1,0 +1,343 @@
+"""Forms of `moe_mlp` and of dispatch and combine, one for each value of every option, and what numbers they must give.
+
+A form is what it changes: options of the op, and keys of its own:
+
+    frozen: names of the matrices that are `Float8Weights`, which have no gradient
+    matrices: "two" (no gate) or "one" (gate holds both)
+    biased: which of gate, up and down have a bias
+    activation, shared, product, unweighted, sent_known
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import oracle
+from test_nodes import first_for_each_node
+
+from jax_ep import Experts, Gated, Group, NodeOptions, combine, dispatch, lax, moe_mlp
+from jax_ep.float8 import quantize_weights
+
+EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 8, 6, 2, 128, 256
+EVEN = TOKENS * TOP_K  # rows of a rank when all receive as many
+
+Form = dict[str, Any]
+Function = Callable[..., jax.Array]  # of floats, in which it is differentiated, and of what else it knows
+
+
+def squared(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, 0) ** 2
+
+
+def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """That of GPT-OSS."""
+    gate, up = jnp.minimum(gate, 1.5), jnp.clip(up, -1.5, 1.5)
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+
+
+ACTIVATIONS: dict[Any, Function] = {
+    "silu": lambda x: x / (1 + jnp.exp(-x)),
+    "gelu": lambda x: x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: jnp.maximum(x, 0),
+}
+
+# For every option, its values beside the default by name, and what each changes.
+ROUTED: dict[str, dict[str, Form]] = {
+    "capacity": {
+        "rows": {"capacity": 52},
+        "times": {"capacity": 3.9},
+        "drop": {"capacity": 0.5, "on_overflow": "drop"},
+    },
+    "weights": {"none": {"unweighted": True}},
+    "wire": {"float8": {"wire": "float8"}},
+    "nodes": {
+        "all": {"nodes": NodeOptions()},
+        "chunks": {"nodes": NodeOptions(chunks=2)},
+        "capacity": {"nodes": NodeOptions(4, 2), "on_overflow": "drop"},
+    },
+}
+DISPATCH = ROUTED | {
+    "alignment": {"4": {"alignment": 4}},
+    "rows": {
+        "float8": {"wire": "float8_rows", "sent_known": True},
+        "float8, differentiated": {"wire": "float8_rows"},
+    },
+    "several": {"float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)}},
+}
+LAYER = ROUTED | {
+    "precision": {
+        "float8": {"precision": "float8"},
+        "matrices": {"precision": "float8", "frozen": ("gate", "up", "down")},
+        "one matrix": {"precision": "float8", "frozen": ("down",)},
+    },
+    "shared": {"yes": {"shared": True}},
+    "weigh_inputs": {"yes": {"weigh_inputs": True}},
+    "product": {"of columns": {"product": True}},
+    "activation": {
+        "gelu": {"activation": "gelu"},
+        "relu": {"activation": "relu"},
+        "function": {"activation": squared},
+        "gated": {"activation": Gated(clipped)},
+        "closing over": {"activation": "slopes"},
+    },
+    "matrices": {"two": {"matrices": "two"}, "one": {"matrices": "one"}},
+    "biases": {"all": {"biased": (0, 1, 2)}, "down": {"biased": (2,)}},
+    "several": {
+        "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
+        "shared, two matrices": {"shared": True, "matrices": "two", "activation": "relu"},
+        "two matrices, biased": {"matrices": "two", "activation": squared, "biased": (1, 2)},
+        "one matrix, biased, gated": {"matrices": "one", "biased": (0, 1, 2), "activation": Gated(clipped)},
+        "weighed, one matrix, biased": {"weigh_inputs": True, "matrices": "one", "biased": (0, 1, 2)},
+    },
+}
+BY_XLA: Form = {"implementation": "xla"}
+ALSO_BY_XLA = (
+    *("capacity drop", "wire float8", "nodes capacity", "rows float8", "precision float8"),
+    *("several one matrix, biased, gated", "several shared, two matrices"),
+)
+TOO_FEW_ROWS: Form = {"capacity": 2}
+MIXED = "values that are drawn"  # of all options
+
+
+def alone(options: dict[str, dict[str, Form]]) -> dict[str, Form]:
+    """The forms with one value of one option each, by name; some of them "by xla" too."""
+    found: dict[str, Form] = {"default": {}, "xla": BY_XLA, "too few rows": TOO_FEW_ROWS}
+    found |= {f"{option} {name}": form for option, values in options.items() for name, form in values.items()}
+    by_xla = [name for name in ("too few rows", *ALSO_BY_XLA) if name in found]
+    return found | {f"{name} by xla": found[name] | BY_XLA for name in by_xla}
+
+
+def names(options: dict[str, dict[str, Form]]) -> list[str]:
+    return [*alone(options), *(f"{MIXED} {i}" for i in range(2))]
+
+
+def chosen(options: dict[str, dict[str, Form]], name: str, rng: np.random.Generator) -> Form:
+    """The form of this name; a mixed one has a value of every other option or so."""
+    if not name.startswith(MIXED):
+        return alone(options)[name]
+    form: Form = {}
+    for values in (*options.values(), {"xla": BY_XLA}):
+        if rng.random() < 0.5:
+            form |= list(values.values())[rng.integers(len(values))]
+    return form
+
+
+def refused(form: Form) -> str | None:
+    """What the error says, where options do not go together."""
+    if form.get("product") and "biased" in form:
+        return "^moe_mlp: experts.biases must be None where product is given"
+    if form.get("product") and "precision" in form:
+        return "^moe_mlp: precision must be None where product is given"
+    if form.get("matrices") == "two" and isinstance(form.get("activation"), Gated):
+        return "^moe_mlp: experts.activation must be of one argument where experts.gate is None"
+    if form.get("wire") == "float8_rows" and not form.get("sent_known"):
+        return "^dispatch: wire='float8_rows' has no gradient; differentiate with wire='float8'"
+    return None
+
+
+def unit_of_error(form: Form) -> float:
+    """Of the length of each array."""
+    if "precision" in form:  # gradients are those of products that are not rounded, in one of several places
+        return 0.08
+    return 5e-3 if "wire" in form else 2e-5  # 1e-3 where one of two values that are equally near was taken
+
+
+class Operands(NamedTuple):
+    """On all ranks; each a dict by name."""
+
+    floats: Any  # what is differentiated
+    known: Any
+    exact: Any  # `known` as an oracle takes it: ids of what arrives alone, matrices that nobody quantized
+
+
+def draw(form: Form, layer: bool, size: int, rng: np.random.Generator) -> Operands:
+    """Some assignments are skipped, invalid, or name an expert twice."""
+    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    case.ids[0, 0, 0], case.ids[0, 1, 1] = -1, EXPERTS + 3
+    case.ids[-1, 2, 1] = case.ids[-1, 2, 0]
+    arriving = case._replace(ids=arrives(form, case))
+    floats: dict[str, Any] = {"tokens": case.tokens}
+    known: dict[str, Any] = {"ids": case.ids}
+    exact: dict[str, Any] = {"ids": arriving.ids}
+    if not form.get("unweighted"):
+        floats["weights"] = case.weights
+    if layer:
+        _draw_matrices(form, floats, case, rng)
+    else:
+        floats["scales"] = _normal(rng, size, EXPERTS // size, HIDDEN)
+    for name in form.get("frozen", ()):
+        if name in floats:
+            exact[name] = floats.pop(name)
+            known[name] = helpers.fetch(jax.vmap(quantize_weights)(exact[name]))
+    if form.get("sent_known"):
+        sent = {name: floats.pop(name) for name in ("tokens", "weights") if name in floats}
+        known, exact = known | sent, exact | sent
+    return Operands(floats, known, exact)
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: np.random.Generator) -> None:
+    size = len(case.tokens)
+    *_, gate, up, down = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)
+    matrices = {"gate": gate, "up": up, "down": down}
+    if form.get("matrices") == "two":
+        del matrices["gate"]
+    if form.get("matrices") == "one":
+        matrices = {"gate": np.concatenate([gate, matrices.pop("up")], axis=3), "down": down}
+    floats |= matrices
+    if form.get("product"):
+        floats["columns"] = {
+            name: 1 + _normal(rng, size, EXPERTS // size, x.shape[3]) / 4 for name, x in matrices.items()
+        }
+    if "biased" in form:
+        given = [i in form["biased"] and not (i == 0 and "gate" not in matrices) for i in range(3)]
+        sizes = (WIDTH, WIDTH, HIDDEN)
+        floats["biases"] = tuple(
+            _normal(rng, size, EXPERTS // size, n) / 4 if has else None for has, n in zip(given, sizes, strict=True)
+        )
+    if form.get("activation") == "slopes":
+        floats["slopes"] = rng.uniform(0.5, 1.5, (size, WIDTH)).astype(np.float32)
+    if form.get("shared"):
+        shapes = ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
+        shared = [_normal(rng, *shape) / shape[0] ** 0.5 for shape in shapes]
+        alike = [np.repeat(x[None], size, axis=0) for x in shared]
+        floats["shared"] = (None if "gate" not in matrices else alike[0], *alike[1:])
+
+
+def arrives(form: Form, case: helpers.Case) -> np.ndarray:
+    """The ids of the assignments that find room; -1 for the others."""
+    if form.get("on_overflow") != "drop":
+        return case.ids
+    ids = case.ids
+    if "nodes" in form and form["nodes"].capacity is not None:
+        ids = np.where(first_for_each_node(ids, 2, form["nodes"].capacity, EXPERTS), ids, -1)
+    alignment = form.get("alignment", 1)
+    rows = len(ids) * EVEN * alignment  # room for all
+    if isinstance(form.get("capacity"), float):
+        rows = min(rows, -int(-form["capacity"] * EVEN // alignment) * alignment)
+    elif "capacity" in form:
+        rows = form["capacity"]
+    found = oracle.dispatch(case.tokens, ids, case.weights, num_experts=EXPERTS, capacity=rows, alignment=alignment)
+    assert (found.targets < 0).sum() > (case.ids < 0).sum() + (case.ids >= EXPERTS).sum()
+    return np.where(found.targets >= 0, ids, -1)
+
+
+OF_OPS = ("capacity", "on_overflow", "wire", "precision", "nodes", "weigh_inputs", "alignment", "implementation")
+
+
+def by_columns(rows: jax.Array, matrix: Any, sizes: jax.Array) -> jax.Array:
+    """A product with a scale for each column."""
+    values, scales = matrix
+    return lax.ragged_dot(rows, values, sizes) * scales[expert_of_rows(rows, sizes)]
+
+
+def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
+
+
+def layer(form: Form, group: Group) -> Function:
+    options = {name: form[name] for name in OF_OPS if name in form}
+    if form.get("product"):
+        options["product"] = by_columns
+
+    def sums(floats: Any, known: Any) -> jax.Array:
+        given = floats | known
+        matrices = {name: given.get(name) for name in ("gate", "up", "down")}
+        if form.get("product"):
+            matrices = {
+                name: None if matrix is None else (matrix, given["columns"][name]) for name, matrix in matrices.items()
+            }
+        activation = form.get("activation", "silu")
+        if activation == "slopes":  # what it closes over is differentiated, too
+            activation = lambda x: jnp.tanh(given["slopes"] * x)  # noqa: E731
+        experts = Experts(**matrices, biases=given.get("biases"), activation=activation)
+        return moe_mlp(
+            given["tokens"],
+            given["ids"],
+            given.get("weights"),
+            experts,
+            group=group,
+            shared=given.get("shared"),
+            **options,
+        )[0]
+
+    return sums
+
+
+def there_and_back(form: Form, group: Group) -> Function:
+    """Each row times a scale of its expert, by tanh, and the sums of that."""
+    options = {name: form[name] for name in OF_OPS if name in form}
+    by = options.get("implementation", "auto")
+
+    def sums(floats: Any, known: Any) -> jax.Array:
+        given = floats | known
+        rows, sizes, routing = dispatch(
+            given["tokens"], given["ids"], given.get("weights"), group=group, num_experts=EXPERTS, **options
+        )
+        if form.get("wire") == "float8_rows":
+            rows = rows.values.astype(jnp.float32) * jnp.repeat(rows.scales, 128, axis=1)
+        scaled = rows * given["scales"][expert_of_rows(rows, sizes)]
+        return combine(jnp.tanh(scaled), routing, group=group, implementation=by)
+
+    return sums
+
+
+def arrived_tokens(form: Form, given: Any) -> jax.Array:
+    in_float8 = "wire" in form or "precision" in form
+    return moe_oracle.through_float8(given["tokens"], 128) if in_float8 else given["tokens"]
+
+
+def exact_layer(form: Form) -> Function:
+    """On all ranks, in float64."""
+    activation = form.get("activation", "silu")
+
+    def sums(floats: Any, exact: Any) -> jax.Array:
+        given = floats | exact
+
+        def unit(*products: jax.Array) -> jax.Array:
+            if isinstance(activation, Gated):
+                return activation.function(*products)
+            if activation == "slopes":
+                slopes = given["slopes"]  # of the rank that owns the expert, or of the token's where it is shared
+                routed = products[0].ndim > 3
+                slopes = jnp.repeat(slopes, EXPERTS // len(slopes), axis=0) if routed else slopes[:, None]
+                first = jnp.tanh(slopes * products[0])
+            else:
+                first = ACTIVATIONS.get(activation, activation)(products[0])
+            return first if len(products) == 1 else first * products[1]
+
+        matrices = {name: given.get(name) for name in ("gate", "up", "down")}
+        for name, columns in given.get("columns", {}).items():
+            matrices[name] = matrices[name] * columns[:, :, None]
+        if form.get("matrices") == "one":
+            matrices["gate"], matrices["up"] = jnp.split(matrices["gate"], 2, axis=3)
+        tokens, ids, arrived = given["tokens"], given["ids"], arrived_tokens(form, given)
+        weights = given.get("weights", jnp.ones(ids.shape))
+        biases = given.get("biases", (None,) * 3)
+        how: dict[str, Any] = {"weigh_inputs": form.get("weigh_inputs", False), "float8": "precision" in form}
+        out = moe_oracle.sums(moe_oracle.Layer(arrived, weights, **matrices), biases, ids, unit=unit, **how)
+        if "shared" in given:
+            *first, down = (x for x in given["shared"] if x is not None)
+            inner = unit(*(jnp.einsum("rth,rhs->rts", tokens, x) for x in first))
+            out = out + jnp.einsum("rts,rsh->rth", inner, down)
+        return out
+
+    return sums
+
+
+def exact_there_and_back(form: Form) -> Function:
+    def sums(floats: Any, exact: Any) -> jax.Array:
+        given = floats | exact
+        ids = given["ids"]
+        shares = given.get("weights", jnp.ones(ids.shape)) * ((ids >= 0) & (ids < EXPERTS))
+        scales = given["scales"].reshape(EXPERTS, -1)[ids % EXPERTS]
+        return jnp.einsum("rtk,rtkh->rth", shares, jnp.tanh(arrived_tokens(form, given)[:, :, None] * scales))
+
+    return sums
