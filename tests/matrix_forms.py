@@ -25,6 +25,9 @@ from jax_ep.float8 import quantize_weights
 EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 8, 6, 2, 128, 256
 EVEN = TOKENS * TOP_K  # rows of a rank when all receive as many
 
+# Grouped products on GPUs are kernels in 16 bits alone.
+DTYPE = helpers.DTYPES[2 if jax.default_backend() == "cpu" else 0]
+
 Form = dict[str, Any]
 Function = Callable[..., jax.Array]  # of floats, in which it is differentiated, and of what else it knows
 
@@ -76,7 +79,7 @@ LAYER = ROUTED | {
     },
     "shared": {"yes": {"shared": True}},
     "weigh_inputs": {"yes": {"weigh_inputs": True}},
-    "product": {"of columns": {"product": True}},
+    "product": {"int8 and low rank": {"product": True}},
     "activation": {
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
@@ -88,6 +91,8 @@ LAYER = ROUTED | {
     "biases": {"all": {"biased": (0, 1, 2)}, "down": {"biased": (2,)}},
     "several": {
         "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
+        "float8, one matrix, biased": {"precision": "float8", "matrices": "one", "biased": (0, 1, 2)},
+        "float8, gated": {"precision": "float8", "activation": Gated(clipped)},
         "shared, two matrices": {"shared": True, "matrices": "two", "activation": "relu"},
         "two matrices, biased": {"matrices": "two", "activation": squared, "biased": (1, 2)},
         "one matrix, biased, gated": {"matrices": "one", "biased": (0, 1, 2), "activation": Gated(clipped)},
@@ -143,6 +148,8 @@ def unit_of_error(form: Form) -> float:
     """Of the length of each array."""
     if "precision" in form:  # gradients are those of products that are not rounded, in one of several places
         return 0.08
+    if DTYPE.itemsize == 2:
+        return 0.03
     return 5e-3 if "wire" in form else 2e-5  # 1e-3 where one of two values that are equally near was taken
 
 
@@ -156,7 +163,7 @@ class Operands(NamedTuple):
 
 def draw(form: Form, layer: bool, size: int, rng: np.random.Generator) -> Operands:
     """Some assignments are skipped, invalid, or name an expert twice."""
-    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN, DTYPE)
     case.ids[0, 0, 0], case.ids[0, 1, 1] = -1, EXPERTS + 3
     case.ids[-1, 2, 1] = case.ids[-1, 2, 0]
     arriving = case._replace(ids=arrives(form, case))
@@ -180,7 +187,7 @@ def draw(form: Form, layer: bool, size: int, rng: np.random.Generator) -> Operan
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32)
+    return rng.standard_normal(shape).astype(DTYPE)
 
 
 def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: np.random.Generator) -> None:
@@ -192,10 +199,6 @@ def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: np.random.G
     if form.get("matrices") == "one":
         matrices = {"gate": np.concatenate([gate, matrices.pop("up")], axis=3), "down": down}
     floats |= matrices
-    if form.get("product"):
-        floats["columns"] = {
-            name: 1 + _normal(rng, size, EXPERTS // size, x.shape[3]) / 4 for name, x in matrices.items()
-        }
     if "biased" in form:
         given = [i in form["biased"] and not (i == 0 and "gate" not in matrices) for i in range(3)]
         sizes = (WIDTH, WIDTH, HIDDEN)
@@ -203,10 +206,10 @@ def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: np.random.G
             _normal(rng, size, EXPERTS // size, n) / 4 if has else None for has, n in zip(given, sizes, strict=True)
         )
     if form.get("activation") == "slopes":
-        floats["slopes"] = rng.uniform(0.5, 1.5, (size, WIDTH)).astype(np.float32)
+        floats["slopes"] = rng.uniform(0.5, 1.5, (size, WIDTH)).astype(DTYPE)
     if form.get("shared"):
         shapes = ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
-        shared = [_normal(rng, *shape) / shape[0] ** 0.5 for shape in shapes]
+        shared = [(_normal(rng, *shape) / shape[0] ** 0.5).astype(DTYPE) for shape in shapes]
         alike = [np.repeat(x[None], size, axis=0) for x in shared]
         floats["shared"] = (None if "gate" not in matrices else alike[0], *alike[1:])
 
@@ -232,10 +235,27 @@ def arrives(form: Form, case: helpers.Case) -> np.ndarray:
 OF_OPS = ("capacity", "on_overflow", "wire", "precision", "nodes", "weigh_inputs", "alignment", "implementation")
 
 
-def by_columns(rows: jax.Array, matrix: Any, sizes: jax.Array) -> jax.Array:
-    """A product with a scale for each column."""
-    values, scales = matrix
-    return lax.ragged_dot(rows, values, sizes) * scales[expert_of_rows(rows, sizes)]
+def product(rows: jax.Array, parts: Any, sizes: jax.Array) -> jax.Array:
+    """A user's own: of matrices in int8 with a scale for each column, and an addition of low rank."""
+    values, scales, left, right = parts
+    low_rank = lax.ragged_dot(lax.ragged_dot(rows, left, sizes), right, sizes)
+    of_rows = scales[expert_of_rows(rows, sizes)]
+    return (lax.ragged_dot(rows, values.astype(rows.dtype), sizes) * of_rows + low_rank).astype(rows.dtype)
+
+
+def parts(matrix: Any) -> Any:
+    """What `product` takes. The addition alone has gradients: those of the first two columns."""
+    if matrix is None:
+        return None
+    groups, _, width = matrix.shape
+    scales = jnp.full((groups, width), 1 / 64, matrix.dtype)
+    values = jnp.round(jax.lax.stop_gradient(matrix) * 64).astype(jnp.int8)
+    return values, scales, matrix[:, :, :2], jnp.ones((groups, 2, width), matrix.dtype)
+
+
+def whole(matrix: jax.Array) -> jax.Array:
+    """The matrix that its `parts` are."""
+    return jnp.round(jax.lax.stop_gradient(matrix) * 64) / 64 + matrix[..., :2].sum(axis=-1, keepdims=True)
 
 
 def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -245,15 +265,13 @@ def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 def layer(form: Form, group: Group) -> Function:
     options = {name: form[name] for name in OF_OPS if name in form}
     if form.get("product"):
-        options["product"] = by_columns
+        options["product"] = product
 
     def sums(floats: Any, known: Any) -> jax.Array:
         given = floats | known
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
         if form.get("product"):
-            matrices = {
-                name: None if matrix is None else (matrix, given["columns"][name]) for name, matrix in matrices.items()
-            }
+            matrices = {name: parts(matrix) for name, matrix in matrices.items()}
         activation = form.get("activation", "silu")
         if activation == "slopes":  # what it closes over is differentiated, too
             activation = lambda x: jnp.tanh(given["slopes"] * x)  # noqa: E731
@@ -282,7 +300,7 @@ def there_and_back(form: Form, group: Group) -> Function:
             given["tokens"], given["ids"], given.get("weights"), group=group, num_experts=EXPERTS, **options
         )
         if form.get("wire") == "float8_rows":
-            rows = rows.values.astype(jnp.float32) * jnp.repeat(rows.scales, 128, axis=1)
+            rows = (rows.values.astype(jnp.float32) * jnp.repeat(rows.scales, 128, axis=1)).astype(DTYPE)
         scaled = rows * given["scales"][expert_of_rows(rows, sizes)]
         return combine(jnp.tanh(scaled), routing, group=group, implementation=by)
 
@@ -314,8 +332,8 @@ def exact_layer(form: Form) -> Function:
             return first if len(products) == 1 else first * products[1]
 
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
-        for name, columns in given.get("columns", {}).items():
-            matrices[name] = matrices[name] * columns[:, :, None]
+        if form.get("product"):
+            matrices = {name: None if matrix is None else whole(matrix) for name, matrix in matrices.items()}
         if form.get("matrices") == "one":
             matrices["gate"], matrices["up"] = jnp.split(matrices["gate"], 2, axis=3)
         tokens, ids, arrived = given["tokens"], given["ids"], arrived_tokens(form, given)

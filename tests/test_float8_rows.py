@@ -60,25 +60,6 @@ def test_values_and_scales(
             helpers.assert_rounded_to_float8(found, rounded, implementation)
 
 
-def test_combine_takes_the_routing(
-    implementation: jax_ep.Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """A float8 expert that gives its rows back: each token times the sum of its weights."""
-    group = open_group(4)
-
-    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        received, _, routing = jax_ep.dispatch(
-            tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8_rows", implementation=implementation
-        )
-        rows = received.values.astype(jnp.float32) * jnp.repeat(received.scales, 128, axis=1)
-        return jax_ep.combine(rows, routing, group=group, implementation=implementation)
-
-    case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, 256)
-    found = helpers.fetch(helpers.per_rank(layer, group.mesh)(*case))
-    wanted = case.tokens * case.weights.sum(axis=2, keepdims=True)
-    np.testing.assert_allclose(found, wanted, atol=np.abs(wanted).max() / 16)
-
-
 def test_overflow_delivers_nan(open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(2)
     case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)

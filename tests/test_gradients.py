@@ -138,26 +138,6 @@ def test_against_dense(
         assert_close(gradient, wanted)
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_grad_inside_shard_map(
-    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-    model, ids, target = draw_setting(rng)
-    layer = sparse_layer(group, implementation)
-
-    def gradient(model: Model, ids: jax.Array, target: jax.Array) -> Model:
-        return jax.grad(lambda m: jnp.sum(layer(m.tokens, m.weights, m.up[0], m.down[0], ids) * target))(model)
-
-    specs = Model(P("ep"), P("ep"), P(None, "ep"), P(None, "ep"))
-    program = jax.jit(
-        jax.shard_map(
-            gradient, mesh=group.mesh, in_specs=(specs, P("ep"), P("ep")), out_specs=specs, check_vma=check_vma
-        )
-    )
-    assert_close(helpers.fetch(program(model, ids, target)), jax.grad(dense_loss)(model, ids, target, True))
-
-
 def test_second_order(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
     group = open_group(SIZE)

@@ -17,7 +17,7 @@ from conftest import OpenGroup
 from layer_cases import Body, assert_same_bits, with_gradient
 from moe_oracle import Layer
 
-from jax_ep import Gated, Group, Implementation, combine, dispatch, float8, lax
+from jax_ep import Group, Implementation, combine, dispatch, float8, lax
 from jax_ep.float8 import Float8Rows, quantize_rows, quantize_weights
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 12, 2, 256, 128
@@ -139,24 +139,3 @@ def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: 
     for name in ("gate", "up", "down"):
         with pytest.raises(TypeError, match=rf"^moe_mlp: experts\.{name} in float8 has no gradient"):
             jax.eval_shape(helpers.per_rank(partial(body, name), group.mesh), layer, ids)
-
-
-@pytest.mark.optimized
-@pytest.mark.usefixtures("native")
-def test_forms_go_the_same_way(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """With biases of zero, with a function of the user's, and with gate and up in one."""
-    group = open_group(SIZE)
-    layer, ids, cotangent = draw(rng, helpers.DTYPES[0])
-
-    def in_one(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-        return layer_of(group)(tokens, ids, weights, jnp.concatenate([gate, up], axis=2), None, down)
-
-    def results(body: Body) -> Any:
-        return helpers.fetch(with_gradient(group, body)(layer, ids, cotangent))
-
-    nothing = jnp.zeros((EXPERTS // SIZE, WIDTH), layer.gate.dtype)
-    gated = Gated(lambda gate, up: jax.nn.silu(gate) * up)
-    wanted = results(layer_of(group))
-    for options in ({"biases": (nothing, nothing, None)}, {"activation": gated}):
-        assert_same_bits(results(layer_of(group, **options)), wanted)
-    assert_same_bits(results(in_one)[0], wanted[0])

@@ -225,7 +225,7 @@ def expected(
     derive = moved if transformation.derive is linearized else transformation.derive
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         wide = jax.tree.map(
-            lambda x: jnp.asarray(x, np.float64 if x.dtype.kind == "f" else None),
+            lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else jnp.asarray(x, jnp.float64),
             (operands.floats, operands.exact, tangents, cotangent),
         )
         return jax.tree.map(np.asarray, derive(transformation.plain(exact), *wide))
@@ -235,6 +235,6 @@ def assert_near(actual: Result, wanted: Result, unit: float) -> None:
     """`unit` of the length of each array."""
     assert jax.tree.structure(actual) == jax.tree.structure(wanted)
     for (path, found), right in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
-        error, length = np.linalg.norm(found - right), np.linalg.norm(right)
+        error, length = np.linalg.norm(helpers.wide(found) - right), np.linalg.norm(right)
         assert length > 0, path
         assert error <= unit * length, (jax.tree_util.keystr(path), error / length)

@@ -91,32 +91,6 @@ def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) ->
     assert_steps(group, gradient, operands, rng, ids)
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("frozen", [False, True])
-def test_layers_in_float8(frozen: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Straight through the rounding: <w, J v> = <J^T w, v>; differences would see the rounding."""
-    group = open_group(SIZE)
-    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, 128)
-    operands = list(moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 128))
-    tangents = per_operand(rng, operands)
-    moving = 2 if frozen else len(operands)
-
-    def products(ids: Any, primals: Any, tangents: Any) -> Any:
-        def layer(*moved: jax.Array) -> jax.Array:
-            given: Any = (*moved, *map(jax_ep.float8.quantize_weights, primals[moving:]))
-            tokens, weights, *matrices = given
-            return helpers.moe_sums(tokens, ids, weights, *matrices, group=group, precision="float8")
-
-        moved = jax.jvp(layer, primals[:moving], tangents[:moving])[1]
-        pulled = jax.vjp(layer, *primals[:moving])[1](jnp.cos(moved))
-        return moved, jnp.sum(jnp.cos(moved) * moved), sum(map(jnp.vdot, pulled, tangents[:moving]))
-
-    program = helpers.per_rank(products, group.mesh)
-    moved, there, back = helpers.fetch(program(case.ids, tuple(operands), tuple(tangents)))
-    assert np.abs(moved).max() > 0.1
-    np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4, atol=1e-3)
-
-
 def test_all_that_is_dispatched(
     implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
