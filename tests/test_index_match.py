@@ -1,6 +1,5 @@
 """Index matching: the Pallas kernel against numpy, on a CPU in interpret mode, and what it becomes for a GPU."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 
-from jax_ep.pallas_kernels import index_match, weighted_row_sum
+from jax_ep.pallas_kernels import index_match
 
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -82,16 +81,9 @@ def test_wrong_arguments_are_named(match: str, change: dict) -> None:
         index_match(**arguments)
 
 
-def kernel_for_gpu(function, *operands: np.ndarray, specs: tuple[P, ...]) -> str:
-    with jax.sharding.use_abstract_mesh(H200):
-        mapped = jax.jit(jax.shard_map(function, mesh=H200, in_specs=specs, out_specs=P("ep")))
-        return mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_kernels_lower_for_gpus_inside_shard_map() -> None:
+def test_it_lowers_for_gpus_inside_shard_map() -> None:
     ids = np.zeros(400, np.int32)
-    matched = kernel_for_gpu(index_match, ids, ids, specs=(P(), P("ep")))
-    operands = np.zeros((16, 64), np.float32), np.zeros((8, 2), np.int32), np.zeros((8, 2), np.float32)
-    summed = kernel_for_gpu(partial(weighted_row_sum, backend="triton"), *operands, specs=(P("ep"), P("ep"), P("ep")))
-    assert "triton" in matched
-    assert "triton" in summed
+    with jax.sharding.use_abstract_mesh(H200):
+        mapped = jax.jit(jax.shard_map(index_match, mesh=H200, in_specs=(P(), P("ep")), out_specs=P("ep")))
+        lowered = mapped.trace(ids, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in lowered
