@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("native")
 RANKS = 2
 SIZES = {"num_tokens": 3, "top_k": 2, "hidden": 4, "capacity": 8, "alignment": 1}
 SCATTER = {**SIZES, "local_experts": 1}
-SCATTER_OPTIONS = {"dtype": "float32", "onto": False, "leave_unused": False}
-DISPATCH = {**SIZES, "num_experts": 4, "drop": False, "wire_float8": False, "rows_float8": False, "leave_unused": False}
+SCATTER_OPTIONS = {"dtype": "float32", "onto": False, "zero_unused": True}
+DISPATCH = {**SIZES, "num_experts": 4, "wire": "plain", "drop": False, "zero_unused": True}
 
 
 def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
@@ -37,7 +37,7 @@ def test_results_follow_from_the_settings() -> None:
     }
     assert found.items() >= results.items()
     assert "scales" not in found
-    float8 = {"hidden": 256, "wire_float8": True, "rows_float8": True}
+    float8 = {"hidden": 256, "wire": "float8_rows"}
     found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | float8)}
     assert found["rows"] == ("uint8", [8, 256])
     assert found["scales"] == ("float32", [8, 2])
@@ -83,15 +83,18 @@ def test_a_workspace_is_the_last_result_and_aligned() -> None:
         ({"top_k": 2**31}, "dispatch: top_k must be an integer of at least 0 and at most 2147483647, got 2147483648"),
         ({"drop": 1}, "dispatch: drop must be True or False, got none"),
         ({"dtype": "int8"}, "dispatch: dtype must be bfloat16, float16 or float32, got int8"),
-        ({"alignment": 0}, "dispatch: alignment must be positive"),
-        ({"num_experts": 3}, "dispatch: the experts must be a multiple of the ranks"),
-        ({"num_experts": 5000}, "dispatch: there are more experts than a mailbox holds"),
-        ({"wire_float8": True, "hidden": 200}, "dispatch: float8 needs rows of whole blocks of 128 values"),
-        ({"rows_float8": True, "hidden": 128}, "dispatch: rows in float8 need a wire in float8"),
-        ({"alignment": 3}, "dispatch: capacity must be a multiple of alignment"),
-        ({"num_tokens": 2**30}, "dispatch: the assignments of all ranks must be fewer than 2..31"),
-        ({"capacity": 2**30}, "dispatch: the rows of all ranks must be fewer than 2..31"),
-        ({"alignment": 2**30, "capacity": 0}, "dispatch: the rows and their padding must be fewer than 2..31"),
+        ({"alignment": 0}, "dispatch: alignment must be positive, got 0"),
+        ({"num_experts": 3}, "dispatch: num_experts must be a multiple of 2 ranks, got 3"),
+        ({"num_experts": 5000}, "dispatch: num_experts must be at most 4096, got 5000"),
+        ({"wire": "float8", "hidden": 200}, "dispatch: hidden must be a multiple of 128 where .* float8, got 200"),
+        ({"wire": "int8"}, "dispatch: wire must be plain, float8 or float8_rows, got int8"),
+        ({"alignment": 3}, "dispatch: capacity must be a multiple of alignment 3, got 8"),
+        ({"num_tokens": 2**30}, "dispatch: num_tokens . top_k must be below 2..31 / 2 ranks, got 2147483648"),
+        ({"capacity": 2**30}, "dispatch: capacity must be below 2..31 / 2 ranks, got 1073741824"),
+        (
+            {"alignment": 2**30, "capacity": 0},
+            "dispatch: rows with their padding must be fewer than 2..31, got 2147483660",
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -105,9 +108,9 @@ PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"m": 0}, "a and b must not be empty"),
-        ({"m": 2**30}, "the rows of all ranks must be fewer than 2..31"),
-        ({"dtype": "float16"}, "the result must be of the operands' dtype, or float32"),
+        ({"m": 0}, "m must be at least 1, got 0"),
+        ({"m": 2**30}, "m must be below 2..31 / 2 ranks, got 1073741824"),
+        ({"dtype": "float16"}, "dtype must be that of the operands, bfloat16, or float32, got float16"),
     ],
 )
 def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -118,7 +121,9 @@ def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])
 def test_slices_that_cannot_be(operand_rows: int, row_bytes: int) -> None:
-    with pytest.raises(ValueError, match=r"^ragged_all_to_all: (there must be fewer than 2..31 rows|a row must be)"):
+    with pytest.raises(
+        ValueError, match=r"^ragged_all_to_all: (operand_rows|row_bytes) must be below (2..31|4 GiB), got"
+    ):
         types_of("ragged_all_to_all", slices=1, operand_rows=operand_rows, result_rows=4, row_bytes=row_bytes)
 
 
@@ -150,7 +155,7 @@ def test_a_call_that_fits(open_group: OpenGroup) -> None:
         ({"hidden": 5}, (8, 4), operands_of(), r"tokens must be float32\[3, 5\] in this group, got float32\[3, 4\]"),
         ({}, (8, 4), operands_of()[:1], "there must be 4 operands and 1 results, got 1 and 1"),
         ({"top_k": None}, (8, 4), operands_of(), "top_k must be an integer of at least 0 .*, got none"),
-        ({"alignment": 0}, (8, 4), operands_of(), "alignment must be positive"),
+        ({"alignment": 0}, (8, 4), operands_of(), "alignment must be positive, got 0"),
     ],
 )
 def test_a_call_that_does_not_fit_says_what(

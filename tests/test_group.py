@@ -226,5 +226,5 @@ def test_a_capacity_error_says_what_to_do(
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=1, implementation=implementation)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         helpers.fetch(program(*case))
-    with pytest.raises(CapacityError, match=r"but capacity is 1; raise capacity=, or drop .* by on_overflow='drop'$"):
+    with pytest.raises(CapacityError, match=r"is 1; pass a larger capacity= or on_overflow='drop'$"):
         group.check()

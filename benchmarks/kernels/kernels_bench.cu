@@ -83,7 +83,7 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   DispatchArgs& d = r.dispatch;
   d.dtype = DType::bfloat16;
   d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
-  d.capacity = capacity, d.alignment = 1;
+  d.capacity = capacity, d.alignment = 1, d.zero_unused = true;
   d.tokens = reinterpret_cast<char*>(upload(r.tokens));
   d.expert_ids = upload(r.ids), d.token_weights = upload(r.weights);
   d.rows = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
@@ -92,17 +92,18 @@ Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
   d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
   d.landing = device_array<char>(ranks * s.tokens * row);
-  d.few = are_few(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, false, false);
+  d.few = are_few(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, Wire::plain);
   r.dispatch_float8 = d;
-  r.dispatch_float8.wire_float8 = true, r.dispatch_float8.eager = s.tokens;
+  r.dispatch_float8.wire = Wire::float8, r.dispatch_float8.eager = s.tokens;
   r.float8_rows = d;
-  r.float8_rows.wire_float8 = r.float8_rows.rows_float8 = true;
+  r.float8_rows.wire = Wire::float8_rows;
   r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
 
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
   a.num_tokens = s.tokens, a.top_k = s.top_k, a.hidden = s.hidden, a.local_experts = local, a.capacity = capacity;
-  a.alignment = 1, a.tokens = d.tokens, a.targets = d.targets, a.row_of = d.row_of, a.counts = d.counts;
+  a.alignment = 1, a.zero_unused = true, a.tokens = d.tokens, a.targets = d.targets, a.row_of = d.row_of,
+  a.counts = d.counts;
   a.rows = d.rows;
 
   CombineArgs& c = r.combine;

@@ -46,9 +46,9 @@ void release(std::vector<Rank>& ranks) {
 
 void launch(const Case& c, const Group& group, const std::vector<Rank>& ranks, int rank, const OverlapConfig& config) {
   const Comm& comm = group.comm({0, rank});
-  const auto error = c.gathers() ? ProductKernel<GatherMatmulArgs>::start(config, ranks[rank].stream, comm,
+  const auto error = c.gathers() ? OverlapKernel<GatherMatmulArgs>::start(config, ranks[rank].stream, comm,
                                                                           ranks[rank].gather_args(c.dtype))
-                                 : ProductKernel<MatmulReduceArgs>::start(
+                                 : OverlapKernel<MatmulReduceArgs>::start(
                                        config, ranks[rank].stream, comm,
                                        ranks[rank].reduce_args(c.op == OpKind::matmul_reduce_scatter, c.dtype));
   if (!error) return;
@@ -297,8 +297,8 @@ int main(int count, char** arguments) {
   Group group({devices}, 5.0, /*poison=*/false);
   for (int i = 0; i < ranks; ++i) {
     CHECK(cudaSetDevice(i));
-    CHECK(ProductKernel<MatmulReduceArgs>::load());
-    CHECK(ProductKernel<GatherMatmulArgs>::load());
+    CHECK(OverlapKernel<MatmulReduceArgs>::load());
+    CHECK(OverlapKernel<GatherMatmulArgs>::load());
     CHECK(gemm::load());
     delay<<<1, 1>>>(1);
     CHECK(cudaDeviceSynchronize());

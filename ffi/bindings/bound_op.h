@@ -34,8 +34,8 @@ struct BoundOp {
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };
 
-// The ops of the lists in kernels/ops.h. The library for HIP has no products, and bindings/no_matmul.cc in place of
-// matmul.cc. In several files, as a compiler takes long: on the CPU they hold the kernels.
+// The ops of the lists in kernels/ops.h. They are bound in several files, as on the CPU these hold the kernels and take
+// long to compile.
 std::vector<BoundOp> bind_row_ops();
 std::vector<BoundOp> bind_product_ops();
 std::vector<BoundOp> bind_local_ops();

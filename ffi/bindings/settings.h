@@ -103,13 +103,19 @@ class SettingsReader {
   std::optional<std::string> error_;
 };
 
+// A literal of the spec, or null; or a text.
+inline std::optional<std::string> as_error(const char* literal) {
+  return literal ? std::optional<std::string>(literal) : std::nullopt;
+}
+inline std::optional<std::string> as_error(std::optional<std::string> text) { return text; }
+
 // Sets all of `args` but its pointers, or says what is wrong with the settings. `sends_ahead`: as in OpSpec::complete.
 template <class Args>
 std::optional<std::string> read_settings(const Settings& settings, int ranks, bool sends_ahead, Args* args) {
   SettingsReader<Args> reader(settings, args);
   OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { reader(name, label, member); });
   if (reader.error()) return reader.error();
-  if (const char* const error = OpSpec<Args>::validate(*args, ranks)) return error;
+  if (std::optional<std::string> error = as_error(OpSpec<Args>::validate(*args, ranks))) return error;
   OpSpec<Args>::complete(*args, ranks, sends_ahead);
   return std::nullopt;
 }

@@ -252,7 +252,7 @@ class Op {
       }
       if (!coop.ballot(status != Status::ok)) continue;
       if (coop.ballot(status != Status::ok && status != Status::aborted))
-        status_ = Status::timeout;
+        status_ = Status::failed;
       else
         fail(Status::aborted, comm.rank, 0, 0);
     }

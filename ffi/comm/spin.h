@@ -5,7 +5,7 @@
 
 namespace jax_ep {
 
-enum class Status : int { ok, timeout, aborted, mismatch };
+enum class Status : int { ok, timeout, aborted, mismatch, failed };  // failed: another lane told the host why
 
 struct Waited {
   Status status;

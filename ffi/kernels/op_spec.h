@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <type_traits>
 
 #include "comm/dtype.h"
@@ -127,10 +129,22 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
   return dtype == DType::float32 ? Values::float32 : dtype == DType::bfloat16 ? Values::bfloat16 : Values::float16;
 }
 
-// How much an op has to do, by which its launch is chosen: tokens or entries, or at least the rows that it zeroes.
+// What a launch on a GPU depends on: tokens or entries, or the rows that the op zeroes if these are more.
 struct WorkSize {
-  int tokens;
-  bool encoded;  // rows travel in float8
+  int tokens = 0;
+  bool encoded = false;  // rows travel in float8
+};
+
+// Which warps of a CTA are senders: all, or as many as the rates of dispatch or combine say (kernels/hardware_model.h).
+enum class Senders : uint8_t { all, by_dispatch_rates, by_combine_rates };
+// How many CTAs a launch has: all that it may have, at most one for each token, or one for some entries of a union.
+enum class Ctas : uint8_t { all, one_a_token, by_union_rates };
+
+// How an op on rows is launched on a GPU; kernels/plan.cc adds the rates.
+struct LaunchPolicy {
+  Senders senders = Senders::all;
+  Ctas ctas = Ctas::all;
+  bool leaves_sms = false;  // of a group with async_ops, to the products that run meanwhile
 };
 
 struct KindName {
@@ -145,25 +159,42 @@ struct KindName {
 //   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: they
 //                                                          are FFI attributes, and what ranks must agree on. Errors say
 //                                                          the label, if it is not null.
-//   static WorkSize work_size(args)
 //   template <class Visit> static void buffers(args, ranks, visit)
 //                                                          calls visit(spec, member) for each: operands and results in
 //                                                          the order of the call, parts of the workspace anywhere
 //
-// and kind_of(args), one of kKinds. `validate` checks what Python checks, too, as a program may come from a file.
+// An op with several kinds also overloads kind_of(args).
 struct OpDefaults {
-  // Sets what follows from the settings. `sends_ahead`: peers are so far that parts of sums are sent before they ask.
+  static constexpr LaunchPolicy kLaunch{};
+  template <class Args>
+  static WorkSize work_size(const Args&) {
+    return {};
+  }
+  // Sets what follows from the settings. `sends_ahead`: parts of sums are sent before their owner asks for them.
   template <class Args>
   static void complete(Args&, int, bool) {}
-  // What is wrong with the settings, or null.
+  // What is wrong with the settings, for `ranks`. Python has checked them, but a program may come from a file.
   template <class Args>
-  static const char* validate(const Args&, int) {
-    return nullptr;
+  static std::optional<std::string> validate(const Args&, int) {
+    return std::nullopt;
   }
 };
 
+// "alignment must be positive, got 0".
+inline std::string wrong(const std::string& setting, const std::string& must, int64_t got) {
+  return setting + " must be " + must + ", got " + std::to_string(got);
+}
+
 template <class Args>
 struct OpSpec;
+
+// The kind of a call of an op that has one kind.
+template <class Args, class = decltype(OpSpec<Args>::kKinds)>
+JAX_EP_CONSTANT_FN OpKind kind_of(const Args&) {
+  static_assert(sizeof(OpSpec<Args>::kKinds) == sizeof(KindName), "an op with several kinds overloads kind_of");
+  constexpr OpKind kind = OpSpec<Args>::kKinds[0].kind;
+  return kind;
+}
 
 // What the specialisation of an op without a group of ranks may leave out. It has neither kinds nor a work size, its
 // `ranks` is 1, and errors call it by its target.
@@ -185,11 +216,10 @@ struct NamesOf<DType> {
       {"bfloat16", DType::bfloat16}, {"float16", DType::float16}, {"float32", DType::float32}};
 };
 
-// Whether an op is a product.
-template <class Args, class = void>
-constexpr bool kIsProduct = false;
+// What the specialisation of a product with a collective may leave out.
+struct ProductDefaults : OpDefaults {};
 template <class Args>
-constexpr bool kIsProduct<Args, std::void_t<decltype(Args::operand_dtype)>> = true;
+constexpr bool kIsProduct = std::is_base_of_v<ProductDefaults, OpSpec<Args>>;
 
 // Kernels count rows in int32.
 constexpr bool fits_int32(int64_t count) { return count <= INT32_MAX; }

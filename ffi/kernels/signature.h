@@ -30,7 +30,10 @@ struct SignatureRoom {
 
   template <class Args, class Value>
   constexpr void count(Value Args::*) {
-    ++(std::is_same_v<Value, bool> ? flags : sizes);
+    if constexpr (std::is_enum_v<Value>)
+      flags += std::size(NamesOf<Value>::all) - 1;
+    else
+      ++(std::is_same_v<Value, bool> ? flags : sizes);
   }
   template <class Args>
   constexpr void count(DType Args::*) {}  // they have a place of their own
@@ -43,7 +46,8 @@ constexpr bool fits_signature() {
   return room.sizes <= kSignatureSizes && room.flags <= kSignatureFlags;
 }
 
-// Puts the settings of an op into its signature: numbers among the sizes, options among the flags.
+// Puts the settings of an op into its signature: numbers among the sizes, options among the flags. An enum has a flag
+// for each value but the first.
 template <class Args>
 struct SignatureOf {
   const Args& args;
@@ -72,6 +76,14 @@ struct SignatureOf {
     names.flags[flags] = label;
     signature.flags |= static_cast<uint32_t>(args.*member) << flags++;
   }
+  template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
+  void operator()(const char*, const char*, Enum Args::* member) {
+    for (const Named<Enum>& choice : NamesOf<Enum>::all) {
+      if (&choice == NamesOf<Enum>::all) continue;
+      names.flags[flags] = choice.name;
+      signature.flags |= static_cast<uint32_t>(args.*member == choice.value) << flags++;
+    }
+  }
   void operator()(const char* name, const char*, DType Args::* member) {
     names.rows = true;
     signature.other_dtype = args.*member;  // that of operands comes last
@@ -80,7 +92,7 @@ struct SignatureOf {
 };
 
 template <class Args>
-SignatureOf<Args> sign(const Args& args) {
+SignatureOf<Args> describe_settings(const Args& args) {
   SignatureOf<Args> made{args};
   OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { made(name, label, member); });
   return made;
@@ -88,7 +100,7 @@ SignatureOf<Args> sign(const Args& args) {
 
 template <class Args>
 Signature signature_of(const Args& args) {
-  Signature signature = sign(args).signature;
+  Signature signature = describe_settings(args).signature;
   signature.op = kind_of(args);
   return signature;
 }
@@ -114,7 +126,7 @@ template <class Args>
 void find_names(OpKind op, SignatureNames* names) {
   for (const KindName& kind : OpSpec<Args>::kKinds)
     if (kind.kind == op) {
-      *names = sign(Args{}).names;
+      *names = describe_settings(Args{}).names;
       names->op = kind.name;
     }
 }

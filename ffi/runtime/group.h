@@ -75,6 +75,7 @@ class Group {
   bool is_local(RankSlot slot) const { return device_of(slot) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
+  std::vector<int> local_devices() const;  // of all lines
 
   // The slot of a device, if it has one.
   std::optional<RankSlot> find_slot(int ordinal) const;
@@ -133,7 +134,6 @@ class Group {
 
  private:
   int index_of(RankSlot slot) const { return slot.line * size() + slot.rank; }
-  std::vector<int> local_devices() const;
   void open_line(int line, bool poison);
   void* make_heap(RankSlot slot);
   std::set<int> processes_of(int line) const;

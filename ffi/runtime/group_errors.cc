@@ -276,8 +276,9 @@ GroupError Group::describe(const Told& told) const {
                   ": all ranks must run the same ops with the same shapes in one order; the group has failed",
               true};
     case Failure::capacity:
-      std::snprintf(text, sizeof(text), "%s: rank %d needs %lld rows but capacity is %lld", name_of(report.op),
-                    report.rank, seen, expected);
+      std::snprintf(text, sizeof(text),
+                    "%s: rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
+                    name_of(report.op), report.rank, seen, expected);
       return {ErrorKind::capacity, text, false};
     case Failure::invalid_routing:
       if (report.op != OpKind::ragged_all_to_all)

@@ -22,7 +22,7 @@ struct Reached {
   std::vector<Copy> before, after;  // of the kernel: between XLA's buffers and staging
 };
 
-inline void sign(Comm* comm, const Signature& signature) {
+inline void set_signature(Comm* comm, const Signature& signature) {
   comm->signature = signature;
   comm->tag = tag_of(signature);
 }
@@ -31,7 +31,7 @@ inline void sign(Comm* comm, const Signature& signature) {
 template <class Args>
 Reached<Args> reach(Group& group, RankSlot slot, const Args& args, int32_t site = 0) {
   Reached<Args> reached{group.comm(slot), args, {}, {}};
-  sign(&reached.comm, signature_of(args));
+  set_signature(&reached.comm, signature_of(args));
   reached.comm.site = site;
   int mail_index = 0;
   OpSpec<Args>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {

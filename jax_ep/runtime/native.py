@@ -116,12 +116,9 @@ def history(native: NativeGroup) -> list[RankReport]:
     ]
 
 
-WAY_OUT = "raise capacity=, or drop what finds no room by on_overflow='drop'"
-
-
 def _as_error(kind: ErrorKind, message: str) -> JaxEpError:
     exception: type[JaxEpError] = getattr(errors, kind.name)
-    return exception(f"{message}; {WAY_OUT}" if exception is CapacityError else message)
+    return exception(message)
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
@@ -166,4 +163,8 @@ def stop_recording(native: NativeGroup) -> list[Recording]:
 
 
 def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
-    return CapacityError(f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; {WAY_OUT}")
+    """The error of an overflow that "xla" has seen, in the words of the libraries (ffi/runtime/group_errors.cc)."""
+    return CapacityError(
+        f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or "
+        "on_overflow='drop'"
+    )

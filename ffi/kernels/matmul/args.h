@@ -40,11 +40,10 @@ struct GatherMatmulArgs {
 JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
   return args.reduce_scatter ? OpKind::matmul_reduce_scatter : OpKind::matmul_all_reduce;
 }
-JAX_EP_CONSTANT_FN OpKind kind_of(const GatherMatmulArgs&) { return OpKind::all_gather_matmul; }
 
 // What the specs of both have in common.
 template <class Args>
-struct ProductSpec : OpDefaults {
+struct ProductSpec : ProductDefaults {
   template <class Visit>
   static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
@@ -54,13 +53,16 @@ struct ProductSpec : OpDefaults {
     visit("k", "K", &Args::k);
     visit("transpose_b", "transposed b", &Args::transpose_b);
   }
-  static const char* validate(const Args& args, int ranks) {
-    if (args.m < 1 || args.n < 1 || args.k < 1) return "a and b must not be empty";
+  static std::optional<std::string> validate(const Args& args, int ranks) {
+    if (args.m < 1) return wrong("m", "at least 1", args.m);
+    if (args.n < 1) return wrong("n", "at least 1", args.n);
+    if (args.k < 1) return wrong("k", "at least 1", args.k);
     if (args.dtype != args.operand_dtype && args.dtype != DType::float32)
-      return "the result must be of the operands' dtype, or float32";
-    return fits_int32(int64_t{ranks} * args.m) ? nullptr : "the rows of all ranks must be fewer than 2**31";
+      return std::string("dtype must be that of the operands, ") + name_of(values_of(args.operand_dtype)) +
+             ", or float32, got " + name_of(values_of(args.dtype));
+    if (fits_int32(int64_t{ranks} * args.m)) return std::nullopt;
+    return wrong("m", "below 2**31 / " + std::to_string(ranks) + " ranks", args.m);
   }
-  static WorkSize work_size(const Args& args) { return {args.m, false}; }
 
  protected:
   template <class Visit>
@@ -83,8 +85,9 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
     ProductSpec::settings(visit);
     visit("reduce_scatter", nullptr, &Args::reduce_scatter);
   }
-  static const char* validate(const Args& args, int ranks) {
-    if (args.reduce_scatter && args.m % ranks) return "the rows must be a multiple of the ranks";
+  static std::optional<std::string> validate(const Args& args, int ranks) {
+    if (args.reduce_scatter && args.m % ranks)
+      return wrong("m", "a multiple of " + std::to_string(ranks) + " ranks", args.m);
     return ProductSpec::validate(args, 1);
   }
 

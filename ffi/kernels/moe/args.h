@@ -13,6 +13,14 @@
 
 namespace jax_ep {
 
+// How tokens travel: in their dtype; in float8, decoded where they land; or in float8, which the rows then have.
+enum class Wire : uint8_t { plain, float8, float8_rows };
+template <>
+struct NamesOf<Wire> {
+  static constexpr Named<Wire> all[] = {
+      {"plain", Wire::plain}, {"float8", Wire::float8}, {"float8_rows", Wire::float8_rows}};
+};
+
 // Whether tokens are few: then ranks send each other all ids and weights, and each works out the whole routing.
 constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
@@ -20,8 +28,8 @@ constexpr bool are_few(int num_tokens, int top_k) {
 
 // How many tokens are eager: these travel to landing slots before their rows are known, like eager messages in MPI. All
 // tokens are eager if they are few, or if they are decoded where they land, as those land in landing slots anyway.
-constexpr int eager_tokens(int num_tokens, int top_k, bool wire_float8, bool rows_float8) {
-  const bool all = are_few(num_tokens, top_k) || (wire_float8 && !rows_float8);
+constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
+  const bool all = are_few(num_tokens, top_k) || wire == Wire::float8;
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
 }
 
@@ -29,9 +37,9 @@ constexpr int eager_tokens(int num_tokens, int top_k, bool wire_float8, bool row
 struct DispatchArgs {
   DType dtype;
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
-  bool drop, wire_float8;
-  bool rows_float8;            // they stay as they travelled
-  bool leave_unused;           // rows behind the last expert's are not zeroed
+  Wire wire;
+  bool drop;
+  bool zero_unused;            // rows behind the last expert's
   const char* tokens;          // [T, H]
   const int32_t* expert_ids;   // [T, K]
   const float* token_weights;  // [T, K]
@@ -53,13 +61,12 @@ struct DispatchArgs {
 // Bytes of a token's landing slot. It holds messages in float8, or values in float8 with their scales behind them, or
 // values as they are.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
-  if (a.wire_float8 && !a.rows_float8) return wire_bytes(a.hidden);
-  return a.rows_float8 ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
-                       : int64_t{a.hidden} * size_of(a.dtype);
+  if (a.wire == Wire::float8) return wire_bytes(a.hidden);
+  return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
+                                     : int64_t{a.hidden} * size_of(a.dtype);
 }
 
-// DispatchArgs for a kernel of its own for each way that tokens travel: as they are; in float8, decoded where they
-// land; in float8, and they stay so.
+// DispatchArgs for the kernel of each Wire.
 struct PlainDispatchArgs : DispatchArgs {};
 struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
@@ -72,7 +79,7 @@ struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
   bool onto;               // rows that are there already: those that no token goes to stay, and there are no counts
-  bool leave_unused;       // rows behind the last expert's are not zeroed
+  bool zero_unused;        // rows behind the last expert's
   const char* tokens;      // [T, H]
   const int32_t* targets;  // [T, K]
   const int32_t* row_of;   // [R, T, K]
@@ -97,23 +104,22 @@ struct CombineArgs {
 // CombineArgs for the kernel that sums long batches.
 struct LongCombineArgs : CombineArgs {};
 
-constexpr OpKind kind_of(const DispatchArgs&) { return OpKind::dispatch; }
-constexpr OpKind kind_of(const ScatterArgs&) { return OpKind::scatter; }
-constexpr OpKind kind_of(const CombineArgs&) { return OpKind::combine; }
-
-// What is wrong with the numbers of rows of an op along a routing, or null.
+// What is wrong with the numbers of rows of an op along a routing.
 template <class Args>
-const char* validate_counts(const Args& args, int ranks) {
+std::optional<std::string> validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
+  const std::string below = "below 2**31 / " + std::to_string(ranks) + " ranks";
   if (!fits_int32(assignments) || !fits_int32(ranks * assignments))
-    return "the assignments of all ranks must be fewer than 2**31";
-  return fits_int32(int64_t{ranks} * args.capacity) ? nullptr : "the rows of all ranks must be fewer than 2**31";
+    return wrong("num_tokens * top_k", below, assignments);
+  return fits_int32(int64_t{ranks} * args.capacity) ? std::nullopt
+                                                    : std::optional(wrong("capacity", below, args.capacity));
 }
-// What is wrong with the layout of rows of a dispatch, or of combine's gradient; or null.
+// What is wrong with the layout of rows of a dispatch, or of combine's gradient.
 template <class Args>
-const char* validate_layout(const Args& args, int ranks) {
-  if (args.alignment <= 0) return "alignment must be positive";
-  if (args.capacity % args.alignment) return "capacity must be a multiple of alignment";
+std::optional<std::string> validate_layout(const Args& args, int ranks) {
+  if (args.alignment <= 0) return wrong("alignment", "positive", args.alignment);
+  if (args.capacity % args.alignment)
+    return wrong("capacity", "a multiple of alignment " + std::to_string(args.alignment), args.capacity);
   return validate_counts(args, ranks);
 }
 
@@ -122,6 +128,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   using Args = DispatchArgs;
   static constexpr const char* kTarget = "dispatch";
   static constexpr KindName kKinds[] = {{OpKind::dispatch, "dispatch"}};
+  static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates};  // few tokens may be many rows where they arrive
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -132,26 +139,27 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit("num_experts", "E", &Args::num_experts);
     visit("capacity", "capacity", &Args::capacity);
     visit("alignment", "alignment", &Args::alignment);
+    visit("wire", "wire", &Args::wire);
     visit("drop", "drop", &Args::drop);
-    visit("wire_float8", "float8 wire", &Args::wire_float8);
-    visit("rows_float8", "float8 rows", &Args::rows_float8);
-    visit("leave_unused", "unused rows left", &Args::leave_unused);
+    visit("zero_unused", "zero_unused", &Args::zero_unused);
   }
   static void complete(Args& args, int, bool) {
     args.few = are_few(args.num_tokens, args.top_k);
-    args.eager = eager_tokens(args.num_tokens, args.top_k, args.wire_float8, args.rows_float8);
+    args.eager = eager_tokens(args.num_tokens, args.top_k, args.wire);
   }
-  static const char* validate(const Args& args, int ranks) {
-    if (args.num_experts % ranks) return "the experts must be a multiple of the ranks";
-    if (args.num_experts > kMaxExperts) return "there are more experts than a mailbox holds";
-    if (args.wire_float8 && args.hidden % kScaleBlock) return "float8 needs rows of whole blocks of 128 values";
-    if (args.rows_float8 && !args.wire_float8) return "rows in float8 need a wire in float8";
-    if (const char* const error = validate_layout(args, ranks)) return error;
+  static std::optional<std::string> validate(const Args& args, int ranks) {
+    if (args.num_experts % ranks)
+      return wrong("num_experts", "a multiple of " + std::to_string(ranks) + " ranks", args.num_experts);
+    if (args.num_experts > kMaxExperts)
+      return wrong("num_experts", "at most " + std::to_string(kMaxExperts), args.num_experts);
+    if (args.wire != Wire::plain && args.hidden % kScaleBlock)
+      return wrong("hidden", "a multiple of 128 where rows travel in float8", args.hidden);
+    if (std::optional<std::string> error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
-    const bool fits = fits_int32(int64_t{ranks} * args.num_tokens * args.top_k + padding);
-    return fits ? nullptr : "the rows and their padding must be fewer than 2**31";
+    const int64_t rows = int64_t{ranks} * args.num_tokens * args.top_k + padding;
+    return fits_int32(rows) ? std::nullopt : std::optional(wrong("rows with their padding", "fewer than 2**31", rows));
   }
-  static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire_float8}; }
+  static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire != Wire::plain}; }
 
   // Peers write `rows` and `scales` if some tokens do not go through landing slots. They write `row_of` and `weights`
   // unless each rank works out the whole routing itself.
@@ -159,14 +167,15 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;
     const bool straight = a.eager < tokens;
-    const Values rows = a.rows_float8 ? Values::float8 : values_of(a.dtype);
+    const bool float8 = a.wire == Wire::float8_rows;
+    const Values rows = float8 ? Values::float8 : values_of(a.dtype);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
     visit(operand("weights", Values::float32, tokens, top_k), &Args::token_weights);
     visit(result("rows", rows, a.capacity, a.hidden).for_peers(straight), &Args::rows);
     visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::row_of);
     visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);
-    visit(result("scales", Values::float32, a.capacity, a.hidden / kScaleBlock).when(a.rows_float8).for_peers(straight),
+    visit(result("scales", Values::float32, a.capacity, a.hidden / kScaleBlock).when(float8).for_peers(straight),
           &Args::scales);
     visit(result("group_sizes", Values::int32, local).undelivered_as(Undelivered::size), &Args::group_sizes);
     visit(result("targets", Values::int32, tokens, top_k).undelivered_as(Undelivered::target), &Args::targets);
@@ -183,6 +192,7 @@ struct OpSpec<ScatterArgs> : OpDefaults {
   using Args = ScatterArgs;
   static constexpr const char* kTarget = "scatter";
   static constexpr KindName kKinds[] = {{OpKind::scatter, "combine's backward pass"}};
+  static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates, Ctas::one_a_token};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -194,11 +204,11 @@ struct OpSpec<ScatterArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("alignment", "alignment", &Args::alignment);
     visit("onto", "onto rows", &Args::onto);
-    visit("leave_unused", "unused rows left", &Args::leave_unused);
+    visit("zero_unused", "zero_unused", &Args::zero_unused);
   }
-  static const char* validate(const Args& args, int ranks) { return validate_layout(args, ranks); }
+  static std::optional<std::string> validate(const Args& args, int ranks) { return validate_layout(args, ranks); }
   static WorkSize work_size(const Args& args) {
-    const bool zeroes = !args.onto && !args.leave_unused;
+    const bool zeroes = !args.onto && args.zero_unused;
     return {zeroes ? std::max(args.num_tokens, args.capacity) : args.num_tokens, false};
   }
 
@@ -219,6 +229,7 @@ struct OpSpec<CombineArgs> : OpDefaults {
   using Args = CombineArgs;
   static constexpr const char* kTarget = "combine";
   static constexpr KindName kKinds[] = {{OpKind::combine, "combine"}};
+  static constexpr LaunchPolicy kLaunch{Senders::by_combine_rates};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -230,7 +241,7 @@ struct OpSpec<CombineArgs> : OpDefaults {
     visit("weighted", "weights", &Args::weighted);
     visit("returning", "scalars", &Args::returning);
   }
-  static const char* validate(const Args& args, int ranks) { return validate_counts(args, ranks); }
+  static std::optional<std::string> validate(const Args& args, int ranks) { return validate_counts(args, ranks); }
   static WorkSize work_size(const Args& args) { return {args.num_tokens, false}; }
 
   template <class Visit>

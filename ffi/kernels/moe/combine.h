@@ -299,7 +299,7 @@ class Combine {
 
 template <class T, int kPacks = kLanePacks>
 JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Coop& coop) {
-  Op op(comm, coop, OpKind::combine);
+  Op op(comm, coop, kind_of(args));
   const Results<CombineArgs> results(args, comm.size);
   op.poison(results);
   op.post(posted(args, comm.size));

@@ -270,7 +270,7 @@ class Float8Dispatch {
 
 template <class Dispatch>
 JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const Coop& coop) {
-  Op op(comm, coop, OpKind::dispatch);
+  Op op(comm, coop, kind_of(args));
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
   post_dispatch(op, args);
@@ -306,8 +306,8 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Float8DispatchArgs& args, cons
 // A dispatch has a kernel for each way that tokens travel.
 using DispatchKernel = std::variant<PlainDispatchArgs, EncodedDispatchArgs, Float8DispatchArgs>;
 inline DispatchKernel kernel_of(const DispatchArgs& args) {
-  if (!args.wire_float8) return PlainDispatchArgs{args};
-  if (args.rows_float8) return Float8DispatchArgs{args};
+  if (args.wire == Wire::plain) return PlainDispatchArgs{args};
+  if (args.wire == Wire::float8_rows) return Float8DispatchArgs{args};
   return EncodedDispatchArgs{args};
 }
 

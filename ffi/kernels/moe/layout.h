@@ -72,8 +72,8 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
 }
 
 // Scratch of routing, in int32: a histogram for each coop of the router CTAs, and for each router CTA; per expert the
-// first row of this rank's share, and the rows of all ranks; per rank the rows it needs. If rows may be dropped, two
-// more tables follow (kernels/moe/segments.h). A histogram has a bin per expert, and one for invalid ids.
+// first row of this rank's share, and the rows of all ranks; per rank the rows it needs. If rows may be dropped, three
+// tables [ranks, experts] follow (Overfull). A histogram has a bin per expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
 JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
 JAX_EP_CONSTANT_FN int64_t cta_bins_offset(int num_experts) {
@@ -88,8 +88,11 @@ JAX_EP_CONSTANT_FN int64_t shifts_offset(int num_experts, int ranks) { return ne
 JAX_EP_CONSTANT_FN int64_t ends_offset(int num_experts, int ranks) {
   return shifts_offset(num_experts, ranks) + int64_t{ranks} * num_experts;
 }
+JAX_EP_CONSTANT_FN int64_t chosen_offset(int num_experts, int ranks) {
+  return ends_offset(num_experts, ranks) + int64_t{ranks} * num_experts;
+}
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
-  return drop ? ends_offset(num_experts, ranks) + int64_t{ranks} * num_experts : shifts_offset(num_experts, ranks);
+  return drop ? chosen_offset(num_experts, ranks) + int64_t{ranks} * num_experts : shifts_offset(num_experts, ranks);
 }
 
 struct RouteScratch {
@@ -101,6 +104,7 @@ struct RouteScratch {
   JAX_EP_FN int32_t* needed() const { return ints + needed_offset(num_experts); }
   JAX_EP_FN int32_t* shifts() const { return ints + shifts_offset(num_experts, ranks); }
   JAX_EP_FN int32_t* ends() const { return ints + ends_offset(num_experts, ranks); }
+  JAX_EP_FN int32_t* chosen() const { return ints + chosen_offset(num_experts, ranks); }
 };
 
 // CTAs that take part in routing.

@@ -234,14 +234,14 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* rows, int bytes, const
   }
 }
 
-// Whether a rank may have rows to zero. There are none if unused rows are left and segments have no padding.
+// Whether a rank may have rows to zero: unused rows, or the padding of segments.
 template <class Args>
 JAX_EP_FN bool zeroes_rows(const Args& args) {
-  return !args.leave_unused || args.alignment > 1;
+  return args.zero_unused || args.alignment > 1;
 }
 
-// Zeroes the rows without a token: the padding of every segment, and the unused rows behind the last segment unless
-// they are left. `rows`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
+// Zeroes the rows without a token: the padding of every segment, and the unused rows behind the last segment if
+// `zero_unused` says so. `rows`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
 template <class Args, class Counts>
 JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {
   const int capacity = args.capacity, alignment = args.alignment;
@@ -263,7 +263,7 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes,
   };
   const bool walks = counts.end < 0 || (alignment > 1 && receiver.index < counts.local_experts);
   const int end = walks ? for_each_segment(coop, counts.local_experts, alignment, counts, pad) : counts.end;
-  if (!args.leave_unused) zero(end, capacity, receiver.index, receiver.count);
+  if (args.zero_unused) zero(end, capacity, receiver.index, receiver.count);
 }
 
 // The bounds of a leaf of a routing: its values come back from the user, who may have changed them. In hot loops every

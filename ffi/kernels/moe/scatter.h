@@ -54,7 +54,7 @@ class ScatteredTokens {
 
 template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
-  Op op(comm, coop, OpKind::scatter);
+  Op op(comm, coop, kind_of(args));
   const int64_t bytes = int64_t{args.hidden} * size_of(args.dtype);
   const Results<ScatterArgs> results(args, comm.size);
   if (!args.onto) op.poison(results);

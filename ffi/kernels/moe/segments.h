@@ -66,26 +66,26 @@ JAX_EP_COLD_FN Shares share_blocks(Coop coop, const int32_t* counts, int sources
 }
 
 // A rank that is asked for more rows than it has. Its rows are first numbered as if there were room for all. The tables
-// of scratch [ranks, experts] turn the numbers of a source into rows: `shifts` is added to a number, and the row exists
-// if it is then below `ends`.
+// `shifts` and `ends` of scratch [ranks, experts] turn the numbers of a source into rows: `shifts` is added to a
+// number, and the row exists if it is then below `ends`. The table `chosen` counts the experts of few tokens.
 struct Overfull {
   RouteScratch scratch;
-  int owner, rank;  // the rank, and the one that works this out, as all do
+  int owner, rank;  // the overfull rank, and this rank
   int capacity, alignment;
   int assignments;  // of each source
-  bool few;         // tokens: their choices are counted into `ends`
+  bool few;         // tokens: mail has their experts, not counts
   ReceivedMail mail;
   int32_t* sizes;  // [L] group sizes of `rank`
 
   JAX_EP_FN int at(int source, int expert) const { return source * scratch.num_experts + expert; }
   JAX_EP_FN int count(int source, int expert) const {
-    return few ? scratch.ends()[at(source, expert)] : mail.counts(source)[expert];
+    return few ? scratch.chosen()[at(source, expert)] : mail.counts(source)[expert];
   }
 };
 
-// Counts what few tokens chose of the experts [first, end). All lanes call.
+// Counts the assignments of few tokens to the experts [first, end). All lanes call.
 JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, int end) {
-  int32_t* const counts = over.scratch.ends();
+  int32_t* const counts = over.scratch.chosen();
   for (int source = 0; source < over.scratch.ranks; ++source)
     for (int e = first + coop.lane; e < end; e += Coop::lanes) counts[over.at(source, e)] = 0;
   coop.sync();

@@ -16,8 +16,6 @@ struct RaggedArgs {
   char* result;
 };
 
-constexpr OpKind kind_of(const RaggedArgs&) { return OpKind::ragged_all_to_all; }
-
 template <>
 struct OpSpec<RaggedArgs> : OpDefaults {
   using Args = RaggedArgs;
@@ -31,12 +29,14 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     visit("result_rows", "output rows", &Args::result_rows);
     visit("row_bytes", "row bytes", &Args::row_bytes);
   }
-  static const char* validate(const Args& args, int) {
-    if (args.slices > kMailCounts) return "there are more slices than a mailbox holds";
-    if (!fits_int32(args.operand_rows) || !fits_int32(args.result_rows)) return "there must be fewer than 2**31 rows";
-    return args.row_bytes >> 32 ? "a row must be smaller than 4 GiB" : nullptr;
+  static std::optional<std::string> validate(const Args& args, int) {
+    if (args.slices > kMailCounts)
+      return wrong("slices", "at most " + std::to_string(kMailCounts) + ", what a mailbox holds", args.slices);
+    if (!fits_int32(args.operand_rows)) return wrong("operand_rows", "below 2**31", args.operand_rows);
+    if (!fits_int32(args.result_rows)) return wrong("result_rows", "below 2**31", args.result_rows);
+    if (args.row_bytes >> 32) return wrong("row_bytes", "below 4 GiB", args.row_bytes);
+    return std::nullopt;
   }
-  static WorkSize work_size(const Args&) { return {0, false}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {

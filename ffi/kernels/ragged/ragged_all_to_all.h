@@ -73,7 +73,7 @@ JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
 template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const RaggedArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
-  Op op(comm, coop, OpKind::ragged_all_to_all);
+  Op op(comm, coop, kind_of(args));
   if (!coop.cta.empty()) exchange_slices(op, args);
   const Results<RaggedArgs> results(args, comm.size);
   op.finish(results, all.count);

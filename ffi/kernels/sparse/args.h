@@ -79,13 +79,10 @@ JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t
   return landing_table_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
 }
 
-constexpr OpKind kind_of(const SparseUnionArgs&) { return OpKind::sparse_union; }
-constexpr OpKind kind_of(const SparseReduceArgs&) { return OpKind::sparse_reduce; }
-
-// Entries of all ranks are counted in int32.
 template <class Args>
-const char* validate_entries(const Args& args, int ranks) {
-  return fits_int32(int64_t{ranks} * args.entries) ? nullptr : "the entries of all ranks must be fewer than 2**31";
+std::optional<std::string> validate_entries(const Args& args, int ranks) {
+  if (fits_int32(int64_t{ranks} * args.entries)) return std::nullopt;
+  return wrong("entries", "fewer than 2**31 on all " + std::to_string(ranks) + " ranks together", args.entries);
 }
 
 template <>
@@ -93,6 +90,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
   using Args = SparseUnionArgs;
   static constexpr const char* kTarget = "sparse_union";
   static constexpr KindName kKinds[] = {{OpKind::sparse_union, "sparse_all_reduce"}};
+  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::by_union_rates, /*leaves_sms=*/true};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -101,7 +99,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
     visit("capacity", "capacity", &Args::capacity);
     visit("sharded", "sharded", &Args::sharded);
   }
-  static const char* validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
+  static std::optional<std::string> validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
   static WorkSize work_size(const Args& args) { return {args.entries, false}; }
 
   template <class Visit>
@@ -121,6 +119,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
   using Args = SparseReduceArgs;
   static constexpr const char* kTarget = "sparse_reduce";
   static constexpr KindName kKinds[] = {{OpKind::sparse_reduce, "sparse_all_reduce"}};
+  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::one_a_token, /*leaves_sms=*/true};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -134,7 +133,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit("drop", "drop", &Args::drop);
     visit("by_count", "by count", &Args::by_count);
   }
-  static const char* validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
+  static std::optional<std::string> validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
   static void complete(Args& args, int ranks, bool sends_ahead) {
     args.landing_room = sends_ahead ? landing_room(args.entries, ranks, args.sharded) : 0;
   }

@@ -310,7 +310,7 @@ JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseReduceArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
-  Op op(comm, coop, OpKind::sparse_reduce);
+  Op op(comm, coop, kind_of(args));
   const Results<SparseReduceArgs> results(args, comm.size);
   if (!coop.cta.empty()) {
     op.poison(results);

@@ -161,7 +161,7 @@ class SparseUnion {
 template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const SparseUnionArgs& args, const Coop& all) {
   const Coop coop = join_op(comm, all);
-  Op op(comm, coop, OpKind::sparse_union);
+  Op op(comm, coop, kind_of(args));
   const Results<SparseUnionArgs> results(args, comm.size);
   if (!coop.cta.empty()) {
     op.poison(results);

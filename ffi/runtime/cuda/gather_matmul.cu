@@ -4,10 +4,10 @@
 
 namespace jax_ep {
 
-static Product product_of(const GatherMatmulArgs& args, const Comm& comm) {
+static RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
   return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
 }
 
-template struct ProductKernel<GatherMatmulArgs>;
+template struct OverlapKernel<GatherMatmulArgs>;
 
 }  // namespace jax_ep

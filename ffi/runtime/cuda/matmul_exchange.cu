@@ -6,10 +6,10 @@
 namespace jax_ep {
 
 // In an order that gives both ranks something to add at any time.
-static Product product_of(const MatmulExchangeArgs& args, const Comm& comm) {
+static RankProduct product_of(const MatmulExchangeArgs& args, const Comm& comm) {
   return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }
 
-template struct ProductKernel<MatmulExchangeArgs>;
+template struct OverlapKernel<MatmulExchangeArgs>;
 
 }  // namespace jax_ep

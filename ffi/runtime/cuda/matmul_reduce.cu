@@ -5,11 +5,11 @@
 namespace jax_ep {
 
 // In an order that gives all owners something to sum at any time.
-static Product product_of(const MatmulReduceArgs& args, const Comm& comm) {
+static RankProduct product_of(const MatmulReduceArgs& args, const Comm& comm) {
   return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }
 
-extern template struct ProductKernel<MatmulExchangeArgs>;
-template struct ProductKernel<MatmulReduceArgs>;
+extern template struct OverlapKernel<MatmulExchangeArgs>;
+template struct OverlapKernel<MatmulReduceArgs>;
 
 }  // namespace jax_ep

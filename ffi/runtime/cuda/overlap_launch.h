@@ -33,7 +33,7 @@ constexpr std::array kOverlappedKernels{
 
 // The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. product_of(args, comm) stands in the file of
 // each op.
-struct Product {
+struct RankProduct {
   int m;
   const char* a;
   char* out;
@@ -51,12 +51,12 @@ template <class Args>
 constexpr bool kMayExchange = std::is_same_v<Args, MatmulReduceArgs>;
 
 template <class Args>
-std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
+std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
                                                       const Args& args) {
   if constexpr (kMayExchange<Args>)
     if (config.communicating == 0)
-      return ProductKernel<MatmulExchangeArgs>::start(config, stream, comm, MatmulExchangeArgs{args});
-  const Product product = product_of(args, comm);
+      return OverlapKernel<MatmulExchangeArgs>::start(config, stream, comm, MatmulExchangeArgs{args});
+  const RankProduct product = product_of(args, comm);
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const gemm::Element in = gemm::element_of(args.operand_dtype), out = gemm::element_of(args.dtype);
   const gemm::Variants<OverlappedKernel<Args>> kernels = kOverlappedKernels<Args>;
@@ -88,9 +88,9 @@ std::optional<std::string> ProductKernel<Args>::start(const OverlapConfig& confi
 }
 
 template <class Args>
-gpu::Error ProductKernel<Args>::load() {
+gpu::Error OverlapKernel<Args>::load() {
   if constexpr (kMayExchange<Args>)
-    if (const gpu::Error error = ProductKernel<MatmulExchangeArgs>::load(); error != cudaSuccess) return error;
+    if (const gpu::Error error = OverlapKernel<MatmulExchangeArgs>::load(); error != cudaSuccess) return error;
   return gemm::load_all(gemm::Variants<OverlappedKernel<Args>>(kOverlappedKernels<Args>));
 }
 

@@ -21,14 +21,14 @@ gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Co
 // first launch of a kernel would wait for a spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
-// Starts an op that needs no group of ranks, or says why it cannot. May be captured in a graph. Only the library for
-// CUDA has such ops: runtime/cuda/alone.cc.
+// Starts a local op, or says why it cannot. May be captured in a graph. Only the library for CUDA has local ops:
+// runtime/cuda/local_ops.cc.
 template <class Args>
 std::optional<std::string> start_local(gpu::Stream stream, const Args& args);
 
 // The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h.
 template <class Args>
-struct ProductKernel {
+struct OverlapKernel {
   // Starts the kernel, or says why it cannot. May be captured in a graph.
   static std::optional<std::string> start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,
                                           const Args& args);
@@ -36,9 +36,9 @@ struct ProductKernel {
   static gpu::Error load();
 };
 
-// Loads the kernels that only some platforms' libraries have, on the current device, or says why that failed. Defined
-// in runtime/cuda/alone.cc, or bindings/no_matmul.cc.
-std::optional<std::string> load_extra_kernels();
+// Loads the kernels of local ops and of products with a collective on the current device, or says why that failed.
+// Defined in local_ops.cc of each platform.
+std::optional<std::string> load_local_kernels();
 
 // Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockFace* face, int questions);

@@ -1,32 +1,37 @@
 #include "platform/launch.h"
 
+#include <climits>
 #include <stdexcept>
 
 namespace jax_ep {
 
 namespace {
 
-HardwareModel model_of(int device) {
+// The model that fits every device: where they differ, the fewest SMs and the least shared memory.
+HardwareModel model_of(const std::vector<int>& devices) {
   std::string architecture;
-  int sms = 0, shared_bytes = 0;
-  gpu::check(gpu::architecture(&architecture, device), "asking for the architecture of a device");
-  gpu::check(gpu::sm_count(&sms, device), "asking for the number of SMs");
-  gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
-  return hardware_model(architecture, sms, shared_bytes, gpu::kWarpLanes);
+  int least_sms = INT_MAX, least_shared = INT_MAX;
+  for (const int device : devices) {
+    int sms = 0, shared_bytes = 0;
+    gpu::check(gpu::architecture(&architecture, device), "asking for the architecture of a device");
+    gpu::check(gpu::sm_count(&sms, device), "asking for the number of SMs");
+    gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
+    least_sms = std::min(sms, least_sms);
+    least_shared = std::min(shared_bytes, least_shared);
+  }
+  return hardware_model(architecture, least_sms, least_shared, gpu::kWarpLanes);
 }
 
 }  // namespace
 
 PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison,
                              Neighbours neighbours, int64_t id)
-    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id) {
-  for (int line = 0; line < line_count(); ++line)
-    for (const int device : local_devices(line)) {
-      const gpu::DeviceScope scope(device);
-      model_ = model_of(device);
-      gpu::check(load_kernels(model_.shared_bytes), "loading kernels");
-      if (const auto error = load_extra_kernels()) throw std::runtime_error("loading kernels: " + *error);
-    }
+    : Group(std::move(lines), timeout_seconds, poison, std::move(neighbours), id), model_(model_of(local_devices())) {
+  for (const int device : local_devices()) {
+    const gpu::DeviceScope scope(device);
+    gpu::check(load_kernels(model_.shared_bytes), "loading kernels");
+    if (const auto error = load_local_kernels()) throw std::runtime_error("loading kernels: " + *error);
+  }
   orders_.resize(line_count() * size());
 }
 

@@ -24,10 +24,9 @@ def dispatch(
         num_experts=config.num_experts,
         capacity=config.capacity,
         alignment=config.alignment,
+        wire=config.wire or "plain",
         drop=config.drop,
-        wire_float8=config.wire is not None,
-        rows_float8=config.wire == "float8_rows",
-        leave_unused=not config.zero_unused,
+        zero_unused=config.zero_unused,
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
     routing = Routing(
@@ -62,7 +61,7 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         local_experts=config.local_experts,
         capacity=config.capacity,
         alignment=config.alignment,
-        leave_unused=not config.zero_unused,
+        zero_unused=config.zero_unused,
     )
     return called["rows"]
 

@@ -52,7 +52,7 @@ class PlatformGroup final : public Group {
   gpu::StreamOrder& order(RankSlot slot) { return orders_[slot.line * size() + slot.rank]; }
 
  private:
-  HardwareModel model_ = hardware_model({});
+  HardwareModel model_;
   int stalled_ = -1;
   std::deque<gpu::StreamOrder> orders_;  // by slot
 };
@@ -93,12 +93,13 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
       const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
-      sign(&reached.comm, with_plan(reached.comm.signature, config));
-      return ProductKernel<Args>::start(config, call.stream, reached.comm, reached.args);
+      set_signature(&reached.comm, with_plan(reached.comm.signature, config));
+      return OverlapKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
       const WorkSize size = OpSpec<Args>::work_size(args);
       const LaunchConfig config = group->config(kind_of(args), size.tokens, size.encoded);
-      return explain(start_kernel(config, call.stream, reached.comm, reached.args));
+      const auto error = explain(start_kernel(config, call.stream, reached.comm, reached.args));
+      return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
     }
   };
   std::optional<std::string> error = explain(copy_all(reached.before, call.stream));

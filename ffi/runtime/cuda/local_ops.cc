@@ -1,4 +1,4 @@
-// How the ops start that need no group of ranks: the products of ffi/gemm.
+// Starts the local ops, which are the products of ffi/gemm.
 #include "gemm/gemm.h"
 #include "kernels/ops.h"
 #include "runtime/gpu/kernel_launch.h"
@@ -12,8 +12,8 @@ std::optional<std::string> start_local(gpu::Stream stream, const Args& args) {
 #define JAX_EP_START(Args) template std::optional<std::string> start_local(gpu::Stream, const Args&);
 JAX_EP_LOCAL_OPS(JAX_EP_START)
 
-std::optional<std::string> load_extra_kernels() {
-#define JAX_EP_LOAD(Args) &ProductKernel<Args>::load,
+std::optional<std::string> load_local_kernels() {
+#define JAX_EP_LOAD(Args) &OverlapKernel<Args>::load,
   for (const auto load : {&gemm::load, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
