@@ -291,7 +291,7 @@ def main(arguments: list[str]) -> int:
         setup = Setup(
             group,
             TINY if on_cpu else SMALL if options.quick else V3,
-            group._resolve("moe_mlp", options.implementation, across_nodes=True),
+            group._resolve("moe_mlp", options.implementation, serves_nodes=True),
             options.phases,
             2 if on_cpu else 10,
             options.repeats or (2 if on_cpu else 5),

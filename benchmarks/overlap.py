@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     gate: jax.Array
     up: jax.Array
     down: jax.Array
-    shared: tuple[jax.Array, jax.Array, jax.Array]
+    shared: jax_ep.Experts
     attention: jax.Array
     rows: jax.Array
     sizes: jax.Array
@@ -65,8 +65,8 @@ def routed(group: jax_ep.Group, room: int, layer: Layer, tokens: jax.Array, **op
 
 
 def shared_expert(layer: Layer, tokens: jax.Array) -> jax.Array:
-    gate, up, down = layer.shared
-    return (jax.nn.silu(tokens @ gate) * (tokens @ up)) @ down
+    shared = layer.shared
+    return (jax.nn.silu(tokens @ shared.gate) * (tokens @ shared.up)) @ shared.down
 
 
 def attend(layer: Layer, tokens: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
     gate, up, down = (draw(SEED + i, *side) for i, side in enumerate(sides))
     rows, sizes = on_ranks(deliver, mesh)(tokens, ids)
     attention = draw(SEED + 3, shape.hidden, shape.hidden)
-    layer = Layer(ids, weights, *draw_matrices(model, mesh), (gate, up, down), attention, rows, sizes)
+    layer = Layer(ids, weights, *draw_matrices(model, mesh), jax_ep.Experts(gate, up, down), attention, rows, sizes)
 
     yield Overlap(
         f"{model.name}: shared expert",

@@ -93,7 +93,7 @@ class Group:
         if async_ops and self.platform != "cpu":
             collective_stream.warn_unless_scheduled()
         self._closed = False
-        self._overflow: JaxEpError | None = None
+        self._kept_error: JaxEpError | None = None
         self._lock = threading.Lock()
         self._native: native.NativeGroup | None = None
         self.intranode: Group | None = None  # of the ranks of each node, where there are several
@@ -155,7 +155,7 @@ class Group:
 
     @property
     def _asks_processes(self) -> bool:
-        """Whether ops compare their calls before XLA's collectives run: between CPU processes, where these abort."""
+        """Whether ops compare their calls before XLA's collectives run, which between CPU processes would abort."""
         return self.intranode is not None and self._spans_cpu_processes
 
     @property
@@ -170,9 +170,9 @@ class Group:
         if self._closed:
             raise GroupClosedError(f"{self!r} is closed")
         with self._lock:
-            overflow, self._overflow = self._overflow, None
-        if overflow is not None:
-            raise overflow
+            kept, self._kept_error = self._kept_error, None
+        if kept is not None:
+            raise kept
         if self._liveness is not None and (lost := self._liveness.error()) is not None:
             raise lost
         if self.intranode is not None:
@@ -183,7 +183,7 @@ class Group:
                 raise error
 
     def _check_intranode(self, intranode: "Group") -> None:
-        """Where ranks of a node have waited in vain, because of a process of another one, that process is to blame."""
+        """Raises the error of this node's group; or, if a process of another node caused it, that process' loss."""
         try:
             intranode.check()
         except PeerTimeoutError as error:
@@ -236,13 +236,13 @@ class Group:
         self._native.close()
         self._free_number()
 
-    def _resolve(self, op: str, implementation: Implementation, *, across_nodes: bool = False) -> Chosen:
+    def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Chosen:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone.
 
         Args:
           op: what the user called, for errors and the log.
-          across_nodes: it combines the kernels of each node with XLA's collectives between nodes. Other ops are "xla"
-            in a group across nodes.
+          serves_nodes: the op can combine kernels inside nodes with XLA's collectives between nodes. Other ops are
+            "xla" in a group across nodes.
 
         Raises:
           ValueError: there is no such implementation.
@@ -254,7 +254,7 @@ class Group:
         if implementation == "xla":
             return _chosen(op, "xla", "it was asked for")
         if self.intranode is not None:
-            if across_nodes:
+            if serves_nodes:
                 return self.intranode._resolve(op, implementation)
             if implementation == "auto":
                 return _chosen(op, "xla", "its kernels do not leave a node")
@@ -279,13 +279,13 @@ class Group:
         return self._native.id
 
     def _keep_error(self, error: JaxEpError) -> None:
-        """For the "xla" implementation: what the next `check()` raises."""
+        """Keeps an error that "xla" has seen for the next `check()`. The first error is kept."""
         with self._lock:
-            self._overflow = error
+            self._kept_error = self._kept_error or error
 
     @property
     def _needs_xla(self) -> bool:
-        """Whether the kernels cannot serve it: on the CPU they do not leave their process."""
+        """Whether kernels cannot serve this group: on the CPU they do not leave their process."""
         return self._spans_cpu_processes and not _CPU_PROCESSES_SHARE
 
     @property

@@ -40,6 +40,8 @@ class Api:
         given: dict[str, Any] = dict(experts)
         if "gated" in given:
             given["activation"] = jax_ep.Gated(given.pop("gated"))
+        if "shared" in options:
+            options["shared"] = jax_ep.Experts(*options["shared"])
         nodes = jax_ep.NodeOptions(**nodes or {})
         return jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(**given), nodes=nodes, **options)
 

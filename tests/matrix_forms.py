@@ -280,13 +280,14 @@ def layer(form: Form, group: Group) -> Function:
         if activation == "slopes":  # what it closes over is differentiated, too
             activation = lambda x: jnp.tanh(given["slopes"] * x)  # noqa: E731
         experts = Experts(**matrices, biases=given.get("biases"), activation=activation)
+        shared = Experts(*given["shared"], activation=activation) if "shared" in given else None
         return moe_mlp(
             given["tokens"],
             given["ids"],
             given.get("weights"),
             experts,
             group=group,
-            shared=given.get("shared"),
+            shared=shared,
             **options,
         )[0]
 

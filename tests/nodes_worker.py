@@ -91,9 +91,9 @@ def check_mismatch(group: Group, case: helpers.Case) -> None:
     other = case._replace(tokens=case.tokens.astype(helpers.DTYPES[1] if odd else case.tokens.dtype))
     last = group.size - group.size // group.nodes
     for wrong, chunks, match in (
-        (fewer, 1, rf"rank 0 calls it with T={TOKENS} .*, rank {last} with T=4 "),
-        (other, 1, rf"rank 0 calls it with T=.* float32, rank {last} with T=.* float16"),
-        (case, 1 + odd, rf"rank 0 calls it with T=.* chunks=1 .*, rank {last} with T=.* chunks=2 "),
+        (fewer, 1, rf"rank 0 calls it with num_tokens={TOKENS} .*, rank {last} with num_tokens=4 "),
+        (other, 1, rf"rank 0 calls it with .* dtype=float32, rank {last} with .* dtype=float16"),
+        (case, 1 + odd, rf"rank 0 calls it with .* chunks=1 .*, rank {last} with .* chunks=2 "),
     ):
         program = helpers.dispatch_combine(
             group, num_experts=EXPERTS, implementation="ffi", nodes=NodeOptions(chunks=chunks)
@@ -139,7 +139,7 @@ def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: np.random.Generator) ->
     parts = [np.stack(x, axis=0 if inside else 1) for x in zip(*drawn, strict=True)]
     with Group(mesh, axis, timeout=60) as group:
         assert (group.size, group.nodes) == (size, 1)
-        assert group._resolve("dispatch", "auto", across_nodes=True) == ("ffi" if inside else "xla")
+        assert group._resolve("dispatch", "auto", serves_nodes=True) == ("ffi" if inside else "xla")
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto")
         place = NamedSharding(mesh, P(*AXES))
         operands = [jax.make_array_from_callback(x.shape, place, lambda index, x=x: x[index]) for x in parts]
@@ -162,11 +162,11 @@ def check_sparse(group: Group, rng: np.random.Generator) -> None:
 
 def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
     assert (group.nodes, group.size, group.node_axes) == (nodes, nodes * inside, ("node",))
-    assert group._resolve("dispatch", "auto", across_nodes=True) == "ffi"
+    assert group._resolve("dispatch", "auto", serves_nodes=True) == "ffi"
     assert group._resolve("ragged_all_to_all", "auto") == "xla"
     if on_cpu():
         with Group(group.mesh, "node", timeout=60) as between, pytest.raises(PlatformError, match="mentation='xla'"):
-            between._resolve("dispatch", "ffi", across_nodes=True)
+            between._resolve("dispatch", "ffi", serves_nodes=True)
 
 
 def check_most(mesh: jax.sharding.Mesh) -> None:

@@ -16,7 +16,7 @@ from compile_only import Step
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
-from jax_ep import Group, combine, dispatch
+from jax_ep import Experts, Group, combine, dispatch
 from jax_ep._kit import collective_stream, ffi, gemm, vary
 from jax_ep.runtime import opening
 
@@ -52,7 +52,8 @@ def test_layer_and_gradients(native: None, rng: np.random.Generator) -> None:
         with Group(mesh, "ep", async_ops=async_ops) as group:
 
             def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-                own = partial(helpers.moe_sums, group=group, shared=(experts[0], -experts[1], experts[0]))
+                shared = Experts(experts[0], -experts[1], experts[0])
+                own = partial(helpers.moe_sums, group=group, shared=shared)
                 return jnp.sum(jax.checkpoint(own)(tokens, ids, weights, experts, experts, experts) ** 2)
 
             step = helpers.per_rank(jax.value_and_grad(loss, argnums=(0, 2, 3)), mesh)
@@ -183,7 +184,15 @@ def products_beside(steps: list[Step]) -> list[int]:
 
 def layer(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, shared: Any) -> jax.Array:
     return helpers.moe_sums(
-        tokens, ids, weights, experts, experts, experts, group=group, capacity=C, shared=(shared, -shared, shared)
+        tokens,
+        ids,
+        weights,
+        experts,
+        experts,
+        experts,
+        group=group,
+        capacity=C,
+        shared=Experts(shared, -shared, shared),
     )
 
 
@@ -229,8 +238,8 @@ def test_shared_expert(group: Group, core: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gemm, "splits_contraction", lambda *shape: False)
 
     def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array, *shared: jax.Array) -> jax.Array:
-        matrices, (gate, up, down) = [experts] * 3, shared
-        return helpers.moe_sums(tokens, ids, weights, *matrices, group=group, capacity=C, shared=(gate, up, down))
+        matrices = [experts] * 3
+        return helpers.moe_sums(tokens, ids, weights, *matrices, group=group, capacity=C, shared=Experts(*shared))
 
     beside = products_beside(steps_of(one, group.mesh, *SHAPES, *[SHAPES[4]] * 2))
     assert beside == [1, 1]

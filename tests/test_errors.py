@@ -11,7 +11,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Dispatched, Group, PlatformError, Routing, combine, dispatch
+from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, combine, dispatch
 from jax_ep.lax import ragged_all_to_all
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 4, 2, 8, 16
@@ -68,11 +68,11 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
         ("capacity", 2**30, ValueError),
         ("alignment", 0, ValueError),
         ("alignment", 1.5, TypeError),
-        ("wire", jnp.float8_e4m3fn, ValueError),
+        ("wire", jnp.float8_e4m3fn, TypeError),
         ("wire", "bfloat16", ValueError),
         ("wire", "float8", ValueError),  # 16 values are no block of 128
         ("on_overflow", "ignore", ValueError),
-        ("on_overflow", np.array(["raise", "drop"]), ValueError),
+        ("on_overflow", np.array(["raise", "drop"]), TypeError),
         ("implementation", "nccl", ValueError),
     ],
 )
@@ -84,8 +84,28 @@ def test_dispatch(argument: str, value: Any, error: type[Exception], open_group:
 
 def test_alignment_beyond_32_bits(open_group: OpenGroup) -> None:
     group = open_group(SIZE)
-    with pytest.raises(ValueError, match=r"^dispatch: alignment .* below 2\*\*31, got 536870912"):
+    with pytest.raises(ValueError, match=r"^dispatch: R \* T .* alignment .* fewer than 2\*\*31, got .* \* 536870912"):
         trace(group, lambda: dispatched(group, capacity=2**29, alignment=2**29))
+
+
+def test_a_default_capacity_beyond_32_bits_is_not_blamed_on_the_caller(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+
+    def of_many_tokens() -> Any:
+        tokens, ids = jnp.zeros((2**18, HIDDEN)), jnp.zeros((2**18, 2**11), jnp.int32)
+        return dispatched(group, tokens=tokens, expert_ids=ids, num_experts=4096)
+
+    with pytest.raises(ValueError, match=r"^dispatch: the default capacity must be below .*, got \d+; pass capacity="):
+        trace(group, of_many_tokens)
+
+
+def test_the_first_of_several_errors_is_kept(open_group: OpenGroup) -> None:
+    group = open_group(SIZE)
+    group._keep_error(CapacityError("first"))
+    group._keep_error(JaxEpError("second"))
+    with pytest.raises(CapacityError, match="first"):
+        group.check()
+    group.check()
 
 
 def test_capacity_no_multiple_of_alignment(open_group: OpenGroup) -> None:

@@ -70,11 +70,13 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
-    ({"shared": 7}, r"shared must be None or \(gate, up, down\), got int"),
-    ({"shared": (zeros(HIDDEN, 8),) * 2}, r"shared must be None or \(gate, up, down\), got a tuple of 2"),
-    ({"shared": (zeros(HIDDEN, 8),) * 3}, r"shared\[2\] must have shape \[S, H\] = \(8, 16\)"),
-    ({"shared": (zeros(HIDDEN, 8, dtype=FLOAT16),) * 3}, r"shared\[0\] must be of dtype float32, got float16"),
-    ({"shared": (None, zeros(HIDDEN, 8), zeros(8, HIDDEN))}, r"shared\[0\] must be None where experts.gate is"),
+    ({"shared": (zeros(HIDDEN, 8),) * 3}, r"shared must be a jax_ep\.Experts or None, got tuple"),
+    ({"shared": Experts(*[zeros(HIDDEN, 8)] * 3)}, r"shared\.down must have shape \[F, H\] = \(8, 16\)"),
+    (
+        {"shared": Experts(*[zeros(HIDDEN, 8, dtype=FLOAT16)] * 3)},
+        r"shared\.gate must be of dtype float32, got float16",
+    ),
+    ({"shared": Experts(*[zeros(1, HIDDEN, 8)] * 3)}, r"shared\.gate must have shape \[H, F\], got \(1, 16, 8\)"),
     ({"capacity": 0}, "capacity must be at least 1, got 0"),
     ({"capacity": True}, "capacity must be an int of rows, .* got bool"),
     ({"capacity": -1.0}, "capacity as a float must be positive and finite, got -1.0"),
@@ -82,11 +84,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"nodes": NodeOptions(chunks=1.5)}, r"nodes\.chunks must be a Python int, .* got float"),  # pyright: ignore
     ({"nodes": NodeOptions("all")}, r"nodes\.capacity must be an int, 'auto' or None, got 'all'"),  # pyright: ignore
     ({"on_overflow": None}, "on_overflow must be one of 'raise', 'drop'; got None"),
-    ({"wire": "foo"}, "wire must be None or 'float8', got 'foo'"),
-    ({"wire": "float8_rows"}, "wire must be None or 'float8', got 'float8_rows'"),
+    ({"wire": "foo"}, "wire must be one of None, 'float8'; got 'foo'"),
+    ({"wire": "float8_rows"}, "wire must be one of None, 'float8'; got 'float8_rows'"),
     ({"wire": "float8"}, "wire='float8' needs H to be a multiple of 128, got H = 16"),
     ({"implementation": "nccl"}, "implementation must be one of 'auto', 'ffi', 'xla'; got 'nccl'"),
-    ({"precision": np.array(["float8"] * 2)}, "precision must be 'float8' or None, got array"),
+    ({"precision": np.array(["float8"] * 2)}, "precision must be one of None, 'float8'; got array"),
     ({"precision": "float8"}, "precision='float8' needs H and F to be multiples of 128, got F, H = "),
     ({"weigh_inputs": 1}, "weigh_inputs must be True or False, got 1"),
     ({"product": 3}, r"product must be a function of \(rows, matrix, group_sizes\) or None, got 3"),

@@ -71,7 +71,9 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("leaf", ["targets", "row_of", "weights", "counts", "arrived", "dropped", "invalid", "sent"])
+@pytest.mark.parametrize(
+    "leaf", ["targets", "row_of", "weights", "counts", "local_counts", "dropped", "invalid", "sent"]
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -56,7 +56,7 @@ def check_dtype(op: str, name: str, x: Any, allowed: Sequence[np.dtype]) -> None
 
 
 def check_whole_bytes(op: str, name: str, x: Any) -> None:
-    """Refuses what is narrower than a byte: some platforms pack several values into one, and kernels move bytes."""
+    """Raises unless values have whole bytes: some platforms pack narrower ones, and kernels move bytes."""
     check_array(op, name, x)
     if not is_jax_dtype(x.dtype):
         raise TypeError(f"{op}: {name} must be of a dtype that jax has, got {x.dtype}")
@@ -71,7 +71,7 @@ def check_kind(op: str, name: str, x: Any, kind: Any, what: str) -> None:
 
 
 def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
-    """What int32 does not hold becomes the nearest that it does: for integers that are out of bounds there too."""
+    """`indices` as int32; values beyond its range become its least or its greatest, and stay out of bounds."""
     at = jnp if isinstance(indices, jax.Array) else np  # jax may not hold the array of numpy
     held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
     if info.min < held.min or info.max > held.max:
@@ -115,9 +115,11 @@ def canonical_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype | N
         raise TypeError(f"{op}: {name} must be a dtype or None, got {dtype!r}") from None
 
 
-def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str | None]) -> None:
+    is_of_type = isinstance(value, str) or (value is None and None in allowed)
+    if not is_of_type or value not in allowed:
+        error = ValueError if is_of_type else TypeError
+        raise error(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
 def axes_of(axis_name: str | Sequence[str]) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ def axes_of(axis_name: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def canonical_axis(axis_name: Any) -> Any:
-    """The name of a single axis as it is; a sequence as a tuple, but one of a single name as that name."""
+    """`axis_name` as a string if it is a single axis, and otherwise as a tuple."""
     if isinstance(axis_name, list | tuple):
         return axis_name[0] if len(axis_name) == 1 else tuple(axis_name)
     return axis_name

@@ -39,7 +39,7 @@ def library_name(device: Any) -> str:
 
 
 def ordinal(device: Any) -> int:
-    """What XLA calls a device of this process when it calls a handler."""
+    """The number by which XLA names a device of this process to a handler."""
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
@@ -65,7 +65,8 @@ def library(platform: str) -> ModuleType:
             "install jax_ep again"
         )
     limits = (library.max_ranks, library.max_experts, library.float8_block, library.line_multiple)
-    assert limits == (MAX_RANKS, MAX_EXPERTS, float8.BLOCK, LINE_MULTIPLE)
+    here = (MAX_RANKS, MAX_EXPERTS, float8.BLOCK, LINE_MULTIPLE)
+    assert limits == here, f"ranks, experts, float8 block and line multiple: the library has {limits}, Python {here}"
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():
@@ -82,17 +83,14 @@ _ResultType = tuple[
 def _call_types(
     platform: str, name: str, ranks: int, **settings: bool | int | float | str
 ) -> tuple[str, list[_ResultType]]:
-    """What users know an op as, and the types of its results in order, as its OpSpec has them.
-
-    The library is asked once for each set of settings, and not whenever a program is traced.
-    """
+    """The user's name of an op, and the types of its results in order, from its OpSpec. Cached by settings."""
     return library(platform).call_types(name, ranks, **settings)
 
 
 def _call_site() -> str:
     """The file and function of the user's code that calls an op, for errors and flight records.
 
-    Without the line, which would make the compilation cache forget a program whenever the file changes above it.
+    It has no line number: with one, a change above the call would miss the compilation cache.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -104,7 +102,7 @@ def _call_site() -> str:
 
 
 class Ranks(Protocol):
-    """What a call needs to know of the group whose ranks it joins: a `jax_ep.Group` is one."""
+    """What a call needs of its group: a `jax_ep.Group` has it."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -173,8 +171,8 @@ def call(
     elif group.async_ops and is_scheduled() and not (computes or aliases):
         returned = on_collective_stream(target, results[: len(names)], *operands)
     else:
-        # XLA:GPU would fuse a call with the update of the stacked array that one of its results goes into, as in a
-        # `jax.lax.scan` with a gradient, and run it once more for its other results.
+        # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
+        # of its results, and runs the call again for the other results. The barrier prevents that.
         returned = jax.lax.optimization_barrier(target(*operands))
     return dict(zip(names, returned, strict=True))
 

@@ -1,4 +1,4 @@
-"""What `moe_mlp` asks of its arguments, besides what it asks as a dispatch does."""
+"""The checks of the arguments of `moe_mlp`, besides those of a dispatch."""
 
 import dataclasses
 from typing import Any
@@ -16,22 +16,21 @@ NO_BIASES = (None, None, None)
 
 
 def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, any_matrices: bool) -> Experts:
-    """`experts` with three biases, each may be None; differentiating what is in float8 raises a TypeError.
+    """`experts` with three biases, each may be None. Differentiating matrices in float8 raises a TypeError.
 
     Args:
-      any_matrices: they are what a function of the user's multiplies by: pytrees.
+      any_matrices: the matrices are pytrees, for a product of the user's.
     """
     if not isinstance(experts, Experts):
         raise TypeError(f"{op}: experts must be a jax_ep.Experts, got {checks.describe(experts)}")
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
-    if not experts.names:
-        raise ValueError(f"{op}: experts.gate and experts.up must not both be None")
+    _check_names(op, "experts", experts)
     names = (*experts.names, "down")
     if any_matrices:
         _check_pytrees(op, experts, names)
     else:
-        _check_matrices(op, tokens, experts)
+        _check_matrices(op, "experts", tokens, experts, "E / R, ")
     if group.size > 1 and vary.tracks_varying(group.axis_name):
         for name in names:
             if not any(vary.varies(x, group.axis_name) for x in jax.tree.leaves(getattr(experts, name))):
@@ -67,86 +66,73 @@ def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
         )
 
 
-def _check_matrices(op: str, tokens: jax.Array, experts: Experts) -> None:
+def checked_shared(op: str, tokens: jax.Array, shared: Any) -> Experts:
+    """`shared` with three biases, each may be None."""
+    if not isinstance(shared, Experts):
+        raise TypeError(f"{op}: shared must be a jax_ep.Experts or None, got {checks.describe(shared)}")
+    _check_names(op, "shared", shared)
+    _check_matrices(op, "shared", tokens, shared, "")
+    return dataclasses.replace(shared, biases=shared.biases or NO_BIASES)
+
+
+def _check_names(op: str, of: str, experts: Experts) -> None:
+    if not experts.names:
+        raise ValueError(f"{op}: {of}.gate and {of}.up must not both be None")
+
+
+def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead: str) -> None:
+    """Args: `of`, the argument's name; `lead`, "E / R, " where arrays have the rank's experts as their first axis."""
     hidden, (name, *_) = tokens.shape[1], experts.names
     first = getattr(experts, name)
     for each in (*experts.names, "down"):
         matrix = getattr(experts, each)
-        if isinstance(matrix, Float8Weights):
-            checks.check_rank(op, f"experts.{each}.bits", matrix.bits, 3, "[E / R, N, K]")
-    if not isinstance(first, Float8Weights):
-        checks.check_array(op, f"experts.{name}", first)
-    layout = "[E / R, H, 2 F]" if experts.up is None else "[E / R, H, F]"
-    if len(first.shape) != 3:
-        raise ValueError(f"{op}: experts.{name} must have shape {layout}, got {first.shape}")
-    count, _, width = first.shape
-    if count == 0:
-        raise ValueError(f"{op}: experts.{name} must have at least one expert on every rank, got {first.shape}")
+        if isinstance(matrix, Float8Weights) and lead:
+            checks.check_rank(op, f"{of}.{each}.bits", matrix.bits, 3, "[E / R, N, K]")
+        else:
+            checks.check_array(op, f"{of}.{each}", matrix)
+    layout = f"[{lead}H, 2 F]" if experts.up is None else f"[{lead}H, F]"
+    if len(first.shape) != (3 if lead else 2):
+        raise ValueError(f"{op}: {of}.{name} must have shape {layout}, got {first.shape}")
+    *count, _, width = first.shape
+    if 0 in count:
+        raise ValueError(f"{op}: {of}.{name} must have at least one expert on every rank, got {first.shape}")
     if experts.up is None and width % 2:
-        raise ValueError(
-            f"{op}: experts.gate must have shape [E / R, H, 2 F] where experts.up is None, got {first.shape}"
-        )
+        raise ValueError(f"{op}: {of}.gate must have shape {layout} where {of}.up is None, got {first.shape}")
     for each in experts.names:
-        _check_matrix(op, each, getattr(experts, each), tokens.dtype, (count, hidden, width), layout)
+        _check_matrix(op, f"{of}.{each}", getattr(experts, each), tokens.dtype, (*count, hidden, width), layout)
     width //= 2 if experts.up is None else 1
-    _check_matrix(op, "down", experts.down, tokens.dtype, (count, width, hidden), "[E / R, F, H]")
-    _check_biases(op, experts, tokens, (count, width, hidden))
+    _check_matrix(op, f"{of}.down", experts.down, tokens.dtype, (*count, width, hidden), f"[{lead}F, H]")
+    _check_biases(op, of, experts, tokens, ((*count, width), f"[{lead}F]"), ((*count, hidden), f"[{lead}H]"))
 
 
 def _check_matrix(op: str, name: str, matrix: Any, dtype: Any, shape: tuple[int, ...], layout: str) -> None:
-    """`matrix`, of a rank's experts, must be an array in the dtype of the tokens, or `Float8Weights`."""
+    """Raises unless `matrix` is an array in the dtype of the tokens, or `Float8Weights`."""
     if isinstance(matrix, Float8Weights):
-        check_weights(op, f"experts.{name}", matrix, shape, layout)
+        check_weights(op, name, matrix, shape, layout)
     else:
-        checks.check_shape(op, f"experts.{name}", matrix, shape, layout)
-        checks.check_dtype(op, f"experts.{name}", matrix, (np.dtype(dtype),))
+        checks.check_shape(op, name, matrix, shape, layout)
+        checks.check_dtype(op, name, matrix, (np.dtype(dtype),))
 
 
-def _check_biases(op: str, experts: Experts, tokens: jax.Array, sizes: tuple[int, int, int]) -> None:
+def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: Any, outer: Any) -> None:
+    """Args: `inner` and `outer`, the shape and layout of the biases of gate and up, and of the bias of down."""
     biases: Any = experts.biases
     if biases is None:
         return
     if not isinstance(biases, tuple | list) or len(biases) != 3:
-        raise TypeError(
-            f"{op}: experts.biases must be None or those of (gate, up, down), got {checks.describe(biases)}"
-        )
-    count, width, hidden = sizes
-    wanted = (((count, width), "[E / R, F]"), ((count, width), "[E / R, F]"), ((count, hidden), "[E / R, H]"))
-    for i, (bias, (shape, layout)) in enumerate(zip(biases, wanted, strict=True)):
+        raise TypeError(f"{op}: {of}.biases must be None or those of (gate, up, down), got {checks.describe(biases)}")
+    for i, (bias, (shape, layout)) in enumerate(zip(biases, (inner, inner, outer), strict=True)):
         if bias is not None:
-            checks.check_shape(op, f"experts.biases[{i}]", bias, shape, layout)
-            checks.check_dtype(op, f"experts.biases[{i}]", bias, (np.dtype(tokens.dtype),))
+            checks.check_shape(op, f"{of}.biases[{i}]", bias, shape, layout)
+            checks.check_dtype(op, f"{of}.biases[{i}]", bias, (np.dtype(tokens.dtype),))
     if experts.gate is None and biases[0] is not None:
-        raise ValueError(f"{op}: experts.biases[0] must be None where experts.gate is None, got one")
-
-
-def check_shared(op: str, tokens: jax.Array, shared: Any, experts: Experts) -> None:
-    if shared is None:
-        return
-    if not isinstance(shared, tuple | list):
-        raise TypeError(f"{op}: shared must be None or (gate, up, down), got {checks.describe(shared)}")
-    if len(shared) != 3:
-        raise ValueError(
-            f"{op}: shared must be None or (gate, up, down), got a {type(shared).__name__} of {len(shared)}"
-        )
-    if (shared[0] is None) != (experts.gate is None):
-        raise ValueError(f"{op}: shared[0] must be None where experts.gate is, and only there")
-    checks.check_rank(op, "shared[1]", shared[1], 2, "[H, S]")
-    hidden, width = tokens.shape[1], shared[1].shape[1]
-    for i, (shape, layout) in enumerate(
-        (((hidden, width), "[H, S]"), ((hidden, width), "[H, S]"), ((width, hidden), "[S, H]"))
-    ):
-        if shared[i] is not None:
-            checks.check_shape(op, f"shared[{i}]", shared[i], shape, layout)
-            checks.check_dtype(op, f"shared[{i}]", shared[i], (np.dtype(tokens.dtype),))
+        raise ValueError(f"{op}: {of}.biases[0] must be None where {of}.gate is None, got one")
 
 
 def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: Any) -> bool:
-    """Whether the products of routed rows are of operands in float8."""
-    if precision is not None and not (isinstance(precision, str) and precision == "float8"):
-        raise ValueError(f"{op}: precision must be 'float8' or None, got {precision!r}")
-    if wire is not None and not (isinstance(wire, str) and wire == "float8"):
-        raise ValueError(f"{op}: wire must be None or 'float8', got {wire!r}")
+    """Whether the products of routed rows have operands in float8."""
+    checks.check_one_of(op, "precision", precision, (None, "float8"))
+    checks.check_one_of(op, "wire", wire, (None, "float8"))
     if product is not None:
         if not callable(product):
             raise TypeError(f"{op}: product must be a function of (rows, matrix, group_sizes) or None, got {product!r}")
@@ -165,7 +151,7 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
 
 
 def checked_product(op: str, product: Any) -> Any:
-    """The function, which raises ValueError where it returns no rows."""
+    """`product`, which raises ValueError if its result is no array with the rows of its operand."""
 
     def checked(rows: jax.Array, matrix: Any, group_sizes: jax.Array) -> Any:
         made = product(rows, matrix, group_sizes)

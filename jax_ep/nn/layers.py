@@ -12,9 +12,7 @@ from jax_ep.nn import layer_checks
 from jax_ep.ops.moe.arguments import validated
 from jax_ep.ops.moe.experts import ExpertsCall, Product, experts_of_tokens
 from jax_ep.ops.moe.types import MoeStats, NodeOptions
-from jax_ep.ops.moe.units import Experts, unit_of
-
-Matrices = tuple[jax.Array | None, jax.Array, jax.Array]  # gate, up, down
+from jax_ep.ops.moe.units import Experts, split_biases, unit_of, with_bias
 
 
 def moe_mlp(
@@ -29,7 +27,7 @@ def moe_mlp(
     precision: Literal["float8"] | None = None,
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
-    shared: Matrices | None = None,
+    shared: Experts | None = None,
     weigh_inputs: bool = False,
     product: Product | None = None,
     implementation: Implementation = "auto",
@@ -48,21 +46,26 @@ def moe_mlp(
       experts: `Experts`: matrices, biases and the activation.
       group: the open group of the ranks.
       capacity, wire, on_overflow, nodes: as for `jax_ep.dispatch`; there is no wire="float8_rows" here.
-      precision: None, or "float8": rows travel to the experts in float8, and the products of routed rows are of
-        operands that are quantized first (`jax_ep.float8`): H and F must be multiples
-        of 128. Rows come back, shared experts are computed, and gradients pass straight through the rounding, in the
-        dtype of `tokens`. Matrices that are `Float8Weights` already are not quantized at every call; they have no
-        gradient.
-      shared: (gate [H, S], up [H, S], down [S, H]) of an expert that every token visits, in the dtype of `tokens`, the
-        same on all ranks, with the activation of `experts`; gate is None where that of `experts` is. What it adds needs
-        nothing of the routed rows, so it can be computed while they travel. Several shared experts are one whose S is
-        the sum of theirs.
-      weigh_inputs: the experts' inputs are multiplied by the weights, and not their outputs (as in Llama 4).
+      precision: None, or "float8", which quantizes the operands of the products of routed rows (`jax_ep.float8`). H and
+        F must be multiples of 128. See the table.
+      shared: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S], [S], [H]
+        in the dtype of `tokens`, the same on all ranks. It needs nothing of the routed rows, so it can be computed
+        while they travel. Several shared experts are one whose S is the sum of theirs.
+      weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis is
-        that of the rank's experts. Rows behind the last group's are zero and nobody uses what becomes of them.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative: it is
-        the plain formulation that others are checked against.
+        that of the rank's experts. Rows behind the last group's are zero, and their products are ignored.
+      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
+
+    | `precision` | `wire` | rows to the experts | products | matrices | gradients of matrices |
+    |---|---|---|---|---|---|
+    | None | None | in the dtype of `tokens` | in that dtype | arrays | yes |
+    | None | "float8" | in float8 | in the dtype of `tokens` | arrays | yes |
+    | "float8" | either | in float8 | in float8 | arrays, quantized in every call | yes |
+    | "float8" | either | in float8 | in float8 | `Float8Weights` | no |
+
+    Gradients pass straight through the rounding. Rows come back, and shared experts are computed, in the dtype of
+    `tokens`.
 
     Returns:
       [T, H] in the dtype of `tokens`, and `MoeStats`.
@@ -74,7 +77,7 @@ def moe_mlp(
     op = "moe_mlp"
     check_group(op, group)
     experts = layer_checks.checked_experts(op, tokens, experts, group, any_matrices=product is not None)
-    layer_checks.check_shared(op, tokens, shared, experts)
+    shared = None if shared is None else layer_checks.checked_shared(op, tokens, shared)
     checks.check_bool(op, "weigh_inputs", weigh_inputs)
     in_float8 = layer_checks.is_in_float8(op, precision, wire, experts, product)
     unit = unit_of(op, experts)
@@ -98,12 +101,13 @@ def moe_mlp(
     call = ExpertsCall(dispatch, unit, in_float8, weigh_inputs, product)
     if shared is None:
         return experts_of_tokens(call, *varying, overlapped=None)[:2]
-    *first, down = (matrix for matrix in shared if matrix is not None)
-    hidden = unit.function(*(jnp.dot(tokens, matrix) for matrix in first)).astype(tokens.dtype)
+    first_biases, down_bias = split_biases(shared, shared.biases)
+    products = tuple(jnp.dot(tokens, matrix) for matrix in shared.first)
+    hidden = unit_of(op, shared, "shared")(products, first_biases)
     overlaps = group.async_ops and dispatch.by_kernels
-    # With async ops, its first two products overlap the dispatch, and the third the combine.
+    # With async ops, the products by gate and up overlap the dispatch, and the product by down overlaps the combine.
     out, stats, overlapped = experts_of_tokens(call, *varying, overlapped=hidden if overlaps else None)
-    always = jnp.dot(hidden if overlapped is None else overlapped, down)
-    if overlaps:  # else XLA adds in the product's epilogue, which then waits for the combine
+    always = with_bias(jnp.dot(hidden if overlapped is None else overlapped, shared.down), down_bias)
+    if overlaps:  # without it XLA adds in the product's epilogue, and the product waits for the combine
         out, always = jax.lax.optimization_barrier((out, always))
     return out + always, stats

@@ -1,8 +1,8 @@
-"""The nodes of a group. A node is a set of ranks that exchange by kernels (`Group.intranode`): by default those of one
-host, and on a CPU of one process. XLA's collectives carry what goes between nodes.
+"""The nodes of a group. A node is a set of ranks that exchange by kernels (`Group.intranode`): by default the ranks of
+one host, and on a CPU of one process. Rows travel between nodes by XLA's collectives.
 
-Between nodes a rank talks to those with its own index in the other nodes, so that every network interface carries the
-traffic of its own GPU (as in DeepEP's internode kernels).
+Between nodes a rank exchanges only with the ranks of its own index, so every network interface carries the traffic of
+its own GPU (as in DeepEP's internode kernels).
 """
 
 import math
@@ -39,7 +39,7 @@ class NodePlan(NamedTuple):
 
 
 def plan(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-    """Every node is sent all tokens, unless few tokens need it: then there is room for 5/4 of the expected number.
+    """Every node gets all tokens, unless few tokens need it: then there is room for 5/4 of the expected number.
 
     A token needs a node if one of its top_k different experts is there; every expert is equally likely.
     """
@@ -136,9 +136,9 @@ def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> di
 def sum_over_nodes(
     parts: jax.Array, axes: tuple[str, ...], taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part
 ) -> jax.Array:
-    """Sends parts[n] to node n, and adds up what comes in float32, in the order of the nodes: the same bits always.
+    """Sends parts[n] to node n, and adds up the received parts in float32, in the order of the nodes.
 
-    A reduce-scatter would carry as many bytes, but XLA would choose the order.
+    The bits are always the same. A reduce-scatter carries as many bytes, but XLA chooses its order.
 
     Args:
       parts: [N, ...], one per node along `axes`.
@@ -147,9 +147,9 @@ def sum_over_nodes(
     return added_up(jax.lax.all_to_all(parts, axes, 0, 0), taken)
 
 
-def added_up(arrived: jax.Array, taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part) -> jax.Array:
-    """What came from the nodes, [N, ...], added up in float32, in their order."""
-    total = taken(arrived[0], 0).astype(jnp.float32)
-    for node in range(1, arrived.shape[0]):
-        total += taken(arrived[node], node).astype(jnp.float32)
-    return total.astype(arrived.dtype)
+def added_up(parts: jax.Array, taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part) -> jax.Array:
+    """Parts [N, ...] of the nodes, added up in float32, in the order of the nodes."""
+    total = taken(parts[0], 0).astype(jnp.float32)
+    for node in range(1, parts.shape[0]):
+        total += taken(parts[node], node).astype(jnp.float32)
+    return total.astype(parts.dtype)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit import vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe import gradients, nodes as across_nodes, xla
+from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, validated
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
 from jax_ep.runtime.undelivered import nan_on_overflow
@@ -115,7 +115,7 @@ def combine(
     leaves, treedef = jax.tree.flatten(routing)
     expert_outputs, *leaves = vary.vary_alike(group.axis_name, expert_outputs, *leaves)
     routing = jax.tree.unflatten(treedef, leaves)
-    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
+    by_kernels = group._resolve(op, implementation, serves_nodes=True) == "ffi"
     return run_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 
 
@@ -123,7 +123,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
     """A validated dispatch: over nodes, by kernels, or in plain jax.lax."""
     group, config = call.group, call.config
     if group.intranode is not None:
-        return across_nodes.dispatch(call, tokens, expert_ids, weights)
+        return node_ops.dispatch(call, tokens, expert_ids, weights)
     if call.by_kernels:
         return gradients.dispatch(group, config, tokens, expert_ids, weights)
     out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
@@ -135,7 +135,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
     """A validated combine: over nodes, by kernels, or in plain jax.lax."""
     if isinstance(routing, NodeRouting):
-        return across_nodes.combine(group, expert_outputs, routing, by_kernels=by_kernels)
+        return node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)
     if by_kernels:
         return gradients.combine(group, expert_outputs, routing.weights, routing)
     return checkpoint_name(xla.combine(expert_outputs, routing, axis_name=group.axis_name), COMBINED)

@@ -1,4 +1,4 @@
-"""What dispatch and combine ask of their arguments; errors name the op that was called, which may be the layer."""
+"""The checks of the arguments of dispatch and combine. Errors name the op that was called, which may be moe_mlp."""
 
 import functools
 import logging
@@ -44,7 +44,7 @@ def validated(
 ) -> tuple[DispatchCall, tuple[jax.Array, jax.Array, jax.Array]]:
     """The call, and its operands as kernels take them: ids int32, weights float32, all varying over one set of axes.
 
-    `check_group` let the group pass. Raises ValueError or TypeError, naming `op` and the argument that is wrong.
+    The caller has called `check_group`. Raises ValueError or TypeError, naming `op` and the argument that is wrong.
     """
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
@@ -63,21 +63,22 @@ def validated(
     if num_experts > ffi.MAX_EXPERTS:
         raise ValueError(f"{op}: num_experts must be at most {ffi.MAX_EXPERTS}, got {num_experts}")
     rows, local_experts = group.size * num_tokens * top_k, num_experts // group.size
-    if rows + local_experts * alignment >= 2**31:  # kernels reckon with int32
+    if rows + local_experts * alignment >= 2**31:  # kernels count in int32
         raise ValueError(
-            f"{op}: alignment must keep {rows} rows, padded for {local_experts} experts, below 2**31, got {alignment}"
+            f"{op}: R * T * K assignments and E / R * alignment rows of padding must be fewer than 2**31, got "
+            f"{group.size} * {num_tokens} * {top_k} and {local_experts} * {alignment}"
         )
     most = worst_case_capacity(group.size, num_tokens, top_k, local_experts, alignment)
     room = _rows(op, capacity, num_tokens * top_k, alignment, most)
     if group.size * room >= 2**31:
-        raise ValueError(f"{op}: capacity must be below 2**31 / {group.size} rows, got {room}")
-    if not isinstance(wire, str | None) or wire not in WIRES:
-        raise ValueError(f"{op}: wire must be None, 'float8' or 'float8_rows', got {wire!r}")
+        given, way_out = ("the default capacity", "; pass capacity=") if capacity is None else ("capacity", "")
+        raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {room}{way_out}")
+    checks.check_one_of(op, "wire", wire, WIRES)
     if wire is not None and hidden % float8.BLOCK:
         raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of 128, got H = {hidden}")
     nodes = NodeOptions() if nodes is None else nodes
     to_nodes = _node_tokens(op, nodes, group, num_experts, expert_ids)
-    by_kernels = group._resolve(op, implementation, across_nodes=True) == "ffi"
+    by_kernels = group._resolve(op, implementation, serves_nodes=True) == "ffi"
     config = DispatchConfig(group.size, num_experts, room, alignment, wire, on_overflow == "drop")
     chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
@@ -89,8 +90,8 @@ def _rows(op: str, capacity: Any, even: int, alignment: int, most: int) -> int:
     """The capacity in rows.
 
     Args:
-      even: the rows of a rank when all receive as many, which are those that each sends.
-      most: the most that a rank can be asked for.
+      even: the rows that every rank receives under an even load, T * K.
+      most: the most rows that a rank can need.
     """
     if capacity is None:
         return most
@@ -122,7 +123,7 @@ def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
 
 
 def _node_tokens(op: str, nodes: Any, group: Group, num_experts: int, expert_ids: jax.Array) -> int | None:
-    """The tokens that a rank can send to each node; None: every node is sent all."""
+    """The tokens that a rank can send to each node; None if every node gets all."""
     if not isinstance(nodes, NodeOptions):
         raise TypeError(f"{op}: nodes must be a jax_ep.NodeOptions or None, got {checks.describe(nodes)}")
     checks.check_int(op, "nodes.chunks", nodes.chunks)

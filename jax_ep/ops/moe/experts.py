@@ -1,16 +1,18 @@
 """The experts between a dispatch and a combine, forward, and their one derivative.
 
 Forward: dispatch, the products by gate and up, the unit, the product by down, combine. Backward: five products and two
-exchanges. Kept for it are the dispatched rows and their routing, and the products before the unit; what the unit makes
-of them is made again. A matrix in float8 has no gradient.
+exchanges. The forward pass keeps the dispatched rows, their routing, and the products by gate and up. The backward pass
+computes the unit again. A matrix in float8 has no gradient.
 
-The product that is combined is not kept. Its rows are weighed when they are summed up, so backward a row's weight w may
-as well scale what its cotangent c becomes: where x is the row's left operand and M its matrix, the cotangent of x is
-w (c M^T), that of M sums (w x)^T c, and that of w is (x M) c = x (c M^T). All that is elementwise has F columns then,
-and not H (SonicMoE: Guo et al., 2025, for the last of the three). A bias b of the product adds b c to that of w.
+The product by down is not kept. Combine weighs its rows, so the backward pass may apply a row's weight w to either
+factor of each product. Let x be the row's left operand, M the matrix and c the row's cotangent before weighing. Then
+- the cotangent of x is w (c M^T);
+- the cotangent of M is the sum of (w x)^T c;
+- the cotangent of w is (x M) c = x (c M^T), plus b c if the product has a bias b.
+So all elementwise work has F columns instead of H (SonicMoE: Guo et al., 2025, for the cotangent of w).
 
-Over several nodes, in plain jax.lax, where inputs are weighed, and for products of the user's, the layer is the plain
-chain of these ops, which JAX differentiates.
+The layer is the plain chain of these ops, which JAX differentiates, if it spans several nodes, runs in plain jax.lax,
+weighs its inputs, or has products of the user's.
 """
 
 import dataclasses
@@ -51,13 +53,13 @@ from jax_ep.ops.moe.gradients import (
     weighed,
 )
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, MoeStats, Routing
-from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, with_bias
+from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
 
 Product = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
 
-# The name by which a policy of `jax.checkpoint` keeps the products before the unit, and where JAX differentiates the
-# chain, that before the combine, too.
+# The name by which a policy of `jax.checkpoint` keeps the products by gate and up. If JAX differentiates the chain, the
+# product by down has it too.
 PRODUCTS = "jax_ep_products"
 
 
@@ -86,8 +88,8 @@ def experts_of_tokens(
 ) -> tuple[jax.Array, MoeStats, jax.Array | None]:
     """Each token's weighted sum [T, H'] of its experts' answers, what was counted, and `overlapped`.
 
-    `overlapped` is returned as it is. Rows that a dispatch brings are used only once it is there: otherwise XLA would
-    compute it behind an asynchronous exchange. Backward, that holds for its cotangent.
+    `overlapped` is returned unchanged. The products wait for it: otherwise XLA would compute it after an asynchronous
+    dispatch instead of during it. In the backward pass they wait for its cotangent.
     """
     operands = (tokens, expert_ids, weights, experts)
     if not call.has_own_derivative:
@@ -103,8 +105,8 @@ def experts_of_tokens(
 
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
-    """Whether rows that nobody else sees are zeroed. The GEMM core and XLA on CPUs use none of them; libraries that XLA
-    calls on other GPUs may take them for the last group's, and whoever looks for NaN looks at all that is kept."""
+    """Whether unused rows are zeroed. The GEMM core, and XLA on CPUs, do not read unused rows. Libraries that XLA calls
+    on other GPUs may count them to the last group, and `jax.debug_nans` looks at all rows."""
     others_multiply = call.dispatch.group.platform != "cpu" and not gemm.has_gemm()
     return others_multiply or jax.debug_nans.value or jax.debug_infs.value
 
@@ -128,7 +130,7 @@ def _plain(
         rows = weighed(rows, of_rows(routing.weights, routing))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
     products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first), PRODUCTS)
-    first_biases, down_bias = _split(experts, experts.biases)
+    first_biases, down_bias = split_biases(experts, experts.biases)
     inner = call.unit(products, first_biases, sizes).astype(tokens.dtype)
     answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(tokens.dtype)
     answers = with_bias(answers, down_bias, sizes)
@@ -136,17 +138,12 @@ def _plain(
     return run_combine(call.dispatch.group, answers, routing, by_kernels=by_kernels), stats, overlapped
 
 
-def _split(experts: Experts, biases: Any) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """The biases of the first products of `experts`, and that of down; or their tangents."""
-    return (biases[1:2] if experts.gate is None else biases[:2]), biases[2]
-
-
 def _stats(routing: Routing) -> MoeStats:
     return MoeStats(routing.counts.sum(axis=0, dtype=jnp.int32), routing.dropped, routing.invalid)
 
 
 class _Kept(NamedTuple):
-    """What derivatives need besides cotangents or tangents, each once."""
+    """What derivatives need besides cotangents or tangents."""
 
     dispatched: Dispatched
     products: Products
@@ -217,7 +214,7 @@ def _forward(
     _, sizes, routing = dispatched
     multiply: Any = quantized_product if call.in_float8 else ragged_dot
     answers = multiply(inner, experts.down, sizes)
-    answers = with_bias(answers, _split(experts, experts.biases)[1], sizes)
+    answers = with_bias(answers, split_biases(experts, experts.biases)[1], sizes)
     combined = checkpoint_name(combine(group, answers, routing.weights, routing), COMBINED)
     return combined, kept._replace(products=products), overlapped
 
@@ -225,13 +222,13 @@ def _forward(
 def _up_and_gate(
     call: ExpertsCall, kept: _Kept, dtype: Any, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
-    """What the unit makes of the products of dispatched rows, and these.
+    """The unit of the products of dispatched rows, and these products.
 
-    On Hopper both are one kernel where the unit is known and without biases; but in float8 that keeps no products, and
-    quantizes the result, as the product by down would.
+    On Hopper one kernel computes both, if the unit is known and has no biases. In float8 that kernel keeps no products,
+    and quantizes its result, as the product by down would.
     """
     (rows, sizes, _), experts = kept.dispatched, kept.experts
-    biases, _ = _split(experts, experts.biases)
+    biases, _ = split_biases(experts, experts.biases)
     matrices: Any = experts.first
     known = call.unit.known if all(bias is None for bias in biases) else None
     if known is not None and not call.in_float8:
@@ -255,16 +252,16 @@ def _up_and_gate(
 
 
 def _unit_of_kept(call: ExpertsCall, kept: _Kept) -> Callable[..., jax.Array]:
-    """The unit as a function of what is differentiated in it: products, biases and parameters."""
+    """The unit as a function of its differentiable operands: products, biases and parameters."""
     return lambda products, biases, parameters: call.unit(products, biases, kept.dispatched.group_sizes, parameters)
 
 
 def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Array, jax.Array | None]:
     (rows, sizes, routing), products, experts, parameters = kept
     d_experts = changes.experts
-    first_biases, down_bias = _split(experts, experts.biases)
-    d_first_biases, d_down_bias = _split(experts, d_experts.biases)
-    d_rows, d_arrived = dispatch_tangent(call.dispatch.group, changes.tokens, changes.weights, routing)
+    first_biases, down_bias = split_biases(experts, experts.biases)
+    d_first_biases, d_down_bias = split_biases(experts, d_experts.biases)
+    d_rows, d_routed_weights = dispatch_tangent(call.dispatch.group, changes.tokens, changes.weights, routing)
     d_products = tuple(
         product_tangent(rows, getattr(experts, name), sizes, d_rows, getattr(d_experts, name)) for name in experts.names
     )
@@ -276,26 +273,26 @@ def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Ar
     answers = with_bias(ragged_dot(inner, dequantized(experts.down, inner.dtype), sizes), down_bias, sizes)
     d_answers = product_tangent(inner, experts.down, sizes, d_inner, d_experts.down)
     d_answers = with_bias(d_answers, d_down_bias, sizes)
-    changed = (d_answers, d_arrived)
+    changed = (d_answers, d_routed_weights)
     return combine_tangent(call.dispatch.group, answers, routing.weights, routing, *changed)[0], changes.overlapped
 
 
 def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
     (rows, sizes, routing), products, experts, parameters = kept
-    arrived, d_overlapped = cotangents
-    group, (first_biases, down_bias) = call.dispatch.group, _split(experts, experts.biases)
+    d_combined, d_overlapped = cotangents
+    group, (first_biases, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
-    arrived = scatter_all(group, [arrived], [routing])
+    d_answers = scatter_all(group, [d_combined], [routing])  # not yet weighed
     if d_overlapped is not None:
-        arrived, d_overlapped = jax.lax.optimization_barrier((arrived, d_overlapped))
-    dtype, row_weights = arrived.dtype, of_rows(routing.weights, routing)
+        d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
+    dtype, row_weights = d_answers.dtype, of_rows(routing.weights, routing)
     inner, pull = jax.vjp(_unit_of_kept(call, kept), products, first_biases, parameters)
-    back = lhs_gradient(arrived, dequantized(experts.down, dtype), sizes)
+    back = lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
     d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
-    d_down = _matrix_gradient(weighed(inner, row_weights), experts.down, arrived, sizes)
+    d_down = _matrix_gradient(weighed(inner, row_weights), experts.down, d_answers, sizes)
     d_row_weights, d_down_bias = inner_products(back, inner), None
     if down_bias is not None:
-        d_row_weights, d_down_bias = _down_bias_gradients(row_weights, down_bias, arrived, sizes, d_row_weights)
+        d_row_weights, d_down_bias = _down_bias_gradients(row_weights, down_bias, d_answers, sizes, d_row_weights)
 
     wide = dequantized(rows, dtype)
     d_matrices = {
@@ -316,12 +313,12 @@ def _matrix_gradient(rows: jax.Array, matrix: Any, cotangent: jax.Array, sizes: 
 
 
 def _down_bias_gradients(
-    row_weights: jax.Array, bias: jax.Array, arrived: jax.Array, sizes: jax.Array, d_row_weights: jax.Array
+    row_weights: jax.Array, bias: jax.Array, d_answers: jax.Array, sizes: jax.Array, d_row_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`d_row_weights` plus what the bias of down adds to it, and the cotangent of that bias."""
+    """`d_row_weights` plus the share of down's bias, and the cotangent of that bias."""
 
     def share(row_weights: jax.Array, bias: jax.Array) -> jax.Array:
         return row_weights[:, None] * bias_of_rows(bias, sizes, row_weights.shape[0])
 
-    by_bias, d_bias = jax.vjp(share, row_weights, bias)[1](arrived.astype(jnp.float32))
+    by_bias, d_bias = jax.vjp(share, row_weights, bias)[1](d_answers.astype(jnp.float32))
     return d_row_weights + by_bias, d_bias

@@ -5,15 +5,15 @@ All are linear in their float operands, and four kernels are each other's transp
 | forward op     | its transpose                                      | kernel of the transpose                   |
 |----------------|----------------------------------------------------|-------------------------------------------|
 | dispatch       | `return_rows`: sums rows per token, no weights     | combine, which also returns the weights'  |
-| combine        | `scatter` of the cotangent; then rows are weighed  | scatter: a dispatch of a known routing    |
+| combine        | `scatter` of the cotangent, then rows are weighed  | scatter: a dispatch of a known routing    |
 | `scatter`      | `return_rows`                                      | combine, returning nothing of use         |
 | `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                   |
 
-Forward, a tangent of dispatch goes by `scatter`, one of combine by combine. The rules call the op, not the kernel, so
-that they can be differentiated too. Tokens may come in chunks: each is a call along its part of the routing.
+The tangent of dispatch is a `scatter`, the tangent of combine is a combine. The rules call the op, not the kernel, so
+that they can be differentiated too. Tokens may come in chunks; each chunk is a call along its part of the routing.
 
-What a dispatch or a combine brought has a name (`jax.ad_checkpoint.checkpoint_name`), by which a policy of
-`jax.checkpoint` can keep it: then the exchange does not run a second time.
+The results of dispatch and combine have names (`jax.ad_checkpoint.checkpoint_name`). A policy of `jax.checkpoint` that
+keeps these names saves a second exchange.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
 def scatter_all(
     group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing], by: Callable[..., jax.Array] = scatter
 ) -> jax.Array:
-    """`scatter` of tokens in chunks, along the routings that one was cut into, into the same rows; or its tangent.
+    """`scatter` of tokens in chunks into the same rows, each along its part of a routing; or its tangent.
 
-    Rows of several chunks are zeroed first, as each call leaves those of the others.
+    With several chunks the rows are zeroed first, as each call writes only its own rows.
     """
     if len(routings) == 1:
         return by(group, tokens[0], routings[0])
@@ -72,10 +72,10 @@ def combine_gradient(
     *cotangents: jax.Array,
     chunks: Chunks = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents [T, H'] of a combine, of its chunks, to that of its rows [C, H'] and of `weights` [R, T, K]."""
-    arrived = scatter_all(group, cotangents, chunks.cut(routing))
-    d_outputs = weighed(arrived, of_rows(weights, routing))
-    return d_outputs, of_assignments(inner_products(arrived, expert_outputs), routing)
+    """The cotangents of rows [C, H'] and of `weights` [R, T, K], from the cotangents [T, H'] of a combine's chunks."""
+    d_rows = scatter_all(group, cotangents, chunks.cut(routing))
+    d_outputs = weighed(d_rows, of_rows(weights, routing))
+    return d_outputs, of_assignments(inner_products(d_rows, expert_outputs), routing)
 
 
 def of_rows(weights: jax.Array, routing: Routing) -> jax.Array:
@@ -117,7 +117,7 @@ def combine_tangent(
 def dispatch_tangent(
     group: Group, d_tokens: jax.Array, d_weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
-    """The tangents of rows [C, H] and of their weights [R, T, K], of those of a rank's tokens and weights."""
+    """The tangents of rows [C, H] and of their weights [R, T, K], from the tangents of a rank's tokens and weights."""
     return scatter(group, d_tokens, routing), _sent(group, d_weights, routing)
 
 
@@ -129,19 +129,19 @@ def _sent(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
 def dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched:
-    """The kernel is handed constants; what it delivers then follows tokens and weights (`_followed`)."""
+    """Calls the kernel on constants, then makes its floats depend on tokens and weights (`_followed`)."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
     out = kernels.dispatch(group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)
-    rows, arrived = _followed(group, config, tokens, weights, out)
-    return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=arrived))
+    rows, routed_weights = _followed(group, config, tokens, weights, out)
+    return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=routed_weights))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _followed(
     group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched
 ) -> tuple[Any, jax.Array]:
-    """The floats of a dispatch, apart from its integers, whose tangents JAX has no types for."""
+    """The floats of a dispatch without its integers, for whose tangents JAX has no types."""
     return out.rows, out.routing.weights
 
 
@@ -159,7 +159,7 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
         d_rows, d_arrived = cotangents
         return return_rows(group, d_rows, d_arrived, routing)
 
-    # The result is followed here too, for derivatives of this one.
+    # Derivatives of this derivative need `_followed` again.
     return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))
 
 
@@ -185,9 +185,9 @@ def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, 
 
 
 def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """`scatter` of a tangent: what JAX can transpose.
+    """`scatter` of a tangent, which JAX can transpose.
 
-    The rows of `onto` that this call overwrites are none that others wrote, so its cotangent passes as it is.
+    This call overwrites no rows of `onto` that another call wrote, so the cotangent of `onto` is that of the result.
     """
 
     def backward(routing: Routing, cotangent: jax.Array) -> Any:

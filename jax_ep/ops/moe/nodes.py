@@ -1,16 +1,16 @@
 """dispatch and combine over several nodes: XLA's collectives between them, kernels inside.
 
-Every token goes to every node; with `NodeOptions.capacity`, once to each node that has one of its experts. It goes to
-the rank with the same index as its own, which passes it once to each rank of its node that needs it. combine takes the
-way back: each node sums what its experts made of a token, then the token's rank adds up the nodes in their order.
-(DeepEP's internode kernels go these two ways.)
+dispatch sends every token to every node; with `NodeOptions.capacity`, once to each node that has one of its experts.
+Between nodes a token travels to the rank with the index of its own rank. That rank sends the token once to each rank of
+the node that needs it. combine goes back: each node sums the outputs of its experts for a token, then the token's rank
+adds the nodes' sums in the order of the nodes. (DeepEP's internode kernels do the same.)
 
-Rows come in the order that one group of all ranks would give them, by their source ranks. Kernels know only the ranks
-of their node and would give another order. Therefore the routing is worked out here, from the expert ids of all tokens
-that came to the node, and the kernels only move rows along it. Everything is a chain of differentiable functions, and
-the derivative of each takes these two ways, too.
+Rows have the order of one group of all ranks, which is by source rank. Kernels know only the ranks of their node and
+would give another order. Therefore the routing is worked out here, from the expert ids of all tokens that came to the
+node, and the kernels only move rows along it. All steps are differentiable functions.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._kit.checks import TOKEN_DTYPES
 from jax_ep._kit.float8 import BITS, BLOCK, Float8Rows, dequantize_rows, quantize_rows
 from jax_ep._kit.linear import linear
 from jax_ep.errors import CapacityError
@@ -34,7 +35,7 @@ from jax_ep.ops.moe.types import (
     NodeRouting,
     Routing,
 )
-from jax_ep.runtime.agreement import once_agreed
+from jax_ep.runtime.agreement import Choice, once_agreed
 from jax_ep.runtime.nodes import added_up, sum_over_nodes
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -64,8 +65,13 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
     assert group.intranode is not None
     if group._asks_processes:
         (capacity, hidden), came = expert_outputs.shape, routing.targets.shape[0]
-        described = {"C": capacity, "H": hidden, "T": routing.num_tokens, "B": came // group.nodes}
-        described |= {"chunks": min(routing.chunks, came), "dtype": expert_outputs.dtype}
+        described = {
+            "capacity": capacity,
+            "hidden": hidden,
+            "num_tokens": routing.num_tokens,
+            "sent": came // group.nodes,
+        }
+        described |= {"chunks": min(routing.chunks, came), "dtype": Choice(expert_outputs.dtype, TOKEN_DTYPES)}
         (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group._keep_error)
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
@@ -80,31 +86,24 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
 
 
 def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Tokens, ids and weights, once all processes have agreed on the call, and 0, as `once_agreed` returns them.
+    """The operands once all processes have agreed on the call, and 0: see `once_agreed`.
 
     Kernels compare calls only inside a node.
     """
     (tokens, expert_ids, _), config, node_capacity = operands, call.config, call.node_capacity
     if not call.group._asks_processes:
         return operands, jnp.int32(0)
-    described = {
-        "T": tokens.shape[0],
-        "H": tokens.shape[1],
-        "K": expert_ids.shape[1],
-        "E": config.num_experts,
-        "C": config.capacity,
-        "alignment": config.alignment,
-        "node_capacity": -1 if node_capacity is None or node_capacity >= tokens.shape[0] else node_capacity,
-        "float8": WIRES.index(config.wire),
-        "drop": int(config.drop),
-        "chunks": min(call.chunks.number, tokens.shape[0]),
-        "dtype": tokens.dtype,
-    }
+    num_tokens, hidden = tokens.shape
+    described: dict[str, int | Choice] = {"num_tokens": num_tokens, "hidden": hidden, "top_k": expert_ids.shape[1]}
+    described |= {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    described["wire"] = Choice(config.wire, WIRES)
+    described["node_capacity"] = num_tokens if node_capacity is None else min(node_capacity, num_tokens)
+    described |= {"chunks": min(call.chunks.number, num_tokens), "dtype": Choice(tokens.dtype, TOKEN_DTYPES)}
     return once_agreed("dispatch", call.group.axis_name, described, operands, call.group._keep_error)
 
 
 def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
-    """[N, T, K]: for each node the ids among its own experts, and -1 for those that are of others or of none."""
+    """[N, T, K]: for each node the ids relative to its first expert, and -1 for experts of other nodes."""
     first = experts * jnp.arange(nodes, dtype=expert_ids.dtype)[:, None, None]
     return jnp.where((expert_ids >= first) & (expert_ids < first + experts), expert_ids - first, -1)
 
@@ -124,7 +123,7 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     """The routing of the tokens that came to this node, and [L], the rows that each rank of the node needs.
 
     Args:
-      ids: [N, B, K] of the tokens that this rank took in, by the node they come from, among this node's experts.
+      ids: [N, B, K] of the tokens that this rank took in, by source node; relative to the node's first expert.
       weights: [N B, K].
     """
     axis, inside = call.intranode.axis_name, call.inside
@@ -157,7 +156,7 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
 def _routing(
     call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None, agreed: jax.Array
 ) -> NodeRouting:
-    """The routing over all nodes, of that inside this node and of the tokens that travelled."""
+    """The routing over all nodes, from the routing inside this node and the tokens that were sent."""
     group, experts = call.group, call.config.num_experts
     valid = (expert_ids >= 0) & (expert_ids < experts)
     to_experts = jnp.bincount(jnp.where(valid, expert_ids, experts).reshape(-1), length=experts + 1)[:experts]
@@ -171,7 +170,7 @@ def _routing(
         dropped=(valid.sum(dtype=jnp.int32) - found)[None],
         invalid=(((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32) + agreed)[None],
         config=local.config,
-        arrived=local.counts,
+        local_counts=local.counts,
         sent=sent,
         num_tokens=expert_ids.shape[0],
         chunks=call.chunks.number,
@@ -179,7 +178,7 @@ def _routing(
 
 
 def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most: jax.Array | None) -> Any:
-    """`received`; NaN where a rank has more tokens for a node than go there, or else needs more rows than there are."""
+    """`received`, or NaN if a rank has more tokens for a node than are sent, or needs more rows than the capacity."""
     group, op = call.group, "dispatch"
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
     if most is not None and call.node_capacity is not None:
@@ -208,10 +207,10 @@ def _moved(
     call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing, scatter: Any = gradients.scatter
 ) -> jax.Array:
     """Tokens [T, H], or their tangents by `gradients.scatter_tangent`, to their nodes and their rows there."""
-    arrived = _to_nodes(call.group, tokens, sent, call.chunks)
+    taken_in = _to_nodes(call.group, tokens, sent, call.chunks)
     if call.by_kernels:
-        return gradients.scatter_all(call.intranode, arrived, call.chunks.cut(local), scatter)
-    return xla.scatter(arrived[0], local, axis_name=call.intranode.axis_name)
+        return gradients.scatter_all(call.intranode, taken_in, call.chunks.cut(local), scatter)
+    return xla.scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -238,7 +237,7 @@ def _dequantized_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> An
 
 
 def _packed(tokens: jax.Array) -> jax.Array:
-    """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales: rows that both wires carry."""
+    """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales."""
     rows = quantize_rows(tokens)
     words = jax.lax.bitcast_convert_type(rows.bits.reshape(tokens.shape[0], tokens.shape[1] // 4, 4), jnp.float32)
     return jnp.concatenate([words, rows.scales], axis=1)
@@ -250,7 +249,7 @@ def _unpacked(rows: jax.Array) -> Float8Rows:
 
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:
-    """[T, H] of every rank to the nodes: of each chunk [N B, H] that came here. `_from_nodes` is the transpose."""
+    """Sends [T, H] of every rank to the nodes; returns [N B, H] for each chunk. `_from_nodes` is the transpose."""
     num_tokens = x.shape[0]
 
     def forward(sent: jax.Array | None, x: jax.Array) -> list[jax.Array]:
@@ -263,7 +262,7 @@ def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks
 
 
 def _from_nodes(group: Group, x: list[jax.Array], sent: jax.Array | None, num_tokens: int, chunks: Chunks) -> jax.Array:
-    """What came from the nodes, [N B, H] of each chunk, back to them: [T, H], sums of what they made of each token."""
+    """Sends [N B, H] of each chunk back to the nodes of its tokens; returns [T, H], each token's sum over the nodes."""
 
     def forward(sent: jax.Array | None, x: list[jax.Array]) -> jax.Array:
         return _summed(group, x, sent, num_tokens)
@@ -275,17 +274,17 @@ def _from_nodes(group: Group, x: list[jax.Array], sent: jax.Array | None, num_to
 
 
 def _spread(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks) -> list[jax.Array]:
-    arrived: list[jax.Array] = []
+    taken_in: list[jax.Array] = []
     for chunk in chunks.slices(x.shape[0] if sent is None else sent.shape[1]):
         part = x[chunk] if sent is None else x.at[sent[:, chunk]].get(mode="fill", fill_value=0)
-        if arrived:  # one after the other: XLA would put small ones together again
-            part, arrived[-1] = jax.lax.optimization_barrier((part, arrived[-1]))
+        if taken_in:  # one collective after the other, as XLA would merge small ones
+            part, taken_in[-1] = jax.lax.optimization_barrier((part, taken_in[-1]))
         if sent is None:
             came = jax.lax.all_gather(part, group.node_axes)
         else:
             came = jax.lax.all_to_all(part, group.node_axes, 0, 0)
-        arrived.append(came.reshape(group.nodes * came.shape[1], x.shape[1]))
-    return arrived
+        taken_in.append(came.reshape(group.nodes * came.shape[1], x.shape[1]))
+    return taken_in
 
 
 def _summed(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_tokens: int) -> jax.Array:
@@ -299,6 +298,6 @@ def _summed(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_t
     def taken(part: jax.Array, node: int) -> jax.Array:
         return part.at[number[node]].get(mode="fill", fill_value=0)
 
-    # A token may be in another chunk for each node: so all come before any is added.
-    arrived = jnp.concatenate([jax.lax.all_to_all(part, group.node_axes, 0, 0) for part in parts], axis=1)
-    return added_up(arrived, taken)
+    # A token may be in another chunk for each node, so sums begin when all chunks are here.
+    sums = jnp.concatenate([jax.lax.all_to_all(part, group.node_axes, 0, 0) for part in parts], axis=1)
+    return added_up(sums, taken)

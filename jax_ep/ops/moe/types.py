@@ -12,7 +12,7 @@ from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
 from jax_ep.ops.moe.shares import rows_of_experts
 
-# The names by which a policy of `jax.checkpoint` keeps what an exchange brought.
+# The names by which a policy of `jax.checkpoint` keeps the results of an exchange.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
 COMBINED = "jax_ep_combine"  # the sums
 
@@ -22,15 +22,15 @@ WIRES: tuple[Wire | None, ...] = (None, "float8", "float8_rows")
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
-    """How tokens travel where the group is of several nodes; a group of one node does not look at it.
+    """How tokens travel between the nodes of a group; a group of one node ignores it.
 
     Attributes:
-      capacity: the tokens of a rank that have room on the way to each node; beyond it `on_overflow` decides. None: all
-        tokens go to all nodes, which is best while there are few. "auto": None, or room for 5/4 of the tokens that an
-        even router has for a node (`Group.node_plan`).
-      chunks: into how many chunks tokens are cut on their way, so that one is passed on inside the nodes while the next
-        goes between them; in the dispatch, in its `combine`, and in the gradients of both. The results have the same
-        bits. "xla" does not look at it.
+      capacity: the most tokens that a rank sends to each node; `on_overflow` says what happens to more. None: all
+        tokens go to all nodes, which is best for few tokens. "auto": None, or room for 5/4 of the tokens that an even
+        router has for a node (`Group.node_plan`).
+      chunks: the number of chunks that tokens travel in, so that one chunk travels inside the nodes while the next
+        travels between them; in the dispatch, in its `combine`, and in the gradients of both. The results have the same
+        bits. "xla" ignores it.
     """
 
     capacity: int | Literal["auto"] | None = None
@@ -39,10 +39,10 @@ class NodeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchConfig:
-    """What a routing says about its dispatch: all that is known when it is traced.
+    """The static settings of a dispatch, which its routing keeps.
 
-    `capacity` is in rows. `zero_unused`: whether the rows behind those of the last expert are zeroed. The layer leaves
-    them: they then hold anything, NaN too, and so do these rows of their tangent, and of the cotangent of `combine`.
+    `capacity` is in rows. If `zero_unused` is false, the rows behind the last expert's are undefined (possibly NaN) in
+    the rows, in their tangent, and in the cotangent of `combine`.
     """
 
     size: int
@@ -78,18 +78,18 @@ class DispatchConfig:
 
 
 class Chunks(NamedTuple):
-    """How the tokens that a rank took in are cut: those of each node into `number` chunks, if they are as many."""
+    """How tokens that a rank took in are cut: each node's tokens into `number` chunks, or fewer of few tokens."""
 
     nodes: int = 1
     number: int = 1
 
     def slices(self, tokens: int) -> list[slice]:
-        """The tokens of a node that are of each chunk; where `number` does not divide them, some have one more."""
+        """The tokens of each chunk, among the tokens of a node. Chunks differ by at most one token."""
         count = max(1, min(self.number, tokens))
         return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
 
     def cut(self, routing: "Routing") -> "list[Routing]":
-        """The routing of each chunk's tokens; `counts` remain those of all."""
+        """The routing of each chunk's tokens; `counts` remains that of all tokens."""
         tokens, top_k = routing.targets.shape[0] // self.nodes, routing.targets.shape[1]
         if len(slices := self.slices(tokens)) == 1:
             return [routing]
@@ -106,7 +106,7 @@ WHOLE = Chunks()
 
 
 class DispatchCall(NamedTuple):
-    """A validated call of dispatch but for its arrays, and what runs it."""
+    """A validated call of dispatch without its arrays."""
 
     group: Group
     config: DispatchConfig  # as of one group of all ranks
@@ -171,7 +171,7 @@ class Routing:
         self._check_leaves(op, counts="counts")
 
     def _check_leaves(self, op: str, *, counts: str) -> None:
-        """Those of a dispatch among the ranks of `config`; `counts` is the leaf that counts their assignments."""
+        """Checks the leaves of a dispatch among the ranks of `config`; `counts` names the leaf of its counts."""
         if not isinstance(self.config, DispatchConfig):
             raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {checks.describe(self.config)}")
         checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
@@ -193,7 +193,7 @@ class Routing:
             checks.check_dtype(op, f"routing.{name}", leaf, (np.dtype(dtype),))
 
     def check_own(self, op: str, axis_name: AxisName) -> None:
-        """Raises ValueError where types say that all ranks were given the routing of one."""
+        """Raises ValueError if the types say that all ranks have the same routing."""
         self._check_varying(op, axis_name, self.config.size, ("targets", "row_of", "counts"))
 
     def _check_varying(self, op: str, axis_name: AxisName, ranks: int, names: tuple[str, ...]) -> None:
@@ -213,20 +213,20 @@ class Routing:
 class NodeRouting(Routing):
     """Where every assignment of a dispatch over several nodes went. There are N nodes with L ranks each; R = N L.
 
-    `targets` [N B, K], `row_of` and `weights` [L, N B, K] are those of the dispatch inside this node, as is `config`:
-    its sources are the ranks of the node, each with the N B tokens that it took in from the nodes, in their order. B is
-    T, or `NodeOptions.capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; what found no room
-    on the way was dropped.
+    `targets` [N B, K], `row_of` and `weights` [L, N B, K] and `config` describe the dispatch inside this node. Its
+    sources are the ranks of the node, each with the N B tokens that it took in, in the order of the nodes. B is T, or
+    `NodeOptions.capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; `dropped` includes tokens
+    that found no room between nodes.
 
     Attributes:
-      arrived: [L, E / R] int32. Assignments per source rank inside the node and local expert, before drops there.
-      sent: [N, B] int32. The tokens of this rank that each node was sent, in order, and T where there are no more; None
-        where every node was sent all.
+      local_counts: [L, E / R] int32. Assignments per source rank inside the node and local expert, before drops there.
+      sent: [N, B] int32. For each node the tokens of this rank that were sent there, in order, padded with T. None if
+        every node got all tokens.
       num_tokens: static; T.
-      chunks: static; as the dispatch was told, for its combine, too.
+      chunks: static; of the dispatch, and of its combine.
     """
 
-    arrived: jax.Array
+    local_counts: jax.Array
     sent: jax.Array | None
     num_tokens: int = dataclasses.field(metadata={"static": True})
     chunks: int = dataclasses.field(metadata={"static": True})
@@ -235,17 +235,19 @@ class NodeRouting(Routing):
     def local(self) -> Routing:
         """The routing inside the node."""
         zero = jnp.zeros_like(self.dropped)
-        return Routing(self.targets, self.row_of, self.weights, self.arrived, zero, zero, self.config)
+        return Routing(self.targets, self.row_of, self.weights, self.local_counts, zero, zero, self.config)
 
     @property
     def group_sizes(self) -> jax.Array:
         return self.local.group_sizes
 
     def check_own(self, op: str, axis_name: AxisName) -> None:
-        self._check_varying(op, axis_name, self.counts.shape[0], ("targets", "row_of", "counts", "arrived", "sent"))
+        self._check_varying(
+            op, axis_name, self.counts.shape[0], ("targets", "row_of", "counts", "local_counts", "sent")
+        )
 
     def check(self, op: str) -> None:
-        self._check_leaves(op, counts="arrived")
+        self._check_leaves(op, counts="local_counts")
         checks.check_int(op, "routing.num_tokens", self.num_tokens, least=0)
         checks.check_int(op, "routing.chunks", self.chunks)
         checks.check_rank(op, "routing.counts", self.counts, 2, "[R, E / R]")

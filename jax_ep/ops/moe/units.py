@@ -32,12 +32,13 @@ class Gated:
 class Experts:
     """The matrices of a rank's own experts: a pytree, so under `jax.shard_map` the one spec `P(axis_name)` fits it.
 
-    An expert makes of a row x: (activation(x gate) * (x up)) down.
+    The output of an expert for a row x is (activation(x gate) * (x up)) down. As `shared` of `moe_mlp`, all arrays lack
+    the first axis.
 
     Attributes:
       gate: [E / R, H, F] in the dtype of the tokens, or `Float8Weights` of that shape. None: experts have two matrices,
-        and make activation(x up) down.
-      up: [E / R, H, F], as `gate`. None: `gate` holds both, [E / R, H, 2 F] with gate in front: they are one product.
+        and the output is activation(x up) down.
+      up: [E / R, H, F], as `gate`. None: `gate` holds both matrices, [E / R, H, 2 F] with gate in front.
       down: [E / R, F, H], as `gate`.
       biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of the tokens or
         None; added to the products.
@@ -65,8 +66,13 @@ class Experts:
         return tuple(getattr(self, name) for name in self.names)
 
 
+def split_biases(experts: Experts, biases: Any) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
+    """The biases of the first products of `experts`, and that of down; or their tangents."""
+    return (biases[1:2] if experts.gate is None else biases[:2]), biases[2]
+
+
 class Unit(NamedTuple):
-    """What experts make of their first products: static."""
+    """The elementwise function between the first products of experts and the product by down: static."""
 
     function: Callable[..., jax.Array]  # of the products by gate and up, or of the one by up; elementwise
     operands: int  # how many products that takes
@@ -77,45 +83,47 @@ class Unit(NamedTuple):
         self,
         products: tuple[jax.Array, ...],
         biases: tuple[jax.Array | None, ...],
-        group_sizes: jax.Array,
+        group_sizes: jax.Array | None = None,
         parameters: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
         """[C, F] in the dtype of the products, however the function promotes.
 
         Args:
           biases: of gate and up, or of the one product.
-          parameters: what `closed_over` found.
+          group_sizes: None for experts without a first axis.
+          parameters: the parameters that `closed_over` returned.
         """
         parts = jnp.split(products[0], 2, axis=1) if self.splits else products
         parts = [with_bias(part, bias, group_sizes) for part, bias in zip(parts, biases, strict=True)]
         return self.function(*parts, *parameters).astype(products[0].dtype)
 
 
-def unit_of(op: str, experts: Experts) -> Unit:
-    """Raises ValueError or TypeError, naming `op`, where the activation is none, or none of such experts.
+def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
+    """The unit of `experts`, which errors call `name`.
 
-    A function of the user's raises ValueError when it is called, if it returns another shape than it was given.
+    Raises ValueError or TypeError if the activation is no activation, or does not fit the matrices. A function of the
+    user's raises ValueError when it is called, if it returns another shape than that of its operands.
     """
     splits: bool = experts.up is None
     activation: Any = experts.activation
     if isinstance(activation, Gated):
         if experts.gate is None:
-            raise ValueError(f"{op}: experts.activation must be of one argument where experts.gate is None, got Gated")
+            raise ValueError(f"{op}: {name}.activation must be of one argument where {name}.gate is None, got Gated")
         if not callable(activation.function):
             raise TypeError(
-                f"{op}: experts.activation must be Gated of a function of two arrays, got {activation.function!r}"
+                f"{op}: {name}.activation must be Gated of a function of two arrays, got {activation.function!r}"
             )
-        return Unit(_elementwise(op, activation.function), 2, splits, None)
+        return Unit(_elementwise(op, name, activation.function), 2, splits, None)
     if isinstance(activation, str):
-        checks.check_one_of(op, "experts.activation", activation, tuple(ACTIVATIONS))
+        checks.check_one_of(op, f"{name}.activation", activation, tuple(ACTIVATIONS))
     elif not callable(activation):
         names = ", ".join(map(repr, ACTIVATIONS))
-        raise TypeError(f"{op}: experts.activation must be a function, Gated or one of {names}, got {activation!r}")
+        raise TypeError(f"{op}: {name}.activation must be a function, Gated or one of {names}, got {activation!r}")
     known: ActivationName | None = next(
-        (name for name, function in ACTIVATIONS.items() if activation in (name, function)), None
+        (known for known, function in ACTIVATIONS.items() if activation in (known, function)), None
     )
     given: Any = activation
-    function = ACTIVATIONS[known] if known is not None else _elementwise(op, given)
+    function = ACTIVATIONS[known] if known is not None else _elementwise(op, name, given)
     if experts.gate is None:
         return Unit(function, 1, splits=False, known=None)
 
@@ -125,12 +133,12 @@ def unit_of(op: str, experts: Experts) -> Unit:
     return Unit(gated, 2, splits, known)
 
 
-def _elementwise(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*operands: jax.Array) -> Any:
         made, shape = function(*operands), operands[0].shape
         if not isinstance(made, checks.ARRAYS) or made.shape != shape:
             raise ValueError(
-                f"{op}: experts.activation must return an array of the shape {shape} that it is given, got "
+                f"{op}: {name}.activation must return an array of the shape {shape} that it is given, got "
                 f"{checks.describe(made)}"
             )
         return made
@@ -139,8 +147,9 @@ def _elementwise(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def closed_over(unit: Unit, product: jax.ShapeDtypeStruct) -> tuple[Unit, tuple[jax.Array, ...]]:
-    """A unit that closes over nothing that is differentiated, and what it closed over, its parameters: a
-    `jax.custom_jvp` differentiates operands only.
+    """`unit` as a function of its parameters, and the parameters: the differentiable values that it closed over.
+
+    They become operands, as `jax.custom_jvp` differentiates operands only.
 
     Args:
       product: the type of its operands, [C, F].
@@ -151,15 +160,17 @@ def closed_over(unit: Unit, product: jax.ShapeDtypeStruct) -> tuple[Unit, tuple[
     return (unit._replace(function=function), tuple(parameters)) if parameters else (unit, ())
 
 
-def with_bias(product: jax.Array, bias: jax.Array | None, group_sizes: jax.Array) -> jax.Array:
-    """Each row [C, N] plus the bias [E / R, N] of its expert."""
-    return product if bias is None else product + bias_of_rows(bias, group_sizes, product.shape[0]).astype(bias.dtype)
+def with_bias(product: jax.Array, bias: jax.Array | None, group_sizes: jax.Array | None = None) -> jax.Array:
+    """Each row [C, N] plus the bias [E / R, N] of its expert; without `group_sizes`, plus the one bias [N]."""
+    if bias is None or group_sizes is None:
+        return product if bias is None else product + bias
+    return product + bias_of_rows(bias, group_sizes, product.shape[0]).astype(bias.dtype)
 
 
 def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
     """[C, N] float32: the bias [E / R, N] of each row's expert, and 0 behind the last expert's.
 
-    float32, so that the gradient sums up in it. What rows behind the last one hold does not come into that.
+    It is float32, so that the gradient is summed in float32. The gradient ignores rows behind the last expert's.
     """
     experts = bias.shape[0]
     sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes, dtype=group_sizes.dtype))

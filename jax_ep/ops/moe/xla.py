@@ -26,9 +26,9 @@ class Layout(NamedTuple):
 
 
 def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: jax.Array | int = 0) -> Layout:
-    """Where a dispatch puts the assignments `ids` [N] of all source ranks, which are in the order of these ranks.
+    """Where a dispatch puts the assignments `ids` [N] of all source ranks, in the order of the ranks.
 
-    The first expert is number `first_expert` among those of all nodes.
+    `first_expert`: the number of expert 0 among the experts of all nodes.
     """
     experts, local = config.num_experts, config.local_experts
     valid = (ids >= 0) & (ids < experts)
@@ -88,11 +88,11 @@ def dispatch(
     received = received.at[jnp.where(here, rows, outside)].set(all_tokens[source], mode="drop")
 
     targets = jnp.where(placed.row >= 0, placed.owner * config.capacity + placed.row, -1).reshape(shape)
-    arrived = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
+    routed_weights = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
     routing = Routing(
         targets=targets[me].astype(jnp.int32),
         row_of=rows.reshape(shape),
-        weights=arrived,
+        weights=routed_weights,
         counts=placed.counts.reshape(size, size, config.local_experts)[:, me],
         dropped=placed.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
@@ -123,8 +123,8 @@ def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName)
         values = expert_outputs.at[rows].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
         weights = jnp.where(rows < routing.config.capacity, routing.weights[:, :, k], jnp.nan)  # there is no such row
         partial += jnp.where((rows >= 0)[..., None], weights[..., None] * values, 0)
-    arrived = jax.lax.all_to_all(partial.astype(expert_outputs.dtype), axis_name, 0, 0)
-    total = jnp.zeros(arrived.shape[1:], jnp.float32)
+    partials = jax.lax.all_to_all(partial.astype(expert_outputs.dtype), axis_name, 0, 0)
+    total = jnp.zeros(partials.shape[1:], jnp.float32)
     for rank in range(size):
-        total += arrived[rank].astype(jnp.float32)
+        total += partials[rank].astype(jnp.float32)
     return total.astype(expert_outputs.dtype)

@@ -78,7 +78,7 @@ def sparse_all_reduce(
     check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
     checks.check_one_of(name, "method", method, METHODS)
-    native = group._resolve(name, implementation, across_nodes=True) == "ffi"
+    native = group._resolve(name, implementation, serves_nodes=True) == "ffi"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
         padding = (
