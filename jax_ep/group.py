@@ -19,8 +19,8 @@ from jax_ep.runtime.nodes import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
 
-# Kernels on the CPU could serve several processes too, and do in tests; but there independent ops may run in another
-# order in each process, and wait for each other.
+# Whether kernels on the CPU serve several processes, as tests do. Elsewhere they must not: independent ops may run in
+# another order in each process, and wait for each other.
 _CPU_PROCESSES_SHARE = False
 
 
@@ -35,26 +35,27 @@ class Group:
         when an op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
-      async_ops: True: on GPUs, since jax 0.12, the ops run on XLA's collective stream, beside whatever does not depend
-        on them, as XLA's own collectives do. What an op computes stays, to the bit, and so does the order of the
-        group's ops. Products with a collective and `ragged_all_to_all` remain on the compute stream.
-      max_sms: the most SMs that an op of this group may take on a GPU; other platforms do not look at it. Default: what
-        measures best and leaves room for XLA's own collectives, 96 of 132; with `async_ops` 64, and 24 for
-        `sparse_all_reduce`. Products with a collective take what they need, up to all. An op that takes nearly all of
-        them can deadlock with a collective that runs beside it, until the timeout. All processes give the same.
-      across_nodes: True: the axes before the last one cross *nodes*. Kernels exchange along the last axis, XLA's
-        collectives (NCCL, gloo) along the others; ranks are numbered node by node. False: kernels exchange along all
-        axes. Default: True where the devices of the last axis are of one host, and on a CPU of one process, and those
-        of all axes are not.
-      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. Ranks drift apart while
-        one of them compiles, loads data or saves a checkpoint, so it bounds these too. More than 24 days, and `inf`,
-        count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a process
-        that sends no heartbeat for so long, and at least 2 seconds, is lost (`PeerLostError`).
+      async_ops: if True, on GPUs since jax 0.12, ops run on XLA's collective stream, as XLA's own collectives do, and
+        overlap work that does not depend on them. Results keep their bits, and the group's ops their order. Products
+        with a collective and `ragged_all_to_all` remain on the compute stream.
+      max_sms: the most SMs that an op of this group may take on a GPU; other platforms ignore it. Default: the fastest
+        number that leaves room for XLA's own collectives, 96 of 132; with `async_ops` 64, and 24 for
+        `sparse_all_reduce`. Products with a collective may take all SMs. An op that takes nearly all SMs can deadlock
+        with a collective that runs at the same time, until the timeout. All processes must give the same number.
+      across_nodes: if True, the axes before the last one cross *nodes*: kernels exchange along the last axis, XLA's
+        collectives (NCCL, gloo) along the others, and ranks are numbered node by node. If False, kernels exchange along
+        all axes. Default: True if every line along the last axis is on one host (on a CPU: in one process), and some
+        line along all axes is not.
+      timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. A rank that compiles,
+        loads data or saves a checkpoint keeps its peers waiting, so the timeout must be longer. More than 24 days, and
+        `inf`, count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a
+        process without a heartbeat for this time, and at least 2 seconds, is lost (`PeerLostError`).
       open_timeout: seconds that this call waits for the other processes, in all. Default: `timeout`, but at most 300.
 
-    The devices may be of several processes (`jax.distributed`), of one host but for axes that cross nodes: then all of
-    them create the group, in the same order as any other groups over these devices. Where one comes too late, the call
-    fails in all that have come, and may be repeated: it returns once all are there at a time.
+    The devices may be of several processes (`jax.distributed`), which must be on one host except along axes that cross
+    nodes. All processes create the group, in the same order as other groups over these devices. If a process comes too
+    late, the call fails in all processes that have come. It may be repeated, and returns when all processes are in it
+    at the same time.
 
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, or one

@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// What Python must know of a result. The dtype is null if the result begins as an operand, whose dtype it has.
+// The type of a result, for Python. The dtype is null if the result begins as an operand, whose dtype it has.
 struct ResultType {
   std::string name;
   const char* dtype;
@@ -18,7 +18,7 @@ struct ResultType {
   bool alike;  // on all ranks
 };
 
-// What users know an op as, and the results of a call in its order.
+// The name of an op for users, and the results of a call in order.
 struct CallTypes {
   std::string op;
   std::vector<ResultType> results;

@@ -10,7 +10,7 @@
 #include "bindings/bound_op.h"
 #include "bindings/buffers.h"
 #include "bindings/settings.h"
-#include "platform/launch.h"
+#include "platform/launch.h"  // of runtime/cpu or runtime/gpu, whichever CMake puts on the include path
 #include "runtime/registry.h"
 
 namespace jax_ep {
@@ -35,7 +35,7 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
   return caller;
 }
 
-// What users know an op as.
+// The name of an op for users.
 template <class Args>
 std::string op_name(const Args& args) {
   if constexpr (kIsLocal<Args>)

@@ -17,8 +17,7 @@ JAX_EP_FN bool in_words(const void* a, const void* b, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uintptr_t>(bytes)) % 16 == 0;
 }
 
-// Copies every `step`-th word from `first` on. A lane has several words in flight; how many is a choice, here and
-// below.
+// Copies every `step`-th word from `first` on. A lane has kInFlight words in flight.
 JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t first, int step) {
   constexpr int kInFlight = 4;
   int64_t i = first;
@@ -41,12 +40,12 @@ JAX_EP_FN void copy_row(const Coop& coop, char* to, const char* from, int64_t by
   }
 }
 
-// Neighbouring 16-byte words in the registers of all lanes of a coop, several a lane.
+// 16-byte words in registers, kWords of each lane. Neighbouring lanes hold neighbouring words.
 struct Batch {
   static constexpr int kWords = 8, kBytes = kWords * Coop::lanes * int(sizeof(Word16));
   Word16 word[kWords];
 
-  // All lanes call. Loads up to kBytes from `from` on, of which `count` words are left.
+  // All lanes call. Loads kBytes from `from`, or `count` words if these are fewer.
   JAX_EP_FN void load(const Coop& coop, const Word16* from, int64_t count) {
     for (int i = 0; i < kWords; ++i)
       if (i * Coop::lanes + coop.lane < count) word[i] = from[i * Coop::lanes + coop.lane];

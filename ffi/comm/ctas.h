@@ -7,10 +7,10 @@
 
 namespace jax_ep {
 
-// A barrier of the first `ctas` CTAs. What a coop did before it is visible to all of them behind the cta_sync() that
-// must follow it. All coops of a CTA call it, also those whose op has failed: `join` is then false, and the other CTAs
-// find the abort word. One coop of a CTA waits for all its coops, and alone learns the status. If the wait failed, that
-// coop raises the abort word before the cta_sync().
+// A barrier of the first `ctas` CTAs. All their coops call it, and cta_sync() after it. Then every coop sees what the
+// others wrote before the barrier. A coop whose op has failed passes `join` = false; the other CTAs then see the abort
+// word. The first coop of a CTA waits for its CTA, and only this coop gets the status. If the wait failed, this coop
+// raises the abort word before the cta_sync().
 JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bool join, const uint64_t* abort_word,
                              uint64_t timeout_ns) {
   coop.cta_sync();
@@ -27,27 +27,27 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
   return static_cast<Status>(coop.broadcast(status));
 }
 
-// The members of an op are the CTAs that take part in its barriers: those that have begun when the first ones stop
-// waiting for more. Beside another kernel some CTAs may not find an SM until these have ended, so nobody may wait for
-// them.
+// The members of an op are the CTAs that take part in its barriers: all CTAs that begin before the first ones stop
+// waiting for more. If another kernel holds SMs, the other CTAs may start only after the members have ended, so no
+// member may wait for them.
 
-// How long the first CTAs wait for the others, which usually begin within a microsecond. A choice, which `residency`
-// times with all SMs but one taken. CPU threads outnumber the cores, so they wait longer.
+// How long the first CTAs wait for the others, which usually begin within a microsecond. Tuned with `residency`. CPU
+// threads outnumber the cores, so they wait longer.
 constexpr uint64_t kJoinNs = Coop::lanes == 1 ? 10'000'000 : 20'000;
 
-// Returns the part of this CTA among the members, or an empty part if the members were settled before it began. One
+// Returns the part of this CTA among the members, or an empty part if the members were already counted. One
 // lane of a CTA calls. `words` is one word of the heap: its low half counts the CTAs that have begun, its high half the
 // members.
 JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
-  const auto settled = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
+  const auto members = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
   const uint64_t before = fetch_add(words, uint64_t{1});
-  if (settled(before)) return {};
+  if (members(before)) return {};
   const int index = begun(before);
   uint64_t since = 0;
   for (unsigned tries = 0;; ++tries) {
     const uint64_t seen = load_acquire(words);
-    if (settled(seen)) return {index, settled(seen)};
+    if (members(seen)) return {index, members(seen)};
     if (begun(seen) == ctas) return {index, ctas};  // nobody is left to come late
     const uint64_t now = clock_ns();
     if (!since) since = now;
@@ -56,9 +56,9 @@ JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   }
 }
 
-// Whether all `count` coops of a role have begun. Each of them asks, and waits as long as join() does. `begun` is a
-// word that is zero when the op begins. The last coop to begin always gets true, so at least one coop stays if those
-// that get false leave. A coop that stays may wait for peers, as no other coop of this rank then needs an SM.
+// Whether all `count` coops of a role have begun. Each of these coops calls, and waits up to kJoinNs. `begun` is a word
+// that is zero when the op begins. The last coop to begin gets true, so at least one coop stays if the coops that get
+// false leave. A coop that stays may wait for peers, as no other coop of this rank then needs an SM.
 JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
   int all = 0;
   if (coop.lane == 0) {
@@ -93,14 +93,14 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   return joined;
 }
 
-// The part of a coop in sender_part()'s order, once only the members have parts.
+// The part of a coop, in the order of sender_part(), if only members have parts.
 JAX_EP_FN Part among_members(Part part, Part cta, Part member) {
   const int of_cta = part.count / cta.count;  // parts
   return of_cta == 0 ? Part{} : Part{part.index / cta.count * member.count + member.index, of_cta * member.count};
 }
 
-// This coop, numbered as if the member CTAs were all CTAs. If its CTA is no member, it has no part in the op. A CPU
-// thread both sends and receives.
+// This coop, numbered among the coops of member CTAs. A coop of another CTA has no part in the op. A CPU thread both
+// sends and receives.
 JAX_EP_FN Coop as_member(Coop coop, Part cta) {
   if (cta.empty()) {
     coop.sender = coop.receiver = coop.cta = {};
@@ -120,7 +120,7 @@ JAX_EP_FN Coop as_member(Coop coop, Part cta) {
   return coop;
 }
 
-// This coop among those of all CTAs of its rank that have begun. If its CTA came too late, it only finishes the op.
+// This coop as a member. A coop whose CTA came too late only finishes the op.
 JAX_EP_FN Coop join_op(const Comm& comm, const Coop& coop) {
   return as_member(coop, join_cta(coop, &comm.own_heap->members, coop.cta.count));
 }

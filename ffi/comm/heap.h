@@ -9,10 +9,9 @@
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
-// Both are choices. kMailCounts bounds the experts and the slices of an op.
-constexpr int kMaxFlags = 1024;    // most chunks of a source with a flag each: a matrix has many row blocks
-constexpr int kMailCounts = 4096;  // numbers in a mailbox
-constexpr int kMailBuffers = 5;
+constexpr int kMaxFlags = 1024;    // chunks of a source that have a flag each: a matrix has many row blocks
+constexpr int kMailCounts = 4096;  // numbers in a mailbox: bounds the experts and the slices of an op
+constexpr int kMailBuffers = 5;    // all in use by the op with the most windows: rows, tables, weights, scales, landing
 
 enum class OpKind : int32_t;  // kernels/ops.h
 
@@ -62,7 +61,7 @@ struct alignas(128) BarrierWords {
 };
 
 // An entry of a rank's flight recorder. Op::record_begin() begins it, and the coop that finishes the op ends it. The
-// host may read it word by word meanwhile.
+// host may read it at any time, word by word.
 enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
   uint64_t epoch;
@@ -83,12 +82,11 @@ constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word 
 // the peer runs another op.
 constexpr int kTagBits = 24;
 
-// All ops' flags live in this one struct because other processes map it: its layout is ABI. Flags are named for what
-// they stand for. Only ops whose ranks first tell each other what they will send use `chosen`, `laid_out`, `placed` and
-// the words of routers.
+// All ops' flags live in this one struct because other processes map it: its layout is ABI. Only ops whose ranks first
+// exchange counts use `chosen`, `laid_out`, `placed` and the words of routers.
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
-  uint64_t abort;     // raised by any rank: the group has failed; 1 + the rank that was waited for in vain
+  uint64_t abort;     // raised by any rank if the group has failed: 1 + the rank that did not answer
   uint64_t never;     // an abort word that is never raised, for waits that must not be aborted
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
@@ -98,17 +96,17 @@ struct alignas(128) Heap {
   alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: of rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
   alignas(128) uint64_t chosen[kMaxRanks];                     // by source: the rest of its mail is here
-  alignas(128) uint64_t laid_out;                              // it is known how many rows the experts here have
+  alignas(128) uint64_t laid_out;                              // the rows of each expert here are counted
   alignas(128) uint64_t placed[kMaxRanks];                     // by source: its assignments have their rows here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routers, everyone;                         // barriers among CTAs of this rank
-  alignas(128) uint64_t routers_begun, members;           // CTAs that have begun to route, and with the op; or reducers
-  alignas(128) uint64_t exited;                           // coops that are done with the op
-  alignas(128) uint64_t ticket;                           // the next item of the work queue
-  alignas(128) uint64_t push_ticket;                      // the next row to push
-  alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
-  alignas(128) uint64_t claimed[kMaxClaims];              // by item: epoch of the last op in which it was claimed
+  alignas(128) uint64_t routers_begun, members;  // CTAs that have begun to route; CTAs or reducers that have begun
+  alignas(128) uint64_t exited;                  // coops that are done with the op
+  alignas(128) uint64_t ticket;                  // the next item of the work queue
+  alignas(128) uint64_t push_ticket;             // the next row to push
+  alignas(128) uint64_t pushed[kMaxFlags];       // how much of a chunk has been pushed
+  alignas(128) uint64_t claimed[kMaxClaims];     // by item: epoch of the last op in which it was claimed
   // Two mailboxes per source, by the parity of the epoch. So a peer that is one op ahead never overwrites mail that is
   // still in use.
   Mail mail[2][kMaxRanks];

@@ -1,5 +1,5 @@
-// What an op leaves for the host: why it failed, and its entry in the flight recorder. Functions for failures are not
-// inlined.
+// An op's notes to the host: its report of a failure, and its entry in the flight recorder. Functions for failures are
+// not inlined.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +31,8 @@ JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
   return load_acquire(&report->epoch) != 0 && report->failure >= kFirstFatal;
 }
 
-// Leaves a report of a wait that failed. After a timeout or a mismatch it also raises the abort word, if that is zero,
-// to 1 + the rank that was waited for.
+// Leaves a report of a wait that failed. After a timeout or a mismatch it also sets the abort word, if it is zero, to
+// 1 + the rank that was waited for.
 JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
   const bool aborted = status == Status::aborted;
   what.failure = aborted ? Failure::peer_lost : status == Status::timeout ? Failure::timeout : Failure::mismatch;
@@ -41,8 +41,8 @@ JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Re
   if (!aborted) compare_exchange(&heap->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 
-// Writes what a rank begins, word by word, as the host may read meanwhile. Inlined: a call this early in a kernel would
-// cost it registers.
+// Writes the record of an op that begins, word by word, as the host may read meanwhile. Inlined, as a call this early
+// would cost the kernel registers.
 JAX_EP_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, const Signature& signature) {
   constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
   const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(site), signature};

@@ -40,29 +40,29 @@ class Op {
 
   // ---- Life: post, report, finish ----
 
-  // Sends every peer the addresses that it may write to. Every coop calls it; whoever wrote the rest of the mail has
-  // met the elected coop before.
-  JAX_EP_FN void post(const Posted& here) {
+  // Sends every peer the addresses that it may write to. Every coop calls. Coop 0 posts; it has met the coops that
+  // wrote the rest of the mail.
+  JAX_EP_FN void post(const Posted& buffers) {
     record_begin(is_recorder());
-    post_by(coop.index == 0, here);
+    post_by(coop.index == 0, buffers);
   }
-  // At least one coop of the rank is `elected`; to post twice does no harm.
-  JAX_EP_FN void post_by(bool elected, const Posted& here) {
+  // At least one coop of the rank is `elected`. Posting twice does no harm.
+  JAX_EP_FN void post_by(bool elected, const Posted& posted) {
     coop.sync();
     if (!ok() || !elected) return;
     enter(Phase::post);
     each_peer([&](int peer) {
-      for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, here.buffers[i], i);
+      for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, posted.buffers[i], i);
       store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
     });
   }
 
-  // Begins this rank's entry in the flight recorder, by one coop that is `elected`. On a CPU that coop posts
-  // afterwards; on a GPU another coop posts, in no order with it.
+  // Begins this rank's entry in the flight recorder, by one coop that is `elected`. On a CPU the same coop posts
+  // afterwards. On a GPU another coop posts, in no order with this one.
   JAX_EP_FN void record_begin(bool elected) const {
     if (ok() && elected && coop.lane == 0) begin_record();
   }
-  // The elected one of a kernel on rows. On a GPU it is in the second CTA, for which nobody waits then.
+  // Whether a kernel on rows elects this coop. On a GPU it is in the second CTA, for which no coop waits at that time.
   JAX_EP_FN bool is_recorder() const {
     return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.member.count - 1);
   }
@@ -71,8 +71,8 @@ class Op {
   JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
     record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
   }
-  // Says at every peer that rows of this op will be missing, so that it delivers nothing either. Called after the peers
-  // have posted, and before this rank delivers the chunk.
+  // Tells every peer that rows of this op will be missing; the peer then delivers nothing either. Called after
+  // wait_posted(), and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
     each_peer([&](int peer) { store_relaxed(&comm.heaps[peer]->refused, epoch); });
@@ -89,8 +89,8 @@ class Op {
     barrier();
   }
 
-  // Ends the op; every coop calls it. The last coop to come settles a failure: it returns only when no peer can write
-  // into this rank's buffers any more. `coops`: how many call it, if not all do.
+  // Ends the op; every coop calls. The last coop to call handles a failure, and returns when no peer can write into
+  // this rank's buffers any more. `coops`: the number of coops that call, if not all do.
   template <class Results>
   JAX_EP_FN void finish(const Results& results, int coops = 0) {
     coop.sync();
@@ -106,8 +106,7 @@ class Op {
   // A flag for every source rank, in the heap of each rank.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
 
-  // Raises this rank's flag at every peer. One coop is `elected`; the coops that wrote what the flag stands for have
-  // met it before.
+  // Raises this rank's flag at every peer. One coop is `elected`; it has met the coops that wrote the flag's data.
   JAX_EP_FN void signal(Flags flags, bool elected) {
     coop.sync();
     if (!ok() || !elected) return;
@@ -146,7 +145,7 @@ class Op {
   // Whether a flag in this rank's heap is of this op.
   JAX_EP_FN bool is_raised(const uint64_t* flag) const { return load_acquire(flag) >= first_stamp(); }
 
-  // Whether this rank has not posted yet. Two steps, as the comparison waits for the load.
+  // is_earlier(ask_posted()): whether this rank has not posted yet. Only the second step waits for the load.
   JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
   JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
@@ -165,18 +164,18 @@ class Op {
 
   // ---- Work: tickets hand out items, counts say when a chunk is whole ----
 
-  // ask_for_ticket() draws the rank's next number, on lane 0; take_ticket() gives it to all lanes. In two steps, so
-  // that nobody waits for the memory.
+  // ask_for_ticket() draws the rank's next number, on lane 0; take_ticket() gives it to all lanes. Work between the two
+  // steps hides the latency.
   JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
 
-  // False once the group has failed. Called before every row, as a peer that gave up must not be written to.
+  // False once the group has failed. Called before every row, as a rank must not write to a peer that gave up.
   JAX_EP_FN bool may_push() const { return !ask_abort(); }
   // Loads the abort word for later. Nothing may be pushed if it is not zero.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
 
-  // Adds `share` to what is written of `chunk`. The coop that brings it to `whole` raises the chunk's flag at every
+  // Adds `share` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
   // peer. All lanes call.
   JAX_EP_FN void deliver(int chunk, int share, int whole) {
     int last = 0;
@@ -204,7 +203,7 @@ class Op {
   friend class SentMail;
   friend class ReceivedMail;
 
-  // Calls visit(peer) for every rank, with a lane for each: so all visits take one turn, or two.
+  // Calls visit(peer) for every rank, each on a lane of its own.
   template <class Visit>
   JAX_EP_FN void each_peer(Visit visit) const {
     JAX_EP_ROLLED
@@ -226,7 +225,7 @@ class Op {
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
 
   JAX_EP_FN void meet(BarrierWords* words, int ctas) {
-    // A coop that is late here may itself wait for a peer: it must be the first to give up, and to name the peer.
+    // A late coop may itself be waiting for a peer. That wait must time out first, as its report names the peer.
     const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
     const Status status = cta_barrier(words, coop, ctas, ok(), &heap->abort, timeout);
     if (ok()) fail(status, comm.rank, 0, 0);
@@ -308,9 +307,9 @@ class Op {
     store_release(&heap->epoch, epoch);
   }
 
-  // Raises the abort word everywhere, says that this rank writes no more, and waits until the peers say so too. A peer
-  // that has not begun the op looks at its abort word first. A peer that has begun is waited for longer, as it may be
-  // about to write here.
+  // Raises the abort word everywhere, acknowledges that this rank writes no more, and waits for the peers'
+  // acknowledgements. A peer that has begun the op gets a longer grace, as it may be about to write here. A peer that
+  // has not will see its abort word first.
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);

@@ -11,8 +11,7 @@ struct Part {
   JAX_EP_CONSTANT_FN bool empty() const { return count == 0; }
 };
 
-// The first `senders` coops of a CTA send. Neighbouring parts are in different CTAs, so that few rows are spread over
-// all.
+// The first `senders` coops of a CTA send. Neighbouring parts are in different CTAs, so that few rows use all CTAs.
 JAX_EP_CONSTANT_FN Part sender_part(int cta, int ctas, int coop, int senders) {
   return coop < senders ? Part{coop * ctas + cta, ctas * senders} : Part{};
 }
@@ -40,7 +39,7 @@ JAX_EP_FN Range share(int items, int index, int count) {
   return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
 }
 
-// The most coops of a CTA: what is sized by them is sized alike everywhere.
+// The most coops of a CTA, on any platform.
 constexpr int kMaxCtaCoops = 8;
 
 }  // namespace jax_ep

@@ -6,9 +6,9 @@
 
 namespace jax_ep {
 
-// Waits up to `patience_ns` for an item's coop to claim the item, as coops usually begin within a microsecond. Then
-// claims it. Returns whether this lane has claimed it. One lane calls. Arguments go by value: this call is not inlined,
-// and references would force the caller's variables into memory.
+// Waits up to `patience_ns` for the item's own coop to claim the item, then claims it. Returns whether this call has
+// claimed it. One lane calls. Arguments go by value: this call is not inlined, and references would force the caller's
+// variables into memory.
 JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
   const uint64_t since = clock_ns();
   for (unsigned tries = 0; load_relaxed(claimed) != epoch; ++tries) {
@@ -23,9 +23,9 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 // after it has returned -1.
 //
 // `own_first` (senders only): sender i starts with item i, which the constructor claims, and draws tickets from then
-// on. Waiting for the first ticket would cost 10 % of a small dispatch. When next() has returned -1 and what was put is
-// announced, the sender calls next_stolen() until that returns -1, too. It returns items of senders that have not
-// begun. Whoever claims an item looks after the next one, so every item is handed out once as long as one sender runs.
+// on. Waiting for the first ticket would cost 10 % of a small dispatch. After next() has returned -1 and all items are
+// announced, the sender calls next_stolen() until it returns -1. next_stolen() returns items of senders that have not
+// begun. A sender that claims an item also checks the next item, so every item is handed out if one sender runs.
 class PushItems {
  public:
   JAX_EP_FN PushItems(Op& op, int items, bool own_first = false)
@@ -50,8 +50,8 @@ class PushItems {
     return item;
   }
 
-  // Whether another coop has stolen the item that next() returned. Then it must be neither put nor announced. Ask as
-  // late as possible, as this waits for the claim.
+  // Whether another coop has stolen the item that next() returned. A stolen item must be neither put nor announced.
+  // Call as late as possible, as this waits for the claim.
   JAX_EP_FN bool was_stolen(int item) const {
     return has_own_ && item == op_.coop.sender.index && op_.coop.broadcast(claimed_before_ == op_.epoch);
   }
@@ -63,21 +63,21 @@ class PushItems {
     int found = 0;
     if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = steal(claimed, op_.epoch, patience_ns_);
     patience_ns_ = 0;                                 // for all items together
-    return op_.coop.broadcast(found) ? looked_ : -1;  // whoever has claimed it looks after the next
+    return op_.coop.broadcast(found) ? looked_ : -1;  // else its owner checks the next item
   }
 
  private:
   Op& op_;
   const int items_, own_;  // the first `own_` items need no ticket
-  int looked_;             // the item that was looked after last
+  int looked_;             // the item that was checked last
   const bool has_own_;
   bool begun_ = false;
   uint64_t claimed_before_ = 0, asked_ = 0;
   uint64_t patience_ns_ = kJoinNs;
 };
 
-// Counts the items that this coop has put, and raises a chunk's flag when they are written. It waits for them only when
-// the next items are already under way, so that the wire does not run dry. All lanes call. after() takes tokens in any
+// Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
+// only after it has started the next ones, so that the link stays busy. All lanes call. after() takes tokens in any
 // order. begun() and skipped() take rising tokens between two calls of finish(), which may be called several times.
 // `Chunks` has chunks, chunk(), chunk_of().
 template <class Chunks>
@@ -114,8 +114,8 @@ class Announcer {
     after(token, rows);
   }
 
-  // Everything was put, so far. If there are no items at all, every sender announces all chunks, as it may be the only
-  // one that takes part.
+  // Announces all items so far. If there are no items at all, every sender announces all chunks, as it may be the only
+  // sender that runs.
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);

@@ -1,4 +1,4 @@
-// The results of an op, and what they hold where it delivers nothing.
+// The results of an op, and their bytes if the op delivers nothing.
 #pragma once
 
 #include "comm/copy.h"
@@ -6,8 +6,8 @@
 
 namespace jax_ep {
 
-// What every byte of an undelivered result becomes. nan: NaN, or -1 in integers. size: 0, as other kernels trust sizes.
-// target: a number below -1, by which combine knows that the dispatch failed.
+// Every byte of an undelivered result. nan: NaN, or -1 in integers. size: 0, as other kernels trust sizes. target: a
+// number below -1, which tells combine that the dispatch failed.
 enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
 
 // A result of an op.
@@ -17,7 +17,7 @@ struct Buffer {
   Undelivered undelivered = Undelivered::nan;
 };
 
-// Fills one coop's share of a buffer. It takes the lane and not the coop, which would cost the caller registers.
+// Fills one coop's share of a buffer. It takes the lane alone, as a coop would cost the caller registers.
 JAX_EP_COLD_FN void fill_share(int lane, Buffer buffer, Part part) {
   constexpr int64_t kChunk = 1 << 16;
   for (int64_t begin = part.index * kChunk; begin < buffer.bytes; begin += part.count * kChunk) {

@@ -1,4 +1,4 @@
-// Waiting for a flag. A wait ends by its flag, by the group's abort word or by its deadline, and says which.
+// Waiting for a flag. A wait ends by its flag, by the group's abort word or by its deadline.
 #pragma once
 
 #include "comm/platform.h"
@@ -36,8 +36,8 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
 }
 
 // Waits until *flag is at least `value`, for at most `timeout_ns` of this waiter's own running time. It polls with
-// relaxed loads, as acquire loads would invalidate the caches of the other coops, and acquires once at the end. The
-// value of that last load is not used, so nobody waits for it.
+// relaxed loads, as acquire loads would invalidate the caches of the other coops, and acquires once at the end. It
+// ignores the value of that acquire, so the coop does not wait for the load.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);
   if (seen >= value) return {Status::ok, seen, 0};

@@ -12,7 +12,7 @@
 
 namespace jax_ep {
 
-// What a coop is busy with; `none` between ops.
+// The work of a coop; `none` between ops.
 enum class Phase : int32_t {
   none,
   poison,

@@ -1,8 +1,8 @@
-// The only way to a peer's memory, except for the flags that Op raises there.
+// The only way to a peer's memory, except for the flags and addresses that Op writes to the peer's signal pad.
 //
-// A window is a buffer that a rank posts when an op begins. Its peers may write or read it from when they have seen it
-// posted (Op::wait_posted) until they deliver the last chunk that the rank waits for. Windows are numbered in the order
-// of the op's spec. A rank may also leave numbers in its peers' mailboxes, before it raises a flag there.
+// A window is a buffer that a rank posts when an op begins. Peers may write and read the window after they have seen it
+// posted (Op::wait_posted), and until they deliver the last chunk that the rank waits for. Windows are numbered in the
+// order of the op's spec. A rank may also write numbers to a peer's mailbox before it raises a flag at the peer.
 #pragma once
 
 #include "comm/op.h"
@@ -23,8 +23,8 @@ class Window {
   const int number_;
 };
 
-// A window for hot loops: each lane keeps the address at one peer, if there are enough lanes. Made when all ranks have
-// posted.
+// A window for hot loops: each lane keeps the address at one peer, if there are enough lanes. Constructed after
+// Op::wait_posted().
 template <class T>
 class LaneWindow {
  public:

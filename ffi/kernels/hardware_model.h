@@ -1,35 +1,34 @@
-// What plans know of a GPU: how many SMs it has, how much shared memory, and the rates of ops. One model per
-// architecture.
+// A GPU as plans see it: its SMs, its shared memory, and the rates of ops. One model per architecture.
 //
-// kernels/plan.h turns a shape and a HardwareModel into a launch. All models hold the rates of an H200, the only GPU on
-// which the kernels have been timed. The comment of a rate names the command that measures it again: kernels_bench,
-// gemm_bench and overlap_bench are built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
+// kernels/plan.h turns a shape and a HardwareModel into a launch. The rates of all models were fitted on an H200; an
+// H100 has the same model. The comment of a rate names the command that measures it again: kernels_bench, gemm_bench
+// and overlap_bench are built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
 #pragma once
 
 #include <string_view>
 
 namespace jax_ep {
 
-// How many warps of a CTA are senders, by the blocks of an op and the ranks of its group.
+// The number of sender warps of a CTA, by the blocks of an op and the ranks of its group.
 struct SenderRule {
-  int most_blocks;            // up to so many blocks, ...
-  int two_ranks, more_ranks;  // ... so many warps push
+  int most_blocks;            // of the ops to which the rule applies
+  int two_ranks, more_ranks;  // sender warps in a group of two ranks, or of more
 };
 constexpr int kSenderRules = 4;
 
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // For ops that run beside products: 64 of 132, and 24 for sums of sparse rows, beside which there is more to compute.
+  // For ops that run beside products: 64 of 132, and 24 for sums of sparse rows, which run beside longer products:
   // bench overlap, with --max-sms 24, 48 and 80 too.
   int async_percent = 48, async_sparse_percent = 18;
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};
   SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
   SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 3, 3}};
-  int few_senders = 4;                // of few tokens in float8, and of a combine of few
-  int union_entries_per_block = 256;  // of sparse_union: a choice, which python -m benchmarks.sparse times
-  int union_blocks = 96;              // at the most: alike
+  int few_senders = 4;                // of a combine of few tokens, and of their dispatch in float8
+  int union_entries_per_block = 256;  // of sparse_union: bench sparse
+  int union_blocks = 96;              // at the most: bench sparse
 };
 
 // Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
@@ -38,7 +37,7 @@ struct GatherRates {
   double narrow = 0.93;          // of that with 128 columns
   double tile_us = 1;            // to begin and to store a tile
   double handshake_us = 10;      // until the first rows can be here
-  double bytes_per_cta = 2.3e3;  // that leave for each peer in a microsecond
+  double bytes_per_cta = 2.3e3;  // to each peer, in a microsecond
   double once_us = 7;            // to start and to end the kernel
   int most_leaving = 108;        // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
   int most_pairs = 8;            // of a band: overlap_bench bands 2, overlap_bench bands 4
@@ -55,23 +54,23 @@ struct ReduceRates {
   double last_per_us = 230e3;   // bytes, when all wait for them
   int most_pushing = 144;       // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
   int most_pairs = 16;          // of a band: overlap_bench bands 2, overlap_bench bands 4
-  int least_bands = 8;          // so that what the last one moves is little: overlap_bench bands 2
+  int least_bands = 8;          // so that the last band moves few bytes: overlap_bench bands 2
 };
 
 // Rates of reductions in which two ranks exchange tiles. Fitted together to overlap_bench time 2 and sweep 2.
 struct ExchangeRates {
-  int spare_sms = 2;           // where other kernels get on while all CTAs wait for a peer: a choice, not measured
-  double most_reduced = 28e6;  // bytes: to push more holds up the product longer than fetching takes
+  int spare_sms = 2;                            // for other kernels while all CTAs wait for a peer; not measured
+  double most_reduced = 28e6;                   // bytes: pushing more delays the product longer than fetching takes
   double most_reduce_scattered = 17e6;          // of matmul_reduce_scatter
   double once_us = 5;                           // to begin, and from the last tile to the last sum
-  double ping_pong_us = 1.5;                    // to begin a tile of 128 columns: others are stored meanwhile
+  double ping_pong_us = 1.5;                    // to begin a tile of 128 columns, while another tile is stored
   double pushed_per_us = 380e3;                 // bytes
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
 struct HardwareModel {
   std::string_view architecture;
-  bool timed;        // on this architecture; otherwise its rates are guesses
+  bool timed;        // whether its rates were measured; otherwise they are guesses
   int sms;           // that an op may take
   int row_sms;       // that an op on rows may take
   int shared_bytes;  // that a CTA may have
@@ -80,16 +79,16 @@ struct HardwareModel {
   GatherRates gather{};
   ReduceRates reduce{};
   ExchangeRates exchange{};
-  int sparse_sms = 1 << 20;  // that a sum of sparse rows may take at the most, if that is fewer than row_sms
+  int sparse_sms = 1 << 20;  // the most that a sparse op may take, besides row_sms
 };
 
-// The model of "sm_90" (H100, H200), "sm_80" (A100), "gfx942" (MI300), or that of all others, which is named "unknown".
+// The model of "sm_90" (H100, H200), "sm_80" (A100) or "gfx942" (MI300); other architectures share one, "unknown".
 const HardwareModel& hardware_model(std::string_view architecture);
 
-// The model of a device: that of its architecture, and what the device says of itself.
+// The model of an architecture, with the SMs, shared memory and lanes of a device.
 HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int warp_lanes);
 
-// The model with at most so many SMs, all of them for ops on rows too.
+// The model with at most `most` SMs, all of which ops on rows may take.
 HardwareModel limit_sms(HardwareModel model, int most);
 
 // The model for asynchronous ops, which leave most SMs to the products beside them.

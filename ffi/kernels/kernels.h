@@ -1,4 +1,4 @@
-// The kernels of all ops, and which of them runs an op.
+// The kernels of all ops, and the choice of the kernel that runs a call.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,7 @@
 
 namespace jax_ep {
 
-// The arguments of the kernel that runs a call. An op with several kernels overloads it, and returns a variant of
-// theirs.
+// The arguments of the kernel that runs a call. An op with several kernels overloads kernel_of().
 template <class Args>
 std::variant<Args> kernel_of(const Args& args) {
   return args;
@@ -30,7 +29,7 @@ inline constexpr bool kIsByteWise = false;
 JAX_EP_BYTE_KERNELS(JAX_EP_IS_BYTE_WISE)
 #undef JAX_EP_IS_BYTE_WISE
 
-// Calls run(format, args) for the kernel that runs a call: run_kernel<decltype(format)>(comm, args, coop) is it.
+// Calls run(format, args), where run_kernel<decltype(format)>(comm, args, coop) is the kernel that runs the call.
 template <class Args, class Run>
 auto with_kernel(const Args& args, Run run) {
   return std::visit(

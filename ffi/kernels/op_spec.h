@@ -1,7 +1,6 @@
-// All that the host must know of an op without running it: a specialisation of OpSpec for the op's arguments, in args.h
-// of its family. The FFI handler and its checks, the types of results in Python, the workspace, the signature that
-// ranks compare, what peers must reach, and what a failure leaves follow from it. Kernels ask it for their results and
-// windows.
+// The specs of ops. A spec is a specialisation of OpSpec for the op's arguments, in args.h of its family. The FFI
+// handler and its checks, the types of results in Python, the workspace, the signature that ranks compare, the launch,
+// the windows of peers, and the results of a failure follow from the spec.
 #pragma once
 
 #include <cstdint>
@@ -33,10 +32,10 @@ auto with_format(DType dtype, Run run) {
 // The format of kernels that look at no values.
 struct NoFormat {};
 
-// The dtype of a buffer. `any`: the op moves rows of so many bytes, whatever they hold.
+// The dtype of a buffer. `any`: the op moves rows of bytes of any dtype.
 enum class Values : uint8_t { float32, bfloat16, float16, float8, int32, uint8, any };
 
-// As jax names the arrays; float8 values travel as uint8.
+// The name in jax; float8 values travel as uint8.
 inline const char* name_of(Values values) {
   static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "uint8", "int32", "uint8", "any"};
   return kNames[static_cast<int>(values)];
@@ -56,8 +55,8 @@ struct BufferSpec {
   int rank;          // of `any`: 1
   int64_t sizes[3];  // of `any`: rows, and the bytes of a row
   bool present = true;
-  bool posted = false;   // its address is in the mail, where the buffers that are posted stand in the order of the spec
-  bool reached = false;  // and peers use it in this call
+  bool posted = false;   // its address is in the mail, in the order of the spec
+  bool reached = false;  // whether peers use it in this call
   Undelivered undelivered = Undelivered::nan;
   bool is_alike = false;  // a result that all ranks have alike
 
@@ -152,12 +151,13 @@ struct KindName {
   const char* name;  // in errors and recordings
 };
 
-// What a specialisation may leave out. The others are:
+// The members that a spec may leave out. The others are:
 //
 //   static constexpr const char* kTarget                   of the FFI, without prefix
-//   static constexpr KindName kKinds[]                     what it is called; several where a setting decides
-//   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: they
-//                                                          are FFI attributes, and what ranks must agree on. Errors say
+//   static constexpr KindName kKinds[]                     its kinds; several if a setting decides
+//   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options,
+//   which
+//                                                          are FFI attributes, and part of the signature. Errors show
 //                                                          the label, if it is not null.
 //   template <class Visit> static void buffers(args, ranks, visit)
 //                                                          calls visit(spec, member) for each: operands and results in
@@ -196,13 +196,13 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const Args&) {
   return kind;
 }
 
-// What the specialisation of an op without a group of ranks may leave out. It has neither kinds nor a work size, its
-// `ranks` is 1, and errors call it by its target.
+// The defaults of a local op. Its spec has no kinds and no launch policy, `ranks` is 1, and errors call it by its
+// target.
 struct LocalDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsLocal = std::is_base_of_v<LocalDefaults, OpSpec<Args>>;
 
-// The values of a setting that is an enum, under their names in Python.
+// The values of a setting that is an enum, with their names in Python.
 template <class Enum>
 struct Named {
   const char* name;
@@ -216,7 +216,7 @@ struct NamesOf<DType> {
       {"bfloat16", DType::bfloat16}, {"float16", DType::float16}, {"float32", DType::float32}};
 };
 
-// What the specialisation of a product with a collective may leave out.
+// The defaults of a product with a collective, whose launch follows from kernels/matmul/plan.cc.
 struct ProductDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsProduct = std::is_base_of_v<ProductDefaults, OpSpec<Args>>;
@@ -245,8 +245,8 @@ int64_t for_each_part(const Args& args, int ranks, Visit visit) {
   return end;
 }
 
-// In a kernel: the results, for Op::poison and Op::finish. Addresses are worked out only when they are needed: results
-// are rarely filled, and a kernel has no registers to spare.
+// In a kernel: the results, for Op::poison and Op::finish. Addresses are computed only for a fill, which is rare, as a
+// kernel has no registers to spare.
 template <class Args>
 class Results {
  public:

@@ -20,15 +20,15 @@ enum class OpKind : int32_t {
 
 }  // namespace jax_ep
 
-// The arguments of every op: X(Args). Those of ranks together, on rows and of products with a collective; and those
-// that need no group of ranks, whose kernels only Hopper GPUs have.
+// The arguments of every op: X(Args). Ops on rows and products with a collective run on the ranks of a group. Local ops
+// need no group; only Hopper GPUs have their kernels.
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_PRODUCT_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
 #define JAX_EP_LOCAL_OPS(X) X(gemm::Product)
 
-// The kernels of the ops on rows; kernel_of() says which one runs a call. Those that look at values are compiled for
-// each dtype. Byte-wise kernels only move rows, and are compiled once.
+// The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are
+// compiled for each dtype. Byte-wise kernels only move rows, and are compiled once.
 #define JAX_EP_VALUE_KERNELS(X) \
   X(EncodedDispatchArgs) X(Float8DispatchArgs) X(CombineArgs) X(LongCombineArgs) X(SparseReduceArgs)
 #define JAX_EP_BYTE_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

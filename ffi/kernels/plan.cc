@@ -9,9 +9,11 @@ namespace jax_ep {
 namespace {
 
 constexpr int kThreads = 256;  // more would leave a thread fewer than 255 registers
-// Shared memory of a coop; eight coops use all that a CTA may have on sm_90. Behind the barriers there is room for
-// - a dispatch in float8: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
-// - a RowMover: a ring of three parts of a row; a RowSum: seven batches of 4 KiB.
+// Shared memory of a coop; eight coops use all that a CTA may have on sm_90. Behind the barriers a kernel has
+// - Float8DispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
+// - LongCombineArgs: one half row of 16-bit values to write, and three to read;
+// - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
+// - kernels with a RowMover: a ring of three parts of a row.
 constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
 static_assert(RowRates{}.union_blocks * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 

@@ -19,8 +19,8 @@ struct RowShape {
   bool encoded;    // rows travel in float8
 };
 
-// There are few blocks, as they wait for peers, and other kernels must find room beside them. In each block the first
-// warps are senders, which push rows to peers. The others are receivers, which take in what arrives.
+// Blocks are few, as they wait for peers while other kernels need SMs. In each block the first warps are senders, which
+// push rows to peers. The other warps are receivers, which take in the rows that arrive.
 struct LaunchConfig {
   int blocks;  // a block takes a whole SM
   int threads;
@@ -32,8 +32,7 @@ struct LaunchConfig {
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model);
 
-// A product with a collective. m, n, k are those of the product that one rank computes. A gather's product has the rows
-// of all ranks.
+// A product with a collective. The product that one rank computes is m by n by k; a gather's has the rows of all ranks.
 struct ProductShape {
   OpKind op;
   int m, n, k;
@@ -44,12 +43,15 @@ struct ProductShape {
 ProductShape shape_of(const GatherMatmulArgs& args, int ranks);
 ProductShape shape_of(const MatmulReduceArgs& args, int ranks);
 
+// A launch has blocks() blocks, the larger of the two numbers, so blocks may have both jobs. In a gather the first
+// `communicating` blocks push rows. In a reduction the last `communicating` blocks fetch and sum; 0: two ranks
+// exchange, and all blocks push their tiles.
 struct OverlapConfig {
   int block_n;          // tiles are 128 x block_n
   int band;             // pairs of rows of tiles that are computed before the next ones
   bool split_k;         // two blocks a tile, half of the contraction each
-  int communicating;    // blocks, an even number; of a reduction none where all push their tiles
-  int multiplying;      // blocks, an even number; those that communicate are among them, or the reverse
+  int communicating;    // blocks, an even number
+  int multiplying;      // blocks, an even number
   double microseconds;  // expected
 
   int blocks() const;
@@ -59,16 +61,15 @@ struct OverlapConfig {
 
 OverlapConfig plan(const ProductShape& shape, const HardwareModel& model);
 
-// The best plan with this block_n and this number of blocks that communicate. 0 blocks: all blocks exchange their
-// tiles, which a reduction of two ranks may do.
+// The best plan with this block_n and this number of communicating blocks.
 OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
 
-// In which order pairs of rows of tiles are computed: see gemm::Problem.
+// The order in which pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {
   int first = 0, lead = 0, parts = 1;
 };
-// Pairs with rows of this rank only come first. Those of the other ranks follow in turns, as they arrive. m: rows of
-// one rank.
+// Pairs that have only rows of this rank come first. Pairs of the other ranks follow, one of each rank in turn, as
+// their rows arrive. m: rows of one rank.
 PairOrder own_rows_first(int m, int rank, int ranks);
 
 }  // namespace jax_ep

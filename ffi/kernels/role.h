@@ -1,4 +1,4 @@
-// Who does what in a kernel of a product and its collective.
+// The roles of warps in a kernel of a product and its collective.
 #pragma once
 
 #include "comm/platform.h"
@@ -11,18 +11,19 @@ constexpr int kWarpsPerCta = gemm::kThreads / 32;
 
 JAX_EP_FN int this_warp() { return gemm::uniform(threadIdx.x / Coop::lanes); }  // all lanes call
 
-// The named barriers of roles. The warps that multiply meet at 1 and 2.
+// The named barriers of roles. The warps that multiply meet at 1 and 2. All roles of one warp per CTA share barrier 3,
+// where a warp waits for itself alone.
 enum Barrier { kLoneWarps = 3, kCommunicators = 4, kWholeCtas = 5 };
 
-// A role of a kernel's warps. The warps from `first_warp` on of some CTAs share its work. How many coops take part in
-// an op is the sum over its roles: see Op::finish. The warps of a role in one CTA meet (Coop::cta_sync) at the role's
-// named barrier, never at barrier 0, which is for all threads.
+// A role: `warps` warps from `first_warp` on, in each of `ctas` CTAs from `first_cta` on. An op has the coops of all
+// its roles (Op::finish). The warps of a role in one CTA meet (Coop::cta_sync) at the role's named barrier, never at
+// barrier 0, which is for all threads.
 struct Role {
   int first_warp, warps, first_cta, ctas;
   int barrier;
 
   JAX_EP_FN int coops() const { return warps * ctas; }
-  // Whether this warp has it.
+  // Whether this warp has the role.
   JAX_EP_FN bool is_mine() const {
     const int warp = this_warp() - first_warp, cta = static_cast<int>(blockIdx.x) - first_cta;
     return 0 <= warp && warp < warps && 0 <= cta && cta < ctas;
@@ -40,7 +41,7 @@ struct Role {
   }
 };
 
-// Roles of a kernel, by number. A warp has no two of them at a time.
+// The roles of a kernel, by number. A warp has at most one of them at a time.
 template <int kCount>
 struct Roles {
   struct Mine {
@@ -55,7 +56,7 @@ struct Roles {
     for (const Role& role : all) coops += role.coops();
     return coops;
   }
-  // That of this warp.
+  // The role of this warp.
   JAX_EP_FN Mine mine() const {
     Mine found{-1, {}};
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the ranks must agree on when they run an op together: its signature, made from the arguments of this rank.
+// The signature of an op, on which its ranks must agree, from the arguments of this rank.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 
 namespace jax_ep {
 
-// What errors call a kind of op, its sizes and its flags. Null: there is none, or it has nothing to say.
+// The names of an op, its sizes and its flags in errors. Errors leave out a null name.
 struct SignatureNames {
   const char* op = "an unknown op";
   const char* sizes[kSignatureSizes] = {};
   const char* flags[kSignatureFlags] = {};
-  bool rows = false;  // whether it looks at the dtype of rows
+  bool rows = false;  // whether the op depends on the dtype of rows
 };
 
 // How many sizes and flags the settings of an op need.
@@ -105,8 +105,8 @@ Signature signature_of(const Args& args) {
   return signature;
 }
 
-// Two ranks that exchange the tiles of a product must also agree on its plan, as both take the same tiles in the same
-// order. Plans differ between GPUs with different numbers of SMs, and between different max_sms.
+// Two ranks that exchange the tiles of a product take the same tiles in the same order, so they must also agree on the
+// plan. Plans differ between GPUs with different numbers of SMs, and between different max_sms.
 inline Signature with_plan(Signature signature, const OverlapConfig& config) {
   if (config.communicating > 0) return signature;  // no exchange
   const int plan[] = {config.blocks(), config.block_n, config.band, config.split_k};

@@ -1,4 +1,4 @@
-// What goes wrong with a group.
+// The errors of a group.
 #pragma once
 
 #include <stdexcept>

@@ -149,12 +149,12 @@ void Group::lose(int process, const std::string& why) {
 void Group::give_up(RankSlot slot, GroupError error) {
   fail(std::move(error));
   for (int line = 0; line < line_count(); ++line) {
-    int here = 0;  // the first rank of this process
-    while (here < size() && !is_local({line, here})) ++here;
-    for (int rank = 0; here < size() && rank < size(); ++rank) {
+    int first = 0;  // of the ranks of this process
+    while (first < size() && !is_local({line, first})) ++first;
+    for (int rank = 0; first < size() && rank < size(); ++rank) {
       try {
-        raise_abort({line, is_local({line, rank}) ? rank : here}, rank, line == slot.line ? slot.rank : here);
-      } catch (const std::exception&) {  // then the kernel finds out by its deadline
+        raise_abort({line, is_local({line, rank}) ? rank : first}, rank, line == slot.line ? slot.rank : first);
+      } catch (const std::exception&) {  // then the kernel ends by its deadline
       }
     }
   }

@@ -29,12 +29,12 @@ struct RankSlot {
   int line, rank;
 };
 
-// What a rank did last, and how long it waited for whom.
+// The last ops of a rank, and how long it waited for each peer.
 struct RankHistory {
   RankSlot slot;
   uint64_t finished;                                // ops
-  std::string process;                              // how that of the rank is, if it is another: see Group::state_of
-  std::vector<OpRecord> ops;                        // the last that it began, in order
+  std::string process;                              // as Group::state_of says
+  std::vector<OpRecord> ops;                        // the last that the rank began, in order
   std::vector<uint64_t> waited_ns, received_bytes;  // by peer
 };
 
@@ -42,10 +42,9 @@ constexpr bool is_fatal(Failure failure) { return failure >= kFirstFatal; }
 
 const char* name_of(OpKind op);
 
-// The place in the user's program that calls an op, as a text, and as a number that fits into a flight record. The
-// number of a text is the same in every process.
+// The number of a call site, a text, for flight records. The number of a text is the same in every process.
 int32_t number_of_site(std::string_view text);
-// From now on this process knows the text of the number.
+// Lets this process find the text by its number.
 void remember_site(std::string_view text);
 
 // "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
@@ -54,8 +53,8 @@ std::string describe_call(const Signature& signature, int32_t site);
 class Group {
  public:
   // `lines` holds device ordinals in rank order, and -1 for a device of another process. If there are neighbours, the
-  // constructor returns when all of them have created their part. `id`: the number by which programs know the group; a
-  // later group with this id may reuse its memory. Throws std::invalid_argument, std::runtime_error and GroupException.
+  // constructor returns when all of them have created their part. `id`: the number of the group in programs; a later
+  // group with this id may reuse the memory. Throws std::invalid_argument, std::runtime_error and GroupException.
   Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
         int64_t id = 0);
   virtual ~Group();
@@ -67,7 +66,8 @@ class Group {
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
   const Comm& comm(RankSlot slot) const { return comms_[index_of(slot)]; }
-  // The heap of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks there.
+  // The heap of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks in the
+  // line.
   Heap* heap(RankSlot slot) const { return heaps_[index_of(slot)]; }
 
   int device_of(RankSlot slot) const { return lines_[slot.line][slot.rank]; }
@@ -80,42 +80,42 @@ class Group {
   // The slot of a device, if it has one.
   std::optional<RankSlot> find_slot(int ordinal) const;
 
-  // Ends the group: nothing runs on it any more. May be called twice.
+  // Ends the group. Later ops fail. May be called twice.
   virtual void close();
 
   // Keeps memory that kernels use for as long as the group.
   void keep(std::shared_ptr<void> memory) { memory_.push_back(std::move(memory)); }
 
-  // Fails the group for good. A later failure replaces the first one only if it is nearer to the root.
+  // Fails the group for good. A later failure replaces the first one only if it is nearer to the cause.
   void fail(GroupError error);
   std::optional<GroupError> failure() const;
 
-  // Waits up to `seconds` for the group to fail or to be closed, and takes what kernels have reported. A watchdog
-  // thread calls this again and again.
+  // Waits up to `seconds` for the group to fail or to be closed, and takes the kernels' reports. The watchdog thread
+  // calls it in a loop.
   std::optional<GroupError> await_failure(double seconds);
 
   // The flight recorders of all ranks of the lines that have ranks in this process. Kernels may run meanwhile.
   std::vector<RankHistory> history() const;
 
-  // Fails the group because this rank cannot run its op. So no peer waits for it until the timeout.
+  // Fails the group because this rank cannot run its op, so that no peer waits until the timeout.
   void give_up(RankSlot slot, GroupError error);
 
-  // What `check()` raises: the failure if there is one, else an error that left the group usable, once.
+  // The error for `check()`: the failure; or, once, an error that left the group usable.
   std::optional<GroupError> take_error();
 
-  // What a call of an op raises before its program runs: the failure; or, once, an error that left the group usable and
-  // that take_error() has not returned. Each rank of this process asks before each of its calls, in one order. All
-  // ranks get an error at the same call, so none waits for a rank that got it earlier.
+  // The error that a call of an op raises before its program runs: the failure; or, once, an error that left the group
+  // usable and that take_error() has not returned. Each rank of this process asks before each of its calls, in one
+  // order. All ranks get an error at the same call, so no rank waits for one that raised it earlier.
   std::optional<GroupError> error_before(RankSlot slot);
 
   // The error that the kernel of the last op reported at this rank slot. Fails the group if the error is fatal.
   std::optional<GroupError> reported(RankSlot slot);
 
-  // Where peers shall write for `data`, which is buffer `mail_index` of an op's mail: `data` itself if peers can reach
-  // it, or staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
+  // The address for peers of `data`, buffer `mail_index` of an op's mail: `data` itself if peers can reach it, or
+  // staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
   void* reach(RankSlot slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
-  // What is known of the other processes. Neither this nor state_of() waits for anybody.
+  // The heartbeats of the other processes. Neither this nor state_of() blocks.
   std::vector<Heartbeat> heartbeats() const;
 
   // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
@@ -125,11 +125,12 @@ class Group {
   void stage_all() { staging_all_ = true; }
 
  protected:
-  // Frees the memory that processes share, when the group is closed and no thread of this process touches it.
+  // Frees the memory that processes share. Called when the group is closed and no thread of this process uses the
+  // memory.
   void release_regions();
 
-  // Tells the kernels of `rank` that the group has failed because `culprit` did not answer. This slot's device reaches
-  // the heap of `rank`.
+  // Tells the kernels of `rank` that the group has failed because `culprit` did not answer. `slot`: of a device that
+  // reaches the heap of `rank`.
   void raise_abort(RankSlot slot, int rank, int culprit);
 
  private:
@@ -139,7 +140,7 @@ class Group {
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
   Region staging(RankSlot slot, int mail_index, std::size_t bytes);
-  // Acknowledges for a peer whose process has ended: it writes nothing any more, so nobody need wait for it.
+  // Acknowledges in place of a peer whose process has ended, as the peer writes no more.
   void raise_acknowledged(RankSlot slot, int peer);
   void lose(int process, const std::string& why);
 
@@ -176,21 +177,20 @@ class Group {
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
   std::mutex told_mutex_;  // of what follows
-  // By line, as an error of one op is one error on all its ranks: the epochs that take_error() and error_before() have
-  // returned.
+  // By line: the epochs of the errors that take_error() and error_before() have returned. An error of one op is one
+  // error of all its ranks.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;
   std::vector<uint64_t> calls_asked_;             // by slot
-  uint64_t calls_decided_ = 0;                    // whoever asks first decides for all
-  std::map<uint64_t, GroupError> calls_refused_;  // that some rank has not asked for
+  uint64_t calls_decided_ = 0;                    // the first rank that asks decides for all
+  std::map<uint64_t, GroupError> calls_refused_;  // by call, until all ranks have asked
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
-  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging there ever was
-  std::map<std::pair<int, int>, Region> staging_;       // by slot and index in the mail
-  std::map<int, std::unique_ptr<PeerOffsets>>
-      peer_offsets_;                  // by slot of this process, where there are other processes
-  std::unique_ptr<Sharing> sharing_;  // none in a group of one process
+  std::vector<std::shared_ptr<const Region>> regions_;        // heaps, and all staging of the group's life
+  std::map<std::pair<int, int>, Region> staging_;             // by slot and index in the mail
+  std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by slot of this process, if there are other processes
+  std::unique_ptr<Sharing> sharing_;                          // none in a group of one process
 };
 
 }  // namespace jax_ep

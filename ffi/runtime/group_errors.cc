@@ -1,4 +1,4 @@
-// What went wrong with a group, and what its ranks did before.
+// The errors of a group, and the last ops of its ranks.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -14,8 +14,8 @@
 namespace jax_ep {
 namespace {
 
-// Describes invalid_routing of an op that was handed a routing. `peer` is the leaf out of bounds, or -1 where another
-// rank's routing is, which kept that rank from sending.
+// Describes invalid_routing of an op along a routing. `peer` is the leaf with a value out of bounds, or -1 if the
+// routing of another rank has one, and that rank did not send.
 void describe_routing(const Report& report, char* text, std::size_t size) {
   constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
   const char* op = name_of(report.op);
@@ -28,8 +28,8 @@ void describe_routing(const Report& report, char* text, std::size_t size) {
                   report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
 }
 
-// How near an error is to the root of a failure: one that says which rank is silent tells more than one that says that
-// somebody gave up. What ended the group on purpose is never replaced.
+// How near an error is to the cause of a failure. An error that names the silent rank says more than one of a rank that
+// gave up. The error of a closed group is never replaced.
 int weight_of(const GroupError& error) {
   if (error.kind == ErrorKind::peer_lost) return 1;
   if (error.kind == ErrorKind::peer_timeout) return 2;
@@ -42,11 +42,11 @@ struct Sites {
 };
 
 Sites& sites() {
-  static auto* const sites = new Sites;  // outlives every program that may still run at exit
+  static auto* const sites = new Sites;  // never destroyed, as programs may still run at exit
   return *sites;
 }
 
-// Empty where only another process knows the number.
+// Empty if only another process knows the number.
 std::string text_of_site(int32_t number) {
   std::lock_guard lock(sites().mutex);
   const auto found = sites().texts.find(number);
@@ -92,7 +92,7 @@ std::optional<GroupError> Group::await_failure(double seconds) {
   return failure();
 }
 
-// Fails the group by what its kernels reported: by the report that is nearest to the root.
+// Fails the group if its kernels reported a failure: by the report that is nearest to the cause.
 void Group::take_failures() {
   for (const Told& each : told(/*fatal=*/true, std::vector<uint64_t>(line_count()))) fail(describe(each));
 }
@@ -110,7 +110,7 @@ std::optional<Group::Told> Group::told_by(int index) const {
   return found;
 }
 
-// What the kernels of this process have left, of ops later than `taken`, by line.
+// The reports of this process' kernels, of ops later than `taken`, which is by line.
 std::vector<Group::Told> Group::told(bool fatal, const std::vector<uint64_t>& taken) const {
   std::vector<Told> found;
   for (std::size_t i = 0; i < comms_.size(); ++i) {
@@ -126,7 +126,7 @@ std::vector<Group::Told> Group::told(bool fatal, const std::vector<uint64_t>& ta
 // The caller holds told_mutex_.
 std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) {
   std::optional<GroupError> recoverable;
-  bool hearsay = false;  // what a rank knows from a peer: that one says more
+  bool hearsay = false;  // whether the error only says that another rank has one
   std::vector<uint64_t> latest = *taken;
   for (const Told& each : told(/*fatal=*/false, *taken)) {
     const auto& [line, report] = each;
@@ -144,7 +144,7 @@ std::optional<GroupError> Group::take_error() {
   if (std::optional<GroupError> failed = failure()) return failed;
   std::lock_guard lock(told_mutex_);
   std::optional<GroupError> recoverable = take_recoverable(&epochs_taken_);
-  for (int line = 0; line < line_count(); ++line)  // whoever has heard of it goes on
+  for (int line = 0; line < line_count(); ++line)  // error_before() does not return it again
     epochs_raised_[line] = std::max(epochs_raised_[line], epochs_taken_[line]);
   return recoverable;
 }
@@ -202,8 +202,8 @@ std::vector<RankHistory> Group::history() const {
   return all;
 }
 
-// The heap as this process sees it, if it has ranks of the line and still maps it. The caller holds the lock for as
-// long as it looks.
+// The heap as this process sees it, if it has ranks of the line and still maps the heap. The caller holds the lock
+// while it reads the heap.
 Group::SeenHeap Group::heap_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
@@ -211,8 +211,8 @@ Group::SeenHeap Group::heap_of(int line, int rank) const {
   return {};
 }
 
-// What a rank has begun under a number, if it has, and if its memory can be read: an error must be told without it,
-// too.
+// The record of an op of a rank. None if the rank has not begun it, or if its memory cannot be read: an error is
+// reported without it.
 std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const try {
   std::shared_lock lock(regions_mutex_);
   const auto [heap, device] = heap_of(line, rank);
@@ -230,7 +230,7 @@ std::string Group::describe_op(int line, int rank, uint64_t epoch, const char* o
   return describe_call(op->signature, static_cast<int32_t>(op->site));
 }
 
-// The rank that everybody waits for: one that has not begun the op, rather than one that itself waits for it.
+// The rank that caused a timeout: one that has not begun the op, rather than one that waits for it.
 int Group::silent_rank(int line, const Report& report) const {
   if (!record(line, report.peer, report.epoch)) return report.peer;
   for (int rank = 0; rank < size(); ++rank)

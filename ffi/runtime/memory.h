@@ -1,5 +1,4 @@
-// What a group asks of its platform: memory on the devices and the host, and the devices' clocks. One source per
-// platform.
+// The platform's memory on devices and host, and the clocks of devices. Each platform has its own source.
 #pragma once
 
 #include <cstddef>
@@ -24,11 +23,11 @@ void await_devices(const std::vector<int>& ordinals);
 // Clears memory of a device, and waits for it.
 void clear_on_device(int ordinal, void* memory, std::size_t bytes);
 
-// Sets a word for which kernels may be waiting. Its value before fits a byte, too.
+// Sets a word for which kernels may be waiting. The old value must fit into a byte.
 void signal_device(int ordinal, uint64_t* word, uint8_t value);
 
-// Copies 64-bit words from or to memory that the device reaches. Each word is copied whole, as kernels may use them
-// meanwhile. Any thread may call. Throws std::runtime_error.
+// Copies 64-bit words from or to memory that the device reaches. Each word is copied whole, as kernels may use the
+// memory meanwhile. Any thread may call. Throws std::runtime_error.
 void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words);
 template <class T>
 void copy_array(int ordinal, T* to, const T* from, std::size_t count) {
@@ -36,7 +35,7 @@ void copy_array(int ordinal, T* to, const T* from, std::size_t count) {
   copy_whole_words(ordinal, to, from, count * (sizeof(T) / sizeof(uint64_t)));
 }
 
-// Reads a word on a device, whatever runs there. Throws std::runtime_error.
+// Reads a word on a device, without waiting for kernels. Throws std::runtime_error.
 uint64_t read_word(int ordinal, const uint64_t* word);
 
 // One moment, by the clock that kernels read and by the host's steady clock.

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMostDescriptors = 253;  // that a message can carry (SCM_MAX_FD)
 
-// The headers of a message with room for so many descriptors.
+// The headers of a message with room for `Descriptors` descriptors.
 template <std::size_t Descriptors>
 struct Envelope {
   alignas(cmsghdr) char control[CMSG_SPACE(Descriptors * sizeof(int))] = {};
@@ -26,7 +26,7 @@ struct Envelope {
   }
 };
 
-// All descriptors that came along, so that none stays open.
+// Takes all descriptors of a message, so that none stays open.
 std::vector<Descriptor> take_descriptors(msghdr* header) {
   std::vector<Descriptor> taken;
   for (cmsghdr* each = CMSG_FIRSTHDR(header); each; each = CMSG_NXTHDR(header, each)) {

@@ -26,7 +26,7 @@ class Outbox {
     while (!notes_.empty()) {
       const Sent sent = send_note(socket(), notes_.front().note, notes_.front().descriptor);
       if (sent == Sent::later) return;
-      if (sent == Sent::gone) return notes_.clear();  // what the other process wrote last can still be read
+      if (sent == Sent::gone) return notes_.clear();  // the last notes of the other process can still be read
       notes_.pop_front();
     }
   }

@@ -1,5 +1,5 @@
-// A table in device memory with a row for each region: by how much an address in it differs at each peer. Kernels look
-// it up, so that a launch passes only one pointer for each buffer.
+// A table in device memory with a row for each region: the difference between a peer's address and this rank's, by
+// peer. Kernels read it, so that a launch passes only one pointer for each buffer.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ class PeerOffsets {
   // The table of a rank on this device; `owner` as in memory.h. Throws std::runtime_error.
   PeerOffsets(int device, int64_t owner);
 
-  // The row of a region: by peer, what to add to an address here. `peer_offsets` must be the same whenever a region is
-  // asked for. Any thread may call. Throws std::runtime_error.
+  // The row of a region: by peer, the number to add to an address here. `peer_offsets` must be the same in all calls
+  // for a region. Any thread may call. Throws std::runtime_error.
   const int64_t* row(uint64_t region, const std::vector<int64_t>& peer_offsets);
 
  private:

@@ -1,5 +1,4 @@
-// Makes an op's buffers reachable: peers write into XLA's own buffers if these can be mapped, and into staging
-// otherwise.
+// Makes an op's buffers reachable for peers: XLA's own buffers if they can be mapped, otherwise staging.
 #pragma once
 
 #include <vector>
@@ -19,7 +18,7 @@ template <class Args>
 struct Reached {
   Comm comm;
   Args args;
-  std::vector<Copy> before, after;  // of the kernel: between XLA's buffers and staging
+  std::vector<Copy> before, after;  // the kernel: copies between XLA's buffers and staging
 };
 
 inline void set_signature(Comm* comm, const Signature& signature) {

@@ -5,7 +5,7 @@
 namespace jax_ep {
 namespace {
 
-// Bounds of the length of a track's ring, in events. CPUs have few tracks, which get long rings.
+// Bounds of the length of a track's ring, in events. A CPU has few tracks, so their rings are long.
 constexpr std::size_t kShortestRing = 4096, kLongestRing = 32768;
 constexpr std::size_t kRankEvents = 1 << 20;
 
@@ -122,7 +122,7 @@ Recording Recorder::read(const Rank& rank) const {
     const uint64_t first = count - std::min(count - rank.seen[i], length);
     const std::vector<Event> events = read_events(rank.device, tracks[i], first);
     std::size_t at = 0;
-    if (first > rank.seen[i])  // what is left of the op that was overwritten last is of no use
+    if (first > rank.seen[i])  // the rest of an op that was partly overwritten is useless
       while (at < events.size() && phase_of(events[at]) != Phase::none) ++at;
     recording.lost += first - rank.seen[i] + at;
     for (; at + 1 < events.size(); ++at)

@@ -24,15 +24,15 @@ struct Span {
   int64_t begin_ns, end_ns;
 };
 
-// What one rank recorded: its tracks one after another, each in order.
+// The recording of one rank: its tracks one after another, each in order.
 struct Recording {
   RankSlot slot;
   std::vector<Span> spans;
-  uint64_t lost;        // phases that later ones have overwritten
+  uint64_t lost;        // phases that later phases have overwritten
   uint64_t unfinished;  // tracks that were inside an op when the recording ended
 };
 
-// What a rank has entered last.
+// The phase that a rank has entered last.
 struct Moment {
   OpKind op;
   Phase phase;  // none: between ops
@@ -68,7 +68,7 @@ class Recorder {
   void start();
   std::vector<Recording> stop();
 
-  // What the first track of a rank of this process has entered last, while ops run. Nothing before its first event.
+  // The last event of the first track of a rank of this process, if there is one. May be called while ops run.
   std::optional<Moment> last_of(RankSlot slot) const;
 
  private:

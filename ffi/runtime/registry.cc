@@ -27,7 +27,7 @@ Registry& registry() {
   return *registry;
 }
 
-// The content's bits are those of a cryptographic hash, so the ids behind it are nobody else's.
+// `content` is from a cryptographic hash, so the ids that follow it belong to no other content.
 int64_t id_of(int64_t content, int index) { return content + index; }
 
 }  // namespace
@@ -97,7 +97,7 @@ xla::ffi::Error to_ffi(const GroupError& error) {
 
 namespace {
 
-// The attributes are those of the op; a grouped product has neither group nor site.
+// `attributes`: of the op. A local op has neither group nor site.
 ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attributes) {
   auto made = std::make_unique<CallSite>();
   if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
@@ -111,7 +111,7 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
   const std::shared_ptr<Group> group = find_group(*id);
   if (!group) return to_ffi(group_not_open());
   const std::optional<RankSlot> slot = group->find_slot(device);
-  if (!slot) return ffi::Error::Success();  // as the op itself will say
+  if (!slot) return ffi::Error::Success();  // the op itself reports it
   const std::optional<GroupError> error = group->error_before(*slot);
   return error ? to_ffi(*error) : ffi::Error::Success();
 }

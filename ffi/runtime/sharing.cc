@@ -12,7 +12,7 @@ namespace jax_ep {
 namespace {
 
 constexpr auto kFarewell = std::chrono::seconds(1);  // for a peer that does not read
-constexpr std::size_t kMostWaiting = 64;             // answers, before a peer's next request is read
+constexpr std::size_t kMostWaiting = 64;             // answers; with more, a peer's next request is not read
 
 const std::string kBroke = "broke the protocol: ";
 
@@ -21,7 +21,7 @@ int milliseconds_until(std::chrono::steady_clock::time_point moment) {
   return static_cast<int>(std::max<int64_t>(0, left.count()));
 }
 
-// Regions of other processes that are mapped here, each once, however many groups use it.
+// A mapped region of another process. All groups share one mapping.
 struct Mapping {
   char* base;
   std::size_t bytes;
@@ -39,7 +39,7 @@ Mappings& mappings() {
   return *mappings;
 }
 
-// A number of this process that no other has. With the number of a region it names that region on this host.
+// A number that no other process has. Together with a region's number it names the region on this host.
 uint64_t number_of_this_process() {
   static const uint64_t number = [] {
     std::random_device random;
@@ -48,7 +48,7 @@ uint64_t number_of_this_process() {
   return number;
 }
 
-// Maps a region of another process, or finds it mapped. Each call needs one drop_mapping(). Throws std::runtime_error
+// Maps a region of another process, unless it is mapped. Each call needs one drop_mapping(). Throws std::runtime_error
 // and FalseRegion.
 char* hold_mapping(const RegionName& name, int descriptor, std::size_t bytes, const std::vector<int>& devices) {
   std::lock_guard lock(mappings().mutex);
@@ -260,7 +260,7 @@ void Sharing::beat() {
   epochs_ = epochs;
   if (epochs.empty()) epochs.emplace(kNoSlot, 0);
   for (std::size_t process = 0; process < peers_.size(); ++process) {
-    if (peers_[process].outbox.waiting()) continue;  // who does not read needs no more of them
+    if (peers_[process].outbox.waiting()) continue;  // the process does not read
     for (const auto& [slot, epoch] : epochs) {
       Note note = note_of(Note::Kind::heartbeat);
       note.slot = slot;
@@ -316,7 +316,7 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
   std::lock_guard lock(mutex_);
   peers_[process].liveness.beat();
   peers_[process].owner = request.owner;
-  push(process, answer);  // before anybody here sees the heap, who may then close the group
+  push(process, answer);  // before a thread of this process sees the heap, and may close the group
   if (!base) return;
   mapped_.insert(name);
   if (request.slot != kNoSlot) heaps_[request.slot] = base;

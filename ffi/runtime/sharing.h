@@ -1,5 +1,5 @@
-// How the processes of a group share memory: each maps the others' regions and tells them where. A thread answers
-// requests, so that no process waits for what another's Python is doing. Every second that thread also sends a
+// How the processes of a group share memory: each process maps the regions of the others, and answers with the address.
+// A thread answers requests, so that no process waits for another's Python. Every second the thread also sends a
 // heartbeat.
 #pragma once
 
@@ -25,7 +25,7 @@
 
 namespace jax_ep {
 
-// Where the ranks of a group live that spans several processes of a host. Empty for a group of one process.
+// The processes of a group's ranks, on one host. Empty for a group of one process.
 struct Neighbours {
   std::vector<std::vector<int>> processes;  // by line and rank
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
@@ -38,7 +38,7 @@ using Epochs = std::map<int, uint64_t>;
 class Liveness {
  public:
   static constexpr auto kPeriod = std::chrono::seconds(1);  // of a process that is alive
-  static constexpr double kSilentSeconds = 2.5;             // what more than two lost heartbeats take
+  static constexpr double kSilentSeconds = 2.5;             // after more than two lost heartbeats
 
   void beat() { heard_ = Clock::now(); }
   void note(int slot, uint64_t epoch) { epochs_[slot] = epoch; }
@@ -46,8 +46,8 @@ class Liveness {
   const Epochs& epochs() const { return epochs_; }
   double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
 
-  // Says whether the process is slow or dead, compared with a process that is at `ours`. Ranks of one line run the same
-  // ops, so the difference of their epochs says how far it is behind. `size`: the ranks of a line.
+  // Says whether the process is slow or dead. `ours`: the epochs of this process. Ranks of one line run the same ops,
+  // so the difference of their epochs is the number of ops that the process is behind. `size`: the ranks of a line.
   std::string describe(const Epochs& ours, int size) const {
     const double silent = seconds_silent();
     if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
@@ -65,12 +65,12 @@ class Liveness {
   Epochs epochs_;
 };
 
-// What is known of another process.
+// The state of another process.
 struct Heartbeat {
   int process;
   double seconds_silent;
   Epochs epochs;
-  std::string state;  // as Sharing::state_of has it
+  std::string state;  // as Sharing::state_of says
 };
 
 // A region by the number of its process and its own number there.
@@ -80,52 +80,52 @@ class Sharing {
  public:
   static constexpr int kNoSlot = -1;
 
-  // Both are called on the thread.
+  // Called on the sharing thread.
   struct Hooks {
-    // A process has ended without goodbye, or broken a rule of the protocol. `why` says which. It is not listened to
-    // any more.
+    // A process has ended without goodbye, or broken a rule of the protocol; `why` says which. Its notes are no longer
+    // read.
     std::function<void(int process, const std::string& why)> lost;
     // Ops that the ranks of this process have finished, by rank slot. Empty before the heaps are there.
     std::function<Epochs()> epochs;
   };
 
-  // Owns the sockets from now on. `devices`: those of this process, which will write into what is mapped.
+  // Takes ownership of the sockets. `devices`: of this process, which write into mapped regions.
   Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks);
   ~Sharing();
   Sharing(const Sharing&) = delete;
   Sharing& operator=(const Sharing&) = delete;
 
-  // Says goodbye, after all answers, and stops answering. May be called twice.
+  // Sends all answers, says goodbye, and stops answering. May be called twice.
   void close();
 
-  // Unmaps all regions, when this process is closed and touches them no more.
+  // Unmaps all regions. Called after close(), when this process uses the regions no more.
   void unmap();
 
-  // Where these processes see the region, by process. Those that have not been asked yet are asked to map it. `slot`:
-  // the rank slot whose heap the region is. The region must live until this is closed. Throws GroupException.
+  // The region's address in each of `processes`, by process. Asks each process to map the region, once. `slot`: the
+  // rank slot whose heap the region is. The region must live until close(). Throws GroupException.
   std::vector<char*> share(const Region& region, const std::set<int>& processes, int slot = kNoSlot);
 
-  // Where this process sees the heap of a rank slot of `process`. Waits until that process has shared it. Throws
+  // The address of the heap of a rank slot of `process`. Waits until `process` has shared the heap. Throws
   // GroupException.
   char* await_heap(int process, int slot);
 
-  // Seconds since anything was heard of a process.
+  // Seconds since the last note of a process.
   double seconds_silent(int process) const;
 
   // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "it is alive, 2 ops behind".
   std::string state_of(int process) const;
 
-  // What is known of all other processes. Neither this nor the two functions above wait for anybody.
+  // The states of all other processes. Neither this nor the two functions above block.
   std::vector<Heartbeat> heartbeats() const;
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Peer {
-    bool other;  // than this process: it has, or had, a socket
+    bool other;  // whether it is another process, which has, or had, a socket
     Outbox outbox;
     Liveness liveness;
-    uint64_t owner;    // its number of itself, zero while unknown
-    std::string gone;  // why it is not listened to any more
+    uint64_t owner;    // the number in its notes; zero before the first
+    std::string gone;  // why its notes are no longer read
   };
   struct Answer {  // of one process, about one region of this one
     bool asked, answered;
@@ -153,7 +153,7 @@ class Sharing {
   const std::vector<int> devices_;
   const std::chrono::duration<double> timeout_;
   const Hooks hooks_;
-  Descriptor wake_;  // by which the thread is woken
+  Descriptor wake_;  // wakes the thread
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Peer> peers_;                         // by process; without a socket where there is none

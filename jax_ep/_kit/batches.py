@@ -8,7 +8,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def batched_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays; where one is batched all are, along their first axis."""
+    """The arrays. If one of them is batched, all are, along their first axis."""
     return tuple(_alike_p.bind(x, *(y for j, y in enumerate(arrays) if j != i)) for i, x in enumerate(arrays))
 
 

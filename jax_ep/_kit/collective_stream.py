@@ -1,7 +1,7 @@
-"""Calls on XLA's collective stream, which run beside what XLA computes meanwhile.
+"""Calls on XLA's collective stream, which overlap XLA's computations.
 
-XLA:GPU starts such a call, goes on with whatever does not depend on it, and awaits it before its first user. Since jax
-0.12 its latency-hiding scheduler moves start and end apart, as it does for its own collectives.
+XLA:GPU starts such a call, runs work that does not depend on it, and awaits it before its first user. Since jax 0.12
+XLA's latency-hiding scheduler moves start and end apart, as for its own collectives.
 """
 
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import compute_on as compute_on_module
 
-# Since jax 0.11 compute_on is what compute_on2 was before.
+# Before jax 0.11 its name was compute_on2.
 compute_on: Callable[..., Any] = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)
 
 LOGGER = logging.getLogger("jax_ep")
@@ -32,7 +32,7 @@ def is_scheduled() -> bool:
 
 @functools.cache
 def warn_unless_scheduled() -> None:
-    """Logs, once, why nothing will be overlapped."""
+    """Logs once why no op will be overlapped."""
     given = [flag for flag in os.environ.get("XLA_FLAGS", "").lower().split() if flag.startswith(f"{SCHEDULER}=")]
     if not is_scheduled():
         LOGGER.warning("async_ops: the XLA of jax %s does not overlap them; that of jax 0.12 does", jax.__version__)
@@ -43,10 +43,10 @@ def warn_unless_scheduled() -> None:
 def on_collective_stream(
     call: Callable[..., Sequence[jax.Array]], types: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array
 ) -> list[jax.Array]:
-    """`call(*operands)`, whose results are of `types`: those after the first have 4 bytes a value, and vary alike.
+    """`call(*operands)`, with results of `types`. The results after the first have 4 bytes a value, and vary alike.
 
-    `call` updates no operand in place: XLA would not see that two calls update one buffer. A batch is one call after
-    the other, outside of what is marked, as XLA:GPU crashes on a loop inside.
+    `call` must not update an operand in place, as XLA would not see that two calls update one buffer. A batch is a loop
+    of marked calls, as XLA:GPU crashes on a loop inside a marked call.
     """
     assert all(x.dtype.itemsize == 4 for x in types[1:])
 
@@ -54,9 +54,8 @@ def on_collective_stream(
     def packed(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return compute_on(_packed(call), compute_type=STREAM, out_memory_spaces=jax.memory.Space.Device)(*operands)
 
-    # XLA makes each get-tuple-element of a marked call a call of its own, and overlaps that one instead. It makes none
-    # where one barrier takes all results. An unused result leaves the barrier, so there are two: where one value of the
-    # others is used, all of them are.
+    # XLA splits a call with several results unless one barrier consumes all of them, and an unused result leaves the
+    # barrier. So there are two results: the first, and all others packed into one array.
     first, *rest = jax.lax.optimization_barrier(packed(*operands))
     return [first, *(_unpacked(rest[0], types[1:]) if rest else [])]
 

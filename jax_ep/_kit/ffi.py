@@ -134,9 +134,9 @@ def call(
 
     Args:
       name: of the FFI target, without prefix.
-      op: what the user knows it as, if not by the name that the library has for it.
-      updated: the operand behind the others as which a result begins.
-      computes: it is a product with a collective, which stays on XLA's compute stream.
+      op: the name for users, if it differs from the name in the library.
+      updated: the last operand, whose values a result starts from.
+      computes: whether the op is a product with a collective, which stays on XLA's compute stream.
 
     Returns:
       Its results by name.
@@ -178,7 +178,7 @@ def call(
 
 
 def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | np.dtype) -> dict[str, jax.Array]:
-    """Calls an op that needs no group, alike. Only the library for CUDA has kernels for them.
+    """Calls a local op: `call` without a group. Only the library for CUDA has kernels for local ops.
 
     Returns:
       Its results by name.
@@ -192,7 +192,7 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
 
 
 def _plain(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
-    """A setting as Python's own value, also where the user gave a size as one of numpy's."""
+    """A setting as a value of Python's own types, also if the user gave one of numpy's."""
     if isinstance(value, np.dtype):
         return value.name
     return value if isinstance(value, (bool, float, str)) else operator.index(value)

@@ -1,18 +1,17 @@
 """float8_e4m3fn with a float32 scale per block: 128 values of a row, or 128 x 128 of a matrix of weights.
 
-Arrays hold the values as uint8, their bits. `jax.checkpoint` puts `reduce_precision(exponent_bits=4, mantissa_bits=3)`
-behind every float that it keeps, and XLA reads that as a format whose largest number is 240: the 448 of each block
-would become NaN. JAX leaves integers alone. No float8 array crosses a boundary that JAX may keep: FFI calls exchange
-uint8, too.
+Arrays hold the bits of the values as uint8, also in FFI calls. `jax.checkpoint` applies
+`reduce_precision(exponent_bits=4, mantissa_bits=3)` to every float that it keeps. XLA takes that for a format whose
+largest number is 240, so the 448 of each block would become NaN. JAX leaves integers alone.
 
-Values stand behind an `optimization_barrier` before they are dequantized: XLA would else leave out a conversion to
-float8 and the one back, and go on with values that were never rounded.
+Values pass an `optimization_barrier` before they are dequantized. Without it XLA would remove the conversions to float8
+and back, and with them the rounding.
 
 The scale makes the largest magnitude of a block 448, the largest that the format holds (as in DeepSeek-V3's training
 and in DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
 
-XLA divides on GPUs to within 2 units in the last place. There scales may differ by so much from those of kernels, and a
-value that is nearly between two of float8 may become the other one.
+On GPUs XLA divides to within 2 units in the last place. So scales may differ from the kernels' scales by 2 units, and a
+value near the middle of two float8 values may be rounded to the other one.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ class Float8Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Float8Weights:
-    """Matrices of weights: weight[k, n] = values[n, k] * scales[n // 128, k // 128], for each of them.
+    """Matrices of weights: weight[k, n] = values[n, k] * scales[n // 128, k // 128] for each matrix.
 
     They are transposed, since tensor cores read float8 along the contraction.
 
@@ -68,7 +67,7 @@ class Float8Weights:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weights before they were quantized: [..., K, N]."""
+        """The shape of the weights before they were quantized: [..., K, N]."""
         *others, n, k = self.bits.shape
         return (*others, k, n)
 
@@ -125,7 +124,7 @@ def _in_blocks(weights: jax.Array) -> jax.Array:
 
 
 def _quantized(blocks: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The values' bits, and the scale of each block, whose values lie along `axes`: of size 1 there."""
+    """The bits of the values, and the scales, in which `axes`, the axes of a block, have size 1."""
     largest = jnp.max(jnp.abs(blocks), axis=axes, keepdims=True)
     inverse = jnp.where(largest == 0, 1.0, jnp.minimum(LARGEST / largest, jnp.finfo(jnp.float32).max))
     divisor = jnp.where(largest < 0, largest, LARGEST)  # XLA would multiply by the rounded inverse of a constant

@@ -1,4 +1,4 @@
-"""What the GEMM core serves: the matrix products of ffi/gemm/, on Hopper GPUs."""
+"""Whether the GEMM core can run: the matrix products of ffi/gemm/, on Hopper GPUs."""
 
 import functools
 
@@ -28,9 +28,9 @@ def has_gemm() -> bool:
 
 
 def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:
-    """Whether a product of so few rows in groups is planned as two halves of its contraction, summed up at the end.
+    """Whether a grouped product is planned as two halves of its contraction, which are added at the end.
 
-    Such sums have other bits than those of gated units, whose kernel never splits it.
+    Such a product has other bits than one in a gated unit, whose kernel never splits the contraction.
     """
     sms = max(device.core_count for device in jax.local_devices(backend="cuda"))
     return ffi.library("cuda").splits_contraction(m, n, k, groups, sms)

@@ -1,8 +1,8 @@
 """Linear functions with transposes of their own: derivatives of the ops, forward and backward.
 
-`jax.custom_vjp` has no forward mode, and the transpose of a chain of kernels is not the kernel that does both at once.
-An op is therefore a `jax.custom_jvp` whose tangents come by `linear`. They run forward in `jax.jvp`; for `jax.grad` JAX
-transposes them, so that the forward function never runs.
+`jax.custom_vjp` has no forward mode, and JAX cannot transpose a kernel. An op is therefore a `jax.custom_jvp` whose
+tangents come by `linear`, a linear function with a given transpose. `jax.jvp` runs the function; `jax.grad` runs the
+transpose alone.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def linear(
 ) -> Any:
     """forward(residuals, operands), linear in the operands.
 
-    Differentiable in residuals and operands any number of times, as far as both functions are.
+    Differentiable in residuals and operands as often as both functions are.
 
     Args:
       transpose: (residuals, cotangent of the result) -> cotangents of `operands`, alike in structure.
@@ -61,7 +61,7 @@ def _types(*_: Any, jaxpr: ClosedJaxpr, **__: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
-    """In the operands it is the function itself; what comes by the residuals is left to JAX."""
+    """The tangent in the operands is the function itself; JAX differentiates in the residuals."""
     out = _linear_p.bind(*primals, jaxpr=jaxpr, forward=forward, transpose=transpose, known=known)
     d_out = _bind(forward, transpose, known, (*primals[:known], *map(ad.instantiate_zeros, tangents[known:])))
     moving = [i for i in range(known) if type(tangents[i]) is not ad.Zero]
@@ -87,7 +87,7 @@ def _transpose(cotangents: Any, *operands: Any, jaxpr: ClosedJaxpr, forward: Fla
 
 
 def _batch(operands: Any, dims: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
-    """All operands are batched, so that each has a cotangent of its own in every batch."""
+    """Batches all operands, so that each has a cotangent in every batch."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     rows = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[known:], dims[known:], strict=True)]
 

@@ -1,4 +1,4 @@
-"""Where an op is called: which mesh a group is opened over, and which one `jax.shard_map` runs over."""
+"""Checks of meshes: the mesh of a group, and the mesh of the `jax.shard_map` around an op."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax_ep._kit.checks import AxisName, axes_of, check_axis, describe
 
 
 def check_mesh(mesh: Any, axis_name: Any) -> None:
-    """What a group asks: a mesh of devices, and axes of it, each once."""
+    """Raises unless `mesh` is a mesh of devices that has the axes, each once."""
     op = "Group"
     if isinstance(jnp.zeros(()), Tracer):
         raise RuntimeError(
@@ -36,7 +36,7 @@ def check_mesh(mesh: Any, axis_name: Any) -> None:
 
 
 def check_ranks(size: int, most: int) -> None:
-    """What the kernels ask."""
+    """Raises if the kernels cannot serve `size` ranks."""
     if size > most:
         raise ValueError(
             f"Group: at most {most} devices along axis_name, got {size}: exchange over an axis within a host, "
@@ -55,14 +55,14 @@ def check_manual_axis(op: str, axis_name: AxisName) -> None:
 
 
 def is_mesh_here(mesh: Mesh) -> bool:
-    """Whether jax.shard_map runs over a mesh of these axes in this order. Nothing is known of its devices."""
+    """Whether `jax.shard_map` runs over a mesh of these axes in this order. Its devices are not known here."""
     return tuple(jax.sharding.get_abstract_mesh().shape.items()) == tuple(mesh.shape.items())
 
 
 def check_inside_shard_map(op: str, mesh: Mesh, axis_name: AxisName) -> None:
-    """Raises unless every axis of the group's mesh is manual here, which is what the kernels' rank tables assume.
+    """Raises unless every axis of the group's mesh is manual here, as the kernels' rank tables assume.
 
-    A type does not say how the compiler shards an operand over an axis that is left to it.
+    If an axis is left to the compiler, types do not say how it shards an operand.
     """
     check_manual_axis(op, axis_name)
     here: AbstractMesh = jax.sharding.get_abstract_mesh()
@@ -80,8 +80,8 @@ def check_inside_shard_map(op: str, mesh: Mesh, axis_name: AxisName) -> None:
         )
 
 
-# An identity that turns what no type tells into an error that names the op: it runs where devices have another order
-# than in the group's mesh, which shows only when the op is lowered.
+# An identity whose lowering raises an error that names the op if devices have another order than in the group's mesh.
+# The order is not known before.
 _guard_p = Primitive("jax_ep_guard")
 _guard_p.def_impl(lambda x, *, op, mesh: x)
 _guard_p.def_abstract_eval(lambda x, *, op, mesh: x)
@@ -101,5 +101,5 @@ mlir.register_lowering(_guard_p, _refuse_other_devices)
 
 
 def on_these_devices(op: str, x: jax.Array, mesh: Mesh) -> jax.Array:
-    """x, an operand of an op whose kernels take the devices to be those of `mesh`, in its order."""
+    """`x`, an operand of an op whose kernels run on the devices of `mesh`, in its order."""
     return _guard_p.bind(x, op=op, mesh=mesh)

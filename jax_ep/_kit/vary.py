@@ -1,4 +1,4 @@
-"""Over which mesh axes arrays vary, as `jax.shard_map` with check_vma=True tracks it in their types."""
+"""The mesh axes over which arrays vary, which `jax.shard_map` with check_vma=True tracks in types."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ def tracks_varying(axis_name: AxisName) -> bool:
 
 
 def varies(x: jax.Array, axis_name: AxisName) -> bool:
-    """Over each of the axes."""
+    """Whether `x` varies over each of the axes."""
     return set(axes_of(axis_name)) <= jax.typeof(x).manual_axis_type.varying
 
 
 def vary_alike(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts the operands to one varying set: whatever any of them varies over, and the axes, if they are given.
+    """Casts the operands to vary over the same axes: all axes that any operand varies over, and `axis_name`, if given.
 
-    Without it, `check_vma=True` would reject operands that differ. It does nothing where `check_vma=False`.
+    `check_vma=True` rejects operands that differ. With `check_vma=False` it does nothing.
     """
     axes = frozenset(axes_of(axis_name) if axis_name is not None and tracks_varying(axis_name) else ())
     axes = axes.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
@@ -32,7 +32,7 @@ def vary_alike(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[jax.Arra
 def result_type(
     shape: tuple[int, ...], dtype: Any, like: jax.Array, unvarying: frozenset[str] = frozenset()
 ) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the axes `like` varies over, but for those it is the same along.
+    """The type of a result that varies over the axes of `like`, except those of `unvarying`.
 
     A plain result counts as unvarying.
     """

@@ -1,1 +1,1 @@
-"""What holds a group together: its native half, how processes meet, whether they live, and what failed."""
+"""The runtime of groups: native groups, the meeting of processes, heartbeats and failures."""

@@ -1,8 +1,9 @@
-"""How the processes of one host connect: one listens on a Unix socket, and accepts those of its user with the secret.
+"""Connects the processes of one host: one listens on a Unix socket, and accepts processes of its user that know the
+secret.
 
-The operating system only: no GPU, no JAX. The sockets' names are abstract (begin with NUL), so no file is left behind.
-Any process of the host may connect. A connection is pending until its handshake proves the secret; it is rejected
-otherwise, or after 2 seconds, and holds up no other one meanwhile.
+It uses the operating system only: no GPU, no JAX. The sockets' names are abstract (begin with NUL), so no file is left
+behind. Any process of the host may connect. A connection is pending until its handshake proves the secret. It is
+rejected if the handshake is wrong, or after 2 seconds. A pending connection delays no other one.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ _HANDSHAKE = struct.Struct("=32sI")  # proof of the secret, process; then the pa
 
 
 def host_identity() -> str:
-    """Equal for processes that can reach each other's sockets: of one boot of one host, in one network namespace."""
+    """A text that is equal for processes that can reach each other's sockets: of one boot of one host, in one network
+    namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
@@ -46,9 +48,10 @@ class Accepted(NamedTuple):
 
 
 class Listener:
-    """Accepts connections of the processes `others`, who know the secret, at `process`. Each has its own secret.
+    """Accepts connections of the processes `others`, which know the secret, at `process`. Each listener has its own
+    secret.
 
-    `poll` does all the work. A context manager: at its end all connections are closed.
+    `poll` does all the work. As a context manager it closes all connections at the end.
     """
 
     def __init__(self, secret: str, process: int, others: Collection[int]):
@@ -67,7 +70,7 @@ class Listener:
         self._selector.register(self._socket, selectors.EVENT_READ)
 
     def poll(self, timeout: float) -> None:
-        """Accepts, rejects, drops who has closed. Returns after `timeout` seconds, or when something has happened."""
+        """Accepts, rejects, and drops closed connections. Returns after `timeout` seconds, or after an event."""
         until = min([time.monotonic() + timeout, *self._pending.values()])
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             connection = key.fileobj
@@ -75,7 +78,7 @@ class Listener:
             if connection is self._socket:
                 self._take_connections()
             elif key.data is not None:
-                self.drop(key.data)  # nothing follows a handshake: this one has closed
+                self.drop(key.data)  # a peer sends nothing after its handshake: it has closed
             elif connection in self._pending:  # not rejected a moment ago
                 self._finish_handshake(connection)
         now = time.monotonic()
@@ -109,7 +112,7 @@ class Listener:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _finish_handshake(self, connection: socket.socket) -> None:
-        """A pending connection has sent its handshake: it is answered and accepted, or rejected."""
+        """Reads the handshake of a pending connection, and accepts or rejects it."""
         try:
             handshake = connection.recv(_LONGEST)
             sender, payload = self._verify(handshake)
@@ -124,7 +127,7 @@ class Listener:
         self.accepted[sender] = Accepted(connection, payload)
 
     def _verify(self, handshake: bytes) -> tuple[int, bytes]:
-        """The process and its payload; ValueError if it does not prove to be one of the others."""
+        """The process and its payload; ValueError if the handshake does not prove one of the others."""
         payload = handshake[_HANDSHAKE.size :]
         sender = _HANDSHAKE.unpack_from(handshake)[1] if len(handshake) >= _HANDSHAKE.size else -1
         if sender not in self._others or not _equal(
@@ -149,7 +152,8 @@ class Listener:
 
 
 def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeout: float) -> socket.socket:
-    """Connects to the listener of `peer`: a blocking connection that keeps messages apart, for the caller to close.
+    """Connects to the listener of `peer`. Returns a blocking connection that keeps messages apart, which the caller
+    closes.
 
     Args:
       secret: that of the listener.
@@ -184,7 +188,7 @@ def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeo
 
 
 def send(connection: socket.socket, message: bytes, descriptors: Collection[int] = (), *, timeout: float = 5.0) -> None:
-    """Sends a message with file descriptors, once there is room for both: the kernel bounds what is under way.
+    """Sends a message with file descriptors, once the kernel has room for both.
 
     Raises:
       OSError: the other end has gone, or takes nothing for `timeout` seconds.
@@ -201,7 +205,7 @@ def send(connection: socket.socket, message: bytes, descriptors: Collection[int]
 
 
 def receive(connection: socket.socket, *, timeout: float) -> tuple[bytes, list[socket.socket]]:
-    """The next message, and the sockets that came with it; an empty message when the other end has gone.
+    """The next message and its sockets; an empty message if the other end has gone.
 
     Raises:
       TimeoutError: none came in time.
@@ -224,7 +228,7 @@ def _new_socket() -> socket.socket:
 
 
 def _connect_socket(connection: socket.socket, name: str, deadline: float) -> None:
-    """Retries where too many others are just calling, which a Unix socket says by EAGAIN."""
+    """Connects, and retries on EAGAIN, by which a Unix socket says that its backlog is full."""
     while True:
         connection.settimeout(_left(deadline))
         try:
@@ -235,14 +239,14 @@ def _connect_socket(connection: socket.socket, name: str, deadline: float) -> No
 
 
 def _close(connection: socket.socket) -> None:
-    """Also for a process forked meanwhile, which holds the socket open."""
+    """Closes a socket, also in forked processes that hold it open."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _name(secret: str, process: int) -> str:
-    """Every user of the host can read the name of a socket: it must not tell the secret."""
+    """The name of the socket, a hash of the secret, as every user of the host can read it."""
     return "\0jax_ep-" + hashlib.sha256(f"name {secret} {process}".encode()).hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""Heartbeats: that a process lives, and which groups it has, written to the key-value store of jax.distributed.
+"""Heartbeats in the key-value store of jax.distributed: each says that a process lives, and which groups it has.
 
 A process that has a group across nodes writes its heartbeat under its own key several times a second: a count, and its
 part of each such group. It reads the heartbeats of all others.
@@ -21,7 +21,7 @@ from jax_ep.runtime.store import Store
 _FOLDER = "jax_ep/alive"  # in the store; a key there for each process
 _PERIOD_SECONDS = 0.25  # between two heartbeats of a process
 _OPENING_SECONDS = 0.025  # likewise, while it opens a group
-_READS_A_SECOND = 256  # by all processes together, beyond which heartbeats become rarer: each reads those of all
+_READS_A_SECOND = 256  # of all processes together; with many processes heartbeats become rarer
 _JOIN_SECONDS = 1.0
 _MOST_ENDED = 4  # parts that a heartbeat still names
 
@@ -41,11 +41,11 @@ class Part(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """What a process has written last."""
+    """The latest heartbeat of a process."""
 
-    incarnation: str  # a process that is started again under its old number has another
+    incarnation: str  # a restarted process has another
     beat: int  # one more each time
-    parts: Mapping[str, Part]  # by their ids, in the order in which they were begun; some that have ended, too
+    parts: Mapping[str, Part]  # by id, in the order in which they were begun; also a few that have ended
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -56,12 +56,12 @@ class Heartbeat(NamedTuple):
         return json.dumps(self)
 
     def last_part(self, group: str) -> str | None:
-        """The id of the part of such a group that was begun last."""
+        """The id of the latest part of a group."""
         return next((key for key, part in reversed([*self.parts.items()]) if part.group == group), None)
 
 
 class Readings(NamedTuple):
-    """What a process has read."""
+    """The heartbeats that a process has read."""
 
     reads: int  # so far
     by_process: Mapping[int, Heartbeat]
@@ -120,7 +120,7 @@ class HeartbeatThread:
         self._join()
 
     def stop(self) -> None:
-        """Falls silent, for good and without a last heartbeat."""
+        """Ends the heartbeats, without a last one."""
         with self._lock:
             self._silent = True
             self._stopped.set()

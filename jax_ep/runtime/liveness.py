@@ -1,13 +1,13 @@
-"""Which processes of a group across nodes are there when it is opened, and which are lost later, by their heartbeats.
+"""Finds out, by heartbeats, when all processes of a group across nodes are there, and which process is lost later.
 
-*Opening.* A process says which parts it sees of the group: those that all processes have begun last. When all say the
-same, each has seen every other one's part since it began its own. So all are opening this very group, and alive: what a
-dead process left in the store, or another group of a living one, never says so.
+*Opening.* Every process publishes which parts of the group it sees: the latest part of each process. If all publish the
+same parts, every process has seen every other part since it began its own. So all processes are alive and are opening
+this group. Old entries of dead processes, and parts of other groups, never agree.
 
-*Loss.* A process that writes no new heartbeat for longer than the group's timeout is lost: it ended, was stopped, or
-its interpreter was held up. A process that leaves the group by an error counts as silent from then on; one that has
-closed it may fall silent. The store lives in process 0, with the coordinator of jax.distributed: if that does not
-answer, process 0 is lost.
+*Loss.* A process without a new heartbeat for longer than the group's timeout is lost: it ended, was stopped, or its
+interpreter was blocked. A process that leaves the group by an error counts as silent from then on. A process that has
+closed the group may fall silent. The store lives in process 0, with the coordinator of jax.distributed; if the store
+does not answer, process 0 is lost.
 """
 
 import atexit
@@ -35,7 +35,7 @@ _JOIN_SECONDS = 1.0
 
 
 class FailureDetector:
-    """For how long processes were silent, and which are lost by that. Time that this process was stopped counts not.
+    """How long processes have been silent, and which are lost. Time in which this process was stopped does not count.
 
     Args:
       others: by process, what an error calls it.
@@ -60,18 +60,18 @@ class FailureDetector:
         self._unanswered = 0.0  # seconds since the store was read
 
     def longest(self) -> str | None:
-        """Who has been silent longest, if for longer than a process on a busy host is."""
+        """The process that has been silent longest, if it is longer than on a busy host."""
         process = max(self._seconds, key=lambda each: self._seconds[each])
         return self._silent(process) if self._seconds[process] > self._pause else None
 
     def look(self, readings: Readings, passed: float) -> str | None:
-        """What is lost, if `passed` seconds after the last look these heartbeats have been read."""
+        """The lost process, if there is one, after `passed` seconds in which these heartbeats were read."""
         self._unanswered += passed if passed < _STOPPED_SECONDS else _LOOK_SECONDS
         if readings.reads == self._readings.reads:
             if self._unanswered <= self._limit:
                 return None
             return f"the coordinator of jax.distributed, in process 0, did not answer for {self._unanswered:.1f} s"
-        waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # a store that was gone excuses everybody
+        waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # not while the store was gone
         before = self._readings
         self._readings = Readings(readings.reads, {**before.by_process, **readings.by_process})
         for process, who in self._others.items():
@@ -88,7 +88,7 @@ class FailureDetector:
         return None
 
     def _state(self, process: int) -> str:
-        """How its part is; one that has ended may be named no more, and stays as it was."""
+        """The state of a process' part. A part that has ended, and is no longer named, keeps its state."""
         part = self._readings.by_process[process].parts.get(self._parts[process])
         if part is None:
             return LEFT if self._states[process] == LEFT else CLOSED
@@ -102,14 +102,14 @@ class FailureDetector:
 
 
 class Liveness:
-    """Watches the other processes of a group from when all of them are there until one is lost or the group is closed.
+    """Watches the other processes of a group, from when all are there until one is lost or the group is closed.
 
     Args:
       name: of the group, for the log.
       over: what the group is over: the same in all its processes.
       others: by process, what an error calls it; at least one.
       timeout: seconds of silence after which a process is lost, if they are more than 2.
-      open_timeout: seconds that this call waits for the others, in a process one call after the other.
+      open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread: of this process.
 
     Raises:
@@ -143,12 +143,12 @@ class Liveness:
                 raise
 
     def error(self, *, in_vain: bool = False) -> PeerLostError | None:
-        """Which process is lost; or, if a rank of this process has waited in vain, which one is silent meanwhile."""
+        """The error of the lost process; with `in_vain`, after a rank has waited in vain, that of a silent process."""
         what = self._lost or (self._detector.longest() if in_vain else None)
         return None if what is None else PeerLostError(f"{self._name}: {self._failed(what)}")
 
     def close(self, *, in_order: bool = True) -> None:
-        """Ends this process' part: closed, or left by an error, which fails the group at the others."""
+        """Ends this process' part: closed, or left by an error, which fails the group in the other processes."""
         self._ended.set()
         try:
             if self._thread is not threading.current_thread():
@@ -157,13 +157,13 @@ class Liveness:
             self._heartbeat.update(self._part, state=CLOSED if in_order else LEFT)
 
     def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Readings, dict[int, str]]:
-        """What was read when all saw the same parts; and these parts."""
+        """The heartbeats that showed all processes the same parts, and these parts."""
         never_here = {*others}
         parts: dict[int, str] = {}
         seen = ""
         while True:
             readings = self._heartbeat.readings
-            # Who has met by what was said here before may have begun another part since.
+            # A process that has met by an older entry of this one may have begun another part since.
             if missing := _missing(readings, others, parts, seen):
                 last = {
                     process: readings.by_process[process].last_part(group)
@@ -195,14 +195,14 @@ class Liveness:
 
 
 def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
-    """Those of `others` whose part, one of `parts`, does not say `seen`, or was left."""
+    """The processes of `others` whose part, one of `parts`, does not publish `seen`, or was left."""
     found = {p: readings.by_process[p].parts.get(part) for p, part in parts.items() if p in readings.by_process}
     return others.keys() - {p for p, part in found.items() if part and part.seen == seen and part.state != LEFT}
 
 
 @functools.cache
 def heartbeat_thread() -> HeartbeatThread:
-    """That of this process.
+    """The heartbeat thread of this process.
 
     Raises:
       PlatformError: `jax.distributed.initialize` was not called.

@@ -1,4 +1,4 @@
-"""Groups as the compiled libraries hold them, and what they tell: errors, recordings."""
+"""Groups of the compiled libraries, their errors and their recordings."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class ErrorKind(Protocol):
 
 
 class NativeGroup(Protocol):
-    """What the compiled libraries call a group."""
+    """A group of the compiled libraries."""
 
     id: int
 
@@ -33,7 +33,7 @@ class NativeGroup(Protocol):
 
 
 def check_xla_flags(platform: str) -> None:
-    """Raises `PlatformError` where command buffers may run two ops of a device at once: they share their flags."""
+    """Raises `PlatformError` if command buffers may run two ops of a device at once, as ops share flags."""
     flag = "--xla_gpu_command_buffer_scheduling_mode"
     modes = [flags.split("=")[1] for flags in os.environ.get("XLA_FLAGS", "").split() if flags.startswith(f"{flag}=")]
     if platform != "cpu" and modes and modes[-1].startswith("CONCURRENT"):
@@ -61,11 +61,11 @@ def create_group(
       lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
       timeout: seconds.
       content: a hash of the devices, the mesh and the axis, by which compiled programs find the group.
-      index: how many groups of this content are open already, as all processes agreed; -1 counts them.
+      index: the number of the group among those of this content, as all processes agreed; -1: the lowest free one.
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
       max_sms: the most SMs that an op takes on a GPU.
-      async_ops: unless `max_sms` says how many, ops on rows leave most SMs to what runs beside them.
+      async_ops: ops on rows leave most SMs to other work, unless `max_sms` is given.
 
     Raises:
       PlatformError: the compiled library is of another version.
@@ -98,7 +98,7 @@ class OpRecord(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What one rank did last."""
+    """The last ops of one rank."""
 
     line: int
     rank: int
@@ -122,7 +122,7 @@ def _as_error(kind: ErrorKind, message: str) -> JaxEpError:
 
 
 def take_error(native: NativeGroup) -> JaxEpError | None:
-    """What the kernels of a group reported, as the exception to raise; a recoverable one only once."""
+    """The error that the kernels of a group reported, as an exception; a recoverable one only once."""
     found = native.take_error()
     return None if found is None else _as_error(*found)
 
@@ -134,7 +134,7 @@ def await_failure(native: NativeGroup, seconds: float) -> JaxEpError | None:
 
 
 class Span(NamedTuple):
-    """What one coop of a rank was busy with. Times are those of the host's monotonic clock."""
+    """A phase of one coop of a rank. Times are of the host's monotonic clock."""
 
     cta: int
     role: int  # 0 sends, 1 receives
@@ -146,7 +146,7 @@ class Span(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What one rank recorded: (cta, role) after (cta, role), each in order of time."""
+    """The recording of one rank: (cta, role) after (cta, role), each in order of time."""
 
     line: int
     rank: int

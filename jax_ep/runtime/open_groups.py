@@ -1,4 +1,4 @@
-"""The groups that are open, for ops that are told an axis and no group."""
+"""The open groups, for ops that take an axis instead of a group."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""How a process' part of a group comes to be: the compiled library's, and its heartbeats for other nodes."""
+"""Opens a process' part of a group: the native group, and heartbeats for other nodes."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax_ep.runtime import liveness, native, nodes, rendezvous
 from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.timeouts import Deadline
 
-MOST_SMS = 2**31 - 1  # what a C++ int holds
+MOST_SMS = 2**31 - 1  # the greatest C++ int
 
 
 def open_native(
@@ -26,7 +26,7 @@ def open_native(
     max_sms: int | None,
     async_ops: bool,
 ) -> tuple[native.NativeGroup, Callable[[], None]]:
-    """The group, and what frees its number when it is closed.
+    """The native group, and the function that frees its number when it is closed.
 
     Raises:
       JaxEpError: as for `rendezvous.introduce` and `native.create_group`.
@@ -71,5 +71,5 @@ def open_liveness(
 
 
 def _described(platform: str, mesh: Mesh, axis_name: AxisName) -> str:
-    """What a group is over: the same in all its processes, and in no others."""
+    """A text that identifies the devices, mesh and axis of a group: the same in all its processes."""
     return f"{platform} {[(d.id, d.process_index) for d in mesh.devices.flat]} {dict(mesh.shape)} {axis_name}"

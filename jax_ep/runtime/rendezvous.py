@@ -1,9 +1,10 @@
-"""How the processes of a group meet: all of them at once, or none.
+"""The meeting of a group's processes: all at once, or none.
 
-The lowest process leads. It listens on a Unix socket, and leaves the socket's secret in the key-value store of
-jax.distributed. When all processes are connected it hands every two that share a line the ends of a connection. So open
-connections alone say who is there: a process that gives up or dies closes its own, and one that comes late or again
-finds the last secret. Nothing is counted, and nothing old can be mistaken for new.
+The lowest process leads. It listens on a Unix socket, and puts the socket's secret into the key-value store of
+jax.distributed. When all processes are connected, the leader sends the ends of a connection to every two processes that
+share a line. A process is there while its connection is open: a process that gives up or dies closes its connection,
+and a process that comes late, or again, finds the latest secret. Nothing is counted, so nothing old is mistaken for
+new.
 """
 
 import contextlib
@@ -25,12 +26,12 @@ from jax_ep.runtime import bootstrap
 from jax_ep.runtime.store import Store, not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
-# Groups of several processes over the same devices are told apart by numbers that all their processes agree on.
+# Groups of several processes over the same devices have different numbers, on which their processes agree.
 _numbers: defaultdict[str, set[int]] = defaultdict(set)  # of those that are open here, by what they are over
 _meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one thread at a time, likewise
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between looks into the store
-_ANSWER_SECONDS = 5.0  # within which a leader answers a call; then it has gone, or stopped
+_ANSWER_SECONDS = 5.0  # for a leader to answer; a later leader has gone, or is stopped
 
 
 class Meeting(NamedTuple):
@@ -68,18 +69,18 @@ def introduce(what: str, me: int, processes: Sequence[Sequence[int]], timeout: f
 def meet(
     store: Store, key: str, me: int, lines: Sequence[Sequence[int]], *, taken: Collection[int], timeout: float
 ) -> Meeting:
-    """Returns once all processes that lines join with `me`, directly or through others, are here with this key.
+    """Returns once all processes that lines connect with `me`, directly or through others, meet with this key.
 
     Args:
-      store: where processes on any host find what the others left.
-      key: what they meet for. In a process one at a time meets for it; later meetings may have the same.
+      store: the key-value store of all processes.
+      key: names the meeting. A process is in one meeting of a key at a time; later meetings may have the same key.
       me: the number of this process.
       lines: the processes of the ranks along each line.
       taken: numbers that the meeting must not get.
       timeout: seconds.
 
     Raises:
-      PeerTimeoutError: a process did not come in time. Another attempt may follow, here and there.
+      PeerTimeoutError: a process did not come in time. All processes may try again.
       PeerLostError: a process, or the store, went away at the very end.
       PlatformError: they are not of one host.
     """
@@ -94,7 +95,7 @@ def meet(
 
 
 def neighbours(lines: Sequence[Sequence[int]], me: int) -> dict[int, set[int]]:
-    """For every process that is to be met, those with whom it shares a line."""
+    """For every process of the meeting, the processes with which it shares a line."""
     shared: dict[int, set[int]] = defaultdict(set)
     for line in lines:
         for process in line:
@@ -112,7 +113,7 @@ class _Participants:
         self._neighbours, self._others = neighbours, set(neighbours) - {me}
         self._timeout = Deadline(timeout)
         self._host = bootstrap.host_identity()
-        self._missing = sorted(self._others) if me == self.leader else [self.leader]  # to blame when time is over
+        self._missing = sorted(self._others) if me == self.leader else [self.leader]  # for the error of a timeout
         self._publish("host", me, self._host)
 
     def lead(self, taken: Collection[int]) -> Meeting:
@@ -125,12 +126,12 @@ class _Participants:
                 number = next(number for number in range(len(numbers) + 1) if number not in numbers)
                 with contextlib.ExitStack() as on_failure:
                     if (sockets := self._introduce(listener, on_failure)) is not None:
-                        self._send_to_all(listener, {"number": number})  # who goes only now is lost to all
+                        self._send_to_all(listener, {"number": number})  # a process that goes from now on is lost
                         on_failure.pop_all()
                         return Meeting(number, sockets)
 
     def _await_all(self, listener: bootstrap.Listener) -> None:
-        """Waits for all, and tells those who are there for whom."""
+        """Waits for all processes, and tells those that are there for whom they wait."""
         listener.poll(0)
         informed: list[bootstrap.Accepted] = []
         never_here = set(self._others)
@@ -146,7 +147,7 @@ class _Participants:
     def _introduce(
         self, listener: bootstrap.Listener, on_failure: contextlib.ExitStack
     ) -> dict[int, socket.socket] | None:
-        """This process' own sockets; None if somebody went meanwhile, and is to be awaited again."""
+        """This process' own sockets; None if a process has gone and the leader must wait for it again."""
         mine: dict[int, socket.socket] = {}
         for process, neighbour in ((p, n) for p, all in self._neighbours.items() for n in all if n > p):
             with contextlib.ExitStack() as handed_over:
@@ -186,7 +187,7 @@ class _Participants:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _connect(self, secret: str, taken: Collection[int]) -> socket.socket | None:
-        """None if the leader has gone who left the secret."""
+        """A connection to the leader; None if the leader of this secret has gone."""
         payload, timeout = json.dumps(sorted(taken)).encode(), min(_ANSWER_SECONDS, self._left())
         try:
             return bootstrap.connect(secret, self._me, self.leader, payload, timeout=timeout)
@@ -194,7 +195,7 @@ class _Participants:
             return None
 
     def _follow(self, leader: socket.socket) -> Meeting | None:
-        """Does as the leader says; None if it goes."""
+        """Follows the leader's messages; None if the leader goes."""
         with contextlib.ExitStack() as on_failure:
             sockets: dict[int, socket.socket] = {}
             while True:
@@ -209,7 +210,7 @@ class _Participants:
                 message = json.loads(text)
                 if "missing" in message:
                     self._missing = message["missing"]
-                elif "peer" in message:  # the second time, if somebody went during the introduction
+                elif "peer" in message:  # again, if a process went during the introduction
                     peer, [end] = message["peer"], ends
                     if peer in sockets:
                         sockets[peer].close()
@@ -222,7 +223,7 @@ class _Participants:
         self._store.key_value_set(f"{self._folder}/{what}/{process}", value, allow_overwrite=True)
 
     def _look_up_secret(self) -> str | None:
-        """The secret that the leader left, if it did."""
+        """The leader's secret in the store, if there is one."""
         found = self._store.key_value_dir_get(f"{self._folder}/")
         left = {key.removeprefix(f"{self._folder}/"): value for key, value in found}
         for process in self._neighbours:

@@ -1,4 +1,4 @@
-"""The key-value store of jax.distributed, which lives in process 0: there processes of any hosts find each other."""
+"""The key-value store of jax.distributed, which lives in process 0. Processes of any hosts find each other there."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from jax_ep.runtime import jax_private
 
 
 class Store(Protocol):
-    """What we ask of the client of jax.distributed."""
+    """The functions that we use of the client of jax.distributed."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
@@ -27,6 +27,6 @@ def store() -> Any:
 
 
 def not_opened(processes: Iterable[int], timeout: float) -> PeerTimeoutError:
-    """What is raised where processes did not open their parts of a group within `timeout` seconds."""
+    """The error if processes did not open their parts of a group within `timeout` seconds."""
     names = ", ".join(map(str, sorted(processes)))
     return PeerTimeoutError(f"Group: process {names} did not create its part of the group within {timeout:g} s")

@@ -1,4 +1,4 @@
-"""How long a group waits: as given, or by the environment."""
+"""The timeouts of a group: given, or from the environment."""
 
 import os
 import time
@@ -17,7 +17,7 @@ def seconds(name: str, value: float) -> float:
 
 
 class Deadline(float):
-    """Seconds that a call may take, counted from now; what is already a `Deadline` goes on."""
+    """Seconds that a call may take, and `until`, when it must end. A `Deadline` of a `Deadline` is the same."""
 
     until: float  # as of time.monotonic
 
@@ -33,7 +33,7 @@ class Deadline(float):
 
 
 def opening(open_timeout: float | None, timeout: float) -> Deadline:
-    """How long a group with these arguments may take to open, from now on."""
+    """The deadline for opening a group with these arguments."""
     if isinstance(open_timeout, Deadline):  # of the group that this one belongs to
         return open_timeout
     return Deadline(min(timeout, LONGEST_OPENING) if open_timeout is None else seconds("open_timeout", open_timeout))

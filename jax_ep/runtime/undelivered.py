@@ -1,4 +1,4 @@
-"""What the "xla" implementation returns where an op delivers nothing: the same as kernels on a GPU."""
+"""The results of the "xla" implementation if an op delivers nothing: as those of kernels on a GPU."""
 
 from collections.abc import Callable
 from functools import partial

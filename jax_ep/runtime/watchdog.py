@@ -1,4 +1,4 @@
-"""A thread per group that notices a failure when it happens, logs it and writes the flight record."""
+"""A thread per group that notices a failure, logs it and writes the flight record."""
 
 import atexit
 import json
@@ -18,7 +18,7 @@ _watching: set[threading.Thread] = set()
 
 
 class Watchdog:
-    """Watches a group from when it is opened until it fails or is closed.
+    """Watches a group until it fails or is closed.
 
     Args:
       native: the group, as its library holds it.
@@ -34,7 +34,7 @@ class Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """Called when the group is closed; the thread may be in the middle of a report."""
+        """Ends the thread, when the group is closed. The thread may be writing a report."""
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10 * _PERIOD_SECONDS)
@@ -42,7 +42,7 @@ class Watchdog:
 
 @atexit.register
 def _end_all() -> None:
-    """Before the interpreter ends: a thread that comes back from native code later would end the process instead."""
+    """Ends all threads before the interpreter ends: a thread that returns from native code later kills the process."""
     close_all()
     for thread in list(_watching):
         thread.join(timeout=10 * _PERIOD_SECONDS)
@@ -61,7 +61,7 @@ def _watch(native: NativeGroup, name: str, ended: threading.Event) -> None:
 
 
 def _dump(native: NativeGroup, name: str, kind: str, message: str) -> str:
-    """Writes the flight record where JAX_EP_DUMP says; returns what to add to the log."""
+    """Writes the flight record into the folder JAX_EP_DUMP; returns a text for the log."""
     folder = os.environ.get(_DUMP)
     if not folder:
         return f"; set {_DUMP} to a folder for the last ops of every rank"

@@ -1,4 +1,4 @@
-// What the matrix products with a collective are called with, and how their rows are cut into row blocks.
+// The arguments of matrix products with a collective, and how their rows are cut into row blocks.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
   return args.reduce_scatter ? OpKind::matmul_reduce_scatter : OpKind::matmul_all_reduce;
 }
 
-// What the specs of both have in common.
+// The common part of both specs.
 template <class Args>
 struct ProductSpec : ProductDefaults {
   template <class Visit>
@@ -120,7 +120,7 @@ constexpr int kBlockRows = Coop::lanes == 1 ? 16 : 128;  // on a GPU the rows of
 struct RowBlocks {
   int rows, block_rows, chunks;
 
-  // One flag is left for other news.
+  // One flag is left for the end of a reduction.
   JAX_EP_FN explicit RowBlocks(int rows)
       : rows(rows),
         block_rows(align_up((rows + kMaxFlags - 2) / (kMaxFlags - 1), kBlockRows)),

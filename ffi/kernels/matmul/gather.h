@@ -1,5 +1,5 @@
 // all_gather_matmul: every rank pushes its rows to all ranks and announces them row block by row block. Products of row
-// blocks that have arrived run meanwhile; those of this rank's own rows come first.
+// blocks that have arrived run meanwhile, beginning with this rank's own rows.
 #pragma once
 
 #include "comm/copy.h"
@@ -12,9 +12,9 @@
 
 namespace jax_ep {
 
-// What a coop moves at a time: a part of a row block of this rank, which is a range of bytes. If the rows do not end
-// with a pair of row blocks, some tiles reach over the end, and need the last row block as early as the first. So the
-// last row block goes first.
+// The parts of this rank's rows that coops push: ranges of bytes, each of one row block. If the rows end inside a pair
+// of row blocks, some tiles also have rows of the next rank. Peers need the last row block for these tiles as early as
+// the next rank's first one, so the last row block is pushed first.
 class RowParts {
  public:
   const int chunks;  // row blocks
@@ -29,7 +29,7 @@ class RowParts {
         first_(rows > 0 && rows % (2 * kBlockRows) ? (chunks - 1) * per_row_block_ : 0) {}
 
   JAX_EP_FN int count() const { return count_; }
-  // The part that is the i-th to be moved.
+  // The part that is pushed as the i-th.
   JAX_EP_FN int at(int i) const { return i + first_ < count_ ? i + first_ : i + first_ - count_; }
   JAX_EP_FN int chunk_of(int part) const { return part / per_row_block_; }
   JAX_EP_FN Range chunk(int index) const {
@@ -46,7 +46,7 @@ class RowParts {
   }
 
  private:
-  // Two batches, or one where there would not be enough for all coops.
+  // Two batches, or one if there are too few parts for all coops.
   JAX_EP_FN static int part_bytes(int64_t bytes_per_coop) {
     if (Coop::lanes == 1) return 1 << 16;
     return bytes_per_coop < 4 * Batch::kBytes ? Batch::kBytes : 2 * Batch::kBytes;
@@ -60,7 +60,7 @@ class RowParts {
   const int part_bytes_, per_row_block_, count_, first_;
 };
 
-// Puts this rank's rows into `gathered` of every rank, by whichever coops are free.
+// Pushes this rank's rows into `gathered` of every rank. Coops take parts by ticket.
 JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), base = op.comm.rank * args.m * row_bytes;
   const RowParts parts(args.m, row_bytes, op.coop.count);
@@ -83,7 +83,7 @@ JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
   announcer.finish(mover);
 }
 
-// Waits until these rows, counted over all ranks, are here. All lanes call, and each waits for one row block.
+// Waits until `rows`, numbered over all ranks, are here. All lanes call, and each waits for one row block.
 JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
   const RowBlocks row_blocks(args.m);
   const auto index = [&](int row) { return row / args.m * row_blocks.chunks + row_blocks.chunk_of(row % args.m); };
@@ -91,7 +91,7 @@ JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
   if (rows.begin < rows.end) op.wait_delivered_from(first, index(rows.end - 1) + 1 - first, row_blocks.chunks);
 }
 
-// On the CPU: the coops that push compute the product.
+// On the CPU every coop pushes and multiplies.
 template <class T>
 JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const Coop& coop) {
   Op op(comm, coop, kind_of(args));

@@ -1,6 +1,6 @@
-// One kernel for a product and its collective. All CTAs multiply. The producer's warpgroup has three aux warps, which
-// the product does not need. This file says what they do in a gather and in a reduction; overlap_exchange.h has the
-// exchange of two ranks.
+// One kernel for a product and its collective. All CTAs multiply. The three aux warps of the producer's warpgroup,
+// which the product does not need, communicate. This file has their roles in a gather and in a reduction;
+// overlap_exchange.h has the exchange of two ranks.
 #pragma once
 
 #include "comm/op.h"
@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-// The row format of a product's operands, where it goes by another name: for kernels that also sum rows of them.
+// The row format for the type of a product's values.
 template <class T>
 struct RowOf {
   using Type = T;
@@ -29,7 +29,7 @@ struct RowOf<__half> {
   using Type = Float16;
 };
 
-// What the kernel knows of its op.
+// The op of a kernel.
 template <class Args>
 struct Work {
   Comm comm;
@@ -51,7 +51,7 @@ JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
 
-// The results of the op: MatmulExchangeArgs have no spec of their own.
+// The results of the op, as MatmulExchangeArgs has no spec.
 JAX_EP_FN Results<MatmulReduceArgs> results_of(const Comm& comm, const MatmulReduceArgs& args) {
   return {args, comm.size};
 }
@@ -59,8 +59,8 @@ JAX_EP_FN Results<GatherMatmulArgs> results_of(const Comm& comm, const GatherMat
   return {args, comm.size};
 }
 
-// Debug: the CTAs that communicate fill the results before any peer may write to them. All their warps call, before
-// they multiply. They wait for each other, so all must find an SM.
+// Debug: the communicating CTAs fill the results before any peer may write to them. All their warps call, before they
+// multiply. The CTAs wait for each other, so all must find an SM.
 template <class Args>
 JAX_EP_FN void poison_results(const Work<Args>& work) {
   const Role role = whole_ctas(work.first_communicating, work.communicating);
@@ -93,11 +93,11 @@ JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, cons
                               gemm::this_share());
 }
 
-// What the aux warps of a CTA keep in its shared memory, by the arguments of the op.
+// The shared memory of the aux warps of a CTA, by the arguments of the op.
 template <class Args>
 struct AuxOf;
 
-// Each op has one for its arguments.
+// Each op defines it for its arguments.
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const Work<Args>& work);
 
@@ -112,9 +112,9 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
 
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
-// What the aux warps of a CTA share in a gather.
+// The shared memory of the aux warps in a gather.
 struct Waiter {
-  uint32_t here;  // tiles that had to wait for their rows, and need not any more
+  uint32_t ready;  // tiles whose rows have arrived, among the tiles that wait for rows
 };
 
 template <>
@@ -123,8 +123,8 @@ struct AuxOf<GatherMatmulArgs> {
 };
 
 // A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps spread this
-// rank's rows. They take rows in turns, so peers get all rows even if few of these CTAs run. A tile reads this rank's
-// own rows from the operand, and the others from `gathered`.
+// rank's rows. These warps take parts by ticket, so peers get all rows even if few of these CTAs run. A tile reads this
+// rank's own rows from the operand, and other rows from `gathered`.
 struct GatherHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = typename AuxOf<GatherMatmulArgs>::Type;
@@ -135,13 +135,13 @@ struct GatherHooks {
   mutable uint32_t awaited = 0;  // of the producer
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
-    if (must_wait(tile)) ptx::wait_count(&aux.here, ++awaited);
+    if (must_wait(tile)) ptx::wait_count(&aux.ready, ++awaited);
     if (is_own(tile)) return {own, tile.row - work.comm.rank * work.args.m};
     return {gathered, tile.row};
   }
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  // At the end one warp finishes the op for all warps of its CTA that multiply.
+  // At the end one warp finishes the op for all multiplying warps of its CTA.
   enum { kWaiters, kSpreaders, kMultipliers };
   JAX_EP_FN Roles<3> roles() const {
     return {attendants(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
@@ -168,7 +168,7 @@ struct GatherHooks {
     const int first = work.comm.rank * work.args.m;
     return first <= rows_of(tile).begin && rows_of(tile).end <= first + work.args.m;
   }
-  // Debug: nothing may be written before the result is poisoned. Every flag implies that.
+  // Debug: every tile waits, as a tile may be stored only after the result is poisoned, and a peer's flag implies that.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
   JAX_EP_FN void look_out(Op& op, gemm::Share share) const {
@@ -177,7 +177,7 @@ struct GatherHooks {
       if (!must_wait(tile)) continue;
       wait_rows(op, work.args, rows_of(tile));
       ptx::proxy_fence();
-      if (op.coop.lane == 0) ptx::count_one(&aux.here);
+      if (op.coop.lane == 0) ptx::count_one(&aux.ready);
     }
   }
 
@@ -192,11 +192,11 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& op
                               const Work<GatherMatmulArgs>& work) {
   poison_results(work);
   Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
-  if (threadIdx.x == 0) aux.here = 0;  // before all warps meet
+  if (threadIdx.x == 0) aux.ready = 0;  // before all warps meet
   const GatherHooks hooks{work, operands.own, operands.problem, aux};
   multiply_tiles<In, Out, kBlockN, kMnB>(memory, operands, hooks);
   if (threadIdx.x >= gemm::kConsumers) return;
-  ptx::sync_some(1, gemm::kConsumers);  // all that multiply have written their tiles
+  ptx::sync_some(1, gemm::kConsumers);  // all multiplying warps have written their tiles
   const auto [number, role] = hooks.roles().mine();
   if (number < 0) return;
   const Coop coop = role.coop();
@@ -206,10 +206,10 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& op
 
 constexpr int kReducerBytes = 128 + 8 * 2048;  // two batches to write, six to read
 
-// What the aux warps of a CTA share in a reduction.
+// The shared memory of the aux warps in a reduction.
 struct Reducers {
   alignas(128) char memory[kOtherAuxWarps][kReducerBytes];
-  uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp: one may be ahead of another
+  uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp
 };
 
 template <>
@@ -217,14 +217,14 @@ struct AuxOf<MatmulReduceArgs> {
   using Type = Reducers;
 };
 
-// A reduction. One warp of every CTA announces what its CTA has written, and in the last CTAs two more warps reduce
-// what is ready. So the product has all SMs, and the SMs of the other CTAs are free for other kernels as soon as the
-// product is done, whatever peers do.
+// A reduction. One warp of every CTA announces the tiles of its CTA, and in the last CTAs two more warps are reducers.
+// So the product has all SMs, and all CTAs but the last ones free their SMs when the product is done, whatever peers
+// do.
 //
-// Reducers wait for peers, and keep the SMs of their CTAs meanwhile. They are in the last CTAs, which a GPU starts when
-// all others have their SMs. A reducer that does not see all reducers begin within 20 us leaves. The last to begin
-// never leaves, and with those that stay it sums all rows. So a kernel that keeps some CTAs from starting slows the
-// sums down, but does not lock them up.
+// Reducers keep the SMs of their CTAs while they wait for peers. They are in the last CTAs, which a GPU starts after
+// all others. A reducer that does not see all reducers begin within 20 us leaves. The last reducer to begin never
+// leaves, and the reducers that stay sum all rows. So a kernel that holds some SMs slows the sums down, but cannot stop
+// them.
 template <class T>
 struct ReduceHooks {
   static constexpr bool kAwaitStores = true;

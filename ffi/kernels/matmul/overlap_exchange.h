@@ -1,19 +1,20 @@
-// One kernel for a product and its reduction among two ranks. Both take the same tiles in the same order, so every CTA
-// exchanges its tiles with the same CTA of the peer. Multiplying warps store their part of a tile here and at the peer.
-// One aux warp announces it, and the others add what has landed. The multiplying warps add the last tile.
+// One kernel for a product and its reduction among two ranks. Both ranks take the same tiles in the same order, so
+// every CTA exchanges its tiles with the same CTA of the peer. Multiplying warps store their part of a tile here and at
+// the peer. One aux warp announces tiles, and the other aux warps add the peer's tiles. The multiplying warps add the
+// last tile.
 #pragma once
 
 #include "kernels/matmul/overlap.h"
 #include "kernels/matmul/reduce.h"
 
 namespace jax_ep {
-// How the warps of a CTA signal each other, in shared memory.
+// The shared memory by which the warps of a CTA signal each other.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed
-  uint32_t posted;                         // whether that is known
-  uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp: one may be ahead of another
+  uint32_t posted;                         // 1 once `landing` is set
+  uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp
   uint32_t added[gemm::kConsumerWarps];    // of the last tile
-  uint32_t landed;                         // whether the peer's last tile is here, or never will be
+  uint32_t landed;                         // 1 once the peer's last tile is here, or the op has failed
 };
 
 template <>
@@ -108,7 +109,7 @@ struct ExchangeHooks {
     ptx::wait_counts(aux.added, gemm::kConsumerWarps, 1);
   }
 
-  // Adds its part of the rows of every tile but the last, as the peer's tiles come.
+  // Adds this warp's rows of every tile but the last, as the peer's tiles come.
   JAX_EP_FN void add_tiles(Op& op) const {
     const Range part = share(gemm::kBlockM, op.coop.member.index, kOtherAuxWarps);
     gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
@@ -122,7 +123,7 @@ struct ExchangeHooks {
   }
 };
 
-// Debug: all CTAs fill the result before anything is stored there.
+// Debug: all CTAs fill the result before any tile is stored there.
 JAX_EP_FN void poison_results(const Work<MatmulExchangeArgs>& work) {
   if (!work.comm.poison) return;
   const Coop coop = whole_ctas(0, static_cast<int>(gridDim.x)).coop();

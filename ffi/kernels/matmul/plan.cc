@@ -18,10 +18,10 @@ struct Rounds {
   int pairs, own;            // pairs of rows of tiles; those with rows of this rank only
   int band_tiles, clusters;  // in pairs of tiles
   int band;
-  double tile, moving;  // for a tile; until all rows are here, which come at an even rate
+  double tile, moving;  // for a tile; for all rows, which arrive at an even rate
 
-  // When the rows of the first `wanted` pairs are here.
-  double here(int wanted) const {
+  // When the rows of the first `wanted` pairs have arrived.
+  double arrival(int wanted) const {
     return wanted > own ? rates.handshake_us + moving * (wanted - own) / (pairs - own) : 0;
   }
 
@@ -30,14 +30,14 @@ struct Rounds {
     double time = 0;
     for (int done = 0; done < tiles; done += clusters) {
       const int last = std::min(done + clusters, tiles) - 1;
-      time = std::max(time, here(std::min((last / band_tiles + 1) * band, pairs))) + tile;
+      time = std::max(time, arrival(std::min((last / band_tiles + 1) * band, pairs))) + tile;
     }
     return time + rates.once_us;
   }
 };
 
-// How many blocks push: an even number, `most` at the most, and fewer the more peers each pushes to. What further
-// blocks would push queues up in the way of the product's loads.
+// How many blocks push: an even number, at most `most`, and fewer if each pushes to more peers. More blocks would only
+// delay the product's loads.
 int pushing_blocks(int blocks_times_peers, int ranks, int most) {
   return std::max(std::min(blocks_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
 }
@@ -53,9 +53,10 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
   const double rate = rates.flops_per_us * (block_n == 128 ? rates.narrow : 1);
   const double tile = 2.0 * kTileRows * block_n * k / rate + rates.tile_us;
   const double moving = double(m) / ranks * k * value_bytes / (communicating * rates.bytes_per_cta);
-  // Tiles of a band wait for all of its rows: unless all are here before this rank's are done, small bands are better.
+  // Tiles of a band wait for all rows of the band. Small bands are better, unless all rows arrive before the tiles of
+  // this rank's rows are done.
   const bool waits = moving + rates.handshake_us > tile * own * columns / (config.multiplying / 2);
-  // If no tile has rows of this rank only, there is nothing to begin with.
+  // If no tile has rows of this rank only, all tiles wait.
   config.band = own ? std::clamp(waits ? own / 4 : own, std::min(own, 2), rates.most_pairs) : rates.most_pairs;
   const int clusters = config.multiplying / 2;
   const Rounds rounds{rates, ceil_div(rows, 2), own, config.band * columns, clusters, config.band, tile, moving};
@@ -75,7 +76,7 @@ double pushed_bytes(const ProductShape& shape) {
   return 1.0 * shape.m * shape.n * shape.value_bytes * (shape.op == OpKind::matmul_all_reduce ? 1 : 0.5);
 }
 
-// The plan for two ranks that exchange: all blocks multiply, and push what they have.
+// The plan for two ranks that exchange: all blocks multiply and push.
 OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& model, int block_n) {
   const ExchangeRates& rates = model.exchange;
   const bool is_narrow = block_n == 128;
@@ -115,14 +116,14 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
   config.split_k = gemm::should_split(block_n, shape.k, tiles, model.sms);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(model.sms, parts * tiles + 1) / 2 * 2;
-  // Whole rows of tiles are announced. A wave should finish some of them; if there are many, there should be many
+  // Whole rows of tiles are announced. A wave should finish some rows of tiles; if there are many, there should be many
   // waves.
   config.band =
       std::clamp(std::max(config.multiplying / columns / 2, rows / 2 / rates.least_bands), 1, rates.most_pairs);
   const int waves = ceil_div(parts * tiles, config.multiplying);
   const double rate = rates.flops_per_us * (block_n == 128 ? rates.narrow : 1);
   const double wave = 2.0 * kTileRows * block_n * shape.k / rate / parts + rates.tile_us;
-  // Each rank fetches what it sums, and sends the sums. What the last wave makes can move only after it.
+  // Each rank fetches the rows that it sums, and sends the sums. Rows of the last wave move after it.
   const int times = shape.op == OpKind::matmul_all_reduce ? 2 : 1;
   const double moving = 1.0 * shape.m * shape.n * shape.value_bytes * times * (shape.ranks - 1) / shape.ranks;
   const double last = moving * (1 - 1.0 * (waves - 1) * config.multiplying / (parts * tiles));

@@ -26,21 +26,21 @@ class SummedRows {
   const RowBlocks row_blocks;
   const Range kept;  // in the result
 
-  // An equal share of every row block, so that all ranks always have as much to do. In a reduce-scatter: the part of
-  // the row block that this rank keeps.
+  // This rank's rows of a row block. Ranks have equal shares of every row block, so that they are always equally busy.
+  // In a reduce-scatter: the rows that this rank keeps.
   JAX_EP_FN Range of(int row_block) const {
     return reduce_scatter_ ? overlap(row_blocks.chunk(row_block), kept) : of_rank(rank_, row_block);
   }
-  // How many come from `rank`: its part of what this rank sums, and the sums that it makes.
+  // The number of rows that come from `rank`: its parts of this rank's sums, and its sums.
   JAX_EP_FN int received_from(int rank) const {
     const auto rows_in = [&](int row_block) {
       const Range mine = of_rank(rank_, row_block), theirs = of_rank(rank, row_block);
       return mine.end - mine.begin + theirs.end - theirs.begin;
     };
-    const int last = row_blocks.chunks - 1;  // the others are of one size
+    const int last = row_blocks.chunks - 1;  // the other row blocks have one size
     return reduce_scatter_ ? kept.end - kept.begin : last * rows_in(0) + rows_in(last);
   }
-  // The most that a row block has.
+  // The most rows of this rank in a row block.
   JAX_EP_FN int most() const {
     return reduce_scatter_ ? row_blocks.block_rows : ceil_div(row_blocks.block_rows, ranks_);
   }
@@ -55,7 +55,7 @@ class SummedRows {
   const bool reduce_scatter_;
 };
 
-// All coops that may sum call it when they have nothing more to sum. Peers wait for the last of them.
+// Every coop that may sum calls it after its last sum. Peers wait for the last coop.
 template <class T>
 JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
   const SummedRows rows(op.comm, args);
@@ -65,7 +65,7 @@ JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
   });
 }
 
-// Waits until every rank has written its sums here and fetches nothing any more. Called after the function above.
+// Waits until every rank has written its sums here and reads no more rows. Called after conclude_reduction().
 JAX_EP_FN void wait_concluded(Op& op, const MatmulReduceArgs& args) {
   op.wait_delivered(SummedRows(op.comm, args).row_blocks.chunks);
 }
@@ -85,7 +85,7 @@ JAX_EP_FN int delivered_until(const Op& op, int chunk, int end) {
   return until;
 }
 
-// Made when all ranks have posted.
+// Constructed after Op::wait_posted().
 template <class T>
 class MatmulReduce {
  public:
@@ -106,7 +106,7 @@ class MatmulReduce {
     const Range kept = rows_.kept;
     const int first = rows_.row_blocks.chunk_of(kept.begin);
     const int row_blocks = kept.begin < kept.end ? rows_.row_blocks.chunk_of(kept.end - 1) + 1 - first : 0;
-    int ready = first;  // where the row blocks end that are known to be here
+    int ready = first;  // all row blocks before it are here
     for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
       const int ticket = op_.take_ticket(asked), row_block = first + ticket / parts_per_row_block();
       if (row_block >= first + row_blocks) break;
@@ -114,7 +114,7 @@ class MatmulReduce {
       if (row_block >= ready) {
         ready = delivered_until(op_, row_block, first + row_blocks);
         if (ready == row_block) {
-          sums_.finish();  // a sum that was begun does not wait with the others
+          sums_.finish();  // rather than keep the current sum waiting, too
           op_.wait_delivered(row_block);
           if (!op_.ok()) break;
           ready = row_block + 1;
@@ -132,8 +132,7 @@ class MatmulReduce {
   }
 
  private:
-  // Batches are small, so that a coop has batches of as many ranks as possible under way. All three are choices, which
-  // overlap_bench times.
+  // Batches are small, so that a coop has batches of many ranks in flight. Tuned with overlap_bench.
   static constexpr int kPacks = kLanePacks < 4 ? kLanePacks : 4;
   static constexpr int kTicketsPerCoop = 8;
   static constexpr int kMostBatches = Coop::lanes == 1 ? 512 : 8;
@@ -142,7 +141,7 @@ class MatmulReduce {
     return static_cast<int>((int64_t{rows_.most()} * args_.n + part_values_ - 1) / part_values_);
   }
 
-  // Rows follow each other without gaps: a part of them is a range of values.
+  // Rows have no gaps between them, so a part is a range of values.
   JAX_EP_FN void sum(Range rows, int part) {
     const int64_t end = int64_t{rows.end} * args_.n,
                   begin = int64_t{rows.begin} * args_.n + int64_t{part} * part_values_;
@@ -165,7 +164,7 @@ class MatmulReduce {
   int part_values_;
 };
 
-// On the CPU: the coops that reduce compute the product.
+// On the CPU every coop multiplies and reduces.
 template <class T>
 JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
   op.post(posted(args, op.comm.size));
@@ -189,7 +188,7 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
 // the same two values, so their bits are equal.
 constexpr int kExchangingRanks = 2;
 
-// What becomes of one rank's product. Rows count from the first of the whole product.
+// The places of the values of one rank's product. Rows are numbered in the whole product.
 template <class T>
 class MatmulExchange {
  public:
@@ -206,7 +205,7 @@ class MatmulExchange {
   JAX_EP_FN bool keeps(int row) const { return kept_.begin <= row && row < kept_.end; }
   JAX_EP_FN bool sends(int row) const { return sent_.begin <= row && row < sent_.end; }
 
-  // Where a value of this rank's product belongs, here and at the peer. The peer has posted where the first one lands.
+  // Where a value of this rank's product belongs, on this rank or at the peer. landing(): called after wait_posted().
   JAX_EP_FN T* kept(int row, int column) const { return result_ + at(row, column); }
   JAX_EP_FN T* sent(T* landing, int row, int column) const { return landing + at(row, column); }
   JAX_EP_FN T* landing(const Op& op) const { return Window<T>(op, kWindow<&MatmulReduceArgs::partial>).peer(peer); }
@@ -220,25 +219,25 @@ class MatmulExchange {
   JAX_EP_FN void add(const Coop& coop, Range rows, Range columns) const {
     Packs packs(overlap(rows, kept_), columns, n_);
     for (int first = coop.lane; first < packs.count; first += kAhead * Coop::lanes) {
-      Pack<T> here[kAhead], there[kAhead];
+      Pack<T> own[kAhead], landed[kAhead];
       for (int i = 0; i < kAhead; ++i) {
         const PackSpan span = packs.at(first, i);
-        here[i].load(result_ + span.first, span.values);
-        there[i].load(landed_ + span.first, span.values);
+        own[i].load(result_ + span.first, span.values);
+        landed[i].load(landed_ + span.first, span.values);
       }
       for (int i = 0; i < kAhead; ++i) {
         const PackSpan span = packs.at(first, i);
-        sum(here[i], there[i]).store(result_ + span.first, span.values);
+        sum(own[i], landed[i]).store(result_ + span.first, span.values);
       }
     }
   }
 
  private:
-  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;  // loads of a lane under way, of each operand: a choice
+  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;  // loads in flight of a lane, of each operand
 
   struct PackSpan {
     int64_t first;
-    int values;  // that are left of the row from here on; none outside
+    int values;  // from `first` to the end of the row; 0 behind the last pack
   };
 
   // Some rows and columns, cut into packs.
@@ -260,10 +259,10 @@ class MatmulExchange {
 
   JAX_EP_FN int64_t at(int row, int column) const { return int64_t{row} * n_ + column; }
 
-  JAX_EP_FN static Pack<T> sum(const Pack<T>& here, const Pack<T>& there) {
+  JAX_EP_FN static Pack<T> sum(const Pack<T>& a, const Pack<T>& b) {
     float left[kPackValues<T>], right[kPackValues<T>];
-    to_floats(here.values, left);
-    to_floats(there.values, right);
+    to_floats(a.values, left);
+    to_floats(b.values, right);
     for (int i = 0; i < kPackValues<T>; ++i) left[i] += right[i];
     Pack<T> sum;
     from_floats(left, sum.values);
@@ -276,7 +275,7 @@ class MatmulExchange {
   const T* const landed_;
 };
 
-// On the CPU: the coops that exchange compute the product, and each adds to the rows that it multiplied.
+// On the CPU every coop multiplies, exchanges, and adds to the rows that it multiplied.
 template <class T>
 JAX_EP_FN void exchange_products(Op& op, const MatmulReduceArgs& args) {
   const MatmulExchange<T> exchange(op.comm, args);

@@ -21,13 +21,13 @@ struct NamesOf<Wire> {
       {"plain", Wire::plain}, {"float8", Wire::float8}, {"float8_rows", Wire::float8_rows}};
 };
 
-// Whether tokens are few: then ranks send each other all ids and weights, and each works out the whole routing.
+// Whether tokens are few. Then each rank sends its ids and weights to all, and each works out the whole routing.
 constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
 }
 
-// How many tokens are eager: these travel to landing slots before their rows are known, like eager messages in MPI. All
-// tokens are eager if they are few, or if they are decoded where they land, as those land in landing slots anyway.
+// The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
+// All tokens are eager if they are few, or if they are decoded on arrival, which needs landing slots anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
   const bool all = are_few(num_tokens, top_k) || wire == Wire::float8;
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
@@ -54,12 +54,11 @@ struct DispatchArgs {
   int32_t* invalid;            // [1]
   int32_t* scratch;
   bool few;       // tokens
-  int eager;      // the first so many tokens land in landing slots, and go to their rows from there
+  int eager;      // the number of eager tokens, which are the first ones
   char* landing;  // [R, eager] landing slots
 };
 
-// Bytes of a token's landing slot. It holds messages in float8, or values in float8 with their scales behind them, or
-// values as they are.
+// Bytes of a token's landing slot: for messages in float8, for values in float8 and their scales, or for plain values.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   if (a.wire == Wire::float8) return wire_bytes(a.hidden);
   return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
@@ -71,14 +70,14 @@ struct PlainDispatchArgs : DispatchArgs {};
 struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 
-// The leaves of a routing that users hand to scatter and combine. As the `peer` of a report: the leaf with a value out
-// of bounds.
+// The leaves of a routing that users pass to scatter and combine. A report's `peer` names the leaf with a value out of
+// bounds.
 enum class RoutingLeaf : int32_t { targets, row_of, counts };
 
 struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
-  bool onto;               // rows that are there already: those that no token goes to stay, and there are no counts
+  bool onto;               // writes to the rows of an operand, of which rows without a token stay; there are no counts
   bool zero_unused;        // rows behind the last expert's
   const char* tokens;      // [T, H]
   const int32_t* targets;  // [T, K]

@@ -14,8 +14,8 @@
 
 namespace jax_ep {
 
-// Long batches save instructions, but start slowly, and waste lanes if rows do not fill them. They are used if a row
-// fills at least three quarters of them: a choice, which kernels_bench 2 times.
+// Whether to sum long batches. They save instructions, but start slowly, and waste lanes if a row does not fill them. A
+// row must fill at least three quarters of its batches. Tuned with `kernels_bench 2`.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
   const int even = even_packs((row + lanes - 1) / lanes, kRowPacks);
@@ -56,27 +56,27 @@ class Combine {
 
   // For every token of this rank: adds the rows of all ranks as they arrive.
   JAX_EP_FN void reduce() {
-    wait_posted();  // whoever has pushed nothing
+    wait_posted();  // for coops that have pushed nothing
     const Schedule schedule(args_.num_tokens, 1, op_.coop.count);
     const int parts = parts_of_a_row(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * parts;
-    int here = -1;  // the chunk that was waited for last
+    int latest_chunk = -1;
     for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
       const int ticket = op_.take_ticket(asked);
       if (ticket >= schedule.chunks * per_chunk) return;
       asked = op_.ask_for_ticket();
       const Range tokens = schedule.batch(ticket / per_chunk, ticket % per_chunk / parts);
       const Range part = columns(ticket % parts, parts);
-      Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the rows are waited for
-      if (const int chunk = ticket / per_chunk; chunk != here) {
+      Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the wait for rows
+      if (const int chunk = ticket / per_chunk; chunk != latest_chunk) {
         op_.wait_delivered(chunk);
         if (!op_.ok()) return;
         op_.enter(Phase::reduce);
         rows_.acquire();
-        here = chunk;
+        latest_chunk = chunk;
       }
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const Known now = next;
-        if (token + 1 < tokens.end) next = known(token + 1);  // before it is waited for
+        if (token + 1 < tokens.end) next = known(token + 1);
         reduce(token, part, now);
       }
     }
@@ -91,8 +91,7 @@ class Combine {
   }
 
  private:
-  // What a sender takes at a time: a part of the row that it sends home for a token. Items go by token, and for each
-  // token by peer.
+  // An item of a sender: a part of the row that it sends home for a token. Items are ordered by token, then by peer.
   struct Item {
     int home, token, part;
   };
@@ -107,8 +106,8 @@ class Combine {
     float weight = 0;
   };
 
-  // Sends the item with this index, if it is not negative, and then all that items.next() returns, and announces them.
-  // Returns false once the group has failed. What the next item needs is loaded while the one before is summed.
+  // Sends item `index`, unless it is negative, then all items of items.next(), and announces them. Returns false once
+  // the group has failed. The operands of the next item are loaded while the current one is summed.
   template <class Chunks>
   JAX_EP_FN bool push_from(int index, int parts, PushItems& items, Announcer<Chunks>& announcer) {
     const auto ask = [&](int index) {
@@ -185,8 +184,8 @@ class Combine {
     return line_up<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
   }
 
-  // Begins to sum the rows here of a token of `home` into its landing there. Returns whether there are any.
-  // was_stolen() is asked when peers may be written to; if it is true, nothing is put.
+  // Begins to sum this rank's rows of a token of `home` into the landing at `home`. Returns whether there are rows.
+  // Calls was_stolen() once peers may be written to; a stolen item is not put.
   template <class WasStolen>
   JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasStolen was_stolen) {
     const auto terms = line_up<const T>(op_.coop, args_.top_k, [&](int k) {
@@ -232,7 +231,7 @@ class Combine {
     return k < args_.top_k ? args_.targets[int64_t{token} * args_.top_k + k] : -1;
   }
 
-  // A bit for every rank that has a row of a token; `target` is that of this lane.
+  // A bit for every rank that has a row of a token. `target`: of this lane.
   JAX_EP_FN uint64_t sources_of(int token, int target) {
     uint64_t sources = 0;
     for (int first = 0; first < args_.top_k; first += Coop::lanes) {
@@ -245,7 +244,7 @@ class Combine {
     return sources;
   }
 
-  // The terms are in rank order: a row of each peer that sends one, and at this rank's position all of its own rows.
+  // Terms are in rank order: a row of each peer that sends one, and at this rank's position all of its own rows.
   JAX_EP_FN void reduce(int token, Range columns, Known known) {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
     const uint64_t sources = sources_of(token, known.target);

@@ -18,8 +18,9 @@ struct Spot {
   char *values, *scales;
 };
 
-// Where tokens land. Every rank has a landing slot for every eager token of every rank; the token's experts say which
-// ranks get it. Other tokens land in their first row at every owner. This rank's own tokens land in all of their rows.
+// The places where tokens land. Every rank has a landing slot for every eager token of every rank. An eager token goes
+// to the slots of the ranks that own its experts. Other tokens go to their first row at every owner, and on this rank
+// to all of their rows.
 class Landing {
  public:
   JAX_EP_FN Landing(const Op& op, const DispatchArgs& args, int value_bytes)
@@ -35,13 +36,13 @@ class Landing {
   JAX_EP_FN int64_t slot_bytes() const { return slot_bytes_; }
   JAX_EP_FN bool is_eager(int token) const { return token < args_.eager; }
 
-  // What push_items asks for ahead of a token's k-th assignment: the expert of an eager token, or else the packed
-  // target.
+  // The number that push_items loads ahead for a token's k-th assignment: the expert of an eager token, otherwise the
+  // packed target.
   JAX_EP_FN int packed(int token, int k) const {
     if (!is_eager(token)) return rows_.packed(token, k);
     return k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
   }
-  // Where the token lands, without or with its scales. All lanes ask together, each for its own k.
+  // Where the token lands, without or with its scales. All lanes call, each with its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
     return is_eager(token) ? slot_at_owner(token, k, packed) : rows_.row(token, k, row_bytes_, packed);
   }
@@ -53,19 +54,19 @@ class Landing {
     const Target target = rows_.target(token, k, packed);
     return {rows_.row_at(target, row_bytes_), scales_.row_at(target, scale_row_bytes(args_.hidden))};
   }
-  // As at_owner(), but null for an eager token whose owner is this rank.
+  // at_owner(), or null for an eager token whose owner is this rank.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {
     char* there = at_owner(token, k, packed);
     return is_eager(token) && owner_of(packed) == op_.comm.rank ? nullptr : there;
   }
 
   // Where a token has landed here, and its scales. `row`: the first of its rows.
-  JAX_EP_FN const char* here(int source, int token, int row) const {
-    return is_eager(token) ? slot_here(source, token) : args_.rows + row * row_bytes_;
+  JAX_EP_FN const char* landed_at(int source, int token, int row) const {
+    return is_eager(token) ? landed_slot(source, token) : args_.rows + row * row_bytes_;
   }
-  JAX_EP_FN const char* slot_here(int source, int token) const { return args_.landing + slot(source, token); }
-  JAX_EP_FN const char* scales_here(int source, int token, int row) const {
-    if (is_eager(token)) return slot_here(source, token) + args_.hidden;
+  JAX_EP_FN const char* landed_slot(int source, int token) const { return args_.landing + slot(source, token); }
+  JAX_EP_FN const char* landed_scales(int source, int token, int row) const {
+    if (is_eager(token)) return landed_slot(source, token) + args_.hidden;
     return reinterpret_cast<const char*>(args_.scales) + int64_t{row} * scale_row_bytes(args_.hidden);
   }
 
@@ -104,7 +105,7 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
 // An address, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens travel as they are. This rank's own eager tokens do not travel: expand() copies them.
+// Tokens travel in their dtype. This rank's own eager tokens do not travel: expand() copies them.
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
@@ -130,7 +131,7 @@ class PlainDispatch {
            [&](int token, int) { return args_.tokens + token * bytes_; });
     }
     for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-      const auto from = [&](int token, int row) { return landing_.here(source, token, row); };
+      const auto from = [&](int token, int row) { return landing_.landed_at(source, token, row); };
       copy(source, {tokens.begin, tokens.end, 1}, from);
     });
     mover_.complete_to(mover_.mark());
@@ -139,9 +140,9 @@ class PlainDispatch {
  private:
   template <class From>
   JAX_EP_FN void copy(int source, Stride tokens, From from) {
-    const int here =
+    const int tokens_here =
         copy_to_rows(op_.coop, mover_, tokens, args_.rows, bytes_, rows_from(args_, source), args_.top_k, from);
-    if (op_.coop.lane == 0) op_.count_received(source, here * bytes_);
+    if (op_.coop.lane == 0) op_.count_received(source, tokens_here * bytes_);
   }
 
   Op& op_;
@@ -151,7 +152,7 @@ class PlainDispatch {
   RowMover mover_;
 };
 
-// Tokens travel in float8, also this rank's own: they are encoded into landing slots and decoded from there.
+// Tokens travel in float8 and are decoded on arrival. This rank's own tokens are encoded and decoded too.
 template <class T>
 class EncodedDispatch {
  public:
@@ -178,17 +179,17 @@ class EncodedDispatch {
     MessageStream<T, Decode<T>> decoder(op_.coop, args_.hidden, stream_, {writer_});
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       stream_.acquire();
-      int here = 0;
+      int tokens_here = 0;
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
         const auto rows = line_up<char>(op_.coop, args_.top_k, [&](int k) {
           return term(table[k] < 0 ? nullptr : args_.rows + table[k] * row_bytes());
         });
         if (rows.empty()) continue;
-        decoder.begin(landing_.slot_here(source, token), rows);
-        ++here;
+        decoder.begin(landing_.landed_slot(source, token), rows);
+        ++tokens_here;
       }
-      if (op_.coop.lane == 0) op_.count_received(source, here * landing_.slot_bytes());
+      if (op_.coop.lane == 0) op_.count_received(source, tokens_here * landing_.slot_bytes());
     });
     decoder.finish();
     writer_.complete_to(writer_.mark());
@@ -204,7 +205,7 @@ class EncodedDispatch {
   RowWriter writer_;
 };
 
-// Tokens travel in float8 and stay so, also this rank's own: values and scales land apart.
+// Tokens travel in float8 and stay in float8, also this rank's own. Values and scales land apart.
 template <class T>
 class Float8Dispatch {
  public:
@@ -223,7 +224,7 @@ class Float8Dispatch {
         {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
     const auto begin = [&](int token, auto packed) {
       Spot spot{};
-      int found = -1;  // for which assignment: values and scales are asked for in turn
+      int found = -1;  // the assignment of `spot`: values and scales are asked for in turn
       const auto at = [&](int k) {
         if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
         found = k;
@@ -248,11 +249,12 @@ class Float8Dispatch {
     for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
-      const int here = copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.rows, args_.hidden, table,
-                                    args_.top_k, [&](int token, int row) { return landing_.here(source, token, row); });
-      if (op_.coop.lane == 0) op_.count_received(source, here * int64_t{args_.hidden + scale_bytes});
+      const int tokens_here =
+          copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.rows, args_.hidden, table, args_.top_k,
+                       [&](int token, int row) { return landing_.landed_at(source, token, row); });
+      if (op_.coop.lane == 0) op_.count_received(source, tokens_here * int64_t{args_.hidden + scale_bytes});
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
-                         [&](int token, int row) { return landing_.scales_here(source, token, row); });
+                         [&](int token, int row) { return landing_.landed_scales(source, token, row); });
     });
     mover.complete_to(mover.mark());
   }
@@ -283,7 +285,7 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   Dispatch dispatch(op, args);
   if (op.ok() && !op.coop.sender.empty()) dispatch.push(RoutedTokens(op, args, routed));
   if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
-  if (routed.settled())
+  if (routed.all_placed())
     dispatch.expand();
   else  // peers that learn of the lack of room later still push
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});

@@ -12,15 +12,14 @@ namespace jax_ep {
 
 constexpr int kMaxExperts = kMailCounts;
 constexpr int kFewAssignments = kMailCounts;
-// How tokens are cut up. All four are choices, which kernels_bench 2 times; `kernels_bench 2 few` times those of few
-// tokens.
-constexpr int kFewTokens = 512;    // up to so many tokens are announced one by one
-constexpr int kChunkTokens = 512;  // of more tokens, at least so many are announced together
-constexpr int kMaxChunks = 16;
-constexpr int kEagerTokens = 1024;  // of more tokens, the first so many travel before their rows are known
+// How tokens are cut up. Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
+constexpr int kFewTokens = 512;     // at most; few tokens are announced one by one
+constexpr int kChunkTokens = 512;   // the least tokens that are announced together if tokens are not few
+constexpr int kMaxChunks = 16;      // of a source
+constexpr int kEagerTokens = 1024;  // travel before their rows are known
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 
-// Assignments for which one more CTA is worth routing. A choice, which kernels_bench 2 times.
+// Assignments per router CTA. Tuned with `kernels_bench 2`.
 constexpr int kRouterAssignments = Coop::lanes == 1 ? 256 : 2048;
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
@@ -54,7 +53,7 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
   constexpr int kAhead = Coop::lanes == 1 ? 1 : 4;
   int start = 0;
   for (int first = 0; first < local_experts; first += kAhead * Coop::lanes) {
-    int rows[kAhead];  // all on their way before the first is needed
+    int rows[kAhead];  // all loads are in flight before the first value is used
     for (int i = 0; i < kAhead; ++i) {
       const int expert = first + i * Coop::lanes + coop.lane;
       rows[i] = expert < local_experts ? rows_of(expert) : 0;

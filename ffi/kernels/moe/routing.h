@@ -1,6 +1,5 @@
-// Routing: the routers, which are some coops of a rank, work out which row each assignment of a dispatch gets; the
-// other coops wait for what they need of it. Rows are ordered by (expert, source rank, token, k), whatever the number
-// of coops.
+// Routing: some coops of a rank, the routers, work out the row of each assignment of a dispatch. The other coops wait
+// for the results that they need. Rows are ordered by (expert, source rank, token, k), whatever the number of coops.
 #pragma once
 
 #include "comm/ctas.h"
@@ -12,7 +11,7 @@
 
 namespace jax_ep {
 
-// What routing knows of an assignment.
+// An assignment, without its token.
 struct Choice {
   int expert;
   float weight;
@@ -42,8 +41,8 @@ class Histogram {
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
   JAX_EP_FN void barrier() const { op_.router_barrier(ctas_); }
 
-  // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. All routers
-  // then see what was written.
+  // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. On return all
+  // routers see what take() wrote.
   template <class ChoiceOf, class Take>
   JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
     int32_t* mine = bins(coop_.member.index);
@@ -68,7 +67,7 @@ class Histogram {
     int32_t* mine = bins(coop_.member.index);
     const int32_t* before = cta_bins(coop_.cta.index);
     for (int first = coop_.lane; first < num_experts_; first += kAhead * Coop::lanes) {
-      int32_t starts[kAhead];  // all on their way before the first is needed
+      int32_t starts[kAhead];  // all loads are in flight before the first value is used
       for (int i = 0; i < kAhead; ++i) {
         const int e = smaller(first + i * Coop::lanes, num_experts_ - 1);
         starts[i] = first_of(e) + before[e];
@@ -121,7 +120,7 @@ class Histogram {
   // Items are read from memory a few steps ahead.
   template <class ChoiceOf, class Visit>
   JAX_EP_FN void for_each(ChoiceOf choice_of, Visit visit) {
-    if (!op_.ok()) return;  // what peers did not send in time must not be looked at
+    if (!op_.ok()) return;  // mail that did not come in time must not be read
     for (int first = mine_.begin; first < mine_.end; first += kAhead * Coop::lanes) {
       if (first != ahead_from_)
         for (int i = 0; i < kAhead; ++i)
@@ -150,7 +149,7 @@ class Histogram {
     return next;
   }
 
-  // Turns the members' histograms into what the members before each counted, and sums them up.
+  // Replaces each coop's histogram by the sum over the coops of its CTA before it, and sums up all of them.
   template <class Take>
   JAX_EP_FN void sum_over_cta(Take take) {
     const Coop& coop = coop_;
@@ -166,7 +165,7 @@ class Histogram {
     }
   }
 
-  // Turns the CTAs' histograms into what the CTAs before each counted, and sums them up.
+  // Replaces each CTA's histogram by the sum over the CTAs before it, and sums up all of them.
   template <class Take>
   JAX_EP_FN void sum_over_ctas(Take take) {
     const Coop& coop = coop_;
@@ -192,7 +191,7 @@ class Histogram {
   int ahead_from_ = -1;
 };
 
-// What all coops of a rank learn from the routers.
+// The results of the routers, for all coops of a rank.
 class Routed {
  public:
   JAX_EP_FN Routed(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
@@ -208,7 +207,7 @@ class Routed {
 
   // Waits until the assignments of all ranks have their rows, and returns whether there is room for them. If tokens are
   // few, each rank places all of them itself.
-  JAX_EP_FN bool settled() const {
+  JAX_EP_FN bool all_placed() const {
     await_placed();
     if (!args_.few) op_.wait(&Heap::placed);
     return op_.ok() && segments_.check_capacity();
@@ -220,7 +219,8 @@ class Routed {
   const Segments segments_;
 };
 
-// Hands out the tokens of a dispatch. One that is not eager waits for its row. There are none once the op has failed.
+// Hands out the tokens of a dispatch. next() waits for the row of a token that is not eager, and returns -1 once the op
+// has failed.
 class RoutedTokens {
  public:
   JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const Routed& routed)
@@ -235,7 +235,7 @@ class RoutedTokens {
     }
     return op_.ok() ? token : -1;
   }
-  JAX_EP_FN int next_stolen() const { return -1; }  // all go by ticket
+  JAX_EP_FN int next_stolen() const { return -1; }  // all tokens are handed out by ticket
 
  private:
   Op& op_;
@@ -245,8 +245,8 @@ class RoutedTokens {
   bool placed_ = false;
 };
 
-// Tells the peers where the buffers of a dispatch are. The last coop of the last CTA does so, so that the routers need
-// not. If other kernels keep that CTA from an SM, one of the routers posts. To post twice does no harm.
+// Posts the buffers of a dispatch. The last coop of the last CTA does it, as the routers have other work. If that CTA
+// has no SM yet, a router posts (LatePost). Posting twice does no harm.
 JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool elected) {
   op.post_by(elected, posted(args, op.comm.size));
 }
@@ -257,8 +257,8 @@ JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   post_buffers(op, args, op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1));
 }
 
-// Lets a router post if the last CTA is late. Made when the peers' choices are here; post_if_late() is called when they
-// are counted, when it is known whether the last CTA has posted.
+// Lets a router post if the last CTA is late. The constructor, called when the peers' choices are here, starts the load
+// that asks; post_if_late(), called after the layout or the count, uses the answer.
 class LatePost {
  public:
   // One coop of the rank is `responsible`. A CPU thread has posted itself.
@@ -303,7 +303,7 @@ class Router {
  private:
   JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.token_weights[item]}; }
 
-  // After it the peers have this rank's counts.
+  // Counts this rank's assignments by expert into the peers' mail.
   JAX_EP_FN void count() {
     op_.enter(Phase::count);
     if (histogram_.is_first() && op_.coop.lane == 0) *args_.dropped = 0;
@@ -340,8 +340,8 @@ class Router {
         [&](int e) { return rows_before(comm.rank, e); }, keep_counts);
   }
 
-  // Writes the targets of this coop's assignments, and tells every rank which of its rows hold them. Assignments
-  // without room have none. If nothing may be dropped and some rank has no room, no assignment has a row.
+  // Writes the targets of this coop's assignments, and every rank's row_of and weights for them. An assignment without
+  // room has no row. If nothing may be dropped and some rank lacks room, no assignment has a row.
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const bool fits = segments_.rank_without_room() < 0;
@@ -383,8 +383,8 @@ class Router {
   const int local_;
 };
 
-// Routes few tokens. Every rank sends its choices to all, and each rank works out the whole routing. So ranks exchange
-// messages once before rows travel, and rows travel to landing slots meanwhile.
+// Routes few tokens. Every rank sends its choices to all ranks, and each rank works out the whole routing. Ranks
+// exchange messages only once, while the tokens travel to landing slots.
 class FewRouter {
  public:
   JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
@@ -443,7 +443,7 @@ class FewRouter {
     op_.signal(&Heap::chosen, histogram_.is_first());
   }
 
-  // An item of all ranks' assignments in order.
+  // The assignment with number `item` among those of all ranks, in order.
   JAX_EP_FN Choice choice(int item) const {
     const int source = by_rank_.quotient(item), at = item - source * per_rank_;
     const ReceivedMail mail(op_);
@@ -463,7 +463,8 @@ class FewRouter {
                      });
   }
 
-  // Writes which rows here hold what, and the targets of this rank's own assignments.
+  // Writes row_of and weights of this rank, and the targets of its own assignments. If nothing may be dropped and some
+  // rank lacks room, the rows are wrong, and no coop uses them (Routed::all_placed).
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const Divider by_local(local_);
@@ -477,9 +478,9 @@ class FewRouter {
                         const int owner = valid ? by_local.quotient(bin) : -1, source = by_rank_.quotient(item);
                         const int row = fits || !valid ? number : segments_.row_kept(source, owner, bin, number);
                         const bool placed = valid && row >= 0 && row < args_.capacity;
-                        const bool here = placed && owner == op_.comm.rank;
-                        args_.row_of[item] = here ? row : -1;
-                        args_.weights[item] = here ? weight : 0.0f;
+                        const bool is_local = placed && owner == op_.comm.rank;
+                        args_.row_of[item] = is_local ? row : -1;
+                        args_.weights[item] = is_local ? weight : 0.0f;
                         if (owner == op_.comm.rank)
                           atomic_add(&args_.counts[source * local_ + bin - owner * local_], 1);
                         if (source != op_.comm.rank) return;

@@ -1,5 +1,5 @@
-// Moves rows along a routing: each token once to each rank, where the receiver copies it to its further rows. Values of
-// a routing that a user hands back are never followed out of bounds.
+// Moves rows along a routing: a rank sends each token once to each rank, and the receiver copies it to its other rows.
+// Values of a routing that a user passes are never followed out of bounds.
 #pragma once
 
 #include "comm/heap.h"
@@ -12,11 +12,11 @@
 
 namespace jax_ep {
 
-// Tokens that a coop expands or reduces at a time. A choice, which kernels_bench 2 times.
+// Tokens that a coop expands or reduces at a time. Tuned with `kernels_bench 2`.
 constexpr int kBatchTokens = Coop::lanes == 1 ? 64 : 8;
 
-// How a rank's tokens are cut up. A chunk is announced to the peers by a flag of its own, so that they can go on while
-// later chunks travel. A batch is the part of a chunk that one coop takes at a time. Few tokens are a chunk each.
+// How a rank's tokens are cut up. Each chunk has a flag of its own, so that peers can use it while later chunks travel.
+// A batch is the part of a chunk that one coop takes at a time. If tokens are few, each is a chunk.
 struct Schedule {
   int tokens, chunk_tokens, chunks, batch_tokens;
 
@@ -38,7 +38,7 @@ struct Schedule {
   }
 };
 
-// Whether no assignment of the token before the k-th has this owner. All lanes ask together, each for its own k.
+// Whether no assignment of the token before the k-th has this owner. All lanes call, each with its own k.
 template <class OwnerOf>
 JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, OwnerOf owner_of) {
   if (Coop::lanes > 1 && top_k <= Coop::lanes) return coop.match(owner).below == 0;
@@ -47,9 +47,8 @@ JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, Own
   return true;
 }
 
-// Where the k-th assignment of a token is to be written. The address is null if k is beyond the last, or if an
-// assignment before it goes to the same peer. On this rank each assignment has its own row. All lanes ask together,
-// each for its own k.
+// The address to which the k-th assignment of a token is written. It is null if there is no k-th assignment, or if an
+// earlier one goes to the same peer. On this rank each assignment has its own row. All lanes call, each with its own k.
 class RowSink {
  public:
   // The rows are those of the window of this number.
@@ -58,12 +57,12 @@ class RowSink {
 
   JAX_EP_FN char* row(int token, int k, int64_t bytes) const { return row(token, k, bytes, packed(token, k)); }
 
-  // In two steps, so that the target may be asked for ahead.
+  // Two steps, so that packed() may be loaded ahead.
   JAX_EP_FN int packed(int token, int k) const { return k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1; }
   JAX_EP_FN char* row(int token, int k, int64_t bytes, int packed) const {
     return row_at(target(token, k, packed), bytes);
   }
-  // In three steps: the target serves for other buffers too.
+  // Three steps, as target() also serves for other buffers.
   JAX_EP_FN Target target(int token, int k, int packed) const {
     const Target target = unpack(packed);
     const bool first =
@@ -87,12 +86,11 @@ class RowSink {
   const LaneWindow<char> bases_;
 };
 
-// Pushes the tokens that items.next() hands out, until it returns -1, and announces their chunks. settle() is called
-// before the last chunks are announced. Then come the tokens of items.next_stolen(), each followed by all that next()
-// returns after it.
-template <class Items, class Source, class Sink, class Settle>
+// Pushes the tokens of items.next(), until it returns -1, and announces their chunks. Calls before_last() before it
+// announces the last chunks. Then it pushes the tokens of items.next_stolen(), and after each those of next().
+template <class Items, class Source, class Sink, class BeforeLast>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
-                           Source source, Sink sink, Settle settle) {
+                           Source source, Sink sink, BeforeLast before_last) {
   op.enter(Phase::send);
   const Schedule schedule(num_tokens);
   Announcer announcer(op, schedule);
@@ -111,15 +109,15 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
   do {
     mover.move(next, bytes, fanout, checked, sink, after);
-    settle();
+    before_last();
     announcer.finish(mover);
     stolen = items.next_stolen();
   } while (stolen >= 0);
 }
 
-// Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the token before and starts to
-// encode `token`; begin(-1, ...) stores the last. sink.packed() of the next token, and whether it may be pushed, are
-// loaded before that, so that nobody waits for them.
+// Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the previous token and starts to
+// encode `token`; begin(-1, ...) stores the last. sink.packed() of the next token and the abort word are loaded before
+// begin(), which hides their latency.
 template <class Items, class Sink, class Encoder, class Begin>
 JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
                           RowWriter& writer, Begin begin) {
@@ -143,28 +141,28 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   announcer.finish(writer);
 }
 
-// Takes batches of tokens in the order in which they arrive, until none are left, and calls visit(source, tokens) for
-// each. Some coop waits for every chunk of every peer, and of this rank too if `own`.
+// Takes batches of tokens by ticket, waits for the chunk of each, and calls visit(source, tokens). Together the coops
+// wait for every chunk of every peer, and of this rank too if `own`.
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
   const Schedule schedule(num_tokens, sources, op.coop.count);
   const int per_chunk = sources * schedule.batches();
-  int latest = -1;    // chunk
-  uint64_t here = 0;  // a bit per source of which it is here
+  int latest = -1;               // chunk
+  uint64_t arrived_sources = 0;  // a bit per source whose latest chunk is here
   for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
     const int ticket = op.take_ticket(asked);
     if (ticket >= schedule.chunks * per_chunk) return;
     asked = op.ask_for_ticket();
     const int chunk = ticket / per_chunk, batch = ticket % per_chunk / sources;
     const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
-    if (chunk != latest) here = 0;
+    if (chunk != latest) arrived_sources = 0;
     latest = chunk;
-    if (!(here >> source & 1)) {  // waited for once
+    if (!(arrived_sources >> source & 1)) {
       op.wait_delivered(source, chunk);
       if (!op.ok()) return;
       op.enter(Phase::expand);
-      here |= uint64_t{1} << source;
+      arrived_sources |= uint64_t{1} << source;
     }
     visit(source, schedule.batch(chunk, batch));
   }
@@ -186,19 +184,19 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
   return found;
 }
 
-// Copies each token from where it has landed, from(token, row), to its rows. `row` is the first of them, in which the
-// token may have landed. `table` has top_k rows for each token; valid(row) is negative for none. Returns how many
-// tokens have a row.
+// Copies each token from where it has landed, from(token, row), to its rows. `row` is the first of its rows, in which
+// it may have landed. `table` has top_k rows for each token; valid(row) is negative for no row. Returns the number of
+// tokens with a row.
 template <class Mover, class From, class Valid>
 JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
                            const int32_t* table, int top_k, From from, Valid valid) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
-  int filled = -1;  // the row in which the token has landed whose source was asked for last
-  int here = 0;
+  int filled = -1;  // the row in which the latest token has landed, if it landed in a row
+  int tokens_here = 0;
   const auto source = [&](int token) -> const char* {
     const TokenRows found = rows_of_token(coop, top_k, [&](int k) { return row_at(token, k); });
     const char* landed = from(token, found.first);
-    here += found.count > 0;
+    tokens_here += found.count > 0;
     filled = landed == rows + found.first * bytes ? found.first : -1;
     return found.count > (filled < 0 ? 0 : 1) ? landed : nullptr;
   };
@@ -207,7 +205,7 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
     return row >= 0 && row != filled ? rows + row * bytes : nullptr;
   };
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
-  return here;
+  return tokens_here;
 }
 template <class Mover, class From>
 JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
@@ -215,7 +213,7 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
   return copy_to_rows(coop, mover, tokens, rows, bytes, table, top_k, from, [](int row) { return row; });
 }
 
-// As copy_to_rows, for short rows, of which lanes copy several at once.
+// copy_to_rows for short rows, of which the lanes copy several at once.
 template <class From>
 JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* rows, int bytes, const int32_t* table, Range tokens,
                                   int top_k, From from) {
@@ -250,7 +248,7 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes,
   if (!op.ok() || receiver.empty() || !zeroes_rows(args)) return;
   op.enter(Phase::pad);
   const auto zero = [&](int begin, int end, int first, int step) {
-    begin = larger(0, smaller(begin, capacity));  // what a user's counts add up to may have wrapped around
+    begin = larger(0, smaller(begin, capacity));  // a sum of a user's counts may have wrapped around
     for (int row = begin + first; row < smaller(end, capacity); row += step)
       fill_row(coop, rows + row * bytes, 0, bytes);
   };
@@ -266,8 +264,8 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes,
   if (args.zero_unused) zero(end, capacity, receiver.index, receiver.count);
 }
 
-// The bounds of a leaf of a routing: its values come back from the user, who may have changed them. In hot loops every
-// lane asks for every value before it follows it. report() or report_to_all() says at the end what was found.
+// Checks the values of a leaf of a routing, which the user may have changed. In hot loops every lane checks every value
+// before it uses the value as an index. report() or report_to_all() reports at the end.
 class Bound {
  public:
   JAX_EP_FN Bound(RoutingLeaf leaf, int end) : leaf_(leaf), end_(end) {}  // at least 1
@@ -284,16 +282,15 @@ class Bound {
     return within ? value : 0;
   }
 
-  // Forgets what was found, which another coop reports.
+  // Forgets a value that another coop reports.
   JAX_EP_FN void forget() { found_ = 0; }
   // Whether this lane has found a value out of bounds.
   JAX_EP_FN bool broken() const { return found_ != 0; }
   JAX_EP_FN void report(const Op& op) const {
     if (broken()) op.report(Failure::invalid_routing, op.comm.rank, static_cast<int>(leaf_), end_, found_);
   }
-  // Reports what was found, and refuses the op at the peers, which wait for what this rank does not send: they deliver
-  // nothing either. All lanes call together, after the peers have posted and before this coop delivers the last of its
-  // share.
+  // Reports what was found, and refuses the op at the peers, which then deliver nothing either. All lanes call, after
+  // the peers have posted and before this coop delivers the last of its share.
   JAX_EP_FN void report_to_all(const Op& op) const {
     if (!op.coop.ballot(broken())) return;
     report(op);

@@ -9,13 +9,12 @@
 
 namespace jax_ep {
 
-// The rows of each local expert, from the counts of a routing. Each value is checked, and what the dispatch dropped is
-// left out.
+// The rows of each local expert, from the counts of a routing, without dropped rows. Each count is checked.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;
   Bound* bound;
-  Shares blocks;  // at most, of an expert
+  Shares blocks;  // the most of each expert
   int end = -1;
 
   JAX_EP_FN int operator()(int expert) const {
@@ -29,15 +28,14 @@ struct BoundedCounts {
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   if (op.coop.receiver.empty() || !zeroes_rows(args)) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
-  // One block beyond the capacity, so that more rows than it are seen.
+  // With one block beyond the capacity, `end` shows whether rows exceed it.
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
   if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
   zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
-// Hands out the tokens for push_chunks. Made before peers are waited for, so that by then it is known whether the first
-// token was stolen.
+// Hands out the tokens for push_chunks. Constructed before the wait for peers, which hides the latency of the claim.
 class ScatteredTokens {
  public:
   JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}
@@ -75,10 +73,10 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   if (!args.onto) pad(op, args, &counts);
   for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
     const int32_t* table = args.row_of + int64_t{source} * args.num_tokens * args.top_k;
-    const int here = copy_to_rows(
+    const int tokens_here = copy_to_rows(
         op.coop, mover, {tokens.begin, tokens.end, 1}, args.rows, bytes, table, args.top_k,
         [&](int, int row) { return args.rows + row * bytes; }, [&](int row) { return rows.index(row); });
-    if (coop.lane == 0) op.count_received(source, here * bytes);
+    if (coop.lane == 0) op.count_received(source, tokens_here * bytes);
   });
   mover.complete_to(mover.mark());
   rows.report(op);

@@ -1,6 +1,6 @@
-// The segments of every rank's rows, one for each of its experts: where they begin. If a rank has too few rows and the
-// dispatch may drop, also how many rows each expert gets: max-min fair shares, first among the experts, then among the
-// source ranks of each expert. jax_ep/ops/moe/shares.py has the same for XLA.
+// The layout of every rank's rows: a segment for each of its experts. If a rank has too few rows and the dispatch may
+// drop, experts get max-min fair shares of the rows, and so do the source ranks of each expert.
+// jax_ep/ops/moe/shares.py has the same for XLA.
 #pragma once
 
 #include "comm/heap.h"
@@ -15,7 +15,7 @@ namespace jax_ep {
 struct RowCounts {
   const int32_t* counts;  // [sources, local_experts], of all ranks apart or together
   int sources, local_experts;
-  int end;  // behind the last segment, or -1 if it is not known
+  int end;  // of the last segment, or -1 if it is not known
 
   JAX_EP_FN int operator()(int expert) const {
     int rows = 0;
@@ -24,7 +24,7 @@ struct RowCounts {
   }
 };
 
-// What each member gets at most: `level`, plus one for the members before `until`.
+// The most that each member gets: `level`, plus one for the members before `until`.
 struct Shares {
   int level, until;
 
@@ -45,8 +45,7 @@ JAX_EP_FN int last_to_fit(int high, Fits fits) {
   return low;
 }
 
-// The largest shares that fit `room`. sum_of(shares) is what the members take: each its share, but no more than it asks
-// for.
+// The largest shares that fit `room`. sum_of(shares) adds up the members' shares, each at most what it asks for.
 template <class Sum>
 JAX_EP_FN Shares fair_shares(int members, int room, Sum sum_of) {
   const int level = last_to_fit(room, [&](int level) { return sum_of(Shares{level, 0}) <= room; });
@@ -143,7 +142,7 @@ JAX_EP_COLD_FN void share_rows(Coop coop, Overfull over) {
   });
 }
 
-// Where the segments of every rank begin, once it is known how many rows each expert has.
+// Lays out the segments of every rank from the number of rows of each expert.
 class Segments {
  public:
   JAX_EP_FN Segments(Op& op, const DispatchArgs& args)
@@ -152,9 +151,9 @@ class Segments {
         local_(args.num_experts / op.comm.size),
         scratch_{args.scratch, args.num_experts, op.comm.size} {}
 
-  // Lays out the owners of this coop's share. rows_of(expert) counts the rows of all sources; before(expert) counts
-  // those before the rows that are placed here. own(e) is called for the local experts of this rank. Where rows do not
-  // fit and may be dropped, they are shared out.
+  // Lays out the owners of this coop's share. Writes `needed` of each owner and the first row of each of its experts;
+  // for this rank also group_sizes, and calls own(e) for each local expert. If rows do not fit and may be dropped,
+  // shares them out. rows_of(expert) counts the rows of all sources; before(expert) counts those before the first row.
   template <class RowsOf, class Before, class Own>
   JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
     for (int owner = part.index; op_.ok() && owner < op_.comm.size; owner += part.count) {
@@ -173,10 +172,10 @@ class Segments {
     }
   }
 
-  // [E] the rows that each expert is asked for. If tokens are few, the caller counts them before lay_out().
+  // [E] the assignments of each expert. If tokens are few, the caller counts them before lay_out().
   JAX_EP_FN int32_t* totals() const { return scratch_.totals(); }
 
-  // The row of the first assignment that is to be placed of an expert.
+  // The row of the first assignment of an expert that this rank places.
   JAX_EP_FN int first_row(int expert) const { return scratch_.first_rows()[expert]; }
 
   // How many rows each expert of this rank has.

@@ -1,4 +1,4 @@
-// ragged_all_to_all: slices of rows straight to where they belong in the peers' buffers.
+// ragged_all_to_all: every rank writes slices of rows into the peers' buffers.
 #pragma once
 
 #include "comm/ctas.h"
@@ -13,7 +13,7 @@ JAX_EP_FN bool inside(int64_t begin, int64_t size, int64_t rows) {
   return begin >= 0 && size >= 0 && begin + size <= rows;
 }
 
-// Whether a slice may be sent; reports it if not. An empty one is not looked at further.
+// Whether a slice must be sent. Reports a slice that is out of bounds; an empty slice never is.
 JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) {
   const int64_t size = args.send_sizes[index], from = args.input_offsets[index], to = args.output_offsets[index];
   if (size == 0) return false;
@@ -22,7 +22,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
   if (op.coop.lane == 0)
     op.report(Failure::invalid_routing, op.comm.rank, peer, sendable ? args.result_rows : args.operand_rows,
               (sendable ? to : from) + size);
-  op.refuse();  // for the peer waits for it
+  op.refuse();  // as the peer waits for the slice
   return false;
 }
 

@@ -1,6 +1,6 @@
-// What the two ops of sparse_all_reduce are called with. Shapes: R ranks, N entries a rank, D values a row, C capacity.
+// The arguments of the two ops of sparse_all_reduce. Shapes: R ranks, N entries a rank, D values a row, C capacity.
 //
-// The union of all ranks' row ids, sorted, numbers the slots 0 .. U - 1. An entry of no row has the slot U.
+// Slots 0 .. U - 1 are the row ids of all ranks, each once, in order. An entry without a row has the slot U.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct SparseUnionArgs {
   int32_t* scratch;
 };
 
-// The entries of one rank that name one row: the first of them, and how many they are.
+// The entries of one rank for one row: the first entry, and their number.
 struct Run {
   int32_t first, entries;
 };
@@ -37,7 +37,7 @@ struct SparseReduceArgs {
   DType dtype;
   int entries, hidden, capacity;
   int slots_kept;    // most slots that a result can use: the length of the table of runs
-  int landing_room;  // rows that each peer may leave in the landing; 0: owners fetch all
+  int landing_room;  // rows that each peer may push to the landing; 0: owners fetch all rows
   bool sharded, drop;
   bool by_count;          // rows are divided by their number of entries ...
   float scale;            // ... or else multiplied by this
@@ -48,11 +48,11 @@ struct SparseReduceArgs {
   Run* runs;              // [R, slots_kept]
   int32_t* heads;         // [slots_kept] where the chain of this rank's entries of a row begins
   int32_t* next;          // [N] in that chain
-  int32_t* members;       // [N] the entries of rows of which this rank has several, side by side and in order
-  int32_t* begins;        // [slots_kept] where those of a row begin
-  int32_t* listed;        // [1] how many there are
-  int32_t* long_slots;    // [N] the slots of those rows that have many entries
-  int32_t* long_lists;    // [1] how many such rows there are
+  int32_t* members;       // [N] lists of the entries of each row that has several on this rank, in order
+  int32_t* begins;        // [slots_kept] where the list of a row begins
+  int32_t* listed;        // [1] the length of all lists
+  int32_t* long_slots;    // [N] the slots of rows with long lists
+  int32_t* long_lists;    // [1] the number of long lists
   int32_t* sent;          // [R] parts that were sent to each owner
   char* landing;          // of parts from peers
   float* partials;        // [N, D] sums over entries of this rank, at the first of them
@@ -67,8 +67,8 @@ JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_wo
 JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
 JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
 
-// The landing of sparse_reduce: by slot, where the part of each holder lies; then room for parts of every other rank.
-// There is none if the result is sharded, as its owners would only wait.
+// The landing of sparse_reduce: a table of the places of the holders' parts by slot, then room for parts of every other
+// rank. A sharded result has no landing, as its owners would only wait.
 JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
   return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
 }

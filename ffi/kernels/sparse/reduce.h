@@ -15,8 +15,8 @@
 
 namespace jax_ep {
 
-// The owner of a row among its holders, which have a bit per rank. Holders take turns, mixed by a hash, so that no
-// pattern of ids gives one rank more than its share.
+// The owner of a row among its holders, which have a bit per rank. A hash of the slot picks it, so that no pattern of
+// ids gives one rank more rows.
 JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
   const uint32_t mixed = static_cast<uint32_t>(slot) * 0x9e3779b1u;
   int left = static_cast<int>((uint64_t{mixed} * static_cast<uint32_t>(count_bits(holders))) >> 32);
@@ -24,8 +24,8 @@ JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
   return lowest_bit(holders);
 }
 
-// Where an owner receives the parts of other holders of its rows. Each holder has some room at each owner, which it
-// fills in any order. A part that finds no room stays with its holder, from where the owner fetches it.
+// The memory in which an owner receives the parts of other holders of its rows. Each holder has some room at each
+// owner, which it fills in any order. The owner fetches a part that finds no room from its holder.
 class SparseLanding {
  public:
   JAX_EP_FN SparseLanding(const Op& op, const SparseReduceArgs& args, int64_t row_bytes)
@@ -54,7 +54,7 @@ class SparseLanding {
     return row(landing, owner, op_.comm.rank, row_in_room);
   }
 
-  // The part of another holder, or null if it is not here. Called when all have delivered their parts.
+  // The part of another holder, or null if it is not in the landing. Called after all ranks have delivered their parts.
   JAX_EP_FN const char* find(int holder, int slot) const {
     if (!has_room()) return nullptr;
     const int row_in_room = *table_entry(args_.landing, holder, slot);
@@ -89,19 +89,19 @@ class SparseReduce {
         landing_(op, args, row_bytes_),
         sums_(op.coop, words_) {}
 
-  // Rows that a rank's result should hold, within what is possible whatever the bounds say.
+  // The rows of a rank's result: at least 0, even if the bounds are wrong.
   JAX_EP_FN int rows_of(int rank) const {
     const int begin = args_.sharded ? larger(0, args_.bounds[rank]) : 0;
     return larger(0, larger(0, args_.bounds[args_.sharded ? rank + 1 : op_.comm.size]) - begin);
   }
-  // The first rank that has no room for them, or -1. All ranks come to the same answer.
+  // The first rank whose rows exceed the capacity, or -1. All ranks come to the same answer.
   JAX_EP_FN int rank_without_room() const {
     for (int rank = 0; !args_.drop && rank < op_.comm.size; ++rank)
       if (rows_of(rank) > args_.capacity) return rank;
     return -1;
   }
 
-  // Does all that needs no peer.
+  // Finds and sums the entries of each row on this rank. Needs no peer.
   JAX_EP_FN void prepare() {
     op_.enter(Phase::layout);
     runs_.clear();
@@ -114,8 +114,8 @@ class SparseReduce {
     op_.barrier();
   }
 
-  // Sends what waits for no peer: rows that no other rank holds, to where they belong; parts of other rows, to their
-  // owners.
+  // Sends rows that only this rank holds to the results, and this rank's parts of other rows to their owners. Waits for
+  // no peer.
   JAX_EP_FN void push() {
     if (!op_.ok()) return;
     op_.enter(Phase::send);
@@ -124,7 +124,7 @@ class SparseReduce {
     op_.deliver(kParts, 1, op_.coop.count);
   }
 
-  // Sums the other rows that this rank owns, into the results of all ranks that want them.
+  // Sums the shared rows that this rank owns, into the results of all ranks that want them.
   JAX_EP_FN void reduce() {
     if (landing_.has_room()) op_.wait_delivered(kParts);
     if (!op_.ok()) return;
@@ -147,28 +147,28 @@ class SparseReduce {
   }
 
  private:
-  // Slots that a coop takes at a time. If there are few slots it takes few, so that all coops have work to the end. A
-  // choice, which python -m jax_ep bench sparse times.
+  // Batches for each coop, so that all coops have work to the end, and the most slots of a batch. Tuned with
+  // `bench sparse`.
   static constexpr int kBatchesPerCoop = 8;
   static constexpr int kBatchSlots = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
   static constexpr int kParts = 0, kSums = 1;  // what is delivered
   static constexpr bool kFloats = std::is_same_v<T, float>;
 
-  // A row: its holders, its owner, and, if results differ, the rank that wants it.
+  // A row: its holders, its owner, and the rank that wants it if the result is sharded.
   struct Row {
     int slot;
     Holding held;
     int owner, home;
   };
 
-  // The slots whose rows a rank's result holds, in order, within the slots that exist, whatever the bounds say.
+  // The slots of a rank's result, within the slots that exist, even if the bounds are wrong.
   JAX_EP_FN Range slots_of(int rank) const {
     const int begin = args_.sharded ? smaller(larger(0, args_.bounds[rank]), runs_.slots()) : 0;
     return {begin, begin + larger(0, smaller(smaller(rows_of(rank), args_.capacity), runs_.slots() - begin))};
   }
 
-  // Slots are taken in batches. Results that differ take turns: if all ranks began with the same result, they would use
-  // only that rank's links.
+  // Coops take slots in batches. Batches of different results alternate: if all ranks began with the same result, they
+  // would use only that rank's links.
   struct Batches {
     int slots, homes, count;
   };
@@ -180,9 +180,9 @@ class SparseReduce {
     return {slots, homes, (longest + slots - 1) / slots * homes};
   }
 
-  // Calls visit(row) on all lanes for the rows that are wanted, until they are where they belong. Batches of slots go
-  // to whichever coops are free. Before that it calls look(row) for all rows of a batch, each lane for one row, or for
-  // a row that nobody holds.
+  // Coops take batches of slots by ticket. First look(row) is called, by each lane for a row of its own, which may be
+  // held by no rank. Then visit(row) is called, by all lanes together, for each row for which wanted(row) holds. On
+  // return the results of visit() are written.
   template <class Ask, class Wanted, class Visit, class Look>
   JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
@@ -211,14 +211,14 @@ class SparseReduce {
     sums_.complete_to(sums_.mark());
   }
 
-  // The holder that sums a row: the rank that wants it, if only one does, or else each in turn.
+  // The holder that sums a row. In a sharded result it is the rank that wants the row, if that rank holds it.
   JAX_EP_FN int owner_of(const Row& row) const {
     return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.slot);
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
 
-  // Bytes from every peer: rows that it sums for this rank, and its parts of rows that this rank sums. Those parts are
-  // in float32 if the sum takes them so. All lanes call together.
+  // Counts bytes from every peer: rows that the peer sums for this rank, and the peer's parts of rows that this rank
+  // sums, which may be in float32. All lanes call.
   JAX_EP_FN void count_rows(const Row& row) const {
     const bool wanted_here = !args_.sharded || row.home == op_.comm.rank, mine = row.owner == op_.comm.rank;
     const bool wide = !kFloats && row.held.crowded;
@@ -238,7 +238,7 @@ class SparseReduce {
   JAX_EP_FN void send(const Row& row) {
     if (!is_shared(row)) return sum(row);
     char* there = landing_.claim(row.owner, row.slot);
-    if (!there) return;  // the owner will fetch it
+    if (!there) return;  // the owner fetches the part
     sums_.sum(line_up<const T>(op_.coop, 1, [&](int) { return own_term(row.slot); }),
               line_up<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
   }

@@ -1,5 +1,5 @@
-// Who holds which row. SparseRuns finds the entries of every rank by slot; the rest finds this rank's entries that name
-// the same row, and sums them.
+// The holders of each row. SparseRuns finds the entries of every rank by slot. RunLists finds this rank's entries of
+// the same row, and RunSums sums them.
 #pragma once
 
 #include "comm/op.h"
@@ -8,11 +8,11 @@
 
 namespace jax_ep {
 
-// What a slot's runs say about its row.
+// The holders of a slot's row.
 struct Holding {
-  uint64_t ranks;  // a bit for each that holds the row
+  uint64_t ranks;  // a bit for each holder
   int entries;     // of all ranks
-  int crowded;     // some rank has several
+  int crowded;     // whether some rank has several entries
 };
 
 class SparseRuns {
@@ -20,7 +20,7 @@ class SparseRuns {
   JAX_EP_FN SparseRuns(const Op& op, const SparseReduceArgs& args)
       : op_(op), args_(args), slots_(smaller(args.slots_kept, larger(0, args.bounds[op.comm.size]))) {}
 
-  // Slots that a result keeps. All others are dropped.
+  // The number of slots that a result keeps. Later slots are dropped.
   JAX_EP_FN int slots() const { return slots_; }
   JAX_EP_FN bool has(int slot) const { return slot >= 0 && slot < slots_; }
   JAX_EP_FN Run run(int rank, int slot) const { return args_.runs[int64_t{rank} * args_.slots_kept + slot]; }
@@ -76,19 +76,18 @@ class SparseRuns {
   const int slots_;
 };
 
-// Lists of the entries of this rank that name the same row. The entries of a list are neighbours among the members, in
-// order.
+// Lists of the entries of this rank for the same row. The entries of a list are neighbours in `members`, in order.
 class RunLists {
  public:
-  // The most entries of a short list. One coop finds them by their chain and adds them up. All sizes here are choices,
-  // which python -m jax_ep bench sparse times.
+  // The most entries of a short list, which one coop finds by their chain and adds up. All sizes in this file are tuned
+  // with `bench sparse`.
   static constexpr int kShort = 32;
 
   JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
       : op_(op), args_(args), runs_(runs) {}
 
-  // Gives each list its range of the members, when the runs are there. `single`: also to a single entry, if another
-  // rank has several.
+  // Gives each list its range of `members`. Called when the runs are filled. `single`: a single entry also gets a list,
+  // if another rank has several entries.
   JAX_EP_FN void allocate(bool single) const {
     runs_.for_my_share(args_.entries, [&](int i) {
       const int slot = runs_.slot_of(op_.comm.rank, i);
@@ -104,19 +103,19 @@ class RunLists {
   // Fills the lists. Called behind a barrier.
   JAX_EP_FN void fill() const {
     runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
-    // All entries, one for a coop at a time, which is enough to keep all coops busy.
+    // Each coop takes one slice of one long list at a time.
     const int lists = count_long(), slices = larger(1, op_.coop.count / larger(1, lists));
     for (int i = op_.coop.index; op_.ok() && i < lists * slices; i += op_.coop.count)
       list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));
   }
 
-  // Entries in all lists; lists that are not short, and the slot of each.
+  // The number of entries in all lists; the number of long lists, and the slot of each.
   JAX_EP_FN int count() const { return *args_.listed; }
   JAX_EP_FN int count_long() const { return *args_.long_lists; }
   JAX_EP_FN int long_slot(int i) const { return args_.long_slots[i]; }
 
   JAX_EP_FN int member(int position) const { return args_.members[position]; }
-  // The list of a slot, and that which a position is in.
+  // The list of a slot, and the list that contains a position.
   JAX_EP_FN Range of(int slot) const {
     const int begin = args_.begins[slot];
     return {begin, begin + runs_.entries(op_.comm.rank, slot)};
@@ -138,8 +137,7 @@ class RunLists {
     args_.members[begin + smaller_ones] = i;
   }
 
-  // Fills in the members of a long list that lie in a slice of all entries, behind the members before the slice, which
-  // are only counted.
+  // Writes the members of a long list that lie in a slice of all entries. Members before the slice are only counted.
   JAX_EP_FN void list_slice(int slot, Range slice) const {
     const Coop& coop = op_.coop;
     int before = 0;
@@ -177,22 +175,21 @@ class RunLists {
   const SparseRuns& runs_;
 };
 
-// Sums of the entries of this rank that name the same row, so that each row crosses the wire once. Entries are added in
-// order. Those of long lists are added in parts of RunLists::kShort, and then the parts in order.
+// Sums of the entries of this rank for the same row, so that each row crosses the wire once. Entries are added in
+// order. In long lists, parts of RunLists::kShort entries are summed first, and then the parts are added in order.
 template <class T>
 class RunSums {
  public:
   JAX_EP_FN RunSums(Op& op, const SparseReduceArgs& args, const SparseRuns& runs, bool words)
       : op_(op), args_(args), lists_(op, args, runs), words_(words) {}
 
-  // Called when the runs are there. Peers may read the sums behind the next barrier. `single`: also of a single entry,
-  // if another rank has several.
+  // Called when the runs are filled. Peers may read the sums behind the next barrier. `single`: as in allocate().
   JAX_EP_FN void run(bool single) {
     op_.enter(Phase::layout);
     lists_.allocate(single);
     op_.barrier();
-    // Coops of a CTA read the same numbers, unless all of them have failed (Op::meet). Then some may return early,
-    // and the barriers of the others do not wait for coops that have ended.
+    // Coops of a CTA read the same numbers, unless all of them have failed (Op::meet). Then some coops may return
+    // early; the barriers of the other coops do not wait for coops that have ended.
     if (lists_.count() == 0) return;
     op_.enter(Phase::layout);
     lists_.fill();
@@ -206,11 +203,11 @@ class RunSums {
  private:
   static constexpr int kPart = RunLists::kShort;
   static constexpr int kRangesPerCoop = 4;  // of positions, at least, so that all have about as much to read
-  // A part has few rows, often two, so several packs of each are in flight. A long list has many parts.
+  // A part has few rows, often two, so several packs of each row are in flight. A long list has many parts.
   using PartSum = DirectSum<T, float>;
   using LongSum = DirectSum<float, float, 16>;
 
-  // Columns that a coop takes: as many as it sums at a time, or more on the CPU, where coops are few.
+  // Columns that a coop takes: one batch of the sum, or more on the CPU, where coops are few.
   template <class Sum>
   static constexpr int kColumns = Coop::lanes == 1 ? 1024 : Sum::kBatch;
   template <class Sum>
@@ -223,8 +220,8 @@ class RunSums {
     return {begin, smaller(begin + kColumns<Sum>, args_.hidden)};
   }
 
-  // A coop takes the parts that begin in a range of positions, in a range of columns. It reads about as many rows as
-  // the range has positions.
+  // A coop takes the parts that begin in a range of positions, in a range of columns. It reads about one row for each
+  // position.
   JAX_EP_FN void sum_parts() const {
     op_.enter(Phase::reduce);
     const Coop& coop = op_.coop;
@@ -234,9 +231,9 @@ class RunSums {
     const int64_t batches = (listed + positions - 1) / positions;
     for (int64_t i = coop.index; op_.ok() && i < batches * ranges; i += coop.count) {
       const int first = static_cast<int>(i / ranges) * positions, mine = first + coop.lane;
-      const bool here = coop.lane < positions && mine < listed;
-      const Range list = here ? lists_.at(mine) : Range{0, 0};
-      for (uint64_t left = coop.ballot(here && (mine - list.begin) % kPart == 0); left; left &= left - 1) {
+      const bool in_range = coop.lane < positions && mine < listed;
+      const Range list = in_range ? lists_.at(mine) : Range{0, 0};
+      for (uint64_t left = coop.ballot(in_range && (mine - list.begin) % kPart == 0); left; left &= left - 1) {
         const int lane = lowest_bit(left), position = first + lane;
         const int rows = smaller(kPart, coop.from_lane(list.end, lane) - position);
         sum_rows<PartSum>(reinterpret_cast<const T*>(args_.values), position, rows, 1, columns<PartSum>(i % ranges));
@@ -254,13 +251,13 @@ class RunSums {
     }
   }
 
-  // Puts the sum of the rows of every step-th member where the partial sum of the first one lies.
+  // Sums the rows of every step-th member into the partial sum of the first one.
   template <class Sum, class In>
   JAX_EP_FN void sum_rows(const In* rows, int position, int count, int step, Range columns) const {
     float* sum = args_.partials + int64_t{lists_.member(position)} * args_.hidden + columns.begin;
     const auto target =
         line_up<char>(op_.coop, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
-    int mine = 0;  // lanes ask for as many members at once
+    int mine = 0;  // each lane loads one member ahead
     const auto row_of = [&](int i) {
       if (i % Coop::lanes == 0 && i + op_.coop.lane < count)
         mine = lists_.member(position + (i + op_.coop.lane) * step);

@@ -1,5 +1,6 @@
-// sparse_union: every rank sends its row ids to all, and each marks them all in a bitmap of its own. Prefix sums of the
-// bitmap's popcounts say which slot each id has. There is no sort and no search, and all ranks get the same answer.
+// sparse_union: every rank sends its row ids to all ranks, and each rank marks all ids in a bitmap of its own. Prefix
+// sums of the bitmap's popcounts are the slots of the ids. There is no sort and no search, and all ranks get the same
+// slots.
 #pragma once
 
 #include "comm/ctas.h"
@@ -64,22 +65,22 @@ class SparseUnion {
     for (int word = my_words_.begin + op_.coop.lane; word < my_words_.end; word += Coop::lanes) visit(word);
   }
 
-  // This rank's ids, to every rank.
+  // Sends this rank's ids to every rank.
   JAX_EP_FN void push_entries() {
     const Part sender = op_.coop.sender;
     if (!op_.may_push() || sender.empty()) return;
     op_.enter(Phase::send);
     const Range mine = share(args_.entries, sender.index, sender.count);
-    const int64_t here = int64_t{op_.comm.rank} * args_.entries;
+    const int64_t first_slot = int64_t{op_.comm.rank} * args_.entries;
     const Window<int32_t> slots(op_, kWindow<&SparseUnionArgs::slots>);
     for (int first = mine.begin; first < mine.end && op_.may_push(); first += Coop::lanes) {
       const int i = first + op_.coop.lane;
       if (i >= mine.end) continue;
       const int32_t given = args_.ids[i];
       const bool exists = static_cast<uint32_t>(given) < static_cast<uint32_t>(args_.num_rows);
-      const int32_t id = exists ? given : args_.num_rows;  // by which peers index
+      const int32_t id = exists ? given : args_.num_rows;  // peers use it as an index
       for (int step = 0; step < op_.comm.size; ++step) {
-        slots.peer((op_.comm.rank + step) % op_.comm.size)[here + i] = id;
+        slots.peer((op_.comm.rank + step) % op_.comm.size)[first_slot + i] = id;
       }
     }
     op_.coop.sync();

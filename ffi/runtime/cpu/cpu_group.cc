@@ -19,7 +19,7 @@ CpuGroup::~CpuGroup() { close(); }
 void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done) {
   std::unique_lock lock(gather_mutex_);
   if (const std::optional<GroupError> error = failure()) {
-    changed_.notify_one();  // nobody else may have said so to who is parked
+    changed_.notify_one();  // watch() releases the parked ranks
     lock.unlock();
     return done(error);
   }
@@ -38,7 +38,8 @@ void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankS
   changed_.notify_one();
 }
 
-// Under the lock, so that every rank's thread gets the ops in one order, and no two ranks wait for each other.
+// Called under the lock, so that all ranks' threads get the ops in one order. Otherwise two ranks could wait for each
+// other.
 void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
   for (auto& [rank, arrival] : arrivals) {
@@ -122,7 +123,7 @@ void CpuGroup::release(const GroupError& error) {
   stalled_.clear();
 }
 
-// Where else a rank of the line has arrived and waits, if it does.
+// The other gathering of the line in which a rank waits, or null.
 const CpuGroup::Gathering* CpuGroup::elsewhere(const Key& key, int rank) const {
   for (const auto& [other, gathering] : gatherings_)
     if (other != key && std::get<2>(other) == std::get<2>(key) && gathering.arrivals.count(rank)) return &gathering;

@@ -1,5 +1,5 @@
-// A group on the CPU: gathers the ranks' arrivals at each call site, then runs the op on the ranks' own threads. No
-// thread of XLA ever waits for a peer.
+// A group on the CPU. It gathers the ranks' arrivals at each call site, then runs the op on the ranks' own threads.
+// XLA's threads never wait for a peer.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 
 namespace jax_ep {
 
-// What an arriving rank wants to run.
+// The call of an arriving rank.
 struct Arriving {
   Signature signature;
   int32_t site;  // a number, for errors
@@ -35,9 +35,9 @@ class CpuGroup final : public Group {
            int64_t id = 0);
   ~CpuGroup() override;
 
-  // One rank has arrived at a call site, known by its address, in a run of its program. When all local ranks of its
-  // line have arrived, their tasks run. `done` is called exactly once, on a thread that may block. If the op has
-  // failed, it is called when all those tasks have ended, as a slow one may still write into the buffers of the others.
+  // Takes the arrival of one rank at a call site, in a run of its program. When all local ranks of the line have
+  // arrived, their tasks run. `done` is called exactly once, on a thread that may block. If the op has failed, `done`
+  // is called when all these tasks have ended, as a slow task may still write into the buffers of other ranks.
   void arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done);
 
   // The most CTAs that an op has.
@@ -53,7 +53,7 @@ class CpuGroup final : public Group {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::milliseconds kLook{500};  // so often the deadlines are looked at
+  static constexpr std::chrono::milliseconds kLook{500};  // the interval at which watch() checks deadlines
   struct Arrival {
     Task task;
     Completion done;
@@ -65,7 +65,7 @@ class CpuGroup final : public Group {
   };
   using Key = std::tuple<const void*, int64_t, int>;  // site, run, line
 
-  // The tasks of one op that still run, and what waits for them to end. Under gather_mutex_.
+  // The number of an op's tasks that still run, and the completions that wait for their end. Under gather_mutex_.
   struct Running {
     std::size_t tasks;
     std::vector<std::function<void()>> held;

@@ -57,7 +57,7 @@ void Elastic::run(std::function<void()> job) {
   if (state_->idle >= state_->jobs.size()) return;
   try {
     std::thread([state = state_] { serve(state); }).detach();
-  } catch (const std::system_error&) {  // whoever is free next takes the job
+  } catch (const std::system_error&) {  // the next free thread takes the job
   }
 }
 

@@ -27,9 +27,9 @@ class Worker {
   std::thread thread_;
 };
 
-// Runs every job at once, whatever the others do, as a job continues XLA's work, which may block in a collective of its
-// own. Its threads are not joined; they end when they find nothing to do. If the system has no thread to give, jobs
-// wait for one of the existing threads. The first of these exists from the beginning.
+// Runs every job at once, on a thread that no other job holds: a job continues XLA's work, which may block in a
+// collective. Threads are not joined; they end when they have no job. If the system can make no more threads, jobs wait
+// for an existing one. The first thread is made by the constructor.
 class Elastic {
  public:
   Elastic();  // throws std::system_error

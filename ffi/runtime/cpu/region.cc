@@ -19,8 +19,8 @@ std::runtime_error failed(const char* doing) {
   return std::runtime_error(std::string("jax_ep: ") + doing + " failed: " + std::strerror(errno));
 }
 
-// Makes shared memory of a fixed size. If the file became shorter, a process that maps it would die when it touched the
-// rest.
+// Makes shared memory of a fixed size. If the file shrank, a process that maps it would die at an access behind its
+// end.
 Descriptor make_descriptor(std::size_t bytes) {
 #ifdef MFD_CLOEXEC
   Descriptor descriptor(memfd_create("jax_ep", MFD_CLOEXEC | MFD_ALLOW_SEALING));

@@ -5,7 +5,7 @@
 
 namespace jax_ep {
 
-// In an order that gives both ranks something to add at any time.
+// The order of tiles gives both ranks tiles to add at any time.
 static RankProduct product_of(const MatmulExchangeArgs& args, const Comm& comm) {
   return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }

@@ -4,7 +4,7 @@
 
 namespace jax_ep {
 
-// In an order that gives all owners something to sum at any time.
+// The order of tiles gives all owners rows to sum at any time.
 static RankProduct product_of(const MatmulReduceArgs& args, const Comm& comm) {
   return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }

@@ -1,5 +1,4 @@
-// Defines what kernel_launch.h declares of products: picks the kernel for dtypes, tiles and storage order, and
-// describes arrays to TMA.
+// Defines OverlapKernel: picks the kernel for dtypes, tiles and storage order, and describes arrays to TMA.
 #pragma once
 
 #include "gemm/tensor_map.h"
@@ -31,8 +30,7 @@ constexpr std::array kOverlappedKernels{
     kOverlapped<Args, gemm::F16, float, 128, true>,        kOverlapped<Args, gemm::F16, float, 256, true>,
     kOverlapped<Args, gemm::F16, gemm::F16, 128, false>,   kOverlapped<Args, gemm::F16, gemm::F16, 256, false>};
 
-// The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. product_of(args, comm) stands in the file of
-// each op.
+// The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. Each op's file has its product_of(args, comm).
 struct RankProduct {
   int m;
   const char* a;
@@ -40,13 +38,13 @@ struct RankProduct {
   PairOrder order;
 };
 
-// What only a gather is told: where its own rows are.
+// Describes this rank's own rows, which only a gather needs.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
 inline std::optional<std::string> describe_own(const GatherMatmulArgs& args, CUtensorMap* own) {
   return gemm::describe_boxes({args.a, gemm::element_of(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, own);
 }
 
-// Two ranks may exchange their tiles instead of summing them beside the product.
+// Whether two ranks may exchange their tiles, instead of summing rows while the product runs.
 template <class Args>
 constexpr bool kMayExchange = std::is_same_v<Args, MatmulReduceArgs>;
 

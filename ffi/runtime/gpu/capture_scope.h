@@ -1,4 +1,4 @@
-// Keeps calls of the runtime from spoiling a capture that this thread is in.
+// Keeps runtime calls of this thread from invalidating a stream capture.
 #pragma once
 
 #include "platform/vmm.h"

@@ -1,5 +1,5 @@
-// The kernels of the ops on rows. They are instantiated in kernels.cu, and in one file for each dtype, as a compiler
-// takes a minute for each.
+// The kernels of the ops on rows. They are instantiated in kernels.cu, and in one file for each dtype, as each takes a
+// minute to compile.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -9,7 +9,7 @@
 namespace jax_ep {
 
 constexpr int kMaxThreads = 256;
-static_assert(Coop::lanes == gpu::kWarpLanes, "the host reckons with the same coops");
+static_assert(Coop::lanes == gpu::kWarpLanes, "host and device must agree on the lanes of a coop");
 static_assert(kMaxThreads / Coop::lanes <= kMaxCtaCoops, "the scratch of routing has room for no more");
 
 template <class Format, class Args>

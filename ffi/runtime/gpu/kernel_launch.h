@@ -17,8 +17,8 @@ namespace jax_ep {
 template <class Args>
 gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
 
-// Loads every kernel of the ops on rows on the current device, whose CTAs have so much shared memory. Without this, the
-// first launch of a kernel would wait for a spinning kernel to end.
+// Loads every kernel of the ops on rows on the current device, with `shared_bytes` of shared memory for each CTA.
+// Without it, the first launch of a kernel would wait for a spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
 // Starts a local op, or says why it cannot. May be captured in a graph. Only the library for CUDA has local ops:

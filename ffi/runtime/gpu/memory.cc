@@ -85,7 +85,7 @@ std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t
 
 void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
-  gpu::check(gpu::synchronize(), "clearing the symmetric heap");  // kernels of the group that had it may still run
+  gpu::check(gpu::synchronize(), "clearing the symmetric heap");  // kernels of its last group may still run
   gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
   gpu::check(gpu::synchronize(), "clearing the symmetric heap");
 }
@@ -151,7 +151,7 @@ ClockSample read_clock(int ordinal) {
   for (int question = 1; question <= kQuestions; ++question) {
     const uint64_t before = host_ns(), after = ask_for_time(face, question);
     if (!after) {
-      face = nullptr;  // the kernel may still begin, and must find that nobody asks any more
+      face = nullptr;  // the kernel may still begin, and must find `cancelled`
       throw std::runtime_error("jax_ep: GPU " + std::to_string(ordinal) + " did not tell its time: it is busy");
     }
     if (after - before >= quickest) continue;
@@ -174,7 +174,7 @@ void connect_devices(const std::vector<int>& ordinals) {
                                  ": the group needs peer-to-peer links");
       const gpu::Error error = gpu::enable_peer(peer);
       if (error == gpu::kPeerAlreadyEnabled)
-        gpu::ignore(gpu::take_last_error());  // XLA has enabled it; a sticky error would make its next call fail
+        gpu::ignore(gpu::take_last_error());  // by XLA, whose next call must not see the error
       else
         gpu::check(error, "enabling peer access");
     }

@@ -1,5 +1,5 @@
-// The most bytes of parameters of a launch, besides tensor maps, whatever the number of ranks. A launch copies its
-// parameters, and all coops read them from cold memory.
+// The limit on the parameters of a launch, besides tensor maps. A launch copies its parameters, and all coops read them
+// from cold memory.
 #pragma once
 
 #include <cstddef>

@@ -13,8 +13,8 @@
 namespace jax_ep {
 namespace {
 
-// A region of this process. When a group frees it, it stays as it is, with its descriptor, for the next group that asks
-// for such a region: peers have it mapped already.
+// A region of this process. A freed region is kept, with its descriptor, for the next group that asks for such a
+// region, as peers have it mapped already.
 struct Kept {
   Region region;
   int ordinal;
@@ -23,7 +23,7 @@ struct Kept {
   bool free;
 };
 
-// Regions by their allocation. Each holds a reference to it, so that the allocation's number is not used again.
+// Regions by their allocation. Each holds a reference to its allocation, whose number is then not used again.
 struct Known {
   std::mutex mutex;
   std::map<gpu::Allocation, Kept> made;
@@ -40,8 +40,8 @@ Known& known() {
 
 uint64_t number_of(gpu::Allocation allocation) { return (uint64_t)allocation; }  // a pointer in HIP
 
-// The answer for memory of another kind. The driver's questions fail for it, and that error must not show up in XLA's
-// next call.
+// The answer for memory that cannot be shared. The driver's functions fail for it, and XLA's next call must not see
+// that error.
 std::optional<Region> not_shareable() {
   gpu::ignore(gpu::take_last_error());
   return std::nullopt;

@@ -1,5 +1,5 @@
-// Keeps the ops of a rank in the order in which they are enqueued, whatever streams of its device XLA uses. Two ops of
-// a rank must not overlap, as they share its flags. The order of the program is the same on all ranks.
+// Keeps the ops of a rank in the order in which XLA enqueues them, on any streams. Two ops of a rank must not overlap,
+// as they share its flags. The order is the same on all ranks.
 #pragma once
 
 #include <mutex>

@@ -1,7 +1,8 @@
 """Matrix products overlapped with their collective, as tensor parallelism needs them.
 
-A product is announced block by block of rows, so that early blocks travel while later ones are computed. The gradient
-of `matmul_reduce_scatter` is an `all_gather_matmul` and the reverse; that of `matmul_all_reduce` needs no collective.
+A product is announced in blocks of rows, so that early blocks travel while later blocks are computed. The gradient of
+`matmul_reduce_scatter` is an `all_gather_matmul`, and the reverse. The gradient of `matmul_all_reduce` needs no
+collective.
 """
 
 from functools import partial
@@ -43,13 +44,13 @@ def matmul_all_reduce(
       bias: [N] bfloat16, float16 or float32, added once to every row of the sum, or None; the same on all ranks.
       preferred_element_type: the dtype of `lhs`, which is the default, or float32.
       implementation: "ffi" (kernels; on CUDA they need Hopper GPUs, 16-bit operands, and K and N multiples of 8), "xla"
-        (jax.lax alone), or "auto": "ffi" where it can.
+        (jax.lax alone), or "auto": "ffi" if the kernels can serve the call.
 
     Returns:
       [M, N] of `preferred_element_type`.
 
     Raises:
-      ValueError, TypeError: an argument is wrong, or "ffi" was asked for and cannot serve it; when the op is traced.
+      ValueError, TypeError: an argument is wrong, or "ffi" cannot serve the call; raised when the op is traced.
       JaxEpError: as for `dispatch`.
     """
     return _call("matmul_all_reduce", lhs, rhs, bias, group, preferred_element_type, implementation)
@@ -168,7 +169,7 @@ def _reduce(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gather_both(config: Config, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Also the gathered rows."""
+    """The product, and the gathered rows."""
     return kernels.gather_matmul(config, lhs, rhs)
 
 
@@ -178,7 +179,7 @@ def _gather(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _backwards(config: Config, lhs: jax.Array, *, reduce_scatter: bool = False) -> Config:
-    """The config of the product with the transpose of the same matrix."""
+    """The config of the product with the same matrix, transposed."""
     return Config(config.group, np.dtype(lhs.dtype), not config.transpose_rhs, reduce_scatter)
 
 
@@ -188,7 +189,7 @@ def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: 
 
 
 def _matrix_gradient(config: Config, rows: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
-    """Rows [M, K] and cotangents [M, N] to that of rhs."""
+    """The cotangent of rhs from rows [M, K] and cotangents [M, N]."""
     left, right = (cotangent, rows) if config.transpose_rhs else (rows, cotangent)
     return _dot(left, right, (0, 0), dtype)
 
@@ -201,7 +202,7 @@ def _reduce_jvp(config: Config, primals: Any, tangents: Any) -> Any:
 
 
 def _reduce_on(config: Config, operands: Any, changes: Any) -> jax.Array:
-    """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that its sums travel once."""
+    """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that sums travel once."""
     (lhs, rhs), (d_lhs, d_rhs) = operands, changes
     depth = 1 if config.transpose_rhs else 0
     return _reduce(config, jnp.concatenate([d_lhs, lhs], axis=1), jnp.concatenate([rhs, d_rhs], axis=depth))
@@ -218,9 +219,9 @@ def _reduce_back(config: Config, operands: Any, cotangent: jax.Array) -> Any:
 
 
 def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of a sum that all ranks have: one for all where types say that it does not vary, else one each.
+    """The cotangent of a sum that all ranks have: one for all if types track this, otherwise the sum over the ranks.
 
-    As in the transpose of `jax.lax.psum`, and in its dtype: in float32 a sum of 16-bit values would send twice as much.
+    The sum is in its dtype, as in the transpose of `jax.lax.psum`: float32 would send twice the bytes.
     """
     axis = config.group.axis_name
     if vary.tracks_varying(axis):

@@ -10,7 +10,7 @@ from jax_ep.group import Group
 
 
 class Config(NamedTuple):
-    """What the kernels are told besides their operands."""
+    """The settings of the kernels."""
 
     group: Group
     dtype: np.dtype  # of the result

@@ -31,18 +31,18 @@ def ragged_dot(
     *,
     lhs_indices: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot`, on Hopper GPUs by a kernel that keeps their tensor cores busy.
+    """`jax.lax.ragged_dot`, on Hopper GPUs by a kernel at the speed of the tensor cores.
 
-    Row i of the result is row i of `lhs` times the matrix of the group it is in; rows behind the last group are zero.
-    With `lhs_indices` it is row lhs_indices[i] of `lhs`: the kernel gathers rows as it loads them, for 1 to 5 % of its
-    time, and no copy of them exists (SonicMoE: Guo et al., 2025).
-    The kernel serves bfloat16 and float16 operands of one dtype whose K and N are multiples of 8, and accumulates in
-    float32; it sums in one fixed order, so the same operands give the same bits. All else, and every other device, gets
-    `jax.lax.ragged_dot` itself. Gradients run on the same kernel, with the cotangent rounded to the dtype of the
-    operands. On several devices call it inside `jax.shard_map`: XLA cannot partition the kernel.
+    Row i of the result is row i of `lhs` times the matrix of its group; rows behind the last group are zero. With
+    `lhs_indices` it is row lhs_indices[i] of `lhs`: the kernel gathers rows as it loads them, for 1 to 5 % of its time,
+    and no copy of them exists (SonicMoE: Guo et al., 2025). The kernel serves bfloat16 and float16 operands of one
+    dtype whose K and N are multiples of 8. It accumulates in float32 in one fixed order, so the same operands give the
+    same bits. Other operands, and other devices, get `jax.lax.ragged_dot` itself. Gradients run on the same kernel,
+    with the cotangent rounded to the dtype of the operands. On several devices call it inside `jax.shard_map`, as XLA
+    cannot partition the kernel.
 
     Args:
-      lhs: [M, K] rows, those of a group next to each other; with `lhs_indices` any number of rows, in any order.
+      lhs: [M, K] rows; the rows of a group are next to each other. With `lhs_indices` any number of rows, in any order.
       rhs: [G, K, N], a matrix per group.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       precision, out_sharding: as in `jax.lax.ragged_dot`.
@@ -96,15 +96,15 @@ def _by_xla(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: ja
 
 
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot`, which takes a batch of some operands too."""
+    """`jax.lax.ragged_dot` that also takes a batch of some operands."""
     lhs, rhs, group_sizes = batched_alike(lhs, rhs, group_sizes)
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
 
 def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
+    """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K]. For backward passes,
 
-    For backward passes, here and in other families: the operands vary over the same mesh axes. So for `rhs_gradient`.
+    here and in other families, as is `rhs_gradient`. The operands must vary over the same mesh axes.
     """
     cotangent, rhs, group_sizes = batched_alike(cotangent, rhs, group_sizes)
     if not _core_takes(rhs.dtype, cotangent, rhs, group_sizes):
@@ -123,7 +123,7 @@ def add_lhs_gradients(
 ) -> jax.Array:
     """`total` [M, K] plus the `lhs_gradient` of each product. All arrays have one dtype.
 
-    On Hopper a kernel computes the sum of two gradients of one shape, which is rounded once.
+    On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
     if alike and _core_takes(rhs[0].dtype, cotangents[0], rhs[0], group_sizes):
@@ -137,7 +137,7 @@ def add_lhs_gradients(
 def _summed(
     first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """The sum by XLA, of products that are rounded before."""
+    """The sum by XLA, of rounded products."""
     return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
@@ -171,11 +171,11 @@ def gated_product(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded: [M, F].
 
-    For other families. The operands vary over the same mesh axes. Its derivative is that of `composed`.
+    For other families. The operands must vary over the same mesh axes. The derivative is that of `composed`.
 
     Args:
-      activation: one that the GEMM core knows, to the bit as XLA computes it: "silu", "gelu" or "relu".
-      composed: what it stands for, of all arrays; taken where the core does not serve.
+      activation: "silu", "gelu" or "relu", which the GEMM core computes with XLA's bits.
+      composed: the same function of all arrays, for calls that the core does not serve.
       rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
 
     Returns:
@@ -206,7 +206,10 @@ def _gated_jvp(composed: Callable[..., Any], activation: str, keep_products: boo
 def _core_takes(
     dtype: Any, left: jax.Array, right: jax.Array, group_sizes: jax.Array, *indices: jax.Array, precision: Any = None
 ) -> bool:
-    """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
+    """Whether the GEMM core serves the product.
+
+    Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might.
+    """
     return (
         gemm.has_gemm()
         and left.dtype == right.dtype

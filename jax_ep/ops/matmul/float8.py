@@ -1,6 +1,6 @@
-"""Products of float8 operands, by DeepGEMM's recipe. They have no gradient; those in straight_through.py have one.
+"""Products of float8 operands, by DeepGEMM's recipe. They have no gradient; straight_through.py has products with one.
 
-Tensor cores add up 128 terms of the contraction. The sum is scaled, and added in float32 to those before it.
+Tensor cores add up 128 terms of the contraction. Each such sum is scaled, and accumulated in float32.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
-    """The product of checked operands: on Hopper by the GEMM core, elsewhere by XLA of both in bfloat16.
+    """The product of checked operands: on Hopper by the GEMM core, elsewhere by XLA, of both operands in bfloat16.
 
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
@@ -101,10 +101,10 @@ def quantized_product(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The product of operands that are quantized here, if they are not yet. It has no gradient.
+    """The product of operands, of which arrays are quantized first. It has no gradient.
 
     Args:
-      dtype: of the result; None: that of `lhs`, and of rows in float8 bfloat16.
+      dtype: of the result; None: that of `lhs`, or bfloat16 if `lhs` is in float8.
     """
     if not isinstance(lhs, Float8Rows):
         dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
@@ -127,11 +127,11 @@ def quantized_gated_product(
 ) -> Float8Rows:
     """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded to bfloat16: [M, F], quantized.
 
-    For other families. On Hopper one kernel quantizes what it makes. It has no gradient.
+    For other families. On Hopper one kernel multiplies and quantizes. It has no gradient.
 
     Args:
-      activation: one that the GEMM core knows: "silu", "gelu" or "relu".
-      composed: what it stands for, of rows, group sizes and matrices; taken where the core does not serve.
+      activation: "silu", "gelu" or "relu", which the GEMM core knows.
+      composed: the same function of rows, group sizes and matrices, for calls that the core does not serve.
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """
     leaves, structure = jax.tree.flatten((rows, group_sizes, *rhs))

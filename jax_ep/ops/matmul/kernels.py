@@ -10,7 +10,7 @@ import numpy as np
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
 
-FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # whose bits `Float8Rows` and `Float8Weights` hold
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # of the bits in `Float8Rows` and `Float8Weights`
 
 
 def grouped_matmul(
@@ -62,7 +62,7 @@ def gated_matmul(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up).
 
-    And the product by each of `rhs`, if they are kept. With `indices` [M] rows are gathered.
+    Also returns the product by each of `rhs` if `keep_products`. With `indices` [M] rows are gathered.
     """
     options: dict[str, Any] = {"dtype": rows.dtype, "activation": activation, "keeps_products": keep_products}
     called = _call([rows], rhs, group_sizes, epilogue="gated", lhs_indices=indices, **options)
@@ -90,11 +90,11 @@ def _call(
     lhs_indices: jax.Array | None = None,
     rhs_indices: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """The op (ffi/kernels/matmul/product_spec.h) of one or two left and right operands: its results by name.
+    """The results, by name, of the op (ffi/kernels/matmul/product_spec.h) on one or two left and right operands.
 
     Args:
       rhs: for a gated product gate and up, or one array of both, gate in front.
-      grouping: what the groups divide: "rows", or the "contraction", along the rows of both operands.
+      grouping: groups divide the "rows" of lhs, or the "contraction", which is along the rows of both operands.
     """
     left, right = (x.bits if isinstance(x, Float8) else x for x in (lhs[0], rhs[0]))
     by_contraction = grouping == "contraction"

@@ -1,4 +1,4 @@
-"""float8 operands: rows with a scale per 128 values, weights with one per 128 x 128 (DeepGEMM's recipe)."""
+"""float8 operands: rows with a scale per 128 values, weights with a scale per 128 x 128 (DeepGEMM's recipe)."""
 
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
 def quantize_weights(weights: jax.Array) -> Float8Weights:
     """Matrices [K, N] or [G, K, N] of bfloat16, float16 or float32 as `Float8Weights`: a scale per 128 x 128 weights.
 
-    `Float8Weights` hold them transposed.
+    The bits are transposed.
 
     Raises:
       ValueError, TypeError: K or N is no multiple of 128, or the dtype is another.
@@ -44,10 +44,10 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
 
 
 def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """The rows or weights that `quantize_rows` or `quantize_weights` was given, as far as float8 holds them.
+    """The rows or weights that `quantize_rows` or `quantize_weights` quantized, with the rounding of float8.
 
     Raises:
-      TypeError: `quantized` is neither, or `dtype` is none of floats.
+      TypeError: `quantized` is neither, or `dtype` is no float.
     """
     result = checks.canonical_dtype("dequantize", "dtype", dtype)
     if result is None or not jnp.issubdtype(result, jnp.floating):
@@ -85,12 +85,12 @@ def _check_dtypes(op: str, name: str, quantized: Float8) -> None:
 
 
 def dequantized(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
-    """What a backward pass multiplies by: an operand as it is, or, of one that is in float8, what that holds."""
+    """An operand of a product in the backward pass: an array itself, or the dequantized values of float8."""
     return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
 
 
 def without_gradient(op: str, name: str, operand: Operand) -> Operand:
-    """The operand; if it is in float8, differentiating it raises a TypeError that names `op` and the argument."""
+    """The operand. If it is in float8, its differentiation raises a TypeError that names `op` and the argument."""
     if not isinstance(operand, Float8):
         return operand
     return jax.tree.map(partial(_frozen, op, name), operand)

@@ -1,4 +1,4 @@
-"""Grouped products whose operands are quantized to float8 on the way, with gradients straight through the rounding."""
+"""Grouped products that quantize their operands to float8, with gradients straight through the rounding."""
 
 from functools import partial
 from typing import Any
@@ -21,28 +21,26 @@ def ragged_dot(
     group_sizes: jax.Array,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot` of operands in float8: those that are arrays are quantized first.
+    """`jax.lax.ragged_dot` of operands in float8. Arrays are quantized first.
 
-    Row i of the result is row i of `lhs` times the matrix of the group it is in; rows behind the last group are zero.
-    Quantizing weights reads more bytes than the product does: quantize those that do not change once, by
-    `quantize_weights`.
+    Row i of the result is row i of `lhs` times the matrix of its group; rows behind the last group are zero. Quantizing
+    weights reads more bytes than the product, so quantize constant weights once, by `quantize_weights`.
 
-    Gradients of arrays are those of `jax_ep.lax.ragged_dot`, as if nothing had been rounded (the straight-through
-    estimator: Bengio et al., 2013). Operands that are given in float8 have none, nor has anything beside `Float8Rows`.
+    Gradients of arrays are those of `jax_ep.lax.ragged_dot`, without rounding (the straight-through estimator: Bengio
+    et al., 2013). Operands given in float8 have no gradient. With `Float8Rows`, `rhs` has no gradient either.
 
     Args:
-      lhs: [M, K] bfloat16, float16 or float32 rows, those of a group next to each other; or `Float8Rows`.
+      lhs: [M, K] bfloat16, float16 or float32 rows, the rows of a group next to each other; or `Float8Rows`.
       rhs: [G, K, N] in the dtype of `lhs`, a matrix per group, K and N multiples of 128; or `Float8Weights`.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
-      preferred_element_type: the dtype of the result; default: that of `lhs`, and of `Float8Rows` bfloat16. Of
-        `Float8Rows` it is bfloat16 or float32.
+      preferred_element_type: the dtype of the result; default: that of `lhs`. For `Float8Rows`: bfloat16, the default,
+        or float32.
 
     Returns:
       [M, N].
 
     Raises:
-      ValueError, TypeError: an argument is wrong; raised when traced. Or an operand that is given in float8 is
-        differentiated.
+      ValueError, TypeError: an argument is wrong, or an operand given in float8 is differentiated; raised when traced.
     """
     op = "float8.ragged_dot"
     groups = _check_group_sizes(op, rhs, group_sizes)
@@ -65,7 +63,7 @@ def _check_group_sizes(op: str, rhs: Any, group_sizes: Any) -> jax.Array:
 
 
 def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
-    """Of rows that are an array, and of matrices."""
+    """Checks rows in an array, and matrices."""
     checks.check_rank(op, "lhs", lhs, 2, "[M, K]")
     checks.check_dtype(op, "lhs", lhs, checks.TOKEN_DTYPES)
     shape = (rhs.shape[0], lhs.shape[1], rhs.shape[-1])
@@ -109,9 +107,9 @@ def product_tangent(
     d_lhs: jax.Array,
     d_rhs: jax.Array | None,
 ) -> jax.Array:
-    """The tangent of a grouped product, straight through the rounding of operands that are in float8.
+    """The tangent of a grouped product, straight through the rounding of operands in float8. For other families.
 
-    For other families. `d_rhs` is None where `rhs` has none, and `lhs` is not looked at then.
+    `d_rhs` is None if `rhs` has no tangent; `lhs` is then not used.
     """
     by_lhs = api.ragged_dot(d_lhs, dequantized(rhs, d_lhs.dtype), group_sizes)
     return by_lhs if d_rhs is None else by_lhs + api.ragged_dot(dequantized(lhs, d_rhs.dtype), d_rhs, group_sizes)

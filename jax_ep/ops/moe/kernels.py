@@ -42,7 +42,7 @@ def dispatch(
 
 
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """Rows [T, H] along a routing that is already known: [capacity, H]; the others are as in its dispatch, or those of
+    """Sends rows [T, H] along a known routing: [capacity, H]. Rows without a token are as in the dispatch, or those of
     `onto`."""
     config = routing.config
     called = ffi.call(
@@ -71,7 +71,7 @@ def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing
 
 
 def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Unweighted row sums per token, and [R, T, K] scalars returned to the [T, K] they belong to."""
+    """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     called = _combine("dispatch's backward pass", group, rows, routing, scalars=weights)
     return called["combined"], called["returned"]
 

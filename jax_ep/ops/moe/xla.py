@@ -66,7 +66,7 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
 def dispatch(
     tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
 ) -> tuple[Dispatched, jax.Array]:
-    """Like `jax_ep.dispatch`; returns also the rows every rank needs, [R] int32."""
+    """`jax_ep.dispatch`, and the rows that every rank needs, [R] int32."""
     (num_tokens, top_k), size = expert_ids.shape, config.size
     me = jax.lax.axis_index(axis_name)
     sent = tokens
@@ -105,7 +105,7 @@ def dispatch(
 
 
 def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
-    """Rows [T, H] along a routing that is already known: [capacity, H]."""
+    """Sends rows [T, H] along a known routing: [capacity, H]."""
     capacity, (size, num_tokens, top_k) = routing.config.capacity, routing.row_of.shape
     row = jnp.where(routing.row_of >= 0, routing.row_of, capacity).reshape(-1)
     all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
@@ -115,7 +115,7 @@ def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.
 
 
 def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
-    """Like `jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partials in rank order."""
+    """`jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partial sums in rank order."""
     size, num_tokens, top_k = routing.row_of.shape
     partial = jnp.zeros((size, num_tokens, expert_outputs.shape[1]), jnp.float32)
     for k in range(top_k):

@@ -18,7 +18,7 @@ from jax_ep.runtime.undelivered import undelivered_if
 OUTSIDE = (
     "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"
 )
-MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, each coop from one of its own to the next
+MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, in steps of all coops
 
 
 def ragged_all_to_all(
@@ -37,20 +37,20 @@ def ragged_all_to_all(
     """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
 
     Slice i goes to rank i // (len(send_sizes) / size): rows [input_offsets[i], input_offsets[i] + send_sizes[i]) of
-    `operand` land there at row output_offsets[i]. Slices of `operand` may overlap; those that land must not.
-    Differentiable in `operand` and `output`, forward and backward: a row that is sent several times gets the sum of the
-    cotangents that return. (That of `jax.lax` keeps one of them.) Where on some rank slices of `operand` overlap, the
-    backward pass is an exchange per slice.
+    `operand` are written to row output_offsets[i] there. Slices of `operand` may overlap; slices of a result must not.
+    Differentiable in `operand` and `output`, forward and backward. A row that is sent several times gets the sum of its
+    cotangents (`jax.lax` keeps one of them). If slices of `operand` overlap on some rank, the backward pass is an
+    exchange per slice.
 
     Args:
       operand: [N, ...] rows to send, of any dtype of whole bytes: not int4, float4_e2m1fn and other narrow ones.
-      output: [M, ...] of the same dtype and row shape; what no peer writes keeps its value.
+      output: [M, ...] of the same dtype and row shape; rows that no peer writes keep their values.
       input_offsets, send_sizes, output_offsets, recv_sizes: [size * slices] integers; `recv_sizes` must equal what
         the peers send.
       axis_name: the axis of the one open group over this mesh, or a tuple of axes.
-      axis_index_groups: None, or a partition of the ranks into parts of equal size, which exchange among themselves:
-        `size` is then that of a part, whose ranks count in the order given.
-      group: the open group of `axis_name`, where there are several over meshes of these axes and sizes.
+      axis_index_groups: None, or a partition of the ranks into parts of equal size. Each part exchanges on its own,
+        `size` is its size, and its ranks are numbered in the order given.
+      group: the open group of `axis_name`, if several are open over meshes of these axes and sizes.
       implementation: as for `jax_ep.dispatch`.
 
     Returns:
@@ -95,7 +95,7 @@ def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
 
 
 def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:
-    """What `jax.lax` refuses too is refused in its words."""
+    """Raises the errors of `jax.lax.ragged_all_to_all`."""
     checks.check_whole_bytes(op, "operand", operand)
     checks.check_whole_bytes(op, "output", output)
     if operand.ndim < 1 or output.shape[1:] != operand.shape[1:] or output.ndim != operand.ndim:
@@ -147,7 +147,7 @@ def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.n
 
 
 def _among_all(axis_name: AxisName, parts: np.ndarray, *indices: jax.Array) -> tuple[jax.Array, ...]:
-    """Slices among the ranks of a part as slices among all ranks: those of the others are empty."""
+    """Slices among the ranks of a part as slices among all ranks; slices for other parts are empty."""
     size, of_part = parts.shape
     members = jnp.asarray(parts)[jax.lax.axis_index(axis_name)]
     each = indices[0].shape[0] // of_part

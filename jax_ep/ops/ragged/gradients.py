@@ -25,7 +25,7 @@ def _jvp(group: Group, primals: Any, tangents: Any) -> Any:
 
 
 def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The exchange backwards: what came from a rank goes back to where it started."""
+    """The reverse exchange: each received row goes back to its source row."""
     input_offsets, send_sizes, output_offsets, recv_sizes = indices
     size, here = group.size, input_offsets.shape
     told = jnp.stack([x.reshape(size, -1) for x in (output_offsets, input_offsets)], axis=1)
@@ -39,7 +39,7 @@ def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tu
         return ragged_all_to_all(group, cotangent, nothing, arrived_at, recv_sizes, came_from, send_sizes)
 
     def one_by_one(cotangent: jax.Array) -> jax.Array:
-        """Where slices overlap one would overwrite another: each rank takes back one at a time, and adds them up."""
+        """The reverse exchange of overlapping slices: each rank takes back one slice at a time, and adds them up."""
         each = here[0] // size
         me = jax.lax.axis_index(group.axis_name)
         peer, number = jnp.divmod(jnp.arange(here[0]), each)
@@ -61,7 +61,7 @@ def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tu
 
 def _overlap(starts: jax.Array, sizes: jax.Array) -> jax.Array:
     """Whether two of the slices share a row."""
-    starts = jnp.where(sizes > 0, starts, jnp.iinfo(starts.dtype).max)  # empty ones come last
+    starts = jnp.where(sizes > 0, starts, jnp.iinfo(starts.dtype).max)  # empty slices come last
     order = jnp.argsort(starts)
     ends = jax.lax.cummax((starts + jnp.maximum(sizes, 0))[order])
     return jnp.any((starts[order][1:] < ends[:-1]) & (sizes[order][1:] > 0))

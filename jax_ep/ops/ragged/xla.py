@@ -16,9 +16,9 @@ def ragged_all_to_all(
     *,
     axis_name: AxisName,
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `jax.lax.ragged_all_to_all`, by gathering every rank's operand and picking the rows that are mine.
+    """`jax.lax.ragged_all_to_all`: gathers every rank's operand and picks this rank's rows.
 
-    Returns also whether, on any rank, a slice lies outside its buffer or its size is not what the receiver expects.
+    Also returns whether, on any rank, a slice lies outside its buffer or has another size than the receiver expects.
     """
     me = jax.lax.axis_index(axis_name)
     size = jax.lax.axis_size(axis_name)

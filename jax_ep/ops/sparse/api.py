@@ -1,7 +1,7 @@
-"""sparse_all_reduce: rows of a large table, of which each rank holds a few, added up over the ranks.
+"""sparse_all_reduce: adds up the ranks' rows of a large table, of which each rank holds a few.
 
-Two steps. The union of all ranks' row ids gives every row its slot in the result; then each row is summed by one of
-the ranks that hold it, to which the others send theirs, and which writes the sum into everybody's result.
+There are two steps. The union of all ranks' row ids gives every row its slot in the result. Then one holder of each
+row, its owner, gets the parts of the other holders, and writes the sum into every rank's result.
 """
 
 import dataclasses
@@ -38,26 +38,26 @@ def sparse_all_reduce(
     """Adds up the sparse rows of all ranks: sorted different ids, each with the sum of its entries.
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, however many
-    ranks hold it, and sends each of its own rows at most once to each other rank: the least that a replicated result
-    takes. Sums are in float32, over the entries of a rank in their order, 32 by 32, then over ranks in theirs: the same
-    bits on every rank and in every run. Differentiable in `rows.values`.
+    ranks hold it, and sends each of its own rows at most once to each other rank, which is the minimum for a replicated
+    result. Sums are in float32: over the entries of a rank in order, 32 by 32, then over ranks in order. So the bits
+    are the same on every rank and in every run. Differentiable in `rows.values`.
 
-    In a group across nodes each node adds up its rows so, then the sums of the nodes are added up in their order, in
-    float32 too. Between nodes there travel sums for all C rows, also where fewer are used.
+    In a group across nodes each node adds up its rows in this way; then the sums of the nodes are added up in order, in
+    float32. Sums for all C rows travel between nodes, even if fewer are used.
 
     Args:
-      rows: N entries of this rank, of the same N, D, dtype and `num_rows` on all ranks. Ids in any order, with
-        duplicates. Those outside [0, num_rows) are ignored, and counted if they are among the first `rows.count`.
+      rows: N entries of this rank, with the same N, D, dtype and `num_rows` on all ranks. Ids may be in any order, with
+        duplicates. Ids outside [0, num_rows) are ignored; those among the first `rows.count` are counted.
       group: the open group of the ranks.
       capacity: C, the rows of the result.
       op: "sum"; "mean", the sum divided by the number of ranks; "mean_by_count", the sum divided by the number of
         entries of its row.
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
         Otherwise all ranks have the same result, which does not vary over the group's axis.
-      method: how slots are found. "bitmap": a bit per row of the table, and a prefix of its popcounts. "match": sort
-        the ids of all ranks and find each id among them, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap"
-        while it weighs at most 4 MiB or an eighth of the rows of all ranks. The results are the same. "xla" and
-        groups across nodes always take "match".
+      method: how slots are found. "bitmap": by prefix sums over a bitmap of the table's rows. "match": by sorting the
+        ids of all ranks and searching each id, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap" if the bitmap
+        has at most 4 MiB or an eighth of the bytes of all ranks' rows. The results are the same. "xla" and groups
+        across nodes always take "match".
       on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
         last ids find no room, and are counted in `dropped`.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
@@ -98,7 +98,7 @@ def sparse_all_reduce(
         values = _reduce(group, config, rows.values, union_here)
     else:
         values = xla.reduce(config, group.axis_name, rows.values, union)
-    if not config.drop and not (native and group.intranode is None):  # those kernels see to it
+    if not config.drop and not (native and group.intranode is None):  # those kernels report it
         values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
     return SparseRows(
@@ -162,7 +162,7 @@ def _reduce_jvp(group: Group, config: SparseConfig, primals: Any, tangents: Any)
 
 
 def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:
-    """Every entry takes the cotangent of its row, from the rank that has it."""
+    """The cotangent of every entry: that of its row, from the rank that has the row."""
     axis_name, dtype = group.axis_name, cotangent.dtype
     slots = xla.slots_of_entries(union, axis_name)
     if config.sharded:
@@ -171,7 +171,7 @@ def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array
         rows = slots - union.bounds[owner]
         taken = cotangent.at[owner, rows].get(mode="clip")
     else:
-        if not vary.tracks_varying(axis_name):  # then every rank has a part of it, as in the transpose of psum
+        if not vary.tracks_varying(axis_name):  # then ranks have parts of the cotangent, as in the transpose of psum
             cotangent = jax.lax.psum(cotangent.astype(jnp.float32), axis_name)
         rows = slots
         taken = cotangent.at[slots].get(mode="clip")

@@ -1,4 +1,4 @@
-"""coalesce: the entries of one rank that name the same row, added up."""
+"""coalesce: adds up the entries of one rank for the same row."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
 
     Args:
       rows: N entries in any order.
-      capacity: C, entries of the result; default N. If there are more ids than that, the last find no room.
+      capacity: C, entries of the result; default N. If there are more ids, the last ids find no room.
 
     Returns:
-      C entries, `count` of them different ids. `ignored` and `dropped` say what is missing.
+      C entries, `count` of them different ids. `ignored` and `dropped` count missing entries and ids.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the function is traced.
@@ -43,9 +43,9 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
 
 
 def slots_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """For sorted ids [N], where `num_rows` stands for none: the slot of each among the different ids, and their number.
+    """The slots of sorted ids [N] among the different ids, and the number of different ids.
 
-    The slot of `num_rows` is 2**31 - 1, outside of everything.
+    An id `num_rows`, which stands for no row, has the slot 2**31 - 1.
     """
     valid = ids < num_rows
     first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])

@@ -94,8 +94,8 @@ def _sparse_gradient(table: jax.Array, ids: Tree, gradients: Tree) -> SparseRows
 class RowOptimizer(NamedTuple):
     """`state = init(table)`; `updates, state = update(gradient, state)`; states and updates are float32.
 
-    `update` takes gradients with or without duplicates. Those of `coalesce` and `sparse_all_reduce` cost it one look
-    at the ids, others a `coalesce`.
+    `update` takes gradients with or without duplicates. It checks the ids, and calls `coalesce` unless they are sorted
+    and different, as those of `coalesce` and `sparse_all_reduce` are.
     """
 
     init: Callable[[Tree], Any]
@@ -120,7 +120,7 @@ def apply_updates(table: Tree, updates: Tree) -> Tree:
 
 
 def sgd(learning_rate: Scalar) -> RowOptimizer:
-    """Stochastic gradient descent. It has no state and takes rows as they are, duplicates and all."""
+    """Stochastic gradient descent. It has no state, and takes rows with duplicates."""
     checks.check_number("sgd", "learning_rate", learning_rate)
 
     def step(rows: SparseRows) -> tuple[SparseRows]:
@@ -175,8 +175,8 @@ class LazyAdamState(NamedTuple):
 def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> RowOptimizer:
     """Adam (Kingma and Ba 2015) whose means neither decay nor move a row while no gradient names it.
 
-    The bias correction counts all updates, as in `torch.optim.SparseAdam` and TensorFlow Addons' `LazyAdam`. While
-    every gradient names every row it is `optax.adam`.
+    The bias correction counts all updates, as in `torch.optim.SparseAdam` and TensorFlow Addons' `LazyAdam`. If every
+    gradient names every row, it is `optax.adam`.
     """
     checks.check_number("lazy_adam", "learning_rate", learning_rate)
 
@@ -238,14 +238,14 @@ def _with_different_ids(rows: SparseRows) -> SparseRows:
         added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
         return added.indices, added.values
 
-    # A loop of at most one turn: unlike lax.cond it hands on what is ready without a copy.
+    # A loop of at most one turn, as lax.cond would copy the rows.
     entries = rows.masked_indices, rows.values.astype(jnp.float32)
     ids, values = jax.lax.while_loop(mixed, added_up, entries)
     return SparseRows(ids, values, jnp.sum(ids < rows.num_rows, dtype=jnp.int32), rows.num_rows)
 
 
 def _with_values(rows: SparseRows, values: jax.Array) -> SparseRows:
-    """In float32, whatever a learning rate of float64 made of them."""
+    """The updates in float32, also if the learning rate is float64."""
     return dataclasses.replace(rows, values=values.astype(jnp.float32))
 
 

@@ -23,9 +23,9 @@ def sparse_union(group: Group, config: SparseConfig, ids: jax.Array, missing: ja
 
 
 def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union, slots_kept: int) -> jax.Array:
-    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D].
+    """Adds up rows [N, D] of every rank in the slots of the union: [capacity, D].
 
-    Slots from `slots_kept` on are none. A slot that no rank has an entry for holds anything.
+    Slots from `slots_kept` on are dropped. A slot without an entry on any rank is undefined.
     """
     entries, hidden = values.shape
     called = ffi.call(

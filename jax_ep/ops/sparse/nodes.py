@@ -1,13 +1,13 @@
-"""sparse_all_reduce over several nodes: kernels add up what a node has, XLA's collectives carry the sums.
+"""sparse_all_reduce over several nodes: kernels add up inside nodes, XLA's collectives carry the sums between them.
 
-Each slot of the union has one owner. If the result is sharded, it is the rank that holds the slot. Otherwise rank r
+Each slot of the union has one owner. If the result is sharded, the rank that holds the slot owns it. Otherwise rank r
 owns slots [r S, (r + 1) S). One kernel call adds up the rows of a node: the sum of a slot lands on the rank with the
-owner's index. Between nodes, ranks of the same index exchange these sums, and the owner adds up the nodes in their
-order. A replicated result is then gathered from all.
+owner's index. Ranks of the same index exchange these sums between nodes, and the owner adds them up in the order of the
+nodes. A replicated result is then gathered from all owners.
 
-Sums are float32 until all nodes are added up, so that a row in 16 bits is rounded once, as in a group of one node. Such
-sums thus travel to their owner as float32; it rounds them before they are gathered. Shapes are fixed, so sums travel
-for all slots that a rank can own: a tight capacity saves time.
+Sums travel to their owner as float32, so that a row in 16 bits is rounded once, as in a group of one node. Owners round
+sums before they are gathered. Shapes are fixed, so sums travel for all slots that a rank can own; a tight capacity
+saves time.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from jax_ep.runtime.nodes import sum_over_nodes
 
 
 def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
-    """Rows [N, D] of every rank, added up in the slots of the union: [capacity, D], as of a group of one node.
+    """Adds up rows [N, D] of every rank in the slots of the union: [capacity, D], as in a group of one node.
 
-    Rows without room are left out, also where `config.drop` is False.
+    Rows without room are left out, even if `config.drop` is False.
     """
     at = _at_owners(config, union)
     entries = _entries_owned(group, at)
@@ -44,11 +44,11 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
 
 
 class _AtOwners(NamedTuple):
-    """Where the entries of all ranks are added up.
+    """The places where the entries of all ranks are added up.
 
     Attributes:
       owner: [R, N] int32. The rank that owns the slot of an entry.
-      row: [R, N] int32. Its number among the slots of that rank; S where it has no owner.
+      row: [R, N] int32. The number of the slot among the slots of its owner; S if it has no owner.
       rows: S, the most slots that a rank owns.
     """
 
@@ -71,16 +71,16 @@ def _at_owners(config: SparseConfig, union: Union) -> _AtOwners:
 
 
 def _entries_owned(group: Group, at: _AtOwners) -> jax.Array:
-    """[nodes, S] int32: how many entries of each node each slot has that this rank owns."""
+    """[nodes, S] int32: the entries of each node in each slot that this rank owns."""
     mine = jnp.where(at.owner == jax.lax.axis_index(group.axis_name), at.row, at.rows)
     node = jnp.arange(group.nodes)[:, None]
     return jnp.zeros((group.nodes, at.rows), jnp.int32).at[node, mine.reshape(group.nodes, -1)].add(1, mode="drop")
 
 
 def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, union: Union, at: _AtOwners) -> jax.Array:
-    """[nodes, S, D] float32: node by node, the sums of this node's entries that the rank of this index there owns.
+    """[nodes, S, D] float32: for each node, this node's sums in the slots that its rank of this index owns.
 
-    A slot that this node has no entry for holds anything.
+    A slot without an entry of this node is undefined.
     """
     assert group.intranode is not None
     size, nodes, rows = group.intranode.size, group.nodes, at.rows

@@ -1,4 +1,4 @@
-"""Rows of a large table of which few are present, and the union of those of all ranks."""
+"""Sparse rows of a large table, and the union of the rows of all ranks."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -24,17 +24,17 @@ def _zero() -> jax.Array:
 class SparseRows:
     """N entries (row id, row) of a [num_rows, D] table that is zero elsewhere. A pytree.
 
-    Entries that name the same row add up. An entry stands for a row if it is among the first `count` and its id is in
-    [0, num_rows); the others are padding. Functions of this package pad with id `num_rows` and zero values, so
-    `table.at[rows.indices].add(rows.values, mode="drop")` is right.
+    Entries of the same row add up. An entry stands for a row if it is among the first `count` and its id is in [0,
+    num_rows); other entries are padding. Functions of this package pad with id `num_rows` and zero values, so
+    `table.at[rows.indices].add(rows.values, mode="drop")` adds them to a table.
 
     Attributes:
       indices: [N] int32 or int64.
       values: [N, D].
       count: int32 scalar. Leading entries that count: N for raw rows, the number of different ids after `coalesce`.
       num_rows: static; the height of the table.
-      ignored: int32 scalar. Entries that some function before ignored because their id was not in [0, num_rows).
-      dropped: int32 scalar. Row ids that found no room in the capacity of some function before.
+      ignored: int32 scalar. Entries that earlier functions ignored, as their ids were not in [0, num_rows).
+      dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
     """
 
     indices: jax.Array
@@ -127,7 +127,7 @@ def check_sparse_rows(op: str, name: str, rows: SparseRows) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """Everything about a sparse_all_reduce that is known when it is traced."""
+    """The static settings of a sparse_all_reduce."""
 
     size: int
     num_rows: int
@@ -150,18 +150,19 @@ class SparseConfig:
         return self.op == "mean_by_count"
 
     def slots_kept(self, entries: int) -> int:
-        """How many slots of the union matter: a replicated result has no more than its capacity."""
+        """The slots of the union that a result may use: a replicated result has at most its capacity."""
         return min(self.size * entries, self.num_rows) if self.sharded else self.capacity
 
 
 class Union(NamedTuple):
-    """The U different row ids of all ranks number the slots 0 .. U - 1. For R ranks, N entries each, C capacity.
+    """The union of all ranks' row ids: the U different ids have the slots 0 .. U - 1. For R ranks, N entries, capacity
+    C.
 
     Attributes:
       indices: [C] int32. The sorted ids of this rank's result, padded with `num_rows`.
       slots: [R, N] int32. The slot of each entry of each rank; U where it stands for no row.
       bounds: [R + 1] int32. How many ids lie below the range of each rank; at last U.
-      missing: [2] int32. Over all ranks, what `SparseRows.ignored` and `.dropped` count.
+      missing: [2] int32. `SparseRows.ignored` and `.dropped`, over all ranks.
     """
 
     indices: jax.Array
@@ -170,5 +171,5 @@ class Union(NamedTuple):
     missing: jax.Array
 
     def needed(self, config: SparseConfig) -> jax.Array:
-        """[R] int32: the rows that each rank's result should hold."""
+        """[R] int32: the rows of each rank's result."""
         return jnp.diff(self.bounds) if config.sharded else jnp.broadcast_to(self.bounds[-1:], (config.size,))

@@ -1,6 +1,6 @@
 """The two steps of sparse_all_reduce in plain jax.numpy and jax.lax: `implementation="xla"`.
 
-Kernels may follow the first of them too: `method="match"`.
+With `method="match"` kernels take the second step.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
 def search(union: jax.Array, ids: jax.Array) -> jax.Array:
-    """[N] int32: the slot of each id, its number in the sorted union; that of the padding is where it begins."""
+    """[N] int32: the slot of each id, its number in the sorted union. Padding has the slot where it begins."""
     return jnp.searchsorted(union, ids).astype(jnp.int32)
 
 
@@ -26,7 +26,7 @@ def match(
     missing: jax.Array,
     find: Callable[[jax.Array, jax.Array], jax.Array] = search,
 ) -> Union:
-    """The union by sorting all ranks' ids, and finding each of this rank's in it. Arguments as of the kernel's."""
+    """The union, by sorting all ranks' ids and finding this rank's ids among them. Arguments as for the kernel."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
     first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)
@@ -47,7 +47,7 @@ def match(
 
 
 def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: Union) -> jax.Array:
-    """Like the kernel: every rank adds up its rows in float32 in an array of all slots; `psum` adds those."""
+    """As the kernel: every rank adds up its rows in float32 in an array of all slots, and `psum` adds the arrays."""
     slots = slots_of_entries(union, axis_name)
     kept = config.slots_kept(values.shape[0])
     rows = jnp.zeros((kept, values.shape[1]), jnp.float32)
@@ -68,5 +68,5 @@ def slots_of_entries(union: Union, axis_name: AxisName) -> jax.Array:
 
 
 def entries_of_slots(union: Union, slots: int) -> jax.Array:
-    """[slots] float32: how many entries of all ranks each of the first slots has."""
+    """[slots] float32: the entries of all ranks in each of the first slots."""
     return jnp.zeros(slots, jnp.float32).at[union.slots.reshape(-1)].add(1, mode="drop")

@@ -1,4 +1,4 @@
-// How the bindings start an op on the CPU: park it with its group, and give XLA a future.
+// Starts an op on the CPU: parks the call with its group, and returns a future to XLA.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ using LaunchResult = ffi::Future;
 constexpr ffi::Traits kTraits = static_cast<ffi::Traits>(0);
 constexpr bool kSendsAhead = false;  // peers' memory is as near as one's own
 
-// What a handler learns from XLA about its call.
+// XLA's context of a call.
 struct Call {
   const CallSite* site;
   int64_t run;
@@ -56,7 +56,7 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
   return future;
 }
 
-// Ops that need no group have no kernels on a CPU. The library only checks their calls.
+// Local ops have no kernels on a CPU. The library only checks their calls.
 template <class Args>
 ffi::Future launch_local(const Call&, const Args&) {
   return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});

@@ -34,7 +34,7 @@ inline Error copy(void* to, const void* from, std::size_t bytes) {
 inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
   return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream);
 }
-// That does not wait for the default stream, nor holds it up.
+// A stream without order to the default stream.
 inline Error create_stream(Stream* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); }
 inline bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

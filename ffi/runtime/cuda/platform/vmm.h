@@ -1,5 +1,5 @@
-// CUDA's virtual memory under the names that runtime/gpu uses; runtime/hip has its twin. The driver is asked for by
-// name, as a machine without GPUs has none to link.
+// CUDA's virtual memory under the names that runtime/gpu uses; runtime/hip has its twin. Functions of the driver are
+// found by name, as a machine without GPUs has no driver to link.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// How the bindings start an op on a GPU: one kernel on XLA's stream.
+// Starts an op on a GPU: one kernel on XLA's stream.
 #pragma once
 
 #include <algorithm>
@@ -34,12 +34,12 @@ class PlatformGroup final : public Group {
   // The most CTAs that an op has.
   int most_ctas() const { return model_.row_sms; }
 
-  // What plans know of its GPUs, within max_sms.
+  // The model of all GPUs of the group, within max_sms.
   const HardwareModel& model() const { return model_; }
 
-  // Ops take at most so many. Called before the group is registered.
+  // Limits the SMs of all ops. Called before the group is registered.
   void limit_sms(int most) { model_ = jax_ep::limit_sms(model_, most); }
-  // Asynchronous ops leave most of them. Called before the group is registered.
+  // Leaves most SMs to other work, for asynchronous ops. Called before the group is registered.
   void leave_sms() { model_ = jax_ep::leave_sms(model_); }
   LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
     return plan(RowShape{op, size(), num_tokens, encoded}, model_);
@@ -57,7 +57,7 @@ class PlatformGroup final : public Group {
   std::deque<gpu::StreamOrder> orders_;  // by slot
 };
 
-// What a handler learns from XLA about its call.
+// XLA's context of a call.
 struct Call {
   gpu::Stream stream;
   int device;
@@ -77,7 +77,7 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
   return gpu::kSuccess;
 }
 
-// This rank cannot run its op.
+// Fails the group, as this rank cannot run its op.
 inline ffi::Error give_up(PlatformGroup& group, RankSlot slot, const GroupError& error) {
   group.give_up(slot, error);
   return to_ffi(error);
