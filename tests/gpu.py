@@ -127,7 +127,7 @@ def readme_line() -> str:
         return "Tests on GPUs: none stamped yet (`python -m tests.gpu`)."
     where, last = max(stamps().items(), key=lambda item: item[1]["date"])
     tests = ", ".join(f"{last['tests'][name]} {name}" for name in ("passed", "skipped", "failed"))
-    over = "" if last["tests"]["ended"] is not None else " when time was over"
+    over = "" if last["tests"]["ended"] is not None else "; the others were not reached in time"
     return (
         f"Tests on GPUs: {last['date'][:10]}, commit {last['commit']}, {where}: {tests}{over} (`python -m tests.gpu`)."
     )
