@@ -1,7 +1,14 @@
-"""Max-min fair shares of the rows of a rank that has too few, for a dispatch that may drop."""
+"""The segments of a rank's rows, and max-min fair shares of the rows if a dispatch may drop."""
 
 import jax
 import jax.numpy as jnp
+
+
+def segments(rows: jax.Array, alignment: int, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of experts with `rows` [..., L] int32: padded rows, the ends of segments, and group sizes within the capacity."""
+    padded = -(-rows // alignment) * alignment
+    ends = jnp.cumsum(padded, axis=-1, dtype=jnp.int32)
+    return padded, ends, jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
 
 
 def fair_shares(asked: jax.Array, room: jax.Array | int) -> jax.Array:

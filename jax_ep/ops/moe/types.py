@@ -10,7 +10,7 @@ import numpy as np
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
-from jax_ep.ops.moe.shares import rows_of_experts
+from jax_ep.ops.moe.shares import rows_of_experts, segments
 
 # The names by which a policy of `jax.checkpoint` keeps the results of an exchange.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
@@ -159,9 +159,7 @@ class Routing:
         rows = self.counts.sum(axis=0, dtype=jnp.int32)
         if self.config.drop:
             rows = rows_of_experts(rows, alignment, capacity)
-        padded = -(-rows // alignment) * alignment
-        ends = jnp.cumsum(padded, dtype=jnp.int32)
-        return jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
+        return segments(rows, alignment, capacity)[2]
 
     def check(self, op: str) -> None:
         """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves are as a dispatch returns them.

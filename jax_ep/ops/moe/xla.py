@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import Float8Rows, dequantize_rows, quantize_rows, to_bits
-from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources
+from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources, segments
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
 
@@ -41,8 +41,7 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
         rows = rows_of_experts(asked.reshape(config.size, local), config.alignment, config.capacity).reshape(-1)
         kept = rows_of_sources(counts, rows, first_expert)
     rows = kept.sum(axis=0, dtype=jnp.int32)
-    padded = (-(-rows // config.alignment) * config.alignment).reshape(config.size, local)
-    ends = jnp.cumsum(padded, axis=1)
+    padded, ends, sizes = segments(rows.reshape(config.size, local), config.alignment, config.capacity)
     row_ends = (ends - padded).reshape(-1) + jnp.cumsum(kept, axis=0)  # of each source, [S, E]
 
     order = jnp.argsort(expert, stable=True)
@@ -55,9 +54,7 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
         owner=expert // local,
         row=jnp.where(fits, row, -1).astype(jnp.int32),
         dropped=valid & ~fits,
-        group_sizes=(jnp.minimum(ends, config.capacity) - jnp.minimum(ends - padded, config.capacity)).astype(
-            jnp.int32
-        ),
+        group_sizes=sizes,
         counts=counts,
         needed=ends[:, -1],
     )
