@@ -20,7 +20,7 @@ import jax_ep
 from jax_ep._kit.checks import Implementation
 from jax_ep.ops.moe import gradients, xla
 from jax_ep.ops.moe.types import NodeRouting
-from jax_ep.runtime.nodes import sum_over_nodes
+from jax_ep.runtime.topology import sum_over_nodes
 
 from .collective_bytes import to_other_nodes
 from .in_jit_loop import Loop, compile_loops, median_microseconds

@@ -13,9 +13,9 @@ from jax_ep import profiling
 from jax_ep._kit import checks, collective_stream, ffi, meshes
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
-from jax_ep.runtime import native, nodes, open_groups, opening, timeouts, watchdog
+from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
 from jax_ep.runtime.liveness import Liveness
-from jax_ep.runtime.nodes import NodePlan
+from jax_ep.runtime.topology import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
 
@@ -101,7 +101,7 @@ class Group:
         self._liveness: Liveness | None = None  # of the processes of other nodes, where there are some
         shared = self.platform == "cpu" and _CPU_PROCESSES_SHARE
         wanted = False if across_nodes is None and shared else across_nodes
-        if nodes.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
+        if topology.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
             self._open_across_nodes(open_timeout, max_sms)
         elif ffi.is_built(self.platform) and not self._needs_xla:
             meshes.check_ranks(self.size, ffi.MAX_RANKS)
@@ -209,7 +209,7 @@ class Group:
         for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
             checks.check_int("node_plan", name, number, least=0)
         checks.check_int("node_plan", "num_experts", num_experts)
-        return nodes.plan(self.nodes, num_tokens, top_k, num_experts)
+        return topology.plan(self.nodes, num_tokens, top_k, num_experts)
 
     def close(self) -> None:
         """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""
@@ -291,7 +291,7 @@ class Group:
 
     @property
     def _spans_cpu_processes(self) -> bool:
-        return self.platform == "cpu" and nodes.spans_processes(self.mesh, checks.axes_of(self.axis_name))
+        return self.platform == "cpu" and topology.spans_processes(self.mesh, checks.axes_of(self.axis_name))
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         """Itself: a copy of a module that holds the group exchanges through the same memory."""

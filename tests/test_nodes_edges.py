@@ -16,7 +16,7 @@ from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
 
 from jax_ep import Group, Implementation, NodeOptions, PeerTimeoutError, combine, dispatch
 from jax_ep.ops.moe.types import NodeRouting
-from jax_ep.runtime import heartbeat, liveness, nodes, opening
+from jax_ep.runtime import heartbeat, liveness, opening, topology
 
 
 @pytest.mark.matrix
@@ -146,9 +146,9 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
 
         return run
 
-    monkeypatch.setattr(nodes, "crosses_nodes", slow(nodes.crosses_nodes))
+    monkeypatch.setattr(topology, "crosses_nodes", slow(topology.crosses_nodes))
     monkeypatch.setattr(opening, "open_native", slow(opening.open_native))
-    monkeypatch.setattr(nodes, "other_processes", lambda *_: {1: "process 1"})
+    monkeypatch.setattr(topology, "other_processes", lambda *_: {1: "process 1"})
     store = Store()
     heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
     monkeypatch.setattr(liveness, "heartbeat_thread", lambda: heartbeat_thread)

@@ -155,10 +155,9 @@ struct KindName {
 //
 //   static constexpr const char* kTarget                   of the FFI, without prefix
 //   static constexpr KindName kKinds[]                     its kinds; several if a setting decides
-//   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options,
-//   which
-//                                                          are FFI attributes, and part of the signature. Errors show
-//                                                          the label, if it is not null.
+//   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: FFI
+//                                                          attributes, and part of the signature. Errors show the
+//                                                          label, if it is not null.
 //   template <class Visit> static void buffers(args, ranks, visit)
 //                                                          calls visit(spec, member) for each: operands and results in
 //                                                          the order of the call, parts of the workspace anywhere

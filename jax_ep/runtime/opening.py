@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ep._kit import checks, ffi
 from jax_ep._kit.checks import AxisName
-from jax_ep.runtime import liveness, native, nodes, rendezvous
+from jax_ep.runtime import liveness, native, rendezvous, topology
 from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.timeouts import Deadline
 
@@ -34,10 +34,10 @@ def open_native(
     me, axes = jax.process_index(), checks.axes_of(axis_name)
     ordinals = [
         [ffi.ordinal(device) if device.process_index == me else -1 for device in line]
-        for line in nodes.lines(mesh, axes)
+        for line in topology.lines(mesh, axes)
     ]
     ffi.library(platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
-    processes = nodes.processes(mesh, axes)
+    processes = topology.processes(mesh, axes)
     everyone = {process for line in processes for process in line}
     what = _described(platform, mesh, axis_name) + (", async_ops" if async_ops else "")
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
@@ -63,7 +63,7 @@ def open_liveness(
     Raises:
       PlatformError, PeerTimeoutError: as for `liveness.heartbeat_thread` and `Liveness`.
     """
-    others = nodes.other_processes(mesh, checks.axes_of(axis_name))
+    others = topology.other_processes(mesh, checks.axes_of(axis_name))
     if not others:
         return None
     over = _described(platform, mesh, axis_name)

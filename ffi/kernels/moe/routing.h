@@ -464,7 +464,7 @@ class FewRouter {
   }
 
   // Writes row_of and weights of this rank, and the targets of its own assignments. If nothing may be dropped and some
-  // rank lacks room, the rows are wrong, and no coop uses them (Routed::all_placed).
+  // rank lacks room, some assignments still have rows, which no coop uses (Routed::all_placed).
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const Divider by_local(local_);

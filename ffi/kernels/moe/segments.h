@@ -153,7 +153,8 @@ class Segments {
 
   // Lays out the owners of this coop's share. Writes `needed` of each owner and the first row of each of its experts;
   // for this rank also group_sizes, and calls own(e) for each local expert. If rows do not fit and may be dropped,
-  // shares them out. rows_of(expert) counts the rows of all sources; before(expert) counts those before the first row.
+  // shares them out. rows_of(expert) counts the rows of all sources; before(expert) counts the rows before those that
+  // this rank places.
   template <class RowsOf, class Before, class Own>
   JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
     for (int owner = part.index; op_.ok() && owner < op_.comm.size; owner += part.count) {

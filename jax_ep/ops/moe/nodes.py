@@ -36,7 +36,7 @@ from jax_ep.ops.moe.types import (
     Routing,
 )
 from jax_ep.runtime.agreement import Choice, once_agreed
-from jax_ep.runtime.nodes import added_up, sum_over_nodes
+from jax_ep.runtime.topology import added_up, sum_over_nodes
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
