@@ -174,7 +174,7 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, con
                 c.senders_per_cta, c.warp_bytes, us);
     std::fflush(stdout);
     if (const auto error = group.take_error()) {
-      std::printf("FAILED %s: %s\n", error->kind.c_str(), error->message.c_str());
+      std::printf("FAILED %s: %s\n", name_of(error->kind), error->message.c_str());
       std::exit(1);
     }
   };

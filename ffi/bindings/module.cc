@@ -62,7 +62,7 @@ py::dict handlers() {
   return all;
 }
 
-// What Python calls an op with.
+// The keyword arguments of a call from Python, as settings.
 class Keywords final : public Settings {
  public:
   explicit Keywords(const py::kwargs& all) : all_(all) {}
