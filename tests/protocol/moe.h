@@ -43,7 +43,6 @@ struct Rank {
     a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
     a.alignment = kAlignment;
     a.wire = way == Way::float8 || way == Way::few_float8 ? Wire::float8 : Wire::plain;
-    a.zero_unused = true;
     a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK);
     a.eager = a.few || a.wire == Wire::float8 ? count : count / 2;  // the others go straight to their rows
     a.token_weights = weights.data(), a.expert_ids = ids.data();

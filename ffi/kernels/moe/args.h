@@ -39,7 +39,7 @@ struct DispatchArgs {
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   Wire wire;
   bool drop;
-  bool zero_unused;            // rows behind the last expert's
+  bool zero_unused = true;     // rows behind the last expert's
   const char* tokens;          // [T, H]
   const int32_t* expert_ids;   // [T, K]
   const float* token_weights;  // [T, K]
@@ -77,13 +77,13 @@ enum class RoutingLeaf : int32_t { targets, row_of, counts };
 struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
-  bool onto;               // writes to the rows of an operand, of which rows without a token stay; there are no counts
-  bool zero_unused;        // rows behind the last expert's
-  const char* tokens;      // [T, H]
-  const int32_t* targets;  // [T, K]
-  const int32_t* row_of;   // [R, T, K]
-  const int32_t* counts;   // [R, L], or null
-  char* rows;              // [C, H]
+  bool onto;                // writes to the rows of an operand, of which rows without a token stay; there are no counts
+  bool zero_unused = true;  // rows behind the last expert's
+  const char* tokens;       // [T, H]
+  const int32_t* targets;   // [T, K]
+  const int32_t* row_of;    // [R, T, K]
+  const int32_t* counts;    // [R, L], or null
+  char* rows;               // [C, H]
 };
 
 struct CombineArgs {
