@@ -9,6 +9,7 @@ A form is what it changes: options of the op, and keys of its own:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import helpers
@@ -77,7 +78,7 @@ LAYER = ROUTED | {
         "matrices": {"precision": "float8", "frozen": ("gate", "up", "down")},
         "one matrix": {"precision": "float8", "frozen": ("down",)},
     },
-    "shared": {"yes": {"shared": True}},
+    "shared": {"yes": {"shared": True}, "gelu, biased, in one": {"shared": "gelu"}},
     "weigh_inputs": {"yes": {"weigh_inputs": True}},
     "product": {"int8 and low rank": {"product": True}},
     "activation": {
@@ -215,7 +216,11 @@ def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: np.random.G
         shapes = ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
         shared = [(_normal(rng, *shape) / shape[0] ** 0.5).astype(DTYPE) for shape in shapes]
         alike = [np.repeat(x[None], size, axis=0) for x in shared]
-        floats["shared"] = (None if "gate" not in matrices else alike[0], *alike[1:])
+        gated = "gate" in matrices
+        floats["shared"] = (alike[0] if gated else None, *alike[1:])
+        if form["shared"] == "gelu":
+            biases = [_normal(rng, size, n) / 4 for n in (WIDTH, WIDTH, HIDDEN)]
+            floats["shared_biases"] = (biases[0] if gated else None, *biases[1:])
 
 
 def arrives(form: Form, case: helpers.Case) -> np.ndarray:
@@ -280,7 +285,13 @@ def layer(form: Form, group: Group) -> Function:
         if activation == "slopes":  # what it closes over is differentiated, too
             activation = lambda x: jnp.tanh(given["slopes"] * x)  # noqa: E731
         experts = Experts(**matrices, biases=given.get("biases"), activation=activation)
-        shared = Experts(*given["shared"], activation=activation) if "shared" in given else None
+        shared = None
+        if "shared" in given:
+            (gate, up, down), own = given["shared"], activation
+            if form["shared"] == "gelu":
+                own = "gelu"
+                gate, up = (gate, up) if gate is None else (jnp.concatenate([gate, up], axis=1), None)
+            shared = Experts(gate, up, down, biases=given.get("shared_biases"), activation=own)
         return moe_mlp(
             given["tokens"],
             given["ids"],
@@ -324,7 +335,7 @@ def exact_layer(form: Form) -> Function:
     def sums(floats: Any, exact: Any) -> jax.Array:
         given = floats | exact
 
-        def unit(*products: jax.Array) -> jax.Array:
+        def unit(*products: jax.Array, activation: Any = activation) -> jax.Array:
             if isinstance(activation, Gated):
                 return activation.function(*products)
             if activation == "slopes":
@@ -333,7 +344,7 @@ def exact_layer(form: Form) -> Function:
                 slopes = jnp.repeat(slopes, EXPERTS // len(slopes), axis=0) if routed else slopes[:, None]
                 first = jnp.tanh(slopes * products[0])
             else:
-                first = ACTIVATIONS.get(activation, activation)(products[0])
+                first = (ACTIVATIONS.get(activation) or activation)(products[0])
             return first if len(products) == 1 else first * products[1]
 
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
@@ -347,12 +358,21 @@ def exact_layer(form: Form) -> Function:
         how: dict[str, Any] = {"weigh_inputs": form.get("weigh_inputs", False), "float8": "precision" in form}
         out = moe_oracle.sums(moe_oracle.Layer(arrived, weights, **matrices), biases, ids, unit=unit, **how)
         if "shared" in given:
-            *first, down = (x for x in given["shared"] if x is not None)
-            inner = unit(*(jnp.einsum("rth,rhs->rts", tokens, x) for x in first))
-            out = out + jnp.einsum("rts,rsh->rth", inner, down)
+            own = partial(unit, activation="gelu") if form["shared"] == "gelu" else unit
+            *first, down = _always_chosen(given["shared"], given.get("shared_biases", 3 * (np.zeros((1, 1)),)))
+            out = out + down(own(*(product(tokens) for product in first)))
         return out
 
     return sums
+
+
+def _always_chosen(matrices: Any, biases: Any) -> list[Function]:
+    """What multiplies by each matrix of the shared expert."""
+
+    def product(matrix: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.einsum("rth,rhs->rts", x, matrix) + bias[:, None]
+
+    return [partial(product, *both) for both in zip(matrices, biases, strict=True) if both[0] is not None]
 
 
 def exact_there_and_back(form: Form) -> Function:

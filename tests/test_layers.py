@@ -210,30 +210,6 @@ def draw_shared(rng: np.random.Generator) -> list[np.ndarray]:
     return [np.broadcast_to(x, (SIZE, *x.shape)) for x in drawn]
 
 
-@pytest.mark.parametrize("in_one", [False, True])
-def test_a_shared_expert_has_biases_and_its_own_activation(
-    in_one: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-    layer, case, _ = draw(rng, np.float32)
-    gate, up, down = draw_shared(rng)
-    biases = tuple(rng.standard_normal((SIZE, x.shape[2])).astype(np.float32) for x in (gate, up, down))
-
-    def of_rank(model: Layer, matrices: list[Any], biases: Any, ids: jax.Array) -> Any:
-        gate, up, down = matrices
-        if in_one:
-            gate, up = jnp.concatenate([gate, up], axis=1), None
-        shared = Experts(gate, up, down, biases=biases, activation="relu")
-        operands = model.tokens, ids, *model[1:]
-        return layer_of(group, implementation, shared=shared)(*operands), layer_of(group, implementation)(*operands)
-
-    both, routed = helpers.fetch(helpers.per_rank(of_rank, group.mesh)(layer, [gate, up, down], biases, case.ids))
-    first = np.einsum("rth,rhs->rts", layer.tokens, gate) + biases[0][:, None]
-    second = np.einsum("rth,rhs->rts", layer.tokens, up) + biases[1][:, None]
-    wanted = np.einsum("rts,rsh->rth", np.maximum(first, 0) * second, down) + biases[2][:, None]
-    assert_near((both - routed,), (wanted,), 2e-5)
-
-
 @pytest.mark.usefixtures("native")
 def test_a_shared_expert_waits_for_no_rows(open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Nor do rows wait for it: neither's products come into the other's operands, until both are added."""
