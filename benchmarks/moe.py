@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from . import moe_formulations as forms, moe_sweep, padded_all_to_all as padded
+from . import moe_formulations as forms, moe_sweep, padded_all_to_all as padded, token_sweep
 from .moe_cases import SEED, Shape
 from .moe_formulations import AXIS, Formulation
 from .plots import Panel, add_plot, grouped_bars, write_plot
@@ -136,6 +136,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     parser.add_argument("--quick", action="store_true", help="GPU: only T=128 and T=4096, uniform routing")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="GPU: only shapes whose name has TEXT")
+    parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)  # the GPU's way of timing on the CPU
     add_plot(parser, "moe")
     options = parser.parse_args(arguments)
@@ -143,6 +144,10 @@ def main(arguments: list[str]) -> int:
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         implementation = group._resolve("bench", options.implementation)
         print(header(list(group.mesh.devices.flat), repr(implementation), ["moe", *arguments]), flush=True)
+        if options.sweep:
+            for line in token_sweep.run(group, implementation, options.repeats or 5):
+                print(line, flush=True)
+            return 0
         if options.loop or group.platform != "cpu":
             swept = moe_sweep.run(group, implementation, options.repeats or 5, options.quick, options.shapes)
             draw = partial(moe_sweep.plot, swept)

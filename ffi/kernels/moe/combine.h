@@ -40,9 +40,10 @@ class Combine {
 
   // Sums the rows here of every peer's tokens, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
-    if (op_.coop.sender.empty()) return;
+    const int peers = op_.comm.size - 1;
+    if (op_.coop.sender.empty() || peers == 0) return;
     op_.enter(Phase::send);
-    const int peers = op_.comm.size - 1, rows = peers * args_.num_tokens;
+    const int rows = peers * args_.num_tokens;
     const int parts = parts_of_a_row(rows, op_.coop.sender.count);
     const Schedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule, peers * parts);
@@ -68,7 +69,7 @@ class Combine {
       const Range part = columns(ticket % parts, parts);
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the wait for rows
       if (const int chunk = ticket / per_chunk; chunk != latest_chunk) {
-        op_.wait_delivered(chunk);
+        if (op_.comm.size > 1) op_.wait_delivered(chunk);
         if (!op_.ok()) return;
         op_.enter(Phase::reduce);
         rows_.acquire();
