@@ -131,7 +131,7 @@ def chosen(options: dict[str, dict[str, Form]], name: str, rng: np.random.Genera
             form |= list(values.values())[rng.integers(len(values))]
     if "product" in form:  # its matrices are the user's own
         form.pop("frozen", None)
-    if form.get("activation") == "relu" and ("wire" in form or "precision" in form):
+    if form.get("activation") == "relu" and ("wire" in form or "precision" in form or DTYPE.itemsize == 2):
         form["activation"] = squared  # where relu begins, one rounding decides over a whole gradient
     return form
 

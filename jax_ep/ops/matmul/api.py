@@ -1,5 +1,6 @@
 """Grouped matrix products at the speed of the tensor cores, with their gradients."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels
-from jax_ep.ops.matmul.rows import sum_rows, take_rows
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, sum_rows, taken
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -69,30 +70,28 @@ def ragged_dot(
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
         options["out_sharding"] = out_sharding
-    operands = tuple(map(jnp.asarray, (lhs, rhs, group_sizes)))
+    rows, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     if lhs_indices is not None:
         checks.check_rank("ragged_dot", "lhs_indices", lhs_indices, 1, "[M]")
         checks.check_kind("ragged_dot", "lhs_indices", lhs_indices, jnp.integer, "integer")
-        checks.check_rank("ragged_dot", "lhs", operands[0], 2, "[rows, K]")
-        operands = (*operands, checks.to_int32(lhs_indices))
+        checks.check_rank("ragged_dot", "lhs", rows, 2, "[rows, K]")
+        rows = GatheredRows(rows, checks.to_int32(lhs_indices))
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:
-        return by_xla(*operands)
-    operands = batched_alike(*operands)
+        return by_xla(rows, rhs, group_sizes)
+    leaves, treedef = jax.tree.flatten((rows, rhs, group_sizes))
+    leaves = batched_alike(*leaves)
     if not gemm.has_gemm():
-        return by_xla(*operands)
-    operands = vary.vary_alike(None, *operands)
+        return by_xla(*treedef.unflatten(leaves))
+    rows, rhs, group_sizes = operands = treedef.unflatten(vary.vary_alike(None, *leaves))
     result = jax.eval_shape(by_xla, *operands)  # with all its checks
     if not _core_takes(result.dtype, *operands, precision=precision):
         return by_xla(*operands)
-    lhs, rhs, group_sizes = operands[:3]
-    return _grouped_matmul(result.dtype, lhs, rhs, group_sizes.astype(jnp.int32), *operands[3:])
+    return _grouped_matmul(result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
-def _by_xla(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: jax.Array, **options: Any) -> jax.Array:
-    """Of gathered rows, if there are indices."""
-    rows = take_rows(lhs, indices[0]) if indices else lhs
-    return jax.lax.ragged_dot(rows, rhs, group_sizes, **options)
+def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
+    return jax.lax.ragged_dot(taken(lhs), rhs, group_sizes, **options)
 
 
 def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -101,16 +100,32 @@ def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> 
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
 
-def lhs_gradient(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K]. For backward passes,
+def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`ragged_dot` of rows that may stay where they are."""
+    if isinstance(rows, GatheredRows):
+        return ragged_dot(rows.matrix, rhs, group_sizes, lhs_indices=rows.indices)
+    return ragged_dot(rows, rhs, group_sizes)
 
-    here and in other families, as is `rhs_gradient`. The operands must vary over the same mesh axes.
+
+def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
+
+    For backward passes, here and in other families: the operands vary over the same mesh axes. So for `rhs_gradient`.
     """
-    cotangent, rhs, group_sizes = batched_alike(cotangent, rhs, group_sizes)
+
+    def by_xla(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return _by_transposed(taken(cotangent), rhs, group_sizes)
+
+    cotangent, rhs, group_sizes = _batched_alike((cotangent, rhs, group_sizes))
     if not _core_takes(rhs.dtype, cotangent, rhs, group_sizes):
-        return _by_transposed(cotangent, rhs, group_sizes)
+        return by_xla(cotangent, rhs, group_sizes)
     core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
-    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=_by_transposed)
+    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
+
+
+def _batched_alike(operands: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(operands)
+    return treedef.unflatten(batched_alike(*leaves))
 
 
 def _by_transposed(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -141,30 +156,32 @@ def _summed(
     return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
-def rhs_gradient(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
+def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
     """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N].
 
-    With `indices` [M], the rows of `lhs` are gathered.
+    One of both may stay where it is.
     """
 
-    def by_xla(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
-        rows = take_rows(lhs, indices[0]) if indices else lhs
-        return jax.lax.ragged_dot_general(rows, cotangent, group_sizes, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
+    def by_xla(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
+        numbers = _CONTRACT_ROWS
+        return jax.lax.ragged_dot_general(
+            taken(lhs), taken(cotangent), group_sizes, ragged_dot_dimension_numbers=numbers
+        )
 
-    def core(lhs: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
-        gathered = indices[0] if indices else None
-        return kernels.grouped_outer(lhs, cotangent, group_sizes, dtype=lhs.dtype, lhs_indices=gathered)
-
-    operands = batched_alike(lhs, cotangent, group_sizes, *indices)
-    if not _core_takes(lhs.dtype, *operands):
+    lhs, cotangent, group_sizes = operands = _batched_alike((lhs, cotangent, group_sizes))
+    if not _core_takes(_dtype(lhs), lhs, cotangent, group_sizes):
         return by_xla(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=core, default=by_xla)
+    return jax.lax.platform_dependent(*operands, cuda=partial(kernels.grouped_outer, dtype=_dtype(lhs)), default=by_xla)
+
+
+def _dtype(rows: Rows) -> Any:
+    return rows.matrix.dtype if isinstance(rows, GatheredRows) else rows.dtype
 
 
 def gated_product(
     activation: str,
     composed: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]],
-    rows: jax.Array,
+    rows: Rows,
     group_sizes: jax.Array,
     *rhs: jax.Array,
     keep_products: bool,
@@ -181,10 +198,10 @@ def gated_product(
     Returns:
       The result, and the product by each of `rhs`, or () unless `keep_products`.
     """
-    rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
+    rows, group_sizes, *varying = _batched_alike((rows, group_sizes, *rhs))
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     if (
-        not _core_takes(rows.dtype, rows, varying[0], group_sizes)
+        not _core_takes(_dtype(rows), rows, varying[0], group_sizes)
         or columns % gemm.CORE_MULTIPLE
         or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
     ):
@@ -193,7 +210,7 @@ def gated_product(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _gated_in_core(composed: Callable[..., Any], activation: str, keep_products: bool, *operands: jax.Array) -> Any:
+def _gated_in_core(composed: Callable[..., Any], activation: str, keep_products: bool, *operands: Any) -> Any:
     core = partial(kernels.gated_matmul, activation=activation, keep_products=keep_products)
     return jax.lax.platform_dependent(*operands, cuda=core, default=composed)
 
@@ -203,50 +220,43 @@ def _gated_jvp(composed: Callable[..., Any], activation: str, keep_products: boo
     return _gated_in_core(composed, activation, keep_products, *primals), jax.jvp(composed, primals, tangents)[1]
 
 
-def _core_takes(
-    dtype: Any, left: jax.Array, right: jax.Array, group_sizes: jax.Array, *indices: jax.Array, precision: Any = None
-) -> bool:
-    """Whether the GEMM core serves the product.
-
-    Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might.
-    """
+def _core_takes(dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array, precision: Any = None) -> bool:
+    """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
+    gathered = [x for x in (left, right) if isinstance(x, GatheredRows)]
     return (
         gemm.has_gemm()
-        and left.dtype == right.dtype
-        and np.dtype(left.dtype) in gemm.CORE_DTYPES
-        and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
+        and _dtype(left) == _dtype(right)
+        and np.dtype(_dtype(left)) in gemm.CORE_DTYPES
+        and np.dtype(dtype) in (_dtype(left), np.dtype(np.float32))
         and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         and group_sizes.ndim == 1
-        and all(size > 0 for size in (*left.shape, *right.shape, *(size for x in indices for size in x.shape)))
+        and all(size > 0 for size in (*left.shape, *right.shape, *(x.matrix.shape[0] for x in gathered)))
         and all(size % gemm.CORE_MULTIPLE == 0 for size in (*left.shape[1:], *right.shape[1:]))
-        and (not indices or left.size // gemm.CORE_MULTIPLE < 2**31)
+        and all(x.matrix.size // gemm.CORE_MULTIPLE < 2**31 for x in gathered)
     )
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _grouped_matmul(
-    dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: jax.Array
-) -> jax.Array:
-    def core(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *indices: jax.Array) -> jax.Array:
-        gathered = indices[0] if indices else None
-        return kernels.grouped_matmul(lhs, rhs, group_sizes, dtype=dtype, lhs_indices=gathered)
-
-    default = partial(_by_xla, preferred_element_type=dtype)
-    return jax.lax.platform_dependent(lhs, rhs, group_sizes, *indices, cuda=core, default=default)
+def _grouped_matmul(dtype: Any, lhs: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    core, default = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, preferred_element_type=dtype)
+    return jax.lax.platform_dependent(lhs, rhs, group_sizes, cuda=core, default=default)
 
 
 @_grouped_matmul.defjvp
 def _grouped_matmul_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     def forward(residuals: Any, changes: Any) -> jax.Array:
-        (lhs, rhs, *others), (d_lhs, d_rhs) = residuals, changes
-        return _grouped_matmul(dtype, d_lhs, rhs, *others) + _grouped_matmul(dtype, lhs, d_rhs, *others)
+        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, changes
+        moved = dataclasses.replace(lhs, matrix=d_lhs) if isinstance(lhs, GatheredRows) else d_lhs
+        by_lhs = _grouped_matmul(dtype, moved, rhs, group_sizes)
+        return by_lhs + _grouped_matmul(dtype, lhs, d_rhs, group_sizes)
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lhs, rhs, group_sizes, *indices = residuals
-        cotangent = cotangent.astype(lhs.dtype)
+        lhs, rhs, group_sizes = residuals
+        cotangent = cotangent.astype(rhs.dtype)
         d_lhs = lhs_gradient(cotangent, rhs, group_sizes)
-        if indices:
-            d_lhs = sum_rows(d_lhs, indices[0], lhs.shape[0])
-        return d_lhs, rhs_gradient(lhs, cotangent, group_sizes, *indices)
+        if isinstance(lhs, GatheredRows):
+            d_lhs = sum_rows(d_lhs, lhs.indices, lhs.matrix.shape[0])
+        return d_lhs, rhs_gradient(lhs, cotangent, group_sizes)
 
-    return _grouped_matmul(dtype, *primals), linear(forward, backward, primals, (tangents[0], tangents[1]))
+    d_lhs = tangents[0].matrix if isinstance(primals[0], GatheredRows) else tangents[0]
+    return _grouped_matmul(dtype, *primals), linear(forward, backward, primals, (d_lhs, tangents[1]))

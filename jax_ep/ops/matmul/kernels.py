@@ -9,39 +9,26 @@ import numpy as np
 
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
+from jax_ep.ops.matmul.rows import GatheredRows, Rows
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # of the bits in `Float8Rows` and `Float8Weights`
 
 
 def grouped_matmul(
-    lhs: jax.Array | Float8Rows,
+    lhs: Rows | Float8Rows,
     rhs: jax.Array | Float8Weights,
     group_sizes: jax.Array,
     *,
     dtype: Any,
     transpose_rhs: bool = False,
-    lhs_indices: jax.Array | None = None,
 ) -> jax.Array:
-    """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix.
-
-    With `lhs_indices` [M] row i is that row of `lhs`, as `take_rows` has it.
-    """
-    options: dict[str, Any] = {"dtype": dtype, "transpose_rhs": transpose_rhs}
-    return _call([lhs], [rhs], group_sizes, lhs_indices=lhs_indices, **options)["product"]
+    """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, transpose_rhs=transpose_rhs)["product"]
 
 
-def grouped_outer(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    dtype: Any,
-    lhs_indices: jax.Array | None = None,
-    rhs_indices: jax.Array | None = None,
-) -> jax.Array:
+def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`. One may be gathered."""
-    indices: dict[str, Any] = {"lhs_indices": lhs_indices, "rhs_indices": rhs_indices}
-    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="contraction", **indices)["product"]
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="contraction")["product"]
 
 
 def summed_matmul(
@@ -53,19 +40,14 @@ def summed_matmul(
 
 
 def gated_matmul(
-    rows: jax.Array,
-    group_sizes: jax.Array,
-    *rhs: jax.Array,
-    activation: str,
-    keep_products: bool,
-    indices: jax.Array | None = None,
+    rows: Rows, group_sizes: jax.Array, *rhs: jax.Array, activation: str, keep_products: bool
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up).
 
-    Also returns the product by each of `rhs` if `keep_products`. With `indices` [M] rows are gathered.
+    Also returns the product by each of `rhs` if `keep_products`.
     """
-    options: dict[str, Any] = {"dtype": rows.dtype, "activation": activation, "keeps_products": keep_products}
-    called = _call([rows], rhs, group_sizes, epilogue="gated", lhs_indices=indices, **options)
+    options: dict[str, Any] = {"dtype": rhs[0].dtype, "activation": activation, "keeps_products": keep_products}
+    called = _call([rows], rhs, group_sizes, epilogue="gated", **options)
     kept = tuple(called[name] for name in ("first_product", "second_product") if name in called)
     return called["product"], kept
 
@@ -77,8 +59,8 @@ def gated_matmul_float8(rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8We
 
 
 def _call(
-    lhs: Sequence[jax.Array | Float8Rows],
-    rhs: Sequence[jax.Array | Float8Weights],
+    lhs: Sequence[Rows | Float8Rows],
+    rhs: Sequence[Rows | Float8Weights],
     group_sizes: jax.Array,
     *,
     dtype: Any,
@@ -87,8 +69,6 @@ def _call(
     activation: str = "none",
     keeps_products: bool = False,
     transpose_rhs: bool = False,
-    lhs_indices: jax.Array | None = None,
-    rhs_indices: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """The results, by name, of the op (ffi/kernels/matmul/product_spec.h) on one or two left and right operands.
 
@@ -96,18 +76,19 @@ def _call(
       rhs: for a gated product gate and up, or one array of both, gate in front.
       grouping: groups divide the "rows" of lhs, or the "contraction", which is along the rows of both operands.
     """
-    left, right = (x.bits if isinstance(x, Float8) else x for x in (lhs[0], rhs[0]))
+    gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
+    indices = [x.indices for x in (lhs[0], rhs[0]) if isinstance(x, GatheredRows)]
+    left, right = _array(lhs[0]), _array(rhs[0])
+    rows = indices[0].shape[0] if indices else left.shape[0]
     by_contraction = grouping == "contraction"
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = epilogue == "gated" and len(rhs) == 1
+    first = [x.matrix if isinstance(x, GatheredRows) else x for x in (lhs[0], rhs[0])]
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
-    indices = lhs_indices if lhs_indices is not None else rhs_indices
-    gathered = "none" if indices is None else "lhs" if lhs_indices is not None else "rhs"
-    rows = left.shape[0] if indices is None else indices.shape[0]
     return ffi.call_local(
         "grouped_matmul",
-        *jax.tree.leaves([lhs[0], rhs[0], *second, group_sizes, indices]),
+        *jax.tree.leaves([*first, *second, group_sizes, indices]),
         dtype=np.dtype(dtype),
         operand_dtype=FLOAT8 if isinstance(lhs[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
@@ -115,7 +96,7 @@ def _call(
         activation=activation,
         keeps_products=keeps_products,
         gathered=gathered,
-        gathered_rows=0 if indices is None else (right if gathered == "rhs" else left).shape[0],
+        gathered_rows={"none": 0, "lhs": left.shape[0], "rhs": right.shape[0]}[gathered],
         rhs_is_k_by_n=rhs_is_k_by_n,
         m=left.shape[1] if by_contraction else rows,
         n=columns // (2 if both_in_one else 1),
@@ -123,3 +104,9 @@ def _call(
         groups=group_sizes.shape[0],
         columns=columns,
     )
+
+
+def _array(operand: Rows | Float8) -> jax.Array:
+    if isinstance(operand, GatheredRows):
+        return operand.matrix
+    return operand.bits if isinstance(operand, Float8) else operand

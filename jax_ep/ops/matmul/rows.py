@@ -1,5 +1,6 @@
 """Rows of a matrix by index, and sums of rows by index, each the other's derivative."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -8,6 +9,27 @@ import jax.numpy as jnp
 from jax_ep._kit.linear import linear
 
 ZERO_ROW = -1  # an index. Any other outside the matrix is a row of NaN
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatheredRows:
+    """Rows [C, K] that stay where they are: row i is row indices[i] of `matrix` [M, K], as `take_rows` has it."""
+
+    matrix: jax.Array
+    indices: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.indices.shape, *self.matrix.shape[1:]
+
+
+Rows = jax.Array | GatheredRows
+
+
+def taken(rows: Rows) -> jax.Array:
+    """The rows as an array."""
+    return take_rows(rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else rows
 
 
 def take_rows(matrix: jax.Array, indices: jax.Array) -> jax.Array:

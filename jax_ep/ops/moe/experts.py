@@ -35,9 +35,11 @@ from jax_ep.ops.matmul.api import (
     plain_ragged_dot,
     ragged_dot,
     rhs_gradient,
+    rows_product,
 )
 from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product, quantized_weights
 from jax_ep.ops.matmul.quantize import dequantized, quantize_rows
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
 from jax_ep.ops.matmul.straight_through import product_tangent, ragged_dot as float8_ragged_dot
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import (
@@ -52,7 +54,8 @@ from jax_ep.ops.moe.gradients import (
     scatter_all,
     weighed,
 )
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, MoeStats, Routing
+from jax_ep.ops.moe.in_place import dispatch_in_place, stays_in_place
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, MoeStats, Routing
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
 
 Product = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
@@ -145,7 +148,9 @@ def _stats(routing: Routing) -> MoeStats:
 class _Kept(NamedTuple):
     """What derivatives need besides cotangents or tangents."""
 
-    dispatched: Dispatched
+    rows: Rows | Float8Rows  # [C, H], as dispatched; or, in a group of one GPU, where the tokens are
+    sizes: jax.Array
+    routing: Routing
     products: Products
     experts: Experts
     parameters: tuple[jax.Array, ...]
@@ -173,7 +178,7 @@ def _experts(
 ) -> tuple[jax.Array, MoeStats, jax.Array | None]:
     operands = (tokens, expert_ids, weights, experts, parameters, overlapped)
     combined, kept, overlapped = _forward(call, *operands, keep_products=False)
-    return combined, _stats(kept.dispatched.routing), overlapped
+    return combined, _stats(kept.routing), overlapped
 
 
 @_experts.defjvp
@@ -187,7 +192,7 @@ def _experts_jvp(call: ExpertsCall, primals: Any, tangents: Any) -> Any:
     d_experts = dataclasses.replace(d_experts, **d_matrices)
     changes = _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
     d_combined, d_overlapped = linear(partial(_tangents, call), partial(_cotangents, call), kept, changes)
-    stats = _stats(kept.dispatched.routing)
+    stats = _stats(kept.routing)
     return (combined, stats, overlapped), (d_combined, zero_from_primal(stats), d_overlapped)
 
 
@@ -204,14 +209,14 @@ def _forward(
 ) -> tuple[jax.Array, _Kept, jax.Array | None]:
     """The sums, what derivatives need (without `keep_products` no products), and `overlapped`."""
     group, config = call.dispatch.group, call.dispatch.config
-    dispatched = dispatch(group, config, tokens, expert_ids, weights)
+    if stays_in_place(group, config, expert_ids.size):
+        rows, sizes, routing = dispatch_in_place(config, tokens, expert_ids, weights)
+    else:
+        rows, sizes, routing = checkpoint_name(dispatch(group, config, tokens, expert_ids, weights), DISPATCHED)
     if overlapped is not None:
-        rows, overlapped = jax.lax.optimization_barrier((dispatched.rows, overlapped))
-        dispatched = dispatched._replace(rows=rows)
-    dispatched = checkpoint_name(dispatched, DISPATCHED)
-    kept = _Kept(dispatched, (), experts, parameters)
+        rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
+    kept = _Kept(rows, sizes, routing, (), experts, parameters)
     inner, products = _up_and_gate(call, kept, tokens.dtype, keep_products=keep_products)
-    _, sizes, routing = dispatched
     multiply: Any = quantized_product if call.in_float8 else ragged_dot
     answers = multiply(inner, experts.down, sizes)
     answers = with_bias(answers, split_biases(experts, experts.biases)[1], sizes)
@@ -227,14 +232,15 @@ def _up_and_gate(
     On Hopper one kernel computes both, if the unit is known and has no biases. In float8 that kernel keeps no products,
     and quantizes its result, as the product by down would.
     """
-    (rows, sizes, _), experts = kept.dispatched, kept.experts
+    rows: Any
+    rows, sizes, experts = kept.rows, kept.sizes, kept.experts
     biases, _ = split_biases(experts, experts.biases)
     matrices: Any = experts.first
     known = call.unit.known if all(bias is None for bias in biases) else None
     if known is not None and not call.in_float8:
 
-        def gated(rows: jax.Array, sizes: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, Products]:
-            products = tuple(ragged_dot(rows, matrix, sizes) for matrix in matrices)
+        def gated(rows: Rows, sizes: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, Products]:
+            products = tuple(rows_product(rows, matrix, sizes) for matrix in matrices)
             return call.unit(products, biases, sizes), products if keep_products else ()
 
         inner, products = gated_product(known, gated, rows, sizes, *matrices, keep_products=keep_products)
@@ -246,22 +252,27 @@ def _up_and_gate(
             return quantize_rows(call.unit(products, biases, sizes))
 
         return quantized_gated_product(known, quantized, rows, sizes, *map(quantized_weights, matrices)), ()
-    multiply = partial(quantized_product, dtype=dtype) if call.in_float8 else ragged_dot
+    multiply = partial(quantized_product, dtype=dtype) if call.in_float8 else rows_product
     products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in matrices), PRODUCTS)
     return call.unit(products, biases, sizes, kept.parameters), products if keep_products else ()
 
 
 def _unit_of_kept(call: ExpertsCall, kept: _Kept) -> Callable[..., jax.Array]:
     """The unit as a function of its differentiable operands: products, biases and parameters."""
-    return lambda products, biases, parameters: call.unit(products, biases, kept.dispatched.group_sizes, parameters)
+    return lambda products, biases, parameters: call.unit(products, biases, kept.sizes, parameters)
 
 
 def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Array, jax.Array | None]:
-    (rows, sizes, routing), products, experts, parameters = kept
+    rows, sizes, routing, products, experts, parameters = kept
     d_experts = changes.experts
     first_biases, down_bias = split_biases(experts, experts.biases)
     d_first_biases, d_down_bias = split_biases(experts, d_experts.biases)
-    d_rows, d_routed_weights = dispatch_tangent(call.dispatch.group, changes.tokens, changes.weights, routing)
+    if isinstance(rows, GatheredRows):
+        d_rows = taken(dataclasses.replace(rows, matrix=changes.tokens))
+        d_routed_weights = jnp.where(routing.row_of >= 0, changes.weights[None], 0)
+        rows = taken(rows)
+    else:
+        d_rows, d_routed_weights = dispatch_tangent(call.dispatch.group, changes.tokens, changes.weights, routing)
     d_products = tuple(
         product_tangent(rows, getattr(experts, name), sizes, d_rows, getattr(d_experts, name)) for name in experts.names
     )
@@ -278,23 +289,29 @@ def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Ar
 
 
 def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
-    (rows, sizes, routing), products, experts, parameters = kept
+    rows, sizes, routing, products, experts, parameters = kept
     d_combined, d_overlapped = cotangents
     group, (first_biases, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
-    d_answers = scatter_all(group, [d_combined], [routing])  # not yet weighed
+    d_answers: Any  # not yet weighed
+    if isinstance(rows, GatheredRows):
+        d_answers = dataclasses.replace(rows, matrix=d_combined)
+    else:
+        d_answers = scatter_all(group, [d_combined], [routing])
     if d_overlapped is not None:
         d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
-    dtype, row_weights = d_answers.dtype, of_rows(routing.weights, routing)
+    dtype, row_weights = d_combined.dtype, of_rows(routing.weights, routing)
     inner, pull = jax.vjp(_unit_of_kept(call, kept), products, first_biases, parameters)
     back = lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
     d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
     d_down = _matrix_gradient(weighed(inner, row_weights), experts.down, d_answers, sizes)
     d_row_weights, d_down_bias = inner_products(back, inner), None
     if down_bias is not None:
-        d_row_weights, d_down_bias = _down_bias_gradients(row_weights, down_bias, d_answers, sizes, d_row_weights)
+        d_row_weights, d_down_bias = _down_bias_gradients(
+            row_weights, down_bias, taken(d_answers), sizes, d_row_weights
+        )
 
-    wide = dequantized(rows, dtype)
+    wide: Any = rows if isinstance(rows, GatheredRows) else dequantized(rows, dtype)
     d_matrices = {
         name: _matrix_gradient(wide, getattr(experts, name), each, sizes)
         for name, each in zip(experts.names, d_products, strict=True)
@@ -308,7 +325,7 @@ def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax
     return _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
 
 
-def _matrix_gradient(rows: jax.Array, matrix: Any, cotangent: jax.Array, sizes: jax.Array) -> jax.Array | None:
+def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:
     return None if isinstance(matrix, Float8Weights) else rhs_gradient(rows, cotangent, sizes)
 
 
