@@ -243,6 +243,11 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
         [("lhs", "float16", (3, 24)), ("rhs", "float16", (3, 8))],
         ("float16", (2, 24, 8)),
     ),
+    "gathered rows": (
+        {"gathered": "lhs", "gathered_rows": 5},
+        [("lhs", "bfloat16", (5, 16)), ("rhs", "bfloat16", (2, 16, 8))],
+        ("bfloat16", (3, 8)),
+    ),
     "gated": (
         {"epilogue": "gated", "activation": "silu", "columns": 16},
         [("lhs", "bfloat16", (3, 16)), *((name, "bfloat16", (2, 16, 16)) for name in ("rhs", "second_rhs"))],
@@ -278,13 +283,15 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
     ),
 }
 GROUP_SIZES = ("group_sizes", "int32", (2,))
+MORE_OPERANDS = {"gathered rows": [("indices", "int32", (3,))]}
 MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
-TILES_OFF_A_COUNTER = ("rows", "gated", "summed")
+TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
 
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
     plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "rows", "epilogue": "store"}
     plain |= {"activation": "none", "keeps_products": False, "rhs_is_k_by_n": True}
+    plain |= {"gathered": "none", "gathered_rows": 0}
     return {**plain, "m": 3, "n": 8, "k": 16, "groups": 2, "columns": 8, **GROUPED[case][0], **change}
 
 
@@ -302,7 +309,7 @@ def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
 @pytest.mark.parametrize("case", GROUPED)
 def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
     _, named, (dtype, shape) = GROUPED[case]
-    operands = [*named, GROUP_SIZES]
+    operands = [*named, GROUP_SIZES, *MORE_OPERANDS.get(case, [])]
     assert types_of("grouped_matmul", **settings_of(case))[0] == ("product", dtype, list(shape))
     result = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
     arrays = [zeros_of(*each) for _, *each in operands]
@@ -334,6 +341,11 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("rows", {"activation": "silu"}, "activation must be silu, gelu or relu in a gated product, and none in any"),
         ("rows", {"keeps_products": True}, "only a gated product of 16-bit operands keeps its products"),
         ("rows", {"grouping": "both"}, "grouping must be rows or contraction, got both"),
+        ("rows", {"gathered": "both"}, "gathered must be none, lhs or rhs, got both"),
+        ("rows", {"gathered": "lhs"}, "gathered_rows must be at least 1"),
+        ("rows", {"gathered": "lhs", "gathered_rows": 2**31 - 1}, "there are too many rows"),
+        ("rows", {"gathered": "rhs", "gathered_rows": 5}, "only groups of the contraction gather rhs"),
+        ("rows", {"gathered_rows": 5}, "gathered_rows must be 0 where no operand is gathered"),
         ("contraction", {"m": 12}, "m and n must be multiples of 8"),
         ("contraction", {"dtype": "float32"}, "groups of the contraction must be stored in the dtype of the operands"),
         ("contraction", {"rhs_is_k_by_n": False}, "groups of the contraction must be stored in the dtype"),
@@ -343,6 +355,7 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("gated", {"activation": "none"}, "activation must be silu, gelu or relu in a gated product"),
         ("gated", {"rhs_is_k_by_n": False}, "a gated product must be of the operands' dtype, and of matrices stored"),
         ("summed", {"k": 12}, "n and k must be multiples of 8"),
+        ("summed", {"gathered": "lhs", "gathered_rows": 5}, "products of float8 and sums of products gather nothing"),
         ("summed", {"dtype": "float32"}, "a sum of products must be of the operands' dtype, and of matrices stored"),
         ("float8", {"k": 64}, "n and k must be multiples of 128"),
         ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn"),
