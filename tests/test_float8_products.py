@@ -321,7 +321,7 @@ def test_wrong_layers(open_group: OpenGroup) -> None:
 
         return jax.eval_shape(helpers.per_rank(body, group.mesh))
 
-    with pytest.raises(ValueError, match=r"^moe_mlp: precision must be 'float8' or None, got 'float4'"):
+    with pytest.raises(ValueError, match=r"^moe_mlp: precision must be one of None, 'float8'; got 'float4'"):
         layer(128, 128, precision="float4")
     with pytest.raises(ValueError, match=r"needs H and F to be multiples of 128, got F, H = \(64, 128\)"):
         layer(128, 64, precision="float8")
