@@ -1,8 +1,11 @@
-// Operands that are gathered: their rows are rows of a smaller matrix, named by indices.
+// Operands that are gathered: row i of the operand is row indices[i] of another matrix.
 //
-// TMA cannot gather on Hopper, so two warps copy such rows by cp.async, 16 bytes a lane, into the swizzle that wgmma
-// reads. Each fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma and
-// announces the stage. Gathered slices are never shared by the CTAs of a cluster: they share the other operand.
+// TMA cannot gather on Hopper. Two warps copy the rows by cp.async, 16 bytes a lane, into the swizzle that wgmma reads.
+// Each of these warps fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma
+// and announces the stage. The CTAs of a cluster share the other operand by multicast, never the gathered one.
+//
+// Lines behind the end of a group are rows of the next group, as with TMA: they are not stored, and where they end a
+// contraction the consumers zero them (multiply.h).
 #pragma once
 
 #include "comm/target/ptx/bulk.h"
@@ -18,7 +21,7 @@ namespace jax_ep::gemm {
 constexpr int kGatherWarps = 2;
 constexpr int kLineVecs = kLineBytes / 16;
 constexpr int kLinesAtOnce = 32 / kLineVecs;        // that a warp copies
-constexpr int kLaneLines = kSlice / kLinesAtOnce;   // of a slice, of which a lane copies 16 bytes each
+constexpr int kLaneLines = kSlice / kLinesAtOnce;   // of a slice: a lane copies 16 bytes of each
 constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 
 // The matrix of the gathered operand.
@@ -44,7 +47,7 @@ struct GatheredMemory : Base {
   static constexpr int kStages = Base::kStages;
 
   uint64_t landed[kStages];  // the copies of a stage
-  // Where the rows of a stage begin, if they differ from stage to stage. Ordered by the lanes that copy them.
+  // Where the rows of a stage begin, if the contraction is gathered. The 16 entries of a lane are contiguous.
   uint64_t found[kStages];
   uint4 rows[kStages][kSlice / 4];
   uint32_t has_nans[kStages];
@@ -58,7 +61,7 @@ struct GatheredMemory : Base {
   }
 };
 
-// Where the rows begin that are the 64 lines of a slice. A lane finds two of them.
+// Where the rows of a slice's 64 lines begin. Each lane has two.
 struct FoundRows {
   uint32_t rows[2];  // lines lane and lane + 32: in vectors from the start of the matrix, or kNoRow
   bool has_nans;     // if any line of the slice is NaN
@@ -113,8 +116,8 @@ struct LaneRows {
     }
   }
 
-  // Copies 64 columns from `column` on of the first `lines` lines, a multiple of 16. Columns behind the last are zeros.
-  // Lines are rows from indices[first] on.
+  // Copies 64 columns from `column` on of the first `lines` lines, a multiple of 16. Columns behind the last become
+  // zeros. Line i is row indices[first + i].
   JAX_EP_FN void copy(char* to, const Gathering& from, int first, int lines, int column, int lane) const {
     const int vec = lane % kLineVecs, at = column + vec * 8;
     const char* const columns = from.matrix + int64_t{at} * 2;
@@ -137,7 +140,7 @@ struct LaneRows {
     copy_vector<kOffset + kTwo>(even, columns, rows[kFirst + 2], outside || rows[kFirst + 2] == kNoRow);
     copy_vector<kOffset + kTwo>(odd, columns, rows[kFirst + 3], outside || rows[kFirst + 3] == kNoRow);
   }
-  // Behind the copies, which left zeros there.
+  // Waits for the copies, which wrote zeros into lines of NaN, and overwrites these zeros.
   JAX_EP_FN static void put_nans(char* to, const Gathering& from, int first, int lines, int lane) {
     wait_copies();
 #pragma unroll 1
@@ -227,8 +230,8 @@ class Steps {
   int k_;
 };
 
-// The announcing warp where the contraction is gathered. It finds the rows, as many steps ahead as there are stages: a
-// gathering warp's own loads would wait behind its copies, for as long as a step takes.
+// The announcing warp where the contraction is gathered also finds the rows, kStages steps ahead. Index loads of a
+// gathering warp would wait behind the copies of that warp.
 template <class Mainloop, class Memory>
 __device__ void announce_contraction(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                                      Share share) {

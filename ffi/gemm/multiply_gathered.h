@@ -1,10 +1,10 @@
 // Products of 16-bit operands of which the left one is gathered (gather.h).
 //
-// Rows: operands are swapped (multiply_swapped.h), but the CTAs of a cluster split the rows of a tile pair, which
-// cannot be multicast, and share 256 columns of the weights, which are. So each has up to 128 rows, and a warpgroup two
-// parts of 64 columns: as many bytes from the L2 cache as without gathering.
+// Rows: the operands are swapped (multiply_swapped.h). The CTAs of a cluster split the rows of a tile pair, as gathered
+// rows cannot be multicast, and share 256 columns of the weights by multicast. A CTA has up to 128 rows. A warpgroup
+// has two parts of 64 columns. The traffic from the L2 cache equals that of a product that does not gather.
 //
-// Contractions: tiles of fixed height (multiply.h), of which the CTAs of a cluster share the right operand.
+// Contractions: tiles of fixed height (multiply.h). The CTAs of a cluster share the right operand.
 #pragma once
 
 #include "gemm/gather.h"

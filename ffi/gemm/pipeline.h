@@ -76,8 +76,8 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
-// The registers of a thread, out of the 168 with which each starts: of consumers, by how many are accumulators, and of
-// the other warps, of which those of hooks (loop.h) take more, and those that gather.
+// The registers of a thread. Each starts with 168. What consumers get depends on their accumulators; the other warps
+// get the rest. Warps that run hooks (loop.h) need more, and so do warps that gather.
 template <class Aux, int kAccumulators, bool kGathers>
 struct Registers {
   static constexpr int kConsumer = 192, kOther = 120;

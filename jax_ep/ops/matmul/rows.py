@@ -48,20 +48,25 @@ def sum_rows(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
 def _take(indices: jax.Array, matrix: jax.Array) -> jax.Array:
     inside = (indices >= 0) & (indices < matrix.shape[0])
     fill = jnp.where(indices == ZERO_ROW, 0, jnp.nan).astype(matrix.dtype)
+    if matrix.shape[0] == 0:
+        return jnp.broadcast_to(fill[:, None], (indices.shape[0], matrix.shape[1]))
     rows = matrix.at[jnp.where(inside, indices, 0)].get(mode="fill", fill_value=0)
     return jnp.where(inside[:, None], rows, fill[:, None])
 
 
 def _sum(count: int, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    if count == 0 or rows.shape[0] == 0:
+        return jnp.zeros_like(rows, shape=(count, rows.shape[1]))
     indices = jnp.where((indices >= 0) & (indices < count), indices, count)
     order = jnp.argsort(indices, stable=True)
     ends = jnp.searchsorted(indices[order], jnp.arange(count), side="right")
-    starts = jnp.append(0, ends[:-1]) if count else ends
+    starts = jnp.append(0, ends[:-1])
 
     def add(turn: jax.Array, total: jax.Array) -> jax.Array:
         at = order.at[starts + turn].get(mode="clip")
         return total + jnp.where((starts + turn < ends)[:, None], rows[at], 0).astype(jnp.float32)
 
-    turns = jnp.max(ends - starts, initial=0)
-    total = jax.lax.fori_loop(0, turns, add, jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1])))
+    total = jax.lax.fori_loop(
+        0, jnp.max(ends - starts), add, jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1]))
+    )
     return total.astype(rows.dtype)

@@ -11,9 +11,9 @@ from jax_ep.ops.moe.xla import layout
 
 
 def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
-    """Whether rows need not move: one rank has them all, as they are, and room for them.
+    """Whether rows need not move: one rank owns all experts, no wire format converts rows, and the capacity suffices.
 
-    Where rows may be too many the dispatch kernel reports it. On CPUs the protocol runs, so that it runs everywhere.
+    If the capacity may not suffice the dispatch kernel runs, which reports overflow. On CPUs the protocol always runs.
     """
     padding = config.num_experts * (config.alignment - 1)
     has_room = config.drop or config.capacity >= assignments + padding
