@@ -18,7 +18,7 @@ SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, LAYERS = 2, 4, 5, 2, 16, 3
 
 DISPATCH, COMBINE = "jax_ep_dispatch", "jax_ep_combine"
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.optimized]
 
 
 def calls(text: str, target: str) -> int:
