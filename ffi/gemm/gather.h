@@ -260,4 +260,16 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
   }
 }
 
+// What the three aux warps do.
+template <class Mainloop, class Memory>
+JAX_EP_FN void assist_gathering(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
+                                Share share, int aux_warp) {
+  if (aux_warp < kGatherWarps)
+    gather<Mainloop>(shared, source, problem, share, aux_warp);
+  else if constexpr (Mainloop::Source::kGathersContraction)
+    announce_contraction<Mainloop>(shared, source, problem, share);
+  else
+    announce_rows<Mainloop>(shared, source, problem, share);
+}
+
 }  // namespace jax_ep::gemm

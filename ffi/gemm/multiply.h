@@ -165,8 +165,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
     if (kMnA && kMnB && rest >= 0) release(&shared.empty[rest], lane);
   }
 
-  // By strips of 16 rows. Of a split contraction the CTAs of a cluster swap and add halves
-  // first.
+  // By strips of 16 rows. Of a split contraction the CTAs of a cluster swap and add halves first.
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, Shared& shared, const Problem& problem,
                               const Tile& tile, int& swaps, int warp, int lane) {

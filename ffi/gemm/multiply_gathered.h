@@ -117,10 +117,7 @@ struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>, /*kParts=
   }
   JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
                                int aux_warp) {
-    if (aux_warp < kGatherWarps)
-      gather<GatheredRowsMainloop>(shared, source, problem, share, aux_warp);
-    else
-      announce_rows<GatheredRowsMainloop>(shared, source, problem, share);
+    assist_gathering<GatheredRowsMainloop>(shared, source, problem, share, aux_warp);
   }
 };
 
@@ -139,10 +136,7 @@ struct GatheredContractionMainloop : TileMainloop<In, kGatheredColumns, true, tr
   }
   JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
                                int aux_warp) {
-    if (aux_warp < kGatherWarps)
-      gather<GatheredContractionMainloop>(shared, source, problem, share, aux_warp);
-    else
-      announce_contraction<GatheredContractionMainloop>(shared, source, problem, share);
+    assist_gathering<GatheredContractionMainloop>(shared, source, problem, share, aux_warp);
   }
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, const typename Base::Sums& d, Shared& shared,

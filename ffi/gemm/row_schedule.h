@@ -66,14 +66,14 @@ class RowTiles {
     result.group = group_;
     result.row = row_ + (tile * each + smaller(tile, more)) * kRowStep;
     result.row_end = row_end_;
-    const int steps = each + (tile < more), upper = (steps + 1) / 2;
-    result.rows = steps * kRowStep;
-    result.col = inside / count * tile_columns_;
+    const int steps = each + (tile < more), upper = (steps + 1) / 2, column = inside / count;
     if (split_) {
       result.row += rank * upper * kRowStep;
       result.rows = (rank == 0 ? upper : steps - upper) * kRowStep;
+      result.col = column * tile_columns_;
     } else {
-      result.col = (inside / count * kCluster + rank) * tile_columns_;
+      result.rows = steps * kRowStep;
+      result.col = (column * kCluster + rank) * tile_columns_;
     }
     result.k_end = group_ < problem_.groups ? problem_.k : 0;
     return result;
