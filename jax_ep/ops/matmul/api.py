@@ -163,19 +163,13 @@ def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Arra
     """
 
     def by_xla(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
-        numbers = _CONTRACT_ROWS
-        return jax.lax.ragged_dot_general(
-            taken(lhs), taken(cotangent), group_sizes, ragged_dot_dimension_numbers=numbers
-        )
+        operands = taken(lhs), taken(cotangent), group_sizes
+        return jax.lax.ragged_dot_general(*operands, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
 
     lhs, cotangent, group_sizes = operands = _batched_alike((lhs, cotangent, group_sizes))
-    if not _core_takes(_dtype(lhs), lhs, cotangent, group_sizes):
+    if not _core_takes(lhs.dtype, lhs, cotangent, group_sizes):
         return by_xla(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=partial(kernels.grouped_outer, dtype=_dtype(lhs)), default=by_xla)
-
-
-def _dtype(rows: Rows) -> Any:
-    return rows.matrix.dtype if isinstance(rows, GatheredRows) else rows.dtype
+    return jax.lax.platform_dependent(*operands, cuda=partial(kernels.grouped_outer, dtype=lhs.dtype), default=by_xla)
 
 
 def gated_product(
@@ -201,7 +195,7 @@ def gated_product(
     rows, group_sizes, *varying = _batched_alike((rows, group_sizes, *rhs))
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     if (
-        not _core_takes(_dtype(rows), rows, varying[0], group_sizes)
+        not _core_takes(rows.dtype, rows, varying[0], group_sizes)
         or columns % gemm.CORE_MULTIPLE
         or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
     ):
@@ -225,9 +219,9 @@ def _core_takes(dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array, pre
     gathered = [x for x in (left, right) if isinstance(x, GatheredRows)]
     return (
         gemm.has_gemm()
-        and _dtype(left) == _dtype(right)
-        and np.dtype(_dtype(left)) in gemm.CORE_DTYPES
-        and np.dtype(dtype) in (_dtype(left), np.dtype(np.float32))
+        and left.dtype == right.dtype
+        and np.dtype(left.dtype) in gemm.CORE_DTYPES
+        and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
         and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         and group_sizes.ndim == 1
         and all(size > 0 for size in (*left.shape, *right.shape, *(x.matrix.shape[0] for x in gathered)))

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep._kit.linear import linear
 
@@ -22,6 +23,10 @@ class GatheredRows:
     @property
     def shape(self) -> tuple[int, ...]:
         return *self.indices.shape, *self.matrix.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.matrix.dtype
 
 
 Rows = jax.Array | GatheredRows

@@ -52,6 +52,7 @@ from jax_ep.ops.moe.gradients import (
     of_rows,
     return_rows,
     scatter_all,
+    sent_weights,
     weighed,
 )
 from jax_ep.ops.moe.in_place import dispatch_in_place, stays_in_place
@@ -269,7 +270,7 @@ def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Ar
     d_first_biases, d_down_bias = split_biases(experts, d_experts.biases)
     if isinstance(rows, GatheredRows):
         d_rows = taken(dataclasses.replace(rows, matrix=changes.tokens))
-        d_routed_weights = jnp.where(routing.row_of >= 0, changes.weights[None], 0)
+        d_routed_weights = sent_weights(call.dispatch.group, changes.weights, routing)
         rows = taken(rows)
     else:
         d_rows, d_routed_weights = dispatch_tangent(call.dispatch.group, changes.tokens, changes.weights, routing)

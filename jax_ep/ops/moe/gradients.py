@@ -80,8 +80,7 @@ def combine_gradient(
 
 def of_rows(weights: jax.Array, routing: Routing) -> jax.Array:
     """Weights [R, T, K] by the row that each belongs to: [C] float32, 0 where there is none."""
-    row = jnp.where(routing.row_of >= 0, routing.row_of, routing.config.capacity)
-    return jnp.zeros_like(weights, shape=(routing.config.capacity,)).at[row].set(weights, mode="drop")
+    return routing.by_row(weights, 0)
 
 
 def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
@@ -118,10 +117,10 @@ def dispatch_tangent(
     group: Group, d_tokens: jax.Array, d_weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
     """The tangents of rows [C, H] and of their weights [R, T, K], from the tangents of a rank's tokens and weights."""
-    return scatter(group, d_tokens, routing), _sent(group, d_weights, routing)
+    return scatter(group, d_tokens, routing), sent_weights(group, d_weights, routing)
 
 
-def _sent(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
+def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
     """[T, K] of each rank to the [R, T, K] that a dispatch would deliver."""
     return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
 
@@ -211,6 +210,6 @@ def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_tokens, d_weights = cotangents
-        return scatter(group, d_tokens, routing), _sent(group, d_weights, routing)
+        return scatter(group, d_tokens, routing), sent_weights(group, d_weights, routing)
 
     return return_rows(group, rows, weights, routing), linear(forward, backward, routing, tuple(tangents[:2]))

@@ -27,9 +27,6 @@ def dispatch_in_place(
     shape = expert_ids.shape
     placed = layout(expert_ids.reshape(-1), config, 1)
     row_of = placed.row.reshape(1, *shape)
-    token = jnp.arange(placed.row.size, dtype=jnp.int32) // max(shape[1], 1)
-    row = jnp.where(placed.row >= 0, placed.row, config.capacity)
-    indices = jnp.full(config.capacity, ZERO_ROW, jnp.int32).at[row].set(token, mode="drop")
     invalid = (expert_ids < -1) | (expert_ids >= config.num_experts)
     routing = Routing(
         targets=placed.row.reshape(shape),
@@ -40,5 +37,7 @@ def dispatch_in_place(
         invalid=invalid.sum(dtype=jnp.int32)[None],
         config=config,
     )
+    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], row_of.shape)
+    indices = routing.by_row(token, ZERO_ROW)
     indices, group_sizes, routing = checkpoint_name((indices, placed.group_sizes[0], routing), DISPATCHED)
     return GatheredRows(tokens, indices), group_sizes, routing

@@ -161,6 +161,11 @@ class Routing:
             rows = rows_of_experts(rows, alignment, capacity)
         return segments(rows, alignment, capacity)[2]
 
+    def by_row(self, values: jax.Array, nothing: Any) -> jax.Array:
+        """Values [R, T, K] of assignments by the row of this rank that holds each: [C], `nothing` for other rows."""
+        row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)
+        return jnp.full_like(values, nothing, shape=(self.config.capacity,)).at[row].set(values, mode="drop")
+
     def check(self, op: str) -> None:
         """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves are as a dispatch returns them.
 

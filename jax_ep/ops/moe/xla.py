@@ -103,11 +103,10 @@ def dispatch(
 
 def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H]."""
-    capacity, (size, num_tokens, top_k) = routing.config.capacity, routing.row_of.shape
-    row = jnp.where(routing.row_of >= 0, routing.row_of, capacity).reshape(-1)
+    size, num_tokens, top_k = routing.row_of.shape
     all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
-    nobody, source = all_tokens.shape[0], jnp.arange(row.size, dtype=jnp.int32) // max(top_k, 1)
-    source_of_row = jnp.full(capacity, nobody, jnp.int32).at[row].set(source, mode="drop")
+    source = jnp.arange(routing.row_of.size, dtype=jnp.int32) // max(top_k, 1)
+    source_of_row = routing.by_row(source.reshape(routing.row_of.shape), all_tokens.shape[0])
     return all_tokens.at[source_of_row].get(mode="fill", fill_value=0)  # unlike a scatter, it has a transpose
 
 
