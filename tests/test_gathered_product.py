@@ -129,7 +129,7 @@ def test_out_of_bounds_is_nan_and_stays_in_its_group(bad: int, rng: np.random.Ge
 @pytest.mark.parametrize(("rows", "indices"), [(3, 0), (0, 4), (0, 0)])
 def test_nothing_to_gather(rows: int, indices: int) -> None:
     lhs, rhs, sizes = jnp.ones((rows, 8), BFLOAT16), jnp.ones((2, 8, 16), BFLOAT16), jnp.array([indices, 0])
-    out, pull = jax.vjp(lambda *x: ragged_dot(*x, sizes, lhs_indices=jnp.full(indices, -1)), lhs, rhs)
+    out, pull = jax.vjp(lambda x, y: ragged_dot(x, y, sizes, lhs_indices=jnp.full(indices, -1)), lhs, rhs)
     assert out.shape == (indices, 16)
     for x in (out, *pull(out)):
         assert not np.asarray(x).any()
