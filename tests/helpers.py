@@ -141,13 +141,24 @@ def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "
             np.testing.assert_array_equal(wide(array), FAILED[name], name)
 
 
+def expanded(out: Dispatched) -> Dispatched:
+    """With the rows that `indices` name, if there are any, in their place."""
+    if out.indices is None:
+        return out
+
+    def take(rows: jax.Array) -> jax.Array:
+        return rows.at[out.indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    return out._replace(rows=jax.tree.map(take, out.rows))
+
+
 def round_trip(
     group: Group, *, implementation: Implementation, **options: Any
 ) -> Callable[..., tuple[Dispatched, jax.Array]]:
     """On one rank, (tokens, ids, weights) -> (Dispatched, combine of the very rows that arrived)."""
 
     def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array | None) -> tuple[Dispatched, jax.Array]:
-        out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options)
+        out = expanded(dispatch(tokens, ids, weights, group=group, implementation=implementation, **options))
         return out, combine(out.rows, out.routing, group=group, implementation=implementation)
 
     return both

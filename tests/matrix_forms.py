@@ -66,11 +66,18 @@ ROUTED: dict[str, dict[str, Form]] = {
 }
 DISPATCH = ROUTED | {
     "alignment": {"4": {"alignment": 4}},
+    "expand": {"no": {"expand": False}},
     "rows": {
         "float8": {"wire": "float8_rows", "sent_known": True},
         "float8, differentiated": {"wire": "float8_rows"},
     },
-    "several": {"float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)}},
+    "several": {
+        "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
+        "not expanded over nodes": {"expand": False, "nodes": NodeOptions()},
+        "not expanded, float8": {"expand": False, "wire": "float8", "alignment": 4},
+        "not expanded, drop": {"expand": False, "capacity": 0.5, "on_overflow": "drop"},
+        "not expanded, by xla": {"expand": False, "implementation": "xla"},
+    },
 }
 LAYER = ROUTED | {
     "precision": {
@@ -241,7 +248,9 @@ def arrives(form: Form, case: helpers.Case) -> np.ndarray:
     return np.where(found.targets >= 0, ids, -1)
 
 
-OF_OPS = ("capacity", "on_overflow", "wire", "precision", "nodes", "weigh_inputs", "alignment", "implementation")
+OF_OPS = (
+    *("capacity", "on_overflow", "wire", "expand", "precision", "nodes", "weigh_inputs", "alignment", "implementation"),
+)
 
 
 def product(rows: jax.Array, parts: Any, sizes: jax.Array) -> jax.Array:
@@ -312,8 +321,8 @@ def there_and_back(form: Form, group: Group) -> Function:
 
     def sums(floats: Any, known: Any) -> jax.Array:
         given = floats | known
-        rows, sizes, routing = dispatch(
-            given["tokens"], given["ids"], given.get("weights"), group=group, num_experts=EXPERTS, **options
+        rows, sizes, routing = helpers.expanded(
+            dispatch(given["tokens"], given["ids"], given.get("weights"), group=group, num_experts=EXPERTS, **options)
         )
         if form.get("wire") == "float8_rows":
             rows = (rows.values.astype(jnp.float32) * jnp.repeat(rows.scales, 128, axis=1)).astype(DTYPE)

@@ -144,8 +144,8 @@ def test_in_a_mesh_of_two_axes(check_vma: bool, open_group: OpenGroup, rng: np.r
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("form", ["silu", "biased", "of the user", "two matrices"])
-def test_rows_are_kept_once(form: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """What the backward pass of a layer holds of the size of rows: they, and the products before the unit."""
+def test_rows_are_not_kept(form: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """What the backward pass of a layer holds: each token where it landed, and the products before the unit."""
     group, held = open_group(SIZE), []
     gated, two = Gated(lambda gate, up: jnp.tanh(gate) * (up + 1)), form == "two matrices"
 
@@ -163,7 +163,8 @@ def test_rows_are_kept_once(form: str, open_group: OpenGroup, rng: np.random.Gen
 
     drawn, case, _ = draw(rng, np.float32)
     jax.eval_shape(helpers.per_rank(body, group.mesh), drawn, case.ids)
-    assert held.count((ROWS, HIDDEN)) == 1
+    assert held.count((SIZE * TOKENS, HIDDEN)) == 1
+    assert held.count((ROWS, HIDDEN)) == 0
     assert held.count((ROWS, WIDTH)) == (1 if two else 2)
 
 

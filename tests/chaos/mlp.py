@@ -25,7 +25,7 @@ class MoeMlp(Routed):
         self.strange_tokens = not self.wire
         self.width = int(pick(rng, 1, 8, 20))
         self.options |= self.shape | {"hidden": self.hidden, "width": self.width}
-        for name in ("alignment", "num_experts"):
+        for name in ("alignment", "num_experts", "expand"):
             del self.options[name], self.keywords[name]
         self.alignment = 1
         mlp = partial(helpers.moe_sums, group=group, implementation=implementation, **self.keywords)

@@ -1,7 +1,6 @@
 """Random programs of dispatch, combine and moe_mlp, with their gradients."""
 
 import contextlib
-from functools import partial
 from typing import Any
 
 import helpers
@@ -13,6 +12,7 @@ from helpers import BIG, Case
 
 import jax_ep
 from jax_ep import CapacityError, Group, Implementation
+from jax_ep.ops.matmul.rows import take_rows
 
 from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program, compiled, refused
@@ -65,6 +65,7 @@ class Routed(Program):
             "alignment": self.alignment,
             "on_overflow": "drop" if self.drop else "raise",
             "wire": "float8" if self.wire else None,
+            "expand": bool(rng.random() < 0.5),
         }
         most = group.size * self.shape["tokens"] * self.shape["top_k"]
         if rng.random() < 0.5:
@@ -161,8 +162,12 @@ class Float8(Routed):
         self.wire, self.hidden = True, int(pick(rng, 128, 256, 384))
         self.keywords |= {"wire": "float8_rows"}
         self.options |= {"hidden": self.hidden} | self.keywords
-        dispatch = partial(jax_ep.dispatch, group=group, implementation=implementation, **self.keywords)
-        self.run = compiled(dispatch, group)
+
+        def rows_of(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
+            out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
+            return helpers.expanded(out)
+
+        self.run = compiled(rows_of, group)
 
     def check(self, rng: np.random.Generator) -> bool:
         case = self.draw(rng)
@@ -188,7 +193,8 @@ class Gradients(Routed):
 
         def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
-            rows = 3 * out.rows if self.wire else out.rows * out.rows
+            rows = out.rows if out.indices is None else take_rows(out.rows, out.indices)
+            rows = 3 * rows if self.wire else rows * rows
             return jax_ep.combine(rows, out.routing, group=group, implementation=implementation), out.routing.targets
 
         def pulled(tokens: jax.Array, weights: jax.Array, ids: jax.Array, above: jax.Array) -> Any:

@@ -33,18 +33,21 @@ constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
 }
 
-// Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R.
+// Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R; M is C, or R T if
+// the op does not expand.
 struct DispatchArgs {
   DType dtype;
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   Wire wire;
   bool drop;
+  bool expand = true;          // each token to all of its rows; or it stays in row `source * T + token`, its slot
   bool zero_unused = true;     // rows behind the last expert's
   const char* tokens;          // [T, H]
   const int32_t* expert_ids;   // [T, K]
   const float* token_weights;  // [T, K]
-  char* rows;                  // [C, H]
-  float* scales;               // [C, H / 128], of rows in float8
+  char* rows;                  // [M, H]
+  float* scales;               // [M, H / 128], of rows in float8
+  int32_t* indices;            // [C] the slot of each row, or -1, if the op does not expand
   int32_t* group_sizes;        // [L]
   int32_t* targets;            // [T, K]
   int32_t* row_of;             // [R, T, K] the row here of a source rank's assignment, or -1
@@ -55,7 +58,10 @@ struct DispatchArgs {
   int32_t* scratch;
   bool few;       // tokens
   int eager;      // the number of eager tokens, which are the first ones
-  char* landing;  // [R, eager] landing slots
+  char* landing;  // [R, eager] landing slots; null if tokens stay in their slots of `rows` as they travel
+
+  // Whether tokens land in their final slots of `rows`.
+  JAX_EP_CONSTANT_FN bool lands_in_rows() const { return !expand && wire != Wire::float8; }
 };
 
 // Bytes of a token's landing slot: for messages in float8, for values in float8 and their scales, or for plain values.
@@ -140,11 +146,12 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit("alignment", "alignment", &Args::alignment);
     visit("wire", "wire", &Args::wire);
     visit("drop", "drop", &Args::drop);
+    visit("expand", "expand", &Args::expand);
     visit("zero_unused", "zero_unused", &Args::zero_unused);
   }
   static void complete(Args& args, int, bool) {
     args.few = are_few(args.num_tokens, args.top_k);
-    args.eager = eager_tokens(args.num_tokens, args.top_k, args.wire);
+    args.eager = args.expand ? eager_tokens(args.num_tokens, args.top_k, args.wire) : args.num_tokens;
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
     if (args.num_experts % ranks)
@@ -160,28 +167,32 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire != Wire::plain}; }
 
-  // Peers write `rows` and `scales` if some tokens do not go through landing slots. They write `row_of` and `weights`
+  // Peers write `rows` and `scales` if some tokens do not go through `landing`. They write `row_of` and `weights`
   // unless each rank works out the whole routing itself.
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;
-    const bool straight = a.eager < tokens;
+    const bool straight = a.eager < tokens || a.lands_in_rows();
     const bool float8 = a.wire == Wire::float8_rows;
+    const int64_t moved = a.expand ? a.capacity : int64_t{ranks} * tokens;
     const Values rows = float8 ? Values::float8 : values_of(a.dtype);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
     visit(operand("weights", Values::float32, tokens, top_k), &Args::token_weights);
-    visit(result("rows", rows, a.capacity, a.hidden).for_peers(straight), &Args::rows);
+    visit(result("rows", rows, moved, a.hidden).for_peers(straight), &Args::rows);
     visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::row_of);
     visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);
-    visit(result("scales", Values::float32, a.capacity, a.hidden / kScaleBlock).when(float8).for_peers(straight),
+    visit(result("scales", Values::float32, moved, a.hidden / kScaleBlock).when(float8).for_peers(straight),
           &Args::scales);
+    visit(result("indices", Values::int32, a.capacity).when(!a.expand).undelivered_as(Undelivered::target),
+          &Args::indices);
     visit(result("group_sizes", Values::int32, local).undelivered_as(Undelivered::size), &Args::group_sizes);
     visit(result("targets", Values::int32, tokens, top_k).undelivered_as(Undelivered::target), &Args::targets);
     visit(result("counts", Values::int32, ranks, local).undelivered_as(Undelivered::size), &Args::counts);
     visit(result("dropped", Values::int32, 1).undelivered_as(Undelivered::size), &Args::dropped);
     visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);
-    visit(scratch("landing", Values::uint8, ranks, a.eager, landing_slot_bytes(a)).for_peers(), &Args::landing);
+    const BufferSpec landing = scratch("landing", Values::uint8, ranks, a.eager, landing_slot_bytes(a));
+    visit(landing.when(!a.lands_in_rows()).for_peers(), &Args::landing);
     visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, ranks, a.drop)), &Args::scratch);
   }
 };

@@ -1,5 +1,6 @@
 // dispatch: works out the routing, and sends every token once to each rank that owns one of its experts. A token goes
-// straight into XLA's buffer there. If it is eager or is decoded on arrival, it goes into a landing slot.
+// straight into XLA's buffer there. If it is eager or is decoded on arrival, it goes into a landing slot. Where the op
+// does not expand, the landing slots are the result, and receivers write which slot each row is.
 #pragma once
 
 #include <variant>
@@ -18,9 +19,9 @@ struct Spot {
   char *values, *scales;
 };
 
-// The places where tokens land. Every rank has a landing slot for every eager token of every rank. An eager token goes
-// to the slots of the ranks that own its experts. Other tokens go to their first row at every owner, and on this rank
-// to all of their rows.
+// The places where tokens land. Every rank has a slot for every eager token of every rank, in `landing` or in `rows`.
+// An eager token goes to its slots at the ranks that own its experts. Other tokens go to their first row at every
+// owner, and on this rank to all of their rows.
 class Landing {
  public:
   JAX_EP_FN Landing(const Op& op, const DispatchArgs& args, int value_bytes)
@@ -44,41 +45,55 @@ class Landing {
   }
   // Where the token lands, without or with its scales. All lanes call, each with its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
-    return is_eager(token) ? slot_at_owner(token, k, packed) : rows_.row(token, k, row_bytes_, packed);
+    return is_eager(token) && !args_.lands_in_rows() ? slot_at_owner(token, k, packed)
+                                                     : rows_.row_at(target(token, k, packed), row_bytes_);
   }
   JAX_EP_FN Spot spot_at_owner(int token, int k, int packed) const {
-    if (is_eager(token)) {
+    if (is_eager(token) && !args_.lands_in_rows()) {
       char* slot = slot_at_owner(token, k, packed);
       return {slot, slot ? slot + args_.hidden : nullptr};
     }
-    const Target target = rows_.target(token, k, packed);
-    return {rows_.row_at(target, row_bytes_), scales_.row_at(target, scale_row_bytes(args_.hidden))};
+    const Target there = target(token, k, packed);
+    return {rows_.row_at(there, row_bytes_), scales_.row_at(there, scale_row_bytes(args_.hidden))};
   }
-  // at_owner(), or null for an eager token whose owner is this rank.
+  // at_owner(), or null for a token that expand() copies from `tokens`: an eager one whose owner is this rank.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {
     char* there = at_owner(token, k, packed);
-    return is_eager(token) && owner_of(packed) == op_.comm.rank ? nullptr : there;
+    const bool copied = args_.expand && is_eager(token) && owner_of(packed) == op_.comm.rank;
+    return copied ? nullptr : there;
   }
 
   // Where a token has landed here, and its scales. `row`: the first of its rows.
   JAX_EP_FN const char* landed_at(int source, int token, int row) const {
     return is_eager(token) ? landed_slot(source, token) : args_.rows + row * row_bytes_;
   }
-  JAX_EP_FN const char* landed_slot(int source, int token) const { return args_.landing + slot(source, token); }
+  JAX_EP_FN const char* landed_slot(int source, int token) const {
+    return args_.landing + slot(source, token) * slot_bytes_;
+  }
   JAX_EP_FN const char* landed_scales(int source, int token, int row) const {
     if (is_eager(token)) return landed_slot(source, token) + args_.hidden;
     return reinterpret_cast<const char*>(args_.scales) + int64_t{row} * scale_row_bytes(args_.hidden);
   }
 
+  // The number of a token's slot.
+  JAX_EP_FN int64_t slot(int source, int token) const { return int64_t{source} * args_.eager + token; }
+
  private:
-  JAX_EP_FN char* slot_at_owner(int token, int k, int packed_k) const {
+  // Where in `rows` the token lands: in its slot, or in its first row.
+  JAX_EP_FN Target target(int token, int k, int packed) const {
+    if (!is_eager(token)) return rows_.target(token, k, packed);
+    return {first_owner(token, k, packed), static_cast<int>(slot(op_.comm.rank, token))};
+  }
+  JAX_EP_FN char* slot_at_owner(int token, int k, int packed) const {
+    char* base = slots_.peer(first_owner(token, k, packed));
+    return base ? base + slot(op_.comm.rank, token) * slot_bytes_ : nullptr;
+  }
+  // The owner of an eager token's k-th expert; -1 if there is none, or if an earlier expert has the same owner.
+  JAX_EP_FN int first_owner(int token, int k, int packed_k) const {
     const int owner = owner_of(packed_k);
     const auto owner_before = [&](int j) { return owner_of(packed(token, j)); };
-    const bool first = first_at_owner(op_.coop, args_.top_k, k, owner, owner_before);
-    char* base = slots_.peer(owner);
-    return first && base ? base + slot(op_.comm.rank, token) : nullptr;
+    return first_at_owner(op_.coop, args_.top_k, k, owner, owner_before) ? owner : -1;
   }
-  JAX_EP_FN int64_t slot(int source, int token) const { return (int64_t{source} * args_.eager + token) * slot_bytes_; }
   JAX_EP_FN int owner_of(int expert) const {
     return expert >= 0 && expert < args_.num_experts ? by_owner_.quotient(expert) : -1;
   }
@@ -94,6 +109,33 @@ class Landing {
 // The rows here of a source's tokens.
 JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
   return args.row_of + int64_t{source} * args.num_tokens * args.top_k;
+}
+
+// Writes to each row of a source's tokens the slot in which its token has landed. All lanes call. Returns how many of
+// the tokens have a row here.
+JAX_EP_FN int write_indices(const Coop& coop, const DispatchArgs& args, int source, Range tokens) {
+  const int32_t* table = rows_from(args, source);
+  int tokens_here = 0;
+  for (int begin = tokens.begin * args.top_k; begin < tokens.end * args.top_k; begin += Coop::lanes) {
+    const int i = begin + coop.lane, token = i / args.top_k;
+    const int row = i < tokens.end * args.top_k ? table[i] : -1;
+    bool first = row >= 0;
+    for (int j = token * args.top_k; first && j < i; ++j) first = table[j] < 0;
+    if (row >= 0) args.indices[row] = source * args.num_tokens + token;
+    tokens_here += count_bits(coop.ballot(first));
+  }
+  return tokens_here;
+}
+
+// Zeroes the rows without a token. Where the op does not expand, these have the index -1 instead.
+JAX_EP_FN void pad_rows(Op& op, const DispatchArgs& args, char* rows, int64_t bytes, const RowCounts& counts) {
+  if (args.expand)
+    zero_padding(op, args, rows, bytes, counts);
+  else
+    for_each_gap(op, args, counts, /*unused=*/true, [&](int begin, int end, Part part) {
+      const int step = part.count * Coop::lanes;
+      for (int row = begin + part.index * Coop::lanes + op.coop.lane; row < end; row += step) args.indices[row] = -1;
+    });
 }
 
 // A token of this rank; null for -1.
@@ -122,9 +164,10 @@ class PlainDispatch {
         [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.rows, bytes_, counts); }
+  JAX_EP_FN void pad(const RowCounts& counts) { pad_rows(op_, args_, args_.rows, bytes_, counts); }
 
   JAX_EP_FN void expand() {
+    if (!args_.expand) return index();
     if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
       op_.enter(Phase::expand);
       copy(op_.comm.rank, Stride{receiver.index, args_.eager, receiver.count},
@@ -138,6 +181,12 @@ class PlainDispatch {
   }
 
  private:
+  JAX_EP_FN void index() {
+    for_each_arrival(op_, args_.num_tokens, /*own=*/true, [&](int source, Range tokens) {
+      const int tokens_here = write_indices(op_.coop, args_, source, tokens);
+      if (op_.coop.lane == 0) op_.count_received(source, tokens_here * bytes_);
+    });
+  }
   template <class From>
   JAX_EP_FN void copy(int source, Stride tokens, From from) {
     const int tokens_here =
@@ -173,7 +222,7 @@ class EncodedDispatch {
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
   }
 
-  JAX_EP_FN void pad(const RowCounts& counts) { zero_padding(op_, args_, args_.rows, row_bytes(), counts); }
+  JAX_EP_FN void pad(const RowCounts& counts) { pad_rows(op_, args_, args_.rows, row_bytes(), counts); }
 
   JAX_EP_FN void expand() {
     MessageStream<T, Decode<T>> decoder(op_.coop, args_.hidden, stream_, {writer_});
@@ -183,12 +232,16 @@ class EncodedDispatch {
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
         const auto rows = line_up<char>(op_.coop, args_.top_k, [&](int k) {
-          return term(table[k] < 0 ? nullptr : args_.rows + table[k] * row_bytes());
+          bool wanted = table[k] >= 0;
+          for (int j = 0; !args_.expand && wanted && j < k; ++j) wanted = table[j] < 0;
+          const int64_t row = args_.expand ? table[k] : landing_.slot(source, token);
+          return term(wanted ? args_.rows + row * row_bytes() : nullptr);
         });
         if (rows.empty()) continue;
         decoder.begin(landing_.landed_slot(source, token), rows);
         ++tokens_here;
       }
+      if (!args_.expand) write_indices(op_.coop, args_, source, tokens);
       if (op_.coop.lane == 0) op_.count_received(source, tokens_here * landing_.slot_bytes());
     });
     decoder.finish();
@@ -238,8 +291,9 @@ class Float8Dispatch {
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) {
-    zero_padding(op_, args_, args_.rows, args_.hidden, counts);
-    zero_padding(op_, args_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts);
+    pad_rows(op_, args_, args_.rows, args_.hidden, counts);
+    if (args_.expand)
+      zero_padding(op_, args_, reinterpret_cast<char*>(args_.scales), scale_row_bytes(args_.hidden), counts);
   }
 
   JAX_EP_FN void expand() {
@@ -250,9 +304,12 @@ class Float8Dispatch {
       if (source == op_.comm.rank) tokens.end = smaller(tokens.end, args_.eager);  // later ones are in all their rows
       const int32_t* table = rows_from(args_, source);
       const int tokens_here =
-          copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.rows, args_.hidden, table, args_.top_k,
-                       [&](int token, int row) { return landing_.landed_at(source, token, row); });
+          args_.expand
+              ? copy_to_rows(op_.coop, mover, {tokens.begin, tokens.end, 1}, args_.rows, args_.hidden, table,
+                             args_.top_k, [&](int token, int row) { return landing_.landed_at(source, token, row); })
+              : write_indices(op_.coop, args_, source, tokens);
       if (op_.coop.lane == 0) op_.count_received(source, tokens_here * int64_t{args_.hidden + scale_bytes});
+      if (!args_.expand) return;
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
                          [&](int token, int row) { return landing_.landed_scales(source, token, row); });
     });

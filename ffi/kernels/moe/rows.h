@@ -238,30 +238,38 @@ JAX_EP_FN bool zeroes_rows(const Args& args) {
   return args.zero_unused || args.alignment > 1;
 }
 
-// Zeroes the rows without a token: the padding of every segment, and the unused rows behind the last segment if
-// `zero_unused` says so. `rows`: the rows, or what belongs to each. `counts`: RowCounts of segments.h, or alike.
-template <class Args, class Counts>
-JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {
+// Calls fill(begin, end, part) for this receiver's share of the rows without a token: the padding of every segment, and
+// the rows behind the last segment if `unused`. `counts`: RowCounts of segments.h, or alike. All lanes call.
+template <class Args, class Counts, class Fill>
+JAX_EP_FN void for_each_gap(Op& op, const Args& args, const Counts& counts, bool unused, Fill fill) {
   const int capacity = args.capacity, alignment = args.alignment;
   const Coop& coop = op.coop;
   const Part receiver = coop.receiver;
-  if (!op.ok() || receiver.empty() || !zeroes_rows(args)) return;
+  if (!op.ok() || receiver.empty()) return;
   op.enter(Phase::pad);
-  const auto zero = [&](int begin, int end, int first, int step) {
-    begin = larger(0, smaller(begin, capacity));  // a sum of a user's counts may have wrapped around
-    for (int row = begin + first; row < smaller(end, capacity); row += step)
-      fill_row(coop, rows + row * bytes, 0, bytes);
+  const auto within = [&](int begin, int end, Part part) {  // a sum of a user's counts may have wrapped around
+    fill(larger(0, smaller(begin, capacity)), smaller(end, capacity), part);
   };
   const auto pad = [&](int expert, const Segment& segment) {
     const bool mine = expert % receiver.count == receiver.index && segment.rows < segment.padded;
     for (uint64_t left = coop.ballot(mine); left; left &= left - 1) {
       const int lane = lowest_bit(left), begin = coop.from_lane(segment.start + segment.rows, lane);
-      zero(begin, begin + coop.from_lane(segment.padded - segment.rows, lane), 0, 1);
+      within(begin, begin + coop.from_lane(segment.padded - segment.rows, lane), {0, 1});
     }
   };
   const bool walks = counts.end < 0 || (alignment > 1 && receiver.index < counts.local_experts);
   const int end = walks ? for_each_segment(coop, counts.local_experts, alignment, counts, pad) : counts.end;
-  if (args.zero_unused) zero(end, capacity, receiver.index, receiver.count);
+  if (unused) within(end, capacity, receiver);
+}
+
+// Zeroes the rows without a token, those behind the last segment if `zero_unused` says so. `rows`: the rows, or what
+// belongs to each.
+template <class Args, class Counts>
+JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {
+  if (!zeroes_rows(args)) return;
+  for_each_gap(op, args, counts, args.zero_unused, [&](int begin, int end, Part part) {
+    for (int row = begin + part.index; row < end; row += part.count) fill_row(op.coop, rows + row * bytes, 0, bytes);
+  });
 }
 
 // Checks the values of a leaf of a routing, which the user may have changed. In hot loops every lane checks every value

@@ -4,7 +4,10 @@ Both are linear in their float operands and each is the other's backward, up to 
 dispatch's backward sums cotangent rows per token, combine's backward sends the cotangent along the same routing.
 """
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit import vary
@@ -12,6 +15,7 @@ from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, validated
+from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -26,6 +30,7 @@ def dispatch(
     capacity: int | float | None = None,
     alignment: int = 1,
     wire: Wire | None = None,
+    expand: bool = True,
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
     implementation: Implementation = "auto",
@@ -50,6 +55,10 @@ def dispatch(
       wire: None; or "float8": rows travel as float8_e4m3fn with one float32 scale per 128 values, and arrive in the
         dtype of `tokens`; gradients pass straight through the rounding; or "float8_rows": they stay `Float8Rows`, for
         a product in float8, and have no gradient. H must be a multiple of 128 for both.
+      expand: if false, a token that several experts of a rank have is stored there once, and `indices` [C] has for each
+        row of the products its row in `rows`, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ..., lhs_indices=indices)`.
+        Where R * T is less than C, `rows` are the slots `source * T + token` of all tokens; slots of tokens that
+        have no expert here hold anything. In a group of one GPU they are `tokens`. Elsewhere rows are expanded.
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
         each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
@@ -59,7 +68,7 @@ def dispatch(
         raised by `group.check()` or the next op.
 
     Returns:
-      `Dispatched(rows [C, H], group_sizes [E / R] int32, routing)`.
+      `Dispatched(rows [C, H], group_sizes [E / R] int32, routing)`; with expand=False `rows` [M, H], `indices` [C].
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -83,7 +92,14 @@ def dispatch(
         nodes=nodes,
         implementation=implementation,
     )
-    return run_dispatch(call, *operands)
+    if expand:
+        return run_dispatch(call, *operands)
+    lands = may_land(call, tokens.shape[0])
+    out = run_dispatch(call._replace(config=dataclasses.replace(call.config, lands=lands)), *operands)
+    if lands:
+        return out
+    [indices] = vary.vary_alike(group.axis_name, jnp.arange(call.config.capacity, dtype=jnp.int32))
+    return out._replace(routing=dataclasses.replace(out.routing, indices=indices))
 
 
 def combine(
@@ -124,6 +140,8 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
     group, config = call.group, call.config
     if group.intranode is not None:
         return node_ops.dispatch(call, tokens, expert_ids, weights)
+    if call.by_kernels and stays_in_place(group, config, expert_ids.size):
+        return dispatch_in_place(config, tokens, expert_ids, weights)
     if call.by_kernels:
         return gradients.dispatch(group, config, tokens, expert_ids, weights)
     out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)

@@ -45,18 +45,17 @@ from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import (
     combine,
     combine_tangent,
-    dispatch,
-    dispatch_tangent,
     inner_products,
     of_assignments,
     of_rows,
     return_rows,
-    scatter_all,
+    scatter,
     sent_weights,
+    to_slots,
     weighed,
 )
-from jax_ep.ops.moe.in_place import dispatch_in_place, stays_in_place
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, MoeStats, Routing
+from jax_ep.ops.moe.in_place import may_land
+from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
 
 Product = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
@@ -103,7 +102,8 @@ def experts_of_tokens(
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
     zeroed = bool(parameters) or _zeroes_unused(call)  # gradients of parameters add up all rows
     wire = "float8_rows" if call.in_float8 else config.wire
-    config = dataclasses.replace(config, wire=wire, zero_unused=zeroed)
+    lands = wire != "float8_rows" and not _zeroes_unused(call) and may_land(call.dispatch, tokens.shape[0])
+    config = dataclasses.replace(config, wire=wire, zero_unused=zeroed, lands=lands)
     call = call._replace(dispatch=call.dispatch._replace(config=config), unit=unit)
     return _experts(call, *operands, parameters, overlapped)
 
@@ -149,7 +149,7 @@ def _stats(routing: Routing) -> MoeStats:
 class _Kept(NamedTuple):
     """What derivatives need besides cotangents or tangents."""
 
-    rows: Rows | Float8Rows  # [C, H], as dispatched; or, in a group of one GPU, where the tokens are
+    rows: Rows | Float8Rows  # [C, H], as dispatched: expanded, or where the tokens landed
     sizes: jax.Array
     routing: Routing
     products: Products
@@ -209,11 +209,10 @@ def _forward(
     keep_products: bool,
 ) -> tuple[jax.Array, _Kept, jax.Array | None]:
     """The sums, what derivatives need (without `keep_products` no products), and `overlapped`."""
-    group, config = call.dispatch.group, call.dispatch.config
-    if stays_in_place(group, config, expert_ids.size):
-        rows, sizes, routing = dispatch_in_place(config, tokens, expert_ids, weights)
-    else:
-        rows, sizes, routing = checkpoint_name(dispatch(group, config, tokens, expert_ids, weights), DISPATCHED)
+    group = call.dispatch.group
+    rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
+    if routing.indices is not None:
+        rows = GatheredRows(rows, routing.indices)
     if overlapped is not None:
         rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
     kept = _Kept(rows, sizes, routing, (), experts, parameters)
@@ -269,11 +268,11 @@ def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Ar
     first_biases, down_bias = split_biases(experts, experts.biases)
     d_first_biases, d_down_bias = split_biases(experts, d_experts.biases)
     if isinstance(rows, GatheredRows):
-        d_rows = taken(dataclasses.replace(rows, matrix=changes.tokens))
-        d_routed_weights = sent_weights(call.dispatch.group, changes.weights, routing)
-        rows = taken(rows)
+        d_landed = to_slots(call.dispatch.group, changes.tokens, routing)
+        d_rows, rows = taken(dataclasses.replace(rows, matrix=d_landed)), taken(rows)
     else:
-        d_rows, d_routed_weights = dispatch_tangent(call.dispatch.group, changes.tokens, changes.weights, routing)
+        d_rows = scatter(call.dispatch.group, changes.tokens, routing)
+    d_routed_weights = sent_weights(call.dispatch.group, changes.weights, routing)
     d_products = tuple(
         product_tangent(rows, getattr(experts, name), sizes, d_rows, getattr(d_experts, name)) for name in experts.names
     )
@@ -296,9 +295,9 @@ def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax
 
     d_answers: Any  # not yet weighed
     if isinstance(rows, GatheredRows):
-        d_answers = dataclasses.replace(rows, matrix=d_combined)
+        d_answers = dataclasses.replace(rows, matrix=to_slots(group, d_combined, routing))
     else:
-        d_answers = scatter_all(group, [d_combined], [routing])
+        d_answers = scatter(group, d_combined, routing)
     if d_overlapped is not None:
         d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
     dtype, row_weights = d_combined.dtype, of_rows(routing.weights, routing)

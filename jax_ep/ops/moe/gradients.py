@@ -116,8 +116,27 @@ def combine_tangent(
 def dispatch_tangent(
     group: Group, d_tokens: jax.Array, d_weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
-    """The tangents of rows [C, H] and of their weights [R, T, K], from the tangents of a rank's tokens and weights."""
-    return scatter(group, d_tokens, routing), sent_weights(group, d_weights, routing)
+    """The tangents of rows and of their weights [R, T, K], from the tangents of a rank's tokens and weights."""
+    send = to_slots if routing.config.lands else scatter
+    return send(group, d_tokens, routing), sent_weights(group, d_weights, routing)
+
+
+def to_slots(group: Group, tokens: jax.Array, routing: Routing) -> jax.Array:
+    """Tokens [T, H] to their slots [R T, H] at the ranks that have rows of theirs; other slots may hold anything."""
+    return tokens if group.size == 1 else scatter(group, tokens, _slots(group, routing))
+
+
+def from_slots(group: Group, slots: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """The transpose of `dispatch_tangent` where tokens stay in slots."""
+    arrived = jnp.where(routing.row_of >= 0, weights, 0)
+    if group.size == 1:
+        return slots, arrived[0]
+    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), _slots(group, routing))
+    return tokens, jax.lax.psum_scatter(arrived, group.axis_name)
+
+
+def _slots(group: Group, routing: Routing) -> Routing:
+    return routing.to_slots(jax.lax.axis_index(group.axis_name))
 
 
 def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
@@ -155,8 +174,8 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
         return dispatch_tangent(group, d_tokens, d_weights, routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
-        d_rows, d_arrived = cotangents
-        return return_rows(group, d_rows, d_arrived, routing)
+        send = from_slots if config.lands else return_rows
+        return send(group, *cotangents, routing)
 
     # Derivatives of this derivative need `_followed` again.
     return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))

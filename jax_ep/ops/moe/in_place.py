@@ -1,29 +1,37 @@
-"""A dispatch in a group of one GPU, which moves nothing: products gather the rows of the tokens."""
+"""Where tokens stay if products gather: in the slots in which they landed; in a group of one GPU where they are."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import Group
-from jax_ep.ops.matmul.rows import ZERO_ROW, GatheredRows
-from jax_ep.ops.moe.types import DISPATCHED, DispatchConfig, Routing
+from jax_ep.ops.matmul.rows import ZERO_ROW
+from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched, Routing
 from jax_ep.ops.moe.xla import layout
 
 
+def may_land(call: DispatchCall, num_tokens: int) -> bool:
+    """Whether tokens can stay where they land: in one node, if the slots are fewer than the rows."""
+    group = call.group
+    return group.intranode is None and group.size * num_tokens < call.config.capacity
+
+
 def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
-    """Whether rows need not move: one rank owns all experts, no wire format converts rows, and the capacity suffices.
+    """Whether tokens need not even be copied to slots: one rank, no wire format, and the capacity suffices.
 
     If the capacity may not suffice the dispatch kernel runs, which reports overflow. On CPUs the protocol always runs.
     """
     padding = config.num_experts * (config.alignment - 1)
     has_room = config.drop or config.capacity >= assignments + padding
-    return group.size == 1 and group.platform != "cpu" and config.wire is None and has_room
+    return config.lands and group.size == 1 and group.platform != "cpu" and config.wire is None and has_room
 
 
 def dispatch_in_place(
     config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> tuple[GatheredRows, jax.Array, Routing]:
-    """Rows, group sizes and routing of `jax_ep.dispatch`; rows of nobody have the index -1. Differentiable by JAX."""
+) -> Dispatched:
+    """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
     shape = expert_ids.shape
     placed = layout(expert_ids.reshape(-1), config, 1)
     row_of = placed.row.reshape(1, *shape)
@@ -38,6 +46,6 @@ def dispatch_in_place(
         config=config,
     )
     token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], row_of.shape)
-    indices = routing.by_row(token, ZERO_ROW)
-    indices, group_sizes, routing = checkpoint_name((indices, placed.group_sizes[0], routing), DISPATCHED)
-    return GatheredRows(tokens, indices), group_sizes, routing
+    routing = dataclasses.replace(routing, indices=routing.by_row(token, ZERO_ROW))
+    group_sizes, routing = checkpoint_name((placed.group_sizes[0], routing), DISPATCHED)
+    return Dispatched(tokens, group_sizes, routing)

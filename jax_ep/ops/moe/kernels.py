@@ -27,6 +27,7 @@ def dispatch(
         alignment=config.alignment,
         wire=config.wire or "plain",
         drop=config.drop,
+        expand=not config.lands,
         zero_unused=config.zero_unused,
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
@@ -38,6 +39,7 @@ def dispatch(
         dropped=called["dropped"],
         invalid=called["invalid"],
         config=config,
+        indices=called.get("indices"),
     )
     return Dispatched(rows, called["group_sizes"], routing)
 

@@ -42,7 +42,8 @@ class DispatchConfig:
     """The static settings of a dispatch, which its routing keeps.
 
     `capacity` is in rows. If `zero_unused` is false, the rows behind the last expert's are undefined (possibly NaN) in
-    the rows, in their tangent, and in the cotangent of `combine`.
+    the rows, in their tangent, and in the cotangent of `combine`. If `lands`, a token stays where it lands: in its slot
+    `source * T + token` of R T slots, and `Routing.indices` has the slot of each row.
     """
 
     size: int
@@ -52,6 +53,7 @@ class DispatchConfig:
     wire: Wire | None
     drop: bool
     zero_unused: bool = True
+    lands: bool = False
 
     @property
     def local_experts(self) -> int:
@@ -142,6 +144,8 @@ class Routing:
       dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
       invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
       config: static; how the dispatch was called.
+      indices: [C] int32. For each row of the products the row of `Dispatched.rows` that it is, or -1 for a row of
+        zeros; in a dispatch that failed, other negative numbers. None of a dispatch with expand=True.
     """
 
     targets: jax.Array
@@ -151,6 +155,7 @@ class Routing:
     dropped: jax.Array
     invalid: jax.Array
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
+    indices: jax.Array | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def group_sizes(self) -> jax.Array:
@@ -165,6 +170,21 @@ class Routing:
         """Values [R, T, K] of assignments by the row of this rank that holds each: [C], `nothing` for other rows."""
         row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)
         return jnp.full_like(values, nothing, shape=(self.config.capacity,)).at[row].set(values, mode="drop")
+
+    def to_slots(self, rank: jax.Array | int) -> "Routing":
+        """The routing of the tokens of this rank to their slots (`DispatchConfig`), one at each rank that has a row."""
+        ranks, tokens, top_k = self.row_of.shape
+        slots = jnp.arange(ranks * tokens, dtype=jnp.int32).reshape(ranks, tokens, 1)
+        owner = jnp.where(self.targets >= 0, self.targets // self.config.capacity, -1)
+        earlier = (owner[:, :, None] == owner[:, None, :]) & np.tri(top_k, k=-1, dtype=bool)
+        first = (owner >= 0) & ~earlier.any(axis=2)
+        here = self.row_of >= 0
+        return dataclasses.replace(
+            self,
+            targets=jnp.where(first, owner * (ranks * tokens) + slots[rank], jnp.minimum(self.targets, -1)),
+            row_of=jnp.where(here & (jnp.cumsum(here, axis=2) == 1), slots, -1),
+            config=dataclasses.replace(self.config, capacity=ranks * tokens, alignment=1, zero_unused=False),
+        )
 
     def check(self, op: str) -> None:
         """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves are as a dispatch returns them.
@@ -286,7 +306,8 @@ class Dispatched(NamedTuple):
 
     Attributes:
       rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows": grouped by local expert; within
-        an expert by (source rank, token, k). Padding, and the rows behind the last expert's, are zero.
+        an expert by (source rank, token, k). Padding, and the rows behind the last expert's, are zero. With
+        expand=False [M, H], of which `indices` are such rows; others may hold anything.
       group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
       routing: what `combine` needs; a `NodeRouting` where the group is of several nodes.
     """
@@ -294,6 +315,11 @@ class Dispatched(NamedTuple):
     rows: Any
     group_sizes: jax.Array
     routing: Routing
+
+    @property
+    def indices(self) -> jax.Array | None:
+        """[C] int32, `routing.indices`: fit for `jax_ep.lax.ragged_dot(..., lhs_indices=)`."""
+        return self.routing.indices
 
 
 def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:

@@ -3,6 +3,7 @@
 Written to be read, not to be fast: every rank gathers all assignments and derives the same layout from them.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -80,9 +81,6 @@ def dispatch(
     rows = jnp.where(here, placed.row, -1)
     source = jnp.arange(rows.size) // max(top_k, 1)
     all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, sent.shape[1])
-    outside = config.capacity
-    received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
-    received = received.at[jnp.where(here, rows, outside)].set(all_tokens[source], mode="drop")
 
     targets = jnp.where(placed.row >= 0, placed.owner * config.capacity + placed.row, -1).reshape(shape)
     routed_weights = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
@@ -95,6 +93,12 @@ def dispatch(
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
         config=config,
     )
+    if config.lands:
+        indices = routing.by_row(source.astype(jnp.int32).reshape(shape), -1)
+        routing, received = dataclasses.replace(routing, indices=indices), all_tokens
+    else:
+        received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
+        received = received.at[jnp.where(here, rows, config.capacity)].set(all_tokens[source], mode="drop")
     if config.wire == "float8_rows":
         values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
         received = Float8Rows(to_bits(values), scales)
