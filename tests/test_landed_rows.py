@@ -40,7 +40,7 @@ def run(group: Group, operands: tuple[np.ndarray, ...], **options: Any) -> Dispa
     return helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
 
 
-def gathered(rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
+def gathered(rows: np.ndarray, indices: Any) -> np.ndarray:
     """[R, M, N] by [R, C], in numpy."""
     return np.stack([np.where((at >= 0)[:, None], of[at], 0) for of, at in zip(rows, indices, strict=True)])
 

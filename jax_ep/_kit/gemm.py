@@ -1,4 +1,4 @@
-"""Whether the GEMM core can run: the matrix products of ffi/gemm/, on Hopper GPUs."""
+"""Which kernels of ours multiply matrices here: the GEMM core (ffi/gemm/), on Hopper GPUs, or Pallas kernels."""
 
 import functools
 
@@ -25,6 +25,16 @@ def has_gemm() -> bool:
         return False
     ffi.library("cuda")
     return True
+
+
+@functools.cache
+def pallas_platforms() -> tuple[str, ...]:
+    """The platforms for which programs of this process take the Pallas kernels: GPUs for which Triton compiles."""
+    if jax.default_backend() != "gpu":
+        return ()
+    names = [getattr(device, "compute_capability", "") for device in jax.local_devices()]
+    old = [name for name in names if name[:1].isdigit() and float(name) < 8]  # AMD's are names, such as gfx942
+    return () if old else ("cuda", "rocm")
 
 
 def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,21 @@ from jax_ep._kit import checks, gemm, vary
 from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
-from jax_ep.ops.matmul import kernels
+from jax_ep.ops.matmul import kernels, pallas
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, sum_rows, taken
+
+Implementation = Literal["auto", "pallas", "xla"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "pallas", "xla")
+
+
+class Settings(NamedTuple):
+    """Who computes a product, and how precisely where its operands are in float32."""
+
+    implementation: Implementation = "auto"
+    precision: Any = None
+
+
+AUTO = Settings()
 
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -31,16 +44,18 @@ def ragged_dot(
     out_sharding: Any = None,
     *,
     lhs_indices: jax.Array | None = None,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
-    """`jax.lax.ragged_dot`, on Hopper GPUs by a kernel at the speed of the tensor cores.
+    """`jax.lax.ragged_dot`, on GPUs by kernels of ours.
 
     Row i of the result is row i of `lhs` times the matrix of its group; rows behind the last group are zero. With
-    `lhs_indices` it is row lhs_indices[i] of `lhs`: the kernel gathers rows as it loads them, for 1 to 5 % of its time,
-    and no copy of them exists (SonicMoE: Guo et al., 2025). The kernel serves bfloat16 and float16 operands of one
-    dtype whose K and N are multiples of 8. It accumulates in float32 in one fixed order, so the same operands give the
-    same bits. Other operands, and other devices, get `jax.lax.ragged_dot` itself. Gradients run on the same kernel,
-    with the cotangent rounded to the dtype of the operands. On several devices call it inside `jax.shard_map`, as XLA
-    cannot partition the kernel.
+    `lhs_indices` it is row lhs_indices[i] of `lhs`: kernels gather rows as they load them, on Hopper for 1 to 5 % of
+    their time, and no copy of them exists (SonicMoE: Guo et al., 2025). Hopper GPUs multiply bfloat16 and float16
+    operands of one dtype whose K and N are multiples of 8 by CUDA kernels at the speed of the tensor cores. Other
+    operands and other GPUs are served by Pallas kernels, CPUs by `jax.lax.ragged_dot`. Kernels accumulate in float32 in
+    one fixed order, so the same operands give the same bits. Gradients run on the same kernels, with the cotangent
+    rounded to the dtype of the operands. On several devices call it inside `jax.shard_map`, as XLA cannot partition
+    kernels.
 
     Args:
       lhs: [M, K] rows; the rows of a group are next to each other. With `lhs_indices` any number of rows, in any order.
@@ -52,6 +67,7 @@ def ragged_dot(
       lhs_indices: [M] integers: the rows of `lhs`, each any number of times. -1 is a row of zeros, any other index out
         of bounds a row of NaN. The gradient of a row of `lhs` is summed in float32 in the order of `lhs_indices`, and
         rounded once.
+      implementation: "auto" as above; "pallas", which a CPU interprets, slowly; or "xla": `jax.lax.ragged_dot`.
 
     Returns:
       [M, N].
@@ -67,6 +83,7 @@ def ragged_dot(
         if isinstance(operand, Float8):
             kind = type(operand).__name__
             raise TypeError(f"ragged_dot: {name} must be an array, got {kind}: call jax_ep.float8.ragged_dot")
+    checks.check_one_of("ragged_dot", "implementation", implementation, IMPLEMENTATIONS)
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
         options["out_sharding"] = out_sharding
@@ -79,15 +96,16 @@ def ragged_dot(
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:
         return by_xla(rows, rhs, group_sizes)
+    settings = Settings(implementation, precision)
     leaves, treedef = jax.tree.flatten((rows, rhs, group_sizes))
     leaves = batched_alike(*leaves)
-    if not gemm.has_gemm():
+    if not (gemm.has_gemm() or _platforms(settings)):
         return by_xla(*treedef.unflatten(leaves))
     rows, rhs, group_sizes = operands = treedef.unflatten(vary.vary_alike(None, *leaves))
     result = jax.eval_shape(by_xla, *operands)  # with all its checks
-    if not _core_takes(result.dtype, *operands, precision=precision):
+    if not (_core_takes(settings, result.dtype, *operands) or _pallas_takes(settings, result.dtype, *operands)):
         return by_xla(*operands)
-    return _grouped_matmul(result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
+    return _grouped_matmul(settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
 def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
@@ -107,20 +125,19 @@ def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Arra
     return ragged_dot(rows, rhs, group_sizes)
 
 
-def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array, settings: Settings = AUTO) -> jax.Array:
     """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
 
-    For backward passes, here and in other families: the operands vary over the same mesh axes. So for `rhs_gradient`.
+    For backward passes, here and in other families: the operands vary over the same mesh axes. Its own derivative is
+    XLA's. So for `rhs_gradient`.
     """
 
     def by_xla(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return _by_transposed(taken(cotangent), rhs, group_sizes)
 
-    cotangent, rhs, group_sizes = _batched_alike((cotangent, rhs, group_sizes))
-    if not _core_takes(rhs.dtype, cotangent, rhs, group_sizes):
-        return by_xla(cotangent, rhs, group_sizes)
-    core = partial(kernels.grouped_matmul, dtype=rhs.dtype, transpose_rhs=True)
-    return jax.lax.platform_dependent(cotangent, rhs, group_sizes, cuda=core, default=by_xla)
+    operands = _batched_alike((cotangent, rhs, group_sizes))
+    call = _by("grouped_matmul", by_xla, settings, rhs.dtype, *operands, transpose_rhs=True)
+    return _differentiated_as(by_xla, call)(*operands)
 
 
 def _batched_alike(operands: Any) -> Any:
@@ -141,7 +158,7 @@ def add_lhs_gradients(
     On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
-    if alike and _core_takes(rhs[0].dtype, cotangents[0], rhs[0], group_sizes):
+    if alike and _core_takes(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes):
         both = batched_alike(*cotangents, *rhs, group_sizes)
         return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
     for cotangent, matrix in zip(cotangents, rhs, strict=True):
@@ -156,7 +173,7 @@ def _summed(
     return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
-def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
+def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array, settings: Settings = AUTO) -> jax.Array:
     """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N].
 
     One of both may stay where it is.
@@ -166,10 +183,8 @@ def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Arra
         operands = taken(lhs), taken(cotangent), group_sizes
         return jax.lax.ragged_dot_general(*operands, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
 
-    lhs, cotangent, group_sizes = operands = _batched_alike((lhs, cotangent, group_sizes))
-    if not _core_takes(lhs.dtype, lhs, cotangent, group_sizes):
-        return by_xla(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=partial(kernels.grouped_outer, dtype=lhs.dtype), default=by_xla)
+    operands = _batched_alike((lhs, cotangent, group_sizes))
+    return _differentiated_as(by_xla, _by("grouped_outer", by_xla, settings, lhs.dtype, *operands))(*operands)
 
 
 def gated_product(
@@ -185,8 +200,8 @@ def gated_product(
     For other families. The operands must vary over the same mesh axes. The derivative is that of `composed`.
 
     Args:
-      activation: "silu", "gelu" or "relu", which the GEMM core computes with XLA's bits.
-      composed: the same function of all arrays, for calls that the core does not serve.
+      activation: "silu", "gelu" or "relu"; the GEMM core computes them with XLA's bits.
+      composed: the same function of all arrays, for calls that no kernel serves.
       rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
 
     Returns:
@@ -194,35 +209,80 @@ def gated_product(
     """
     rows, group_sizes, *varying = _batched_alike((rows, group_sizes, *rhs))
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
-    if (
-        not _core_takes(rows.dtype, rows, varying[0], group_sizes)
-        or columns % gemm.CORE_MULTIPLE
-        or gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
-    ):
+    product = AUTO, rows.dtype, rows, varying[0], group_sizes
+    if _core_takes(*product):
+        split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
+        by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
+    else:
+        by_kernel = len(rhs) == 2 and _pallas_takes(*product)
+    if not by_kernel:
         return composed(rows, group_sizes, *varying)
-    return _gated_in_core(composed, activation, keep_products, rows, group_sizes, *varying)
+    options = {"activation": activation, "keep_products": keep_products}
+    call = _by("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
+    return _differentiated_as(composed, call)(rows, group_sizes, *varying)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _gated_in_core(composed: Callable[..., Any], activation: str, keep_products: bool, *operands: Any) -> Any:
-    core = partial(kernels.gated_matmul, activation=activation, keep_products=keep_products)
-    return jax.lax.platform_dependent(*operands, cuda=core, default=composed)
+def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose derivative is that of the same function by XLA."""
+    if call is by_xla:
+        return call
+    product = jax.custom_jvp(call)
+    product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(by_xla, primals, tangents)[1]))
+    return product
 
 
-@_gated_in_core.defjvp
-def _gated_jvp(composed: Callable[..., Any], activation: str, keep_products: bool, primals: Any, tangents: Any) -> Any:
-    return _gated_in_core(composed, activation, keep_products, *primals), jax.jvp(composed, primals, tangents)[1]
+def _by(
+    name: str,
+    by_xla: Callable[..., Any],
+    settings: Settings,
+    dtype: Any,
+    left: Rows,
+    right: Rows,
+    group_sizes: jax.Array,
+    **options: Any,
+) -> Callable[..., Any]:
+    """What computes a product of these operands: the kernel of this name of the core or of Pallas, or else XLA."""
+    options |= {} if dtype is None else {"dtype": dtype}
+    if _core_takes(settings, dtype or left.dtype, left, right, group_sizes):
+        return partial(jax.lax.platform_dependent, cuda=partial(getattr(kernels, name), **options), default=by_xla)
+    if not _pallas_takes(settings, dtype or left.dtype, left, right, group_sizes):
+        return by_xla
+    call = partial(getattr(pallas, name), precision=settings.precision, **options)
+    platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
+    return partial(jax.lax.platform_dependent, **platforms, default=by_xla)
 
 
-def _core_takes(dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array, precision: Any = None) -> bool:
+def _platforms(settings: Settings) -> tuple[str, ...]:
+    """Those on which Pallas kernels multiply."""
+    if settings.implementation == "pallas":
+        return "cuda", "rocm", "cpu"
+    return gemm.pallas_platforms() if settings.implementation == "auto" else ()
+
+
+def _pallas_takes(settings: Settings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array) -> bool:
+    arrays = [x.matrix if isinstance(x, GatheredRows) else x for x in (left, right)]
+    return (
+        bool(_platforms(settings))
+        and left.dtype == right.dtype
+        and left.dtype in pallas.DTYPES
+        and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
+        and not isinstance(settings.precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+        and group_sizes.ndim == 1
+        and all(size > 0 for x in (left, right, *arrays) for size in x.shape)
+        and all(x.size < 2**31 for x in arrays)
+    )
+
+
+def _core_takes(settings: Settings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array) -> bool:
     """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
     gathered = [x for x in (left, right) if isinstance(x, GatheredRows)]
     return (
-        gemm.has_gemm()
+        settings.implementation == "auto"
+        and gemm.has_gemm()
         and left.dtype == right.dtype
         and np.dtype(left.dtype) in gemm.CORE_DTYPES
         and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
-        and not isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+        and not isinstance(settings.precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         and group_sizes.ndim == 1
         and all(size > 0 for size in (*left.shape, *right.shape, *(x.matrix.shape[0] for x in gathered)))
         and all(size % gemm.CORE_MULTIPLE == 0 for size in (*left.shape[1:], *right.shape[1:]))
@@ -230,27 +290,27 @@ def _core_takes(dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array, pre
     )
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _grouped_matmul(dtype: Any, lhs: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    core, default = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, preferred_element_type=dtype)
-    return jax.lax.platform_dependent(lhs, rhs, group_sizes, cuda=core, default=default)
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _grouped_matmul(settings: Settings, dtype: Any, lhs: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    by_xla = partial(_by_xla, preferred_element_type=dtype, precision=settings.precision)
+    return _by("grouped_matmul", by_xla, settings, dtype, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
 
 
 @_grouped_matmul.defjvp
-def _grouped_matmul_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _grouped_matmul_jvp(settings: Settings, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     def forward(residuals: Any, changes: Any) -> jax.Array:
         (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, changes
         moved = dataclasses.replace(lhs, matrix=d_lhs) if isinstance(lhs, GatheredRows) else d_lhs
-        by_lhs = _grouped_matmul(dtype, moved, rhs, group_sizes)
-        return by_lhs + _grouped_matmul(dtype, lhs, d_rhs, group_sizes)
+        by_lhs = _grouped_matmul(settings, dtype, moved, rhs, group_sizes)
+        return by_lhs + _grouped_matmul(settings, dtype, lhs, d_rhs, group_sizes)
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         lhs, rhs, group_sizes = residuals
         cotangent = cotangent.astype(rhs.dtype)
-        d_lhs = lhs_gradient(cotangent, rhs, group_sizes)
+        d_lhs = lhs_gradient(cotangent, rhs, group_sizes, settings)
         if isinstance(lhs, GatheredRows):
             d_lhs = sum_rows(d_lhs, lhs.indices, lhs.matrix.shape[0])
-        return d_lhs, rhs_gradient(lhs, cotangent, group_sizes)
+        return d_lhs, rhs_gradient(lhs, cotangent, group_sizes, settings)
 
     d_lhs = tangents[0].matrix if isinstance(primals[0], GatheredRows) else tangents[0]
-    return _grouped_matmul(dtype, *primals), linear(forward, backward, primals, (d_lhs, tangents[1]))
+    return _grouped_matmul(settings, dtype, *primals), linear(forward, backward, primals, (d_lhs, tangents[1]))

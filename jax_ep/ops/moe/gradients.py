@@ -174,8 +174,9 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
         return dispatch_tangent(group, d_tokens, d_weights, routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
+        d_rows, d_arrived = cotangents
         send = from_slots if config.lands else return_rows
-        return send(group, *cotangents, routing)
+        return send(group, d_rows, d_arrived, routing)
 
     # Derivatives of this derivative need `_followed` again.
     return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))

@@ -1,0 +1,286 @@
+"""Matrix products of rows in groups, each group with a matrix of its own, for GPUs that Triton compiles for.
+
+A program computes one tile of a result. In `grouped_matmul` the groups divide the rows, and a tile's rows are of one
+group (as in MegaBlocks: Gale et al., 2022). In `grouped_outer` they divide the contraction, and a tile is of one
+group's result. Rows may be gathered: row i is row indices[i] of an operand, and no copy of the rows exists.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from .varying import result_type, vary_alike
+
+ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x / (1 + jnp.exp(-x)),
+    "gelu": lambda x: x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: jnp.maximum(x, 0),
+}
+
+
+class Tiling(NamedTuple):
+    """How a product is cut: a tile of `rows` by `columns` of the result, in steps of `depth` along the contraction."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 8
+    stages: int = 3
+
+
+def row_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -> Tiling:
+    """For `grouped_matmul`: tiles no higher than an average group, rounded up to a power of two."""
+    high = min(128, _power_of_two(pl.cdiv(rows, groups)))
+    if jnp.dtype(dtype).itemsize == 4:
+        return Tiling(min(high, 64), min(64, _power_of_two(columns)), min(32, _power_of_two(depth)), 4)
+    return Tiling(high, min(128, _power_of_two(columns)), min(64, _power_of_two(depth)), 8 if high > 64 else 4)
+
+
+def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -> Tiling:
+    """For `grouped_outer`: `depth` is that of an average group."""
+    wide = 64 if jnp.dtype(dtype).itemsize == 4 else 128
+    depth = min(wide // 2, _power_of_two(pl.cdiv(depth, groups)))
+    return Tiling(min(wide, _power_of_two(rows)), min(wide, _power_of_two(columns)), depth, 8 if wide > 64 else 4)
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is at least `size`, and at least 16, as the tensor cores ask."""
+    return max(16, 1 << max(size - 1, 0).bit_length())
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    *,
+    indices: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    activation: str | None = None,
+    keep_products: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Each group's rows of `lhs` times its matrix. Rows behind the last group are zero.
+
+    Args:
+      lhs: [M, K], or with `indices` any number of rows.
+      rhs: one [G, K, N]; or two, gate and up, with an activation.
+      group_sizes: [G] integers.
+      indices: [M] int32, the rows of `lhs`: -1 is a row of zeros, any other index out of bounds a row of NaN.
+      transpose_rhs: the matrices are [G, N, K].
+      activation: "silu", "gelu" or "relu": the result is activation(lhs gate) * (lhs up), of rounded products.
+      keep_products: with an activation, return both products, too.
+      dtype: of the results. Default: that of `lhs`.
+      precision: of products in float32, as for `jax.numpy.dot`.
+      tiling: default: `row_tiling`.
+      interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
+
+    Returns:
+      The result [M, N], then the products that are kept.
+    """
+    groups = group_sizes.shape[0]
+    rows = lhs.shape[0] if indices is None else indices.shape[0]
+    depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
+    tiling = tiling or row_tiling(rows, columns, depth, groups, lhs.dtype)
+    gathers = [] if indices is None else [indices]
+    lhs, *rest = vary_alike(lhs, *rhs, *gathers, *_tiles(group_sizes, rows, tiling.rows))
+    tiles = rest[-1].shape[0]
+    body = partial(
+        _row_tile,
+        operands=len(rhs),
+        gathers=bool(gathers),
+        transpose_rhs=transpose_rhs,
+        activation=activation,
+        precision=precision,
+        tiling=tiling,
+        shape=(rows, columns, depth),
+    )
+    result = result_type((rows, columns), dtype or lhs.dtype, lhs)
+    grid = (pl.cdiv(columns, tiling.columns), tiles)
+    return _call(body, grid, tiling, [result] * (3 if keep_products else 1), interpret)(lhs, *rest)
+
+
+def grouped_outer(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    lhs_indices: jax.Array | None = None,
+    rhs_indices: jax.Array | None = None,
+    dtype: Any = None,
+    precision: Any = None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Over each group's rows, `lhs` [M, K] transposed times `rhs` [M, N]: [G, K, N].
+
+    The arguments are those of `grouped_matmul`; each operand may be gathered, and the default is `outer_tiling`.
+    """
+    groups, (total, rows), columns = group_sizes.shape[0], lhs.shape, rhs.shape[1]
+    lists = [x for x in (lhs_indices, rhs_indices) if x is not None]
+    total = lists[0].shape[0] if lists else total
+    tiling = tiling or outer_tiling(rows, columns, total, groups, lhs.dtype)
+    ends = _ends(group_sizes, total)
+    lhs, *rest = vary_alike(lhs, rhs, *lists, jnp.append(0, ends[:-1]), ends)
+    body = partial(
+        _outer_tile,
+        gathers=(lhs_indices is not None, rhs_indices is not None),
+        precision=precision,
+        tiling=tiling,
+        shape=(rows, columns),
+    )
+    grid = (pl.cdiv(columns, tiling.columns), pl.cdiv(rows, tiling.rows), groups)
+    result = result_type((groups, rows, columns), dtype or lhs.dtype, lhs)
+    return _call(body, grid, tiling, [result], interpret)(lhs, *rest)[0]
+
+
+def _call(body: Any, grid: tuple[int, ...], tiling: Tiling, results: list[Any], interpret: bool) -> Any:
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return pl.pallas_call(
+            body,
+            out_shape=tuple(results),
+            grid=grid,
+            in_specs=[anywhere] * len(operands),
+            out_specs=tuple([anywhere] * len(results)),
+            compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
+            interpret=interpret,
+        )(*operands)
+
+    return call
+
+
+def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Where each group ends, within the rows."""
+    return jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0)), rows)
+
+
+def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each program its group, its first row and the end of its rows; group G has the rows behind the last group.
+
+    There are as many programs as `rows` rows can need.
+    """
+    ends = jnp.append(_ends(group_sizes, rows), rows)
+    begins = jnp.append(0, ends[:-1])
+    tiles = pl.cdiv(ends - begins, height)
+    last_tiles = jnp.cumsum(tiles)
+    program = jnp.arange((rows + ends.size * (height - 1)) // height, dtype=jnp.int32)
+    group = jnp.minimum((last_tiles <= program[:, None]).sum(axis=1, dtype=jnp.int32), ends.size - 1)
+    first = begins[group] + (program - (last_tiles - tiles)[group]) * height
+    return group, first, jnp.maximum(ends[group], first)
+
+
+class _Rows(NamedTuple):
+    """Some rows of an operand [M, K], as a tile loads them."""
+
+    ref: Any
+    at: jax.Array  # within the operand
+    valid: jax.Array  # whether there is such a row, and it is not one of zeros
+    outside: jax.Array | None  # whether it is a row of NaN
+
+    def load(self, columns: jax.Array, width: int) -> jax.Array:
+        mask = self.valid[:, None] & (columns < width)[None, :]
+        return triton.load(self.ref.at[self.at[:, None], columns[None, :]], mask=mask, other=0.0)
+
+    def spoiled(self, values: jax.Array) -> jax.Array:
+        return values if self.outside is None else jnp.where(self.outside[:, None], jnp.nan, values)
+
+
+def _rows_at(ref: Any, rows: jax.Array, valid: jax.Array, indices: Any | None) -> _Rows:
+    rows = jnp.where(valid, rows, 0)
+    if indices is None:
+        return _Rows(ref, rows, valid, None)
+    at = triton.load(indices.at[rows], mask=valid, other=ZERO_ROW)
+    inside = (at >= 0) & (at < ref.shape[0])
+    return _Rows(ref, jnp.where(inside, at, 0), inside, (at != ZERO_ROW) & ~inside)
+
+
+def _row_tile(
+    lhs: Any,
+    *refs: Any,
+    operands: int,
+    gathers: bool,
+    transpose_rhs: bool,
+    activation: str | None,
+    precision: Any,
+    tiling: Tiling,
+    shape: tuple[int, int, int],
+) -> None:
+    rhs, refs = refs[:operands], refs[operands:]
+    indices, refs = (refs[0], refs[1:]) if gathers else (None, refs)
+    group_of, first_of, end_of, *out = refs
+    (_, columns, depth), program = shape, pl.program_id(1)
+    group, end = group_of[program], end_of[program]
+    row = first_of[program] + jnp.arange(tiling.rows, dtype=jnp.int32)
+    column = pl.program_id(0) * tiling.columns + jnp.arange(tiling.columns, dtype=jnp.int32)
+    rows = _rows_at(lhs, row, row < end, indices)
+    has_matrix = (group < rhs[0].shape[0]) & (first_of[program] < end)
+
+    def step(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        k = i * tiling.depth + jnp.arange(tiling.depth, dtype=jnp.int32)
+        left = rows.load(k, depth)
+        return tuple(
+            total + _dot(left, _matrix(ref, group, k, column, depth, columns, transpose_rhs), precision)
+            for total, ref in zip(sums, rhs, strict=True)
+        )
+
+    zeros = jnp.zeros((tiling.rows, tiling.columns), jnp.float32)
+    steps = has_matrix.astype(jnp.int32) * pl.cdiv(depth, tiling.depth)
+    products = tuple(rows.spoiled(x) for x in jax.lax.fori_loop(0, steps, step, (zeros,) * operands))
+    if activation is not None:
+        rounded = [x.astype(out[0].dtype).astype(jnp.float32) for x in products]
+        products = (ACTIVATIONS[activation](rounded[0]) * rounded[1], *products)
+    mask = (row < end)[:, None] & (column < columns)[None, :]
+    for ref, values in zip(out, products, strict=False):
+        triton.store(ref.at[row[:, None], column[None, :]], values.astype(ref.dtype), mask=mask)
+
+
+def _matrix(ref: Any, group: Any, k: Any, column: Any, depth: int, columns: int, transposed: bool) -> jax.Array:
+    """A tile [depth, columns] of a group's matrix."""
+    mask = (k < depth)[:, None] & (column < columns)[None, :]
+    if transposed:
+        return triton.load(ref.at[group, column[:, None], k[None, :]], mask=mask.T, other=0.0).T
+    return triton.load(ref.at[group, k[:, None], column[None, :]], mask=mask, other=0.0)
+
+
+def _outer_tile(
+    lhs: Any,
+    rhs: Any,
+    *refs: Any,
+    gathers: tuple[bool, bool],
+    precision: Any,
+    tiling: Tiling,
+    shape: tuple[int, int],
+) -> None:
+    lists, (begin_of, end_of, out) = list(refs[:-3]), refs[-3:]
+    indices = [lists.pop(0) if gathered else None for gathered in gathers]
+    rows, columns = shape
+    group = pl.program_id(2)
+    begin, end = begin_of[group], end_of[group]
+    row = pl.program_id(1) * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
+    column = pl.program_id(0) * tiling.columns + jnp.arange(tiling.columns, dtype=jnp.int32)
+
+    def step(i: Any, total: jax.Array) -> jax.Array:
+        k = begin + i * tiling.depth + jnp.arange(tiling.depth, dtype=jnp.int32)
+        left, right = (_rows_at(ref, k, k < end, at) for ref, at in zip((lhs, rhs), indices, strict=True))
+        a, b = left.spoiled(left.load(row, rows)), right.spoiled(right.load(column, columns))
+        return total + _dot(a.T, b, precision)
+
+    zeros = jnp.zeros((tiling.rows, tiling.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, pl.cdiv(end - begin, tiling.depth), step, zeros)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    triton.store(out.at[group, row[:, None], column[None, :]], total.astype(out.dtype), mask=mask)
+
+
+def _dot(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    return jnp.dot(left, right, precision=precision, preferred_element_type=jnp.float32)

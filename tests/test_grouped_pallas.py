@@ -1,0 +1,71 @@
+"""The Pallas kernels of grouped products: what test_ragged_dot and test_gathered_product do not reach."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrix_forms import ACTIVATIONS
+from test_index_match import H200, INTERPRET
+
+from jax_ep.pallas_kernels import grouped_matmul, grouped_outer
+
+SIZES = (13, 0, 50, 20)
+P = jax.sharding.PartitionSpec
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+    """Of gathered rows; those behind the last group are zero."""
+    lhs, gate, up = (
+        rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (len(SIZES), 40, 72), (len(SIZES), 40, 72))
+    )
+    indices = rng.integers(-1, 60, 100).astype(np.int32)
+    out, *products = helpers.fetch(
+        grouped_matmul(
+            jnp.asarray(lhs),
+            (jnp.asarray(gate), jnp.asarray(up)),
+            jnp.asarray(SIZES),
+            indices=jnp.asarray(indices),
+            activation=activation,
+            keep_products=True,
+            precision="highest",
+            interpret=INTERPRET,
+        )
+    )
+    rows = np.where((indices >= 0)[:, None], helpers.wide(lhs)[indices], 0)
+    group = np.repeat(np.arange(len(SIZES) + 1), [*SIZES, 100 - sum(SIZES)])
+    unit = float(jnp.finfo(dtype).eps)
+    for found, matrix in zip(products, (gate, up), strict=True):
+        by_group = np.concatenate([helpers.wide(matrix), np.zeros((1, 40, 72))])
+        wanted = np.einsum("mk,mkn->mn", rows, by_group[group])
+        np.testing.assert_allclose(helpers.wide(found), wanted, rtol=unit, atol=1e-4)
+    first, second = map(helpers.wide, products)
+    wanted = np.asarray(ACTIVATIONS[activation](first)) * second
+    np.testing.assert_allclose(helpers.wide(out), wanted, rtol=2 * unit, atol=5e-5)  # 1 + tanh cancels
+
+
+def test_matrices_of_groups_without_rows_are_zero(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.standard_normal((83, 24)), jnp.float32)
+    out = grouped_outer(x, x, jnp.asarray(SIZES), interpret=INTERPRET)
+    assert not np.asarray(out[1]).any()
+    assert np.asarray(out[0]).any()
+
+
+@pytest.mark.parametrize("name", ["rows", "gated", "outer"])
+def test_they_lower_for_gpus_inside_shard_map(name: str) -> None:
+    def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
+        if name == "outer":
+            return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
+        if name == "rows":
+            return grouped_matmul(lhs, (rhs,), sizes, indices=indices, transpose_rhs=True)
+        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, activation="silu", keep_products=True)
+
+    shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with jax.sharding.use_abstract_mesh(H200):
+        mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
+        assert "triton" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
