@@ -23,6 +23,7 @@ NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach amo
 FP8_BLOCK = 128  # values that share a float32 scale
 FP8 = "dispatch, fp8"  # on the wire only
 FP8_ROWS = "dispatch, fp8 rows"  # left as they came
+NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
 COLUMNS = (
@@ -108,8 +109,8 @@ def measure(case: Case, group: jax_ep.Group, implementation: jax_ep.Implementati
 
     with contextlib.ExitStack() as stack:
         groups = {"": group}
-        if case.few_sms is not None:
-            groups[f", {case.few_sms} SMs"] = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=case.few_sms))
+        for sms in case.few_sms:
+            groups[f", {sms} SMs"] = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=sms))
         ours = [
             candidate._replace(op=candidate.op + how)
             for how, one in groups.items()
@@ -188,10 +189,11 @@ def our_candidates(
         routing = dataclasses.replace(routing, weights=weights)
         return jax_ep.combine(rows, routing, group=group, implementation=implementation)
 
-    loops = {"dispatch": dispatch()}
+    loops = {"dispatch": dispatch(), f"dispatch, {NOT_EXPANDED}": dispatch(expand=False)}
     if shape.hidden % FP8_BLOCK == 0:
         loops[FP8] = dispatch(wire="float8")
         loops[FP8_ROWS] = dispatch(wire="float8_rows")
+        loops[f"{FP8_ROWS}, {NOT_EXPANDED}"] = dispatch(wire="float8_rows", expand=False)
     loops["combine"] = Loop(combine, (state.rows, state.routing), state.routing.weights, calls, unroll)
     return [Candidate(op, "jax_ep", loop) for op, loop in loops.items()]
 
