@@ -28,6 +28,11 @@ def ops(group: jax_ep.Group, implementation: jax_ep.Implementation, experts: int
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
         return jax_ep.moe_mlp(tokens, ids, weights, own, group=group, implementation=implementation)[0]
 
+    def shared(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
+        # As if all ranks had these tokens: each computes other sums, in the same time.
+        options: Any = {"group": group, "implementation": implementation, "shared_tokens": True}
+        return jax_ep.moe_mlp(tokens, ids, weights, own, **options)[0]
+
     def step(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> Any:
         out, pull = jax.vjp(lambda t, w, e: layer(t, ids, w, e), tokens, weights, own)
         return out, pull(tokens)
@@ -47,6 +52,7 @@ def ops(group: jax_ep.Group, implementation: jax_ep.Implementation, experts: int
         "dispatch, combine": exchange,
         "and their gradients": both_gradients,
         "layer": layer,
+        "layer, shared tokens": shared,
         "training step": step,
     }
 

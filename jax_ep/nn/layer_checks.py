@@ -1,6 +1,8 @@
 """The checks of the arguments of `moe_mlp`, besides those of a dispatch."""
 
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights, without_gradient
 from jax_ep.ops.moe.units import Experts
 
+LOGGER = logging.getLogger("jax_ep")
 NO_BIASES = (None, None, None)
 
 
@@ -148,6 +151,31 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
     if any(size % BLOCK for size in sizes):
         raise ValueError(f"{op}: precision='float8' needs H and F to be multiples of 128, got F, H = {sizes}")
     return True
+
+
+def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: Group, **excluded: Any) -> None:
+    """Also warns, once, where types show that ranks compute the same tokens. `excluded`: what it does not go with."""
+    checks.check_bool(op, "shared_tokens", shared_tokens)
+    typed = group.size > 1 and vary.tracks_varying(group.axis_name)
+    if not shared_tokens:
+        if typed and not vary.varies(tokens, group.axis_name):
+            _warn_of_shared_tokens(op, group.size)
+        return
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} must be None where shared_tokens is true, got {value!r}")
+    if typed and vary.varies(tokens, group.axis_name):
+        raise ValueError(
+            f"{op}: tokens must be the same on all ranks where shared_tokens is true, got those of each rank: "
+            f"take {group.axis_name!r} out of their in_specs"
+        )
+
+
+@functools.cache
+def _warn_of_shared_tokens(op: str, ranks: int) -> None:
+    LOGGER.warning(
+        "%s: tokens are the same on all %d ranks, and each computes all of them: pass shared_tokens=True", op, ranks
+    )
 
 
 def checked_product(op: str, product: Any) -> Any:

@@ -1,5 +1,6 @@
 """Whole layers made of the ops."""
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -11,6 +12,7 @@ from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.ops.moe.arguments import validated
 from jax_ep.ops.moe.experts import ExpertsCall, Product, experts_of_tokens
+from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
 from jax_ep.ops.moe.types import MoeStats, NodeOptions
 from jax_ep.ops.moe.units import Experts, split_biases, unit_of, with_bias
 
@@ -30,6 +32,7 @@ def moe_mlp(
     shared: Experts | None = None,
     weigh_inputs: bool = False,
     product: Product | None = None,
+    shared_tokens: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, MoeStats]:
     """A mixture of MLPs: each token's weighted sum of (activation(x gate_e) * (x up_e)) down_e over its experts e.
@@ -55,6 +58,10 @@ def moe_mlp(
       product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis is
         that of the rank's experts. Rows behind the last group's are zero, and their products are ignored.
+      shared_tokens: all ranks have the same tokens, ids and weights, as when they serve one batch: they go into
+        `jax.shard_map` by `P()`, and so may the result. Each rank multiplies the rows of its own experts, and the sums
+        are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire` and `nodes`.
+        In the statistics `dropped` counts assignments to this rank's experts, `invalid` is 0 but on the first rank.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
 
     | `precision` | `wire` | rows to the experts | products | matrices | gradients of matrices |
@@ -80,6 +87,7 @@ def moe_mlp(
     shared = None if shared is None else layer_checks.checked_shared(op, tokens, shared)
     checks.check_bool(op, "weigh_inputs", weigh_inputs)
     in_float8 = layer_checks.is_in_float8(op, precision, wire, experts, product)
+    layer_checks.check_shared_tokens(op, shared_tokens, tokens, group, wire=wire, nodes=nodes)
     unit = unit_of(op, experts)
     dispatch, operands = validated(
         op,
@@ -94,19 +102,21 @@ def moe_mlp(
         on_overflow=on_overflow,
         nodes=nodes,
         implementation=implementation,
+        shared_tokens=shared_tokens,
     )
     leaves, treedef = jax.tree.flatten((*operands, experts))
     varying: Any = treedef.unflatten(vary.vary_alike(group.axis_name, *leaves))
     product = None if product is None else layer_checks.checked_product(op, product)
     call = ExpertsCall(dispatch, unit, in_float8, weigh_inputs, product)
+    routed = partial(sums_of_shared_tokens if shared_tokens else experts_of_tokens, call, *varying)
     if shared is None:
-        return experts_of_tokens(call, *varying, overlapped=None)[:2]
+        return routed(overlapped=None)[:2]
     first_biases, down_bias = split_biases(shared, shared.biases)
     products = tuple(jnp.dot(tokens, matrix) for matrix in shared.first)
     hidden = unit_of(op, shared, "shared")(products, first_biases)
-    overlaps = group.async_ops and dispatch.by_kernels
+    overlaps = group.async_ops and dispatch.by_kernels and not shared_tokens
     # With async ops, the products by gate and up overlap the dispatch, and the product by down overlaps the combine.
-    out, stats, overlapped = experts_of_tokens(call, *varying, overlapped=hidden if overlaps else None)
+    out, stats, overlapped = routed(overlapped=hidden if overlaps else None)
     always = with_bias(jnp.dot(hidden if overlapped is None else overlapped, shared.down), down_bias)
     if overlaps:  # without it XLA adds in the product's epilogue, and the product waits for the combine
         out, always = jax.lax.optimization_barrier((out, always))

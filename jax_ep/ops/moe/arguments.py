@@ -41,10 +41,14 @@ def validated(
     on_overflow: OnOverflow,
     nodes: NodeOptions | None,
     implementation: Implementation,
+    shared_tokens: bool = False,
 ) -> tuple[DispatchCall, tuple[jax.Array, jax.Array, jax.Array]]:
     """The call, and its operands as kernels take them: ids int32, weights float32, all varying over one set of axes.
 
     The caller has called `check_group`. Raises ValueError or TypeError, naming `op` and the argument that is wrong.
+
+    Args:
+      shared_tokens: all ranks have the same tokens, which do not travel.
     """
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
@@ -68,8 +72,9 @@ def validated(
             f"{op}: R * T * K assignments and E / R * alignment rows of padding must be fewer than 2**31, got "
             f"{group.size} * {num_tokens} * {top_k} and {local_experts} * {alignment}"
         )
-    most = worst_case_capacity(group.size, num_tokens, top_k, local_experts, alignment)
-    room = _rows(op, capacity, num_tokens * top_k, alignment, most)
+    sources = 1 if shared_tokens else group.size
+    most = worst_case_capacity(sources, num_tokens, top_k, local_experts, alignment)
+    room = _rows(op, capacity, -(-sources * num_tokens * top_k // group.size), alignment, most)
     if group.size * room >= 2**31:
         given, way_out = ("the default capacity", "; pass capacity=") if capacity is None else ("capacity", "")
         raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {room}{way_out}")

@@ -123,26 +123,34 @@ def _plain(
     experts: Experts,
     overlapped: jax.Array | None,
 ) -> tuple[jax.Array, MoeStats, jax.Array | None]:
-    multiply: Product = call.product or (ragged_dot if call.dispatch.by_kernels else plain_ragged_dot)
-    if call.in_float8:  # rows were dequantized, and are quantized again
-        multiply = float8_ragged_dot
     rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
     if overlapped is not None:
         rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
-    stats = _stats(routing)
+    answers, weighed_routing = plain_answers(call, rows, sizes, routing, experts)
+    by_kernels = call.dispatch.by_kernels
+    combined = run_combine(call.dispatch.group, answers, weighed_routing, by_kernels=by_kernels)
+    return combined, stats_of(routing), overlapped
+
+
+def plain_answers(
+    call: ExpertsCall, rows: Rows, sizes: jax.Array, routing: Routing, experts: Experts
+) -> tuple[jax.Array, Routing]:
+    """The experts' answers to dispatched rows, which may be gathered unless they are weighed or multiplied in float8 or
+    by a product of the user's; and the routing by which they are combined. JAX differentiates it."""
+    multiply: Any = call.product or (rows_product if call.dispatch.by_kernels else plain_ragged_dot)
+    if call.in_float8:  # rows were dequantized, and are quantized again
+        multiply = float8_ragged_dot
     if call.weigh_inputs:
-        rows = weighed(rows, of_rows(routing.weights, routing))
+        rows = weighed(taken(rows), of_rows(routing.weights, routing))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
     products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first), PRODUCTS)
     first_biases, down_bias = split_biases(experts, experts.biases)
-    inner = call.unit(products, first_biases, sizes).astype(tokens.dtype)
-    answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(tokens.dtype)
-    answers = with_bias(answers, down_bias, sizes)
-    by_kernels = call.dispatch.by_kernels
-    return run_combine(call.dispatch.group, answers, routing, by_kernels=by_kernels), stats, overlapped
+    inner = call.unit(products, first_biases, sizes).astype(rows.dtype)
+    answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(rows.dtype)
+    return with_bias(answers, down_bias, sizes), routing
 
 
-def _stats(routing: Routing) -> MoeStats:
+def stats_of(routing: Routing) -> MoeStats:
     return MoeStats(routing.counts.sum(axis=0, dtype=jnp.int32), routing.dropped, routing.invalid)
 
 
@@ -179,7 +187,7 @@ def _experts(
 ) -> tuple[jax.Array, MoeStats, jax.Array | None]:
     operands = (tokens, expert_ids, weights, experts, parameters, overlapped)
     combined, kept, overlapped = _forward(call, *operands, keep_products=False)
-    return combined, _stats(kept.routing), overlapped
+    return combined, stats_of(kept.routing), overlapped
 
 
 @_experts.defjvp
@@ -193,7 +201,7 @@ def _experts_jvp(call: ExpertsCall, primals: Any, tangents: Any) -> Any:
     d_experts = dataclasses.replace(d_experts, **d_matrices)
     changes = _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
     d_combined, d_overlapped = linear(partial(_tangents, call), partial(_cotangents, call), kept, changes)
-    stats = _stats(kept.routing)
+    stats = stats_of(kept.routing)
     return (combined, stats, overlapped), (d_combined, zero_from_primal(stats), d_overlapped)
 
 

@@ -89,7 +89,7 @@ def _combine(
     scalars: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     if group.size == 1 and group.platform != "cpu":
-        return _combine_here(rows, routing, weights, scalars)
+        return combine_here(rows, routing, weights, scalars)
     return ffi.call(
         "combine",
         rows,
@@ -108,10 +108,10 @@ def _combine(
     )
 
 
-def _combine_here(
-    rows: jax.Array, routing: Routing, weights: jax.Array | None, scalars: jax.Array | None
+def combine_here(
+    rows: jax.Array, routing: Routing, weights: jax.Array | None, scalars: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """The op in a group of one GPU, which exchanges nothing: XLA's gathers run at the speed of memory.
+    """The op of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
 
     A row out of bounds makes its token NaN, and so does a dispatch that failed.
     """

@@ -1,0 +1,47 @@
+"""A layer of tokens that all ranks have, as when serving: only the sums of the ranks' own experts travel."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.ops.matmul.rows import GatheredRows, taken
+from jax_ep.ops.moe import kernels
+from jax_ep.ops.moe.experts import ExpertsCall, plain_answers, stats_of
+from jax_ep.ops.moe.in_place import dispatch_in_place
+from jax_ep.ops.moe.types import MoeStats
+from jax_ep.ops.moe.units import Experts
+from jax_ep.runtime.undelivered import nan_on_overflow
+
+
+def sums_of_shared_tokens(
+    call: ExpertsCall,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    experts: Experts,
+    overlapped: None = None,
+) -> tuple[jax.Array, MoeStats, None]:
+    """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
+
+    A rank takes the rows of its own experts. It rounds its sum of a token to the dtype of the tokens, as `combine`
+    does; the sums of the ranks are added in float32.
+    """
+    group, config = call.dispatch.group, call.dispatch.config
+    local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
+    valid = (expert_ids >= 0) & (expert_ids < config.num_experts)
+    mine = jnp.where(valid & (expert_ids // local == rank), expert_ids - rank * local, -1)
+    alone = dataclasses.replace(config, size=1, num_experts=local, wire=None)
+    _, sizes, routing = dispatch_in_place(alone, tokens, mine, weights)
+    assert routing.indices is not None
+    rows = GatheredRows(tokens, routing.indices)
+    gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
+    answers, weighed = plain_answers(call, rows if gathers else taken(rows), sizes, routing, experts)
+    own = kernels.combine_here(answers, weighed, weighed.weights)["combined"]
+    total = jax.lax.psum(own.astype(jnp.float32), group.axis_name).astype(tokens.dtype)
+    if not config.drop:
+        rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
+        needed = jax.lax.psum(rows_here, group.axis_name)
+        total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)
+    invalid = jnp.where(rank == 0, (~valid & (expert_ids != -1)).sum(dtype=jnp.int32), 0)
+    return total, stats_of(routing)._replace(invalid=invalid[None]), overlapped

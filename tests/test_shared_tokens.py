@@ -1,0 +1,119 @@
+"""moe_mlp of tokens that all ranks have, against the layer of tokens that are sharded."""
+
+import logging
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import pytest
+from conftest import OpenGroup
+
+from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, moe_mlp
+from jax_ep.nn import layer_checks
+
+P = jax.sharding.PartitionSpec
+SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 4, 12, 3, 8, 128, 256
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float8": {"precision": "float8"},
+    "weighed inputs": {"weigh_inputs": True},
+    "drop": {"capacity": 0.7, "on_overflow": "drop"},
+    "xla": {"implementation": "xla"},
+    "gated": {"activation": Gated(lambda gate, up: jnp.tanh(gate) * (up + 1))},
+}
+
+
+def draw(rng: np.random.Generator) -> tuple[Any, ...]:
+    """Tokens, weights and matrices, ids, and a cotangent. Some ids are skipped, or invalid."""
+    case = helpers.draw_case(rng, 1, TOKENS, TOP_K, EXPERTS, HIDDEN, helpers.DTYPES[2])
+    case.ids[0, 0, 0], case.ids[0, 1, 1] = -1, EXPERTS + 3
+    _, _, *matrices = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)
+    floats = (case.tokens[0], case.weights[0], *(x.reshape(EXPERTS, *x.shape[2:]) for x in matrices))
+    return floats, case.ids[0], rng.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+
+
+def layer(group: Group, shared: bool, check_vma: bool = True, **options: Any) -> Any:
+    """(floats, ids, cotangent) -> sums, statistics and gradients, of global arrays."""
+    activation, rows = options.pop("activation", "silu"), P() if shared else P("ep")
+
+    def body(tokens: jax.Array, weights: jax.Array, gate: Any, up: Any, down: Any, ids: jax.Array) -> Any:
+        experts = Experts(gate, up, down, activation=activation)
+        return moe_mlp(tokens, ids, weights, experts, group=group, shared_tokens=shared, **options)
+
+    mapped = jax.shard_map(
+        body,
+        mesh=group.mesh,
+        in_specs=(rows, rows, P("ep"), P("ep"), P("ep"), rows),
+        out_specs=(rows, P("ep")),
+        check_vma=check_vma,
+    )
+
+    def both(floats: Any, ids: jax.Array, cotangent: jax.Array) -> Any:
+        out, pull, stats = jax.vjp(lambda t, w, g, u, d: mapped(t, w, g, u, d, ids), *floats, has_aux=True)
+        return out, stats, pull(cotangent)
+
+    return jax.jit(both)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers(form: str, check_vma: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """Those of a layer on one rank."""
+    operands = draw(rng)
+    found = helpers.fetch(layer(open_group(SIZE), True, check_vma, **FORMS[form])(*operands))
+    alone: dict[str, Any] = {"capacity": 1.0} if form == "drop" else {}
+    wanted = helpers.fetch(layer(open_group(1), False, **FORMS[form] | alone)(*operands))
+    if form == "drop":  # other experts have less room
+        assert 0 < found[1].dropped.sum() < TOKENS * TOP_K
+        np.testing.assert_array_equal(found[1].counts, wanted[1].counts)
+        return
+    for name, a, b in zip(("sums", "stats", "gradients"), found, wanted, strict=True):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            x = x.sum(keepdims=True) if name == "stats" and y.size == 1 else x
+            if form == "float8" and name == "gradients":  # those of products that are rounded at other places
+                assert np.linalg.norm(x - y) <= 0.08 * np.linalg.norm(y)
+                continue
+            np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, np.abs(y).max()), err_msg=name)
+
+
+@pytest.mark.usefixtures("native")
+def test_overflow(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group, (floats, ids, cotangent) = open_group(2), draw(rng)
+    with helpers.expect_failure(group, CapacityError, "capacity is 8", "xla"):
+        out, *_ = helpers.fetch(layer(group, True, capacity=8)(floats, ids, cotangent))
+        assert np.isnan(out).all()
+
+
+def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    """What they show is refused, or warned of once."""
+    group, operands = open_group(2), draw(rng)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"wire": "float8"}, "wire must be None where shared_tokens is true, got 'float8'"),
+        ({"nodes": NodeOptions()}, "nodes must be None where shared_tokens is true"),
+    ]
+    for options, text in refused:
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(layer(group, True, **options), *operands)
+
+    def body(tokens: jax.Array, ids: jax.Array, matrix: jax.Array, *, shared: bool) -> jax.Array:
+        return moe_mlp(tokens, ids, None, Experts(None, matrix, matrix), group=group, shared_tokens=shared)[0]
+
+    def traced(rows: Any, shared: bool) -> None:
+        mapped = jax.shard_map(
+            lambda *x: body(*x, shared=shared), mesh=group.mesh, in_specs=(rows, rows, P("ep")), out_specs=P("ep")
+        )
+        jax.eval_shape(mapped, jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32), jnp.zeros((2, 8, 8)))
+
+    with pytest.raises(ValueError, match="tokens must be the same on all ranks where shared_tokens is true"):
+        traced(P("ep"), True)
+    layer_checks._warn_of_shared_tokens.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="jax_ep"):
+        traced(P(), False)
+        traced(P(), False)
+    assert [x.getMessage() for x in caplog.records] == [
+        "moe_mlp: tokens are the same on all 2 ranks, and each computes all of them: pass shared_tokens=True"
+    ]
