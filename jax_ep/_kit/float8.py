@@ -125,7 +125,10 @@ def _in_blocks(weights: jax.Array) -> jax.Array:
 
 def _quantized(blocks: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """The bits of the values, and the scales, in which `axes`, the axes of a block, have size 1."""
-    largest = jnp.max(jnp.abs(blocks), axis=axes, keepdims=True)
+    # The maximum of the bits: magnitudes have the order of their bits, and NaN the largest. XLA's CPU maximum of floats
+    # drops NaN in large arrays.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
     inverse = jnp.where(largest == 0, 1.0, jnp.minimum(LARGEST / largest, jnp.finfo(jnp.float32).max))
     divisor = jnp.where(largest < 0, largest, LARGEST)  # XLA would multiply by the rounded inverse of a constant
     return to_bits(blocks * inverse), jnp.where(largest == 0, 1.0, largest / divisor)
