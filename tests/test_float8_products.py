@@ -257,6 +257,14 @@ def test_wrong_dtypes_and_sizes() -> None:
     for wrong in ("x", None, np.int32):
         with pytest.raises(TypeError, match=r"^dequantize: dtype must be "):
             dequantize(rows, wrong)  # pyright: ignore[reportArgumentType]
+    for misfit, match in (
+        (dataclasses.replace(rows, scales=rows.scales[:, :1]), r"scales must have shape \[M, K / 128\] = \(4, 2\)"),
+        (dataclasses.replace(rows, bits=rows.bits[:, :130]), "bits must have sizes that are multiples of 128"),
+        (dataclasses.replace(weights, scales=weights.scales[:1]), r"scales must have shape \[G, N / 128, K / 128\]"),
+        (dataclasses.replace(weights, bits=weights.bits[0, 0]), r"bits must have shape \[N, K\] or \[G, N, K\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"^dequantize: quantized\.{match}"):
+            dequantize(misfit)
 
 
 def test_dense_products_are_of_float8_alone() -> None:

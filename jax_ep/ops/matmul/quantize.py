@@ -47,16 +47,22 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """The rows or weights that `quantize_rows` or `quantize_weights` quantized, with the rounding of float8.
 
     Raises:
-      TypeError: `quantized` is neither, or `dtype` is no float.
+      ValueError, TypeError: `quantized` is neither, or its arrays do not fit together; or `dtype` is no float.
     """
-    result = checks.canonical_dtype("dequantize", "dtype", dtype)
+    op, name = "dequantize", "quantized"
+    result = checks.canonical_dtype(op, "dtype", dtype)
     if result is None or not jnp.issubdtype(result, jnp.floating):
-        raise TypeError(f"dequantize: dtype must be one of floats, got {dtype!r}")
+        raise TypeError(f"{op}: dtype must be one of floats, got {dtype!r}")
     if isinstance(quantized, Float8Rows):
+        check_rows(op, name, quantized)
         return float8.dequantize_rows(quantized, result)
     if isinstance(quantized, Float8Weights):
+        checks.check_array(op, f"{name}.bits", quantized.bits)
+        if quantized.bits.ndim not in (2, 3):
+            raise ValueError(f"{op}: {name}.bits must have shape [N, K] or [G, N, K], got {quantized.bits.shape}")
+        check_weights(op, name, quantized, quantized.shape, "[G, K, N]")
         return float8.dequantize_weights(quantized, result)
-    raise TypeError(f"dequantize: quantized must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
+    raise TypeError(f"{op}: {name} must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
 
 
 def check_rows(op: str, name: str, rows: Float8Rows) -> None:
