@@ -10,7 +10,17 @@ import pytest
 import sparse_cases as cases
 from conftest import OpenGroup
 
-from jax_ep import Implementation, SparseRows, combine, dispatch, sparse_all_reduce
+from jax_ep import (
+    Experts,
+    Group,
+    Implementation,
+    NodeOptions,
+    SparseRows,
+    combine,
+    dispatch,
+    moe_mlp,
+    sparse_all_reduce,
+)
 
 SIZE, EXPERTS = 2, 4
 
@@ -63,6 +73,46 @@ def test_nothing(
     helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
     for gradient, operand in zip(gradients, (case.tokens, case.weights), strict=True):
         np.testing.assert_array_equal(gradient, np.zeros_like(operand))
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("layer", [False, True], ids=["ops", "layer"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"ep": 2}, {}),
+        ({"ep": 2}, {"capacity": 4, "wire": "float8"}),
+        ({"node": 2, "ep": 2}, {"capacity": 4, "nodes": NodeOptions(chunks=2)}),
+    ],
+    ids=["default", "float8", "nodes"],
+)
+@pytest.mark.usefixtures("native")
+def test_operands_without_tokens(
+    shape: dict[str, int], options: dict[str, Any], layer: bool, derived: bool, implementation: Implementation
+) -> None:
+    mesh, here = helpers.mesh_of(**shape), tuple(shape.values())
+    with Group(mesh, tuple(shape), across_nodes=len(shape) > 1) as group:
+        by: dict[str, Any] = {"group": group, "implementation": implementation}
+
+        def sums(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
+            if layer:
+                return moe_mlp(tokens, ids, weights, Experts(*matrices), **by, **options)[0]
+            out = dispatch(tokens, ids, weights, num_experts=EXPERTS, **by, **options)
+            return combine(out.rows, out.routing, **by)
+
+        def gradient(*operands: jax.Array) -> Any:
+            return jax.value_and_grad(lambda *x: jnp.sum(sums(*x)), (0, 1, *range(3, len(operands))))(*operands)
+
+        shapes = [(0, 128), (0, 2), *([(EXPERTS // group.size, 128, 128)] * 3 if layer else [])]
+        operands: list[Any] = [np.ones((*here, *shape), np.float32) for shape in shapes]
+        operands.insert(2, np.zeros((*here, 0, 2), np.int32))
+        found = helpers.fetch(helpers.per_rank(gradient if derived else sums, mesh)(*operands))
+        group.check()
+    if not derived:
+        assert found.shape == (*here, 0, 128)
+    else:
+        assert not any(np.any(x) for x in jax.tree.leaves(found))
+        assert [x.shape for x in found[1]] == [x.shape for x in operands if x.dtype == np.float32]
 
 
 def test_float8_rows_of_no_tokens(

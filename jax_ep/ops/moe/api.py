@@ -14,7 +14,7 @@ from jax_ep._kit import vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
-from jax_ep.ops.moe.arguments import check_combined, validated
+from jax_ep.ops.moe.arguments import check_combined, runs_kernels, validated
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
 from jax_ep.runtime.undelivered import nan_on_overflow
@@ -131,7 +131,7 @@ def combine(
     leaves, treedef = jax.tree.flatten(routing)
     expert_outputs, *leaves = vary.vary_alike(group.axis_name, expert_outputs, *leaves)
     routing = jax.tree.unflatten(treedef, leaves)
-    by_kernels = group._resolve(op, implementation, serves_nodes=True) == "ffi"
+    by_kernels = runs_kernels(op, group, implementation, routing.targets.shape[0])
     return run_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 
 

@@ -83,12 +83,19 @@ def validated(
         raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of 128, got H = {hidden}")
     nodes = NodeOptions() if nodes is None else nodes
     to_nodes = _node_tokens(op, nodes, group, num_experts, expert_ids)
-    by_kernels = group._resolve(op, implementation, serves_nodes=True) == "ffi"
+    by_kernels = runs_kernels(op, group, implementation, num_tokens)
     config = DispatchConfig(group.size, num_experts, room, alignment, wire, on_overflow == "drop")
     chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
     tokens, expert_ids, weights = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
     return DispatchCall(group, config, to_nodes, chunks, by_kernels), (tokens, expert_ids, weights)
+
+
+def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:
+    """Whether an op of so many tokens runs kernels. Of none it does not: jaxlib does not compile a custom call in a
+    `jax.shard_map` whose operands are all empty.
+    """
+    return group._resolve(op, implementation, serves_nodes=True) == "ffi" and num_tokens > 0
 
 
 def _rows(op: str, capacity: Any, even: int, alignment: int, most: int) -> int:

@@ -108,6 +108,8 @@ def dispatch(
 def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H]."""
     size, num_tokens, top_k = routing.row_of.shape
+    if not num_tokens:  # jax.numpy takes nothing from an empty array
+        return jnp.zeros_like(tokens, shape=(routing.config.capacity, tokens.shape[1]))
     all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
     source = jnp.arange(routing.row_of.size, dtype=jnp.int32) // max(top_k, 1)
     source_of_row = routing.by_row(source.reshape(routing.row_of.shape), all_tokens.shape[0])
