@@ -4,12 +4,14 @@ Process i of n sees device i alone as its own. With `--gpus` fewer, they share t
 one GPU take time slices, so this is for tests of more ranks than there are GPUs. With JAX_PLATFORMS=cpu every process
 has CPU devices of its own.
 
-No process outlives the launcher: SIGINT, SIGTERM and SIGHUP end all of them, and so does its death.
+No process outlives the launcher: SIGINT, SIGTERM and SIGHUP end all of them and what they started, and so does its
+death. They are a process group of their own, which a shell ends when the launcher no longer holds the shell's input.
+
+The script finds `jax.distributed` initialized. Its own call of `jax.distributed.initialize` does nothing.
 """
 
 import argparse
 import contextlib
-import ctypes
 import os
 import runpy
 import select
@@ -31,7 +33,7 @@ _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
 _POLL_SECONDS = 0.05
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_PROCESSES = 256  # several for each GPU of a host; a slip of the finger shall not fill the host
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_KEEPER = "trap '' HUP INT TERM; read _; kill -KILL 0"  # for sh: kills its process group when its input ends
 
 
 class Role(NamedTuple):
@@ -45,8 +47,13 @@ class Role(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        address, *numbers = text.split()
-        return cls(address, *map(int, numbers))
+        """Raises ValueError unless this process' parent wrote it."""
+        with contextlib.suppress(ValueError, TypeError):
+            address, *numbers = text.split()
+            role = cls(address, *map(int, numbers))
+            if role.launcher == os.getppid():
+                return role
+        raise ValueError(f"{_ROLE} must be set by a launcher for its own processes, got {text!r}: unset it")
 
     def __str__(self) -> str:
         return " ".join(map(str, self))
@@ -65,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gpus is not None and not 1 <= options.gpus <= options.processes:
         parser.error(f"argument -g: must be from 1 to the number of processes, {options.processes}, got {options.gpus}")
     if role := os.environ.pop(_ROLE, None):
-        _run(Role.parse(role), options)
+        try:
+            parsed = Role.parse(role)
+        except ValueError as error:
+            parser.error(str(error))
+        _run(parsed, options)
         return 0
     given = list(sys.argv[1:] if arguments is None else arguments)
     return _start_all(options.processes, [sys.executable, "-m", "jax_ep.launch", *given])
@@ -76,7 +87,7 @@ def _run(role: Role, options: argparse.Namespace) -> None:
 
     A script that fails ends at once: on the way out jax.distributed would wait for the others.
     """
-    _die_with(role.launcher)
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # to read from the launcher's terminal is an error, not a stop
     os.set_inheritable(role.pipe, False)
     jax.distributed.initialize(
         role.address,
@@ -87,6 +98,7 @@ def _run(role: Role, options: argparse.Namespace) -> None:
     )
     if role.process == 0:
         jax_private.replace_coordination_service(lambda service: _LastToLeave(service, role.pipe))
+    jax.distributed.initialize = lambda *_, **__: None
     sys.argv = [options.script, *options.rest]
     try:
         if options.module:
@@ -113,14 +125,6 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _die_with(launcher: int) -> None:
-    """This process is killed when the launcher ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before
-        _leave(128 + signal.SIGKILL)
-
-
 _kept: list[Any] = []  # until the process ends
 
 
@@ -143,7 +147,8 @@ def _start_all(count: int, command: list[str]) -> int:
     """The exit code of the first process that fails, or 0. When one fails, or on a signal, all are ended."""
     processes: list[subprocess.Popen[bytes]] = []
     with _reserved_port() as port, _signals() as received, contextlib.ExitStack() as on_end:
-        on_end.callback(_end, processes)
+        keeper = subprocess.Popen(["sh", "-c", _KEEPER], stdin=subprocess.PIPE, process_group=0)
+        on_end.callback(_end, keeper, processes)
         address = f"127.0.0.1:{port.getsockname()[1]}"
         ended, others = os.pipe()
         try:
@@ -151,7 +156,7 @@ def _start_all(count: int, command: list[str]) -> int:
                 pipe = others if index else ended
                 role = Role(address, count, index, os.getpid(), pipe)
                 environment = os.environ | {_ROLE: str(role)}
-                processes.append(subprocess.Popen(command, env=environment, pass_fds=[pipe]))
+                processes.append(subprocess.Popen(command, env=environment, pass_fds=[pipe], process_group=keeper.pid))
         finally:
             os.close(ended)
             os.close(others)
@@ -186,16 +191,16 @@ def _await_end(processes: Sequence["subprocess.Popen[bytes]"], received: Sequenc
         time.sleep(_POLL_SECONDS)
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    for process in processes:
-        process.terminate()
+def _end(keeper: "subprocess.Popen[bytes]", processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ends the keeper's process group: `processes`, and what they started."""
+    os.killpg(keeper.pid, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     for process in processes:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    os.killpg(keeper.pid, signal.SIGKILL)
+    for process in (keeper, *processes):
+        process.wait()
 
 
 def _reserved_port() -> socket.socket:

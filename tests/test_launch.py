@@ -37,7 +37,9 @@ def run(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 def test_every_process_runs_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import jax, os, sys\nos.write(1, f'{jax.process_index()} {jax.process_count()} {sys.argv[1:]}\\n'.encode())"
+        "import jax, os, sys\n"
+        "jax.distributed.initialize()\n"
+        "os.write(1, f'{jax.process_index()} {jax.process_count()} {sys.argv[1:]}\\n'.encode())"
     )
     result = run("-n", "2", str(script), "-n", "x", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -57,15 +59,22 @@ def test_the_first_failure_ends_all(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def sleeping(cwd: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
-    """A launcher, and its two processes, which sleep; at the end none is left, whatever the launcher did."""
-    (cwd / "sleep.py").write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
+    """A launcher, its two processes and what they started, all of which sleep; at the end none is left, whatever the
+    launcher did."""
+    (cwd / "sleep.py").write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "os.write(1, b'%d %d\\n' % (os.getpid(), child.pid))\n"
+        "time.sleep(600)"
+    )
     process = subprocess.Popen(
         command("-n", "2", "sleep.py"), cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True
     )
     started: list[int] = []
     try:
         assert process.stdout is not None
-        started += [int(process.stdout.readline()) for _ in range(2)]
+        for _ in range(2):
+            started += map(int, process.stdout.readline().split())
         yield process, started
     finally:
         process.kill()
@@ -92,9 +101,7 @@ def test_a_signal_ends_all(number: signal.Signals, tmp_path: Path) -> None:
     with sleeping(tmp_path) as (process, started):
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
-        for pid in started:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+        await_end(started)
 
 
 def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
@@ -104,18 +111,12 @@ def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
         await_end(started)
 
 
-def test_a_launcher_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LeftError(Exception):
-        pass
-
-    def leave(code: int) -> None:
-        raise LeftError(code)
-
-    monkeypatch.setattr(launch, "_leave", leave)
-    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: type("C", (), {"prctl": lambda *arguments: 0}))
-    launch._die_with(os.getppid())
-    with pytest.raises(LeftError):
-        launch._die_with(os.getppid() + 1)
+@pytest.mark.parametrize("stale", ["1", "127.0.0.1:1 2 0 1 5"])
+def test_a_stale_role(stale: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EP_LAUNCH", stale)
+    with pytest.raises(SystemExit):
+        launch.main(["-n", "2", "script.py"])
+    assert f"JAX_EP_LAUNCH must be set by a launcher for its own processes, got {stale!r}" in capsys.readouterr().err
 
 
 def test_what_is_ignored_stays_so() -> None:
