@@ -1,4 +1,4 @@
-"""`python -m jax_ep demo | demo-mlp | demo-sparse | demo-nodes | info | bench <what>`; `--help` after any of them."""
+"""`python -m jax_ep` demo, demo-mlp, demo-sparse, demo-nodes, info, report or bench; `--help` after any of them."""
 
 import argparse
 import importlib
@@ -9,11 +9,13 @@ import platform
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import jax
 
 from jax_ep._kit import ffi
+from jax_ep.runtime import report as flight_report
 from jax_ep.version import __version__
 
 _DEMOS = {
@@ -34,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("demo-sparse", add_help=False, help="train word vectors with sparse gradients")
     commands.add_parser("demo-nodes", add_help=False, help="train experts on several nodes, few of them a token")
     commands.add_parser("info", help="built platforms, devices, links, versions")
+    report = commands.add_parser("report", help="merge the flight records of a folder, and name the first divergence")
+    report.add_argument("folder", type=Path, help="that of JAX_EP_DUMP; touch its file `request` for records of a job")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
     kinds = bench.add_subparsers(dest="what", required=True)
     kinds.add_parser("moe", add_help=False, help="dispatch and combine")
@@ -48,11 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
     kinds.add_parser("overlap", add_help=False, help="ops beside other work, in order and asynchronous")
     kinds.add_parser("nodes", add_help=False, help="dispatch and combine over several nodes")
     options, rest = parser.parse_known_args(arguments)
-
+    if rest and options.command in ("info", "report"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "report":
+        try:
+            print(flight_report.report(options.folder))
+        except ValueError as error:
+            parser.error(str(error))
+        return 0
     _ask_for_cpu_devices()
     if options.command == "info":
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return info()
     _avoid_unbuilt_gpus()
     demo = _DEMOS.get(options.command)

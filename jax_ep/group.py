@@ -198,7 +198,7 @@ class Group:
 
         May be called at any time, from any thread, while ops run and after a failure. Ranks of other processes are
         included, those of other hosts and with implementation="xla" are not. A failure writes it as JSON into the
-        folder that the environment variable JAX_EP_DUMP names.
+        folder that the environment variable JAX_EP_DUMP names; `python -m jax_ep report` merges those of all processes.
         """
         if self.intranode is not None:
             return self.intranode.report()

@@ -4,6 +4,8 @@ process does not count."""
 import json
 import logging
 import os
+import re
+import resource
 import signal
 import subprocess
 import threading
@@ -17,6 +19,8 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep import Group, PeerTimeoutError
+from jax_ep.runtime import flight_records
+from jax_ep.runtime.report import report
 
 SIZE, EXPERTS, STALLED = 4, 8, 3
 OPTIONS = {"num_experts": EXPERTS, "implementation": "ffi"}
@@ -60,10 +64,11 @@ def test_a_failure_is_logged_and_dumped(
     case = case_of(rng)
     helpers.fetch(helpers.dispatch_combine(group, **OPTIONS)(*case))
     fail(group, case)
-    message = await_log(caplog, "flight record: ")
-    assert "PeerTimeoutError" in message
+    await_log(caplog, "flight record: ")
+    message = await_log(caplog, "PeerTimeoutError: ")
     assert f"rank {STALLED} in vain: it has not begun this op; its last was combine float32 T=4 K=2 H=16" in message
-    [path] = tmp_path.glob("*.json")
+    [path] = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
     record = json.loads(path.read_text())
     assert record["error"] == "PeerTimeoutError"
     assert [rank["rank"] for rank in record["ranks"]] == list(range(SIZE))
@@ -75,6 +80,59 @@ def test_a_failure_is_logged_and_dumped(
     assert max(rank["waited_ns"][STALLED] for rank in record["ranks"]) > 0.4e9
     with pytest.raises(PeerTimeoutError):
         group.check()
+
+
+def test_a_full_disk(
+    open_group: OpenGroup, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaves no part of a record."""
+    monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
+    group = open_group(SIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        flight_records.write(group._native, repr(group), "JaxEpError")  # pyright: ignore[reportArgumentType]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    await_log(caplog, "its flight record could not be written to JAX_EP_DUMP=")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU's host does not wait when a program is called")
+def test_a_record_on_request(
+    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the main thread waits in native code for a rank that stalls."""
+    monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
+    group = open_group(SIZE, timeout=60)
+    case = case_of(rng)
+    program = helpers.dispatch_combine(group, **OPTIONS)
+    helpers.fetch(program(*case))
+    assert group._native is not None
+    stall = group._native.stall
+    stall(STALLED, "protocol")
+    found: list[Path] = []
+
+    def ask() -> None:
+        time.sleep(0.5)
+        (tmp_path / "request").touch()
+        deadline = time.monotonic() + 30
+        while not found and time.monotonic() < deadline:
+            found.extend(tmp_path.glob("*.json"))
+            time.sleep(0.05)
+        stall(-1, "protocol")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+    asking.join()
+    assert len(found) == 1
+    text = report(tmp_path)
+    site = "(helpers.py, both)"
+    assert f", line 0 rank 0, 1, 2, 3, at {time.strftime('%H:')}" in text
+    assert "main thread in helpers.py:" in text
+    assert f"first divergence: op 3\n    line 0 rank {STALLED}: not begun; the last is op 2, combine float32" in text
+    assert re.search(rf"\n    line 0 rank 0, 1, 2: dispatch float32 T=4 .*{re.escape(site)}, running$", text), text
 
 
 def test_the_next_execution_raises(open_group: OpenGroup, rng: np.random.Generator) -> None:

@@ -1,19 +1,15 @@
-"""A thread per group that notices a failure, logs it and writes the flight record."""
+"""A thread per group that notices a failure, logs it and writes the flight record; and writes one on request."""
 
 import atexit
-import json
 import logging
-import os
 import threading
-import time
-from pathlib import Path
 
 from jax_ep.errors import GroupClosedError
-from jax_ep.runtime.native import NativeGroup, await_failure, close_all, history
+from jax_ep.runtime import flight_records
+from jax_ep.runtime.native import NativeGroup, await_failure, close_all
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
-_DUMP = "JAX_EP_DUMP"  # the folder for flight records
 _watching: set[threading.Thread] = set()
 
 
@@ -50,33 +46,14 @@ def _end_all() -> None:
 
 def _watch(native: NativeGroup, name: str, ended: threading.Event) -> None:
     try:
-        found = None
+        found, request = None, flight_records.Request()
         while found is None and not ended.is_set():
             found = await_failure(native, _PERIOD_SECONDS)
+            if found is None and request.is_new():
+                flight_records.write(native, name)
         if found is not None and not isinstance(found, GroupClosedError):
             kind, message = type(found).__name__, str(found)
-            _LOGGER.error("%s: %s: %s%s", name, kind, message, _dump(native, name, kind, message))
+            _LOGGER.error("%s: %s: %s", name, kind, message)
+            flight_records.write(native, name, kind, message)
     finally:
         _watching.discard(threading.current_thread())
-
-
-def _dump(native: NativeGroup, name: str, kind: str, message: str) -> str:
-    """Writes the flight record into the folder JAX_EP_DUMP; returns a text for the log."""
-    folder = os.environ.get(_DUMP)
-    if not folder:
-        return f"; set {_DUMP} to a folder for the last ops of every rank"
-    record = {
-        "group": name,
-        "error": kind,
-        "message": message,
-        "time": time.time(),
-        "process": os.getpid(),
-        "ranks": [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)],
-    }
-    try:
-        path = Path(folder) / f"jax_ep-{os.getpid()}-{time.time_ns()}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1))
-    except OSError as error:
-        return f"; its flight record could not be written to {_DUMP}={folder!r}: {error}"
-    return f"; flight record: {path}"

@@ -1,0 +1,90 @@
+"""Flight records: the last ops of the ranks of a group, and where this process is, as JSON in the folder JAX_EP_DUMP.
+
+A failure writes one. Whoever touches the file `request` in that folder gets one of every open group of every process
+that sees the file, a second later, also where the main thread of a process waits in native code. Python runs handlers
+of signals in the main thread alone, so a signal would come too late. `jax_ep.runtime.report` merges records.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from jax_ep.runtime.native import NativeGroup, history
+
+_LOGGER = logging.getLogger("jax_ep")
+_DUMP = "JAX_EP_DUMP"  # the folder
+_REQUEST = "request"  # a file in it
+NAMES = "jax_ep-*.json"  # of the records
+
+
+class Request:
+    """Whether the file `request` was touched since the last look."""
+
+    def __init__(self) -> None:
+        self._seen = _touched()
+
+    def is_new(self) -> bool:
+        before, self._seen = self._seen, _touched()
+        return self._seen not in (None, before)
+
+
+def _touched() -> int | None:
+    with contextlib.suppress(OSError):
+        if folder := os.environ.get(_DUMP):
+            return os.stat(Path(folder) / _REQUEST).st_mtime_ns
+    return None
+
+
+def write(native: NativeGroup, group: str, error: str = "", message: str = "") -> None:
+    """Writes the record, and logs where; or why not."""
+    level = logging.ERROR if error else logging.WARNING
+    folder = os.environ.get(_DUMP)
+    if not folder:
+        _LOGGER.log(level, "%s: set %s to a folder for the last ops of every rank", group, _DUMP)
+        return
+    record = {
+        "group": group,
+        "id": native.id,  # the same in all processes of the group
+        "error": error,  # its type; none where the record was asked for
+        "message": message,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "stack": _main_stack(),
+    }
+    try:
+        record["ranks"] = [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)]
+        path = _write_whole(Path(folder), json.dumps(record, indent=1))
+    except (OSError, RuntimeError) as failed:
+        _LOGGER.error("%s: its flight record could not be written to %s=%r: %s", group, _DUMP, folder, failed)
+    else:
+        _LOGGER.log(level, "%s: flight record: %s", group, path)
+
+
+def _main_stack() -> list[tuple[str, int, str]]:
+    """File, line and function of the calls of the main thread, the innermost one last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [(call.filename, call.lineno or 0, call.name) for call in traceback.extract_stack(frame)] if frame else []
+
+
+def _write_whole(folder: Path, text: str) -> Path:
+    """Writes a file that other users cannot read, and that nobody sees before it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAMES.replace("*", f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}")
+    descriptor, temporary = tempfile.mkstemp(dir=folder)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path

@@ -1,0 +1,113 @@
+"""`python -m jax_ep report DIR`: what the flight records in a folder say of each group, as one view of all its ranks.
+
+The ranks of a group run the same ops in the same order, so the number of an op stands for the same op on every rank.
+The first op that is not delivered on all ranks, or not the same on all, is where they diverged (PyTorch's flight
+recorder analyzer compares collectives in the same way). Clocks of ranks differ, and are not compared.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_ep.runtime.flight_records import NAMES
+
+Record = Mapping[str, Any]  # as `flight_records.write` makes it
+Rank = tuple[int, int]  # line, rank
+Ops = dict[int, Record]  # by number
+
+
+def report(folder: Path) -> str:
+    """
+    Raises:
+      ValueError: there is no record in the folder.
+    """
+    groups: dict[int, list[Record]] = {}
+    lines: list[str] = []
+    for path in sorted(folder.glob(NAMES)):
+        try:
+            record = json.loads(path.read_text())
+            groups.setdefault(record["id"], []).append(record)
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            lines.append(f"{path} is no flight record: {type(error).__name__}: {error}")
+    if not groups:
+        raise ValueError(f"no flight records ({NAMES}) in {folder}")
+    for records in groups.values():
+        lines += _of_group(sorted(records, key=lambda record: record["time"]))
+    return "\n".join(lines)
+
+
+def _of_group(records: list[Record]) -> Iterator[str]:
+    """The lines of one group, of its records in the order of time."""
+    latest = {(record["host"], record["process"]): record for record in records}  # of each process
+    latest = dict(sorted(latest.items(), key=lambda item: item[1]["time"]))
+    owners = {rank: process for process, record in latest.items() for rank in _own_ranks(record)}
+    earlier = {process for process, record in latest.items() if any(owners[x] != process for x in _own_ranks(record))}
+    ops: dict[Rank, Ops] = {}
+    for record in records:
+        if (record["host"], record["process"]) in earlier:
+            continue
+        for each in record["ranks"]:
+            known = ops.setdefault((each["line"], each["rank"]), {})
+            known.update((op["epoch"], op) for op in each["ops"])
+    yield records[0]["group"]
+    for process, record in latest.items():
+        if process in earlier:
+            yield f"  {_name(process)}: of an earlier run, left out"
+            continue
+        when, where = time.strftime("%H:%M:%S", time.localtime(record["time"])), _place(record["stack"])
+        what = f"{record['error']}: {record['message']}" if record["error"] else "was asked for its record"
+        yield f"  {_name(process)}, {_ranks(_own_ranks(record))}, at {when}, main thread in {where}: {what}"
+    sizes = {each["line"]: len(each["waited_ns"]) for record in latest.values() for each in record["ranks"]}
+    ranks = [(line, rank) for line, size in sizes.items() for rank in range(size)]
+    if missing := [rank for rank in ranks if owners.get(rank) in {None, *earlier}]:
+        yield f"  no record of the process of {_ranks(missing)}"
+    yield from _divergence(ops)
+
+
+def _divergence(ops: Mapping[Rank, Ops]) -> Iterator[str]:
+    first = max((min(known) for known in ops.values() if known), default=1)  # the first that all have recorded
+    first = min(first, *(max(known, default=0) + 1 for known in ops.values()))  # or that a rank has not begun
+    for number in range(first, max((max(known, default=0) for known in ops.values()), default=0) + 1):
+        ranks: dict[str, list[Rank]] = {}
+        for rank, known in ops.items():
+            ranks.setdefault(_state(known, number), []).append(rank)
+        if len(ranks) > 1 or not next(iter(ranks)).endswith(", delivered"):
+            yield f"  first divergence: op {number}"
+            for state, of in sorted(ranks.items(), key=lambda item: ("not begun" not in item[0], len(item[1]))):
+                yield f"    {_ranks(of)}: {state}"
+            return
+    yield "  no divergence: every recorded op was delivered, and was the same on all ranks"
+
+
+def _state(known: Ops, number: int) -> str:
+    if number in known:
+        return f"{known[number]['call']}, {known[number]['outcome']}"
+    last = max(known, default=0)
+    if number < last:
+        return f"no longer recorded; the last is op {last}"
+    return "not begun" + (f"; the last is op {last}, {known[last]['call']}, {known[last]['outcome']}" if known else "")
+
+
+def _own_ranks(record: Record) -> list[Rank]:
+    """The ranks of the process itself."""
+    return [(each["line"], each["rank"]) for each in record["ranks"] if not each["process"]]
+
+
+def _ranks(ranks: Iterable[Rank]) -> str:
+    by_line: dict[int, list[str]] = {}
+    for line, rank in sorted(ranks):
+        by_line.setdefault(line, []).append(str(rank))
+    return "; ".join(f"line {line} rank {', '.join(its)}" for line, its in by_line.items())
+
+
+def _name(process: tuple[str, int]) -> str:
+    return f"process {process[1]} of {process[0]}"
+
+
+def _place(stack: list[tuple[str, int, str]]) -> str:
+    """The innermost call of code that is not installed."""
+    own = [call for call in stack if "site-packages" not in call[0]] or stack or [("?", 0, "?")]
+    file, line, function = own[-1]
+    return f"{Path(file).name}:{line} ({function})"
