@@ -313,7 +313,10 @@ class Group:
 
     def __repr__(self) -> str:
         shape = dict(self.mesh.shape)
-        return f"Group(mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r})"
+        text = f"mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r}"
+        text += f", nodes={self.nodes}" if self.nodes > 1 else ""
+        text += ", async_ops=True" if self.async_ops else ""
+        return f"Group({text}{', closed=True' if self._closed else ''})"
 
 
 def _chosen(op: str, implementation: Chosen, why: str) -> Chosen:

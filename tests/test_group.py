@@ -20,7 +20,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh
 
-from jax_ep import CapacityError, Group, GroupClosedError, Implementation, PlatformError, profiling
+from jax_ep import CapacityError, Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
 from jax_ep._kit import meshes
 from jax_ep.runtime import native as native_module, open_groups
 
@@ -156,6 +156,28 @@ def test_describes_itself(open_group: OpenGroup) -> None:
     assert group.size == SIZE
     assert "'ep'" in repr(group)
     assert f"size={SIZE}" in repr(group)
+    group.close()
+    assert repr(group).endswith(", closed=True)")
+    with Group(group.mesh, "ep", async_ops=True) as other:
+        assert repr(other).endswith(", async_ops=True)")
+
+
+def test_results_describe_themselves(open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """By types, not values."""
+    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 128)
+    options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "xla", "wire": "float8_rows"}
+    group, texts = open_group(SIZE), []
+
+    def arrived(*operands: jax.Array) -> jax.Array:
+        out = dispatch(*operands, group=group, **options)
+        texts.append(repr(out))
+        return out.group_sizes
+
+    helpers.per_rank(arrived, group.mesh)(*case)
+    [text] = texts
+    assert text.startswith(f"Dispatched(rows=Float8Rows(bits=uint8[{4 * 2 * SIZE},128]")
+    assert ", routing=Routing(targets=int32[4,2]" in text
+    assert len(text) < 800
 
 
 @pytest.mark.parametrize("mode", ["CONCURRENT", "CONCURRENT_REGIONS"])

@@ -25,6 +25,11 @@ def describe(x: Any) -> str:
     return str(jax.typeof(x)) if is_jax_dtype(x.dtype) else f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
+def described(**fields: Any) -> str:
+    """Fields for a repr: of arrays their types."""
+    return ", ".join(f"{name}={describe(x) if isinstance(x, ARRAYS) else repr(x)}" for name, x in fields.items())
+
+
 def is_jax_dtype(dtype: Any) -> bool:
     """Whether jax has arrays of this dtype: it has none of numpy's objects, strings and dates."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)

@@ -21,13 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_ep._kit import checks
+
 BLOCK = 128  # ffi/comm/float8.h: values of a row, rows of a matrix, and its columns
 LARGEST = 448.0
 BITS = np.dtype(np.uint8)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Float8Rows:
     """Rows: row[i] = values[i] * scales[i // 128], for every row and i < H.
 
@@ -44,9 +46,12 @@ class Float8Rows:
         """[M, H] float8_e4m3fn."""
         return _from_bits(self.bits)
 
+    def __repr__(self) -> str:
+        return f"Float8Rows({checks.described(bits=self.bits, scales=self.scales)})"
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Float8Weights:
     """Matrices of weights: weight[k, n] = values[n, k] * scales[n // 128, k // 128] for each matrix.
 
@@ -70,6 +75,9 @@ class Float8Weights:
         """The shape of the weights before they were quantized: [..., K, N]."""
         *others, n, k = self.bits.shape
         return (*others, k, n)
+
+    def __repr__(self) -> str:
+        return f"Float8Weights({checks.described(bits=self.bits, scales=self.scales)})"
 
 
 Float8 = Float8Rows | Float8Weights  # isinstance(x, Float8): whether it is in float8

@@ -129,7 +129,7 @@ class DispatchCall(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Routing:
     """Where every assignment of a dispatch went: what `combine` needs, and what was counted.
 
@@ -156,6 +156,9 @@ class Routing:
     invalid: jax.Array
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
     indices: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({checks.described(**vars(self))})"
 
     @property
     def group_sizes(self) -> jax.Array:
@@ -232,7 +235,7 @@ class Routing:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NodeRouting(Routing):
     """Where every assignment of a dispatch over several nodes went. There are N nodes with L ranks each; R = N L.
 
@@ -320,6 +323,9 @@ class Dispatched(NamedTuple):
     def indices(self) -> jax.Array | None:
         """[C] int32, `routing.indices`: fit for `jax_ep.lax.ragged_dot(..., lhs_indices=)`."""
         return self.routing.indices
+
+    def __repr__(self) -> str:
+        return f"Dispatched({checks.described(**self._asdict())})"
 
 
 def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
