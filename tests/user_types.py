@@ -1,0 +1,37 @@
+# pyright: strict
+"""A user's code: the types of what `jax_ep` exports say what these functions return. Never run; CI checks its types."""
+
+import jax
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import float8, lax
+
+
+def layer(mesh: Mesh, tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: list[jax.Array]) -> jax.Array:
+    with jax_ep.Group(mesh, "ep", timeout=60) as group:
+        gate, up, down = matrices
+        out, stats = jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(gate, up, down), group=group, capacity=2.0)
+        return out + stats.dropped.sum()
+
+
+def by_hand(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, matrix: jax.Array) -> jax.Array:
+    out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, nodes=jax_ep.NodeOptions(capacity="auto"))
+    counts: jax.Array = out.routing.counts
+    group.check()
+    product = lax.ragged_dot(out.rows, matrix, out.group_sizes)
+    return jax_ep.combine(product, out.routing, group=group) + counts.sum()
+
+
+def in_float8(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    weights: float8.Float8Weights = float8.quantize_weights(matrices)
+    return float8.ragged_dot(rows, weights, sizes) + float8.dequantize(float8.quantize_rows(rows))
+
+
+def gradients(group: jax_ep.Group, rows: jax_ep.SparseRows, x: jax.Array, w: jax.Array) -> jax.Array:
+    summed = jax_ep.coalesce(jax_ep.sparse_all_reduce(rows, capacity=64, group=group))
+    return summed.values.sum() + jax_ep.matmul_all_reduce(x, w, group=group)
+
+
+def waited(group: jax_ep.Group) -> dict[int, list[int]]:
+    return {rank.rank: rank.waited_ns for rank in group.report()}
