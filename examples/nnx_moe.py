@@ -7,6 +7,7 @@ The group is a plain attribute of the module: no state, so no checkpoint holds i
 loaded. Modules are made and trained under `jax.set_mesh`, by which Flax places what has an `out_sharding`.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
@@ -164,3 +166,26 @@ def resume(folder: Path, config: Config, group: jax_ep.Group) -> State:
         target = jax.tree.map(on_devices, nnx.to_pure_dict(nnx.state(state)))
         nnx.update(state, checkpointer.restore(folder.absolute(), target))
     return state
+
+
+def main() -> None:
+    """Trains on the text of this file, over all devices."""
+    parser = argparse.ArgumentParser(description="Train a small language model of Flax NNX.")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    steps = parser.parse_args().steps
+    config, text = Config(), np.frombuffer(Path(__file__).read_bytes(), np.uint8)
+
+    def batch(step: int) -> np.ndarray:
+        starts = np.random.default_rng(step).integers(text.size - config.context, size=(256, 1))
+        return text[starts + np.arange(config.context + 1)]
+
+    mesh = Mesh(np.array(jax.devices()).reshape(1, -1), ("fsdp", "ep"))
+    with jax_ep.Group(mesh, "ep") as group:
+        state = create(config, group)
+        for first in range(0, steps, 20):
+            losses = train(state, group, batch, range(first, min(first + 20, steps)))
+            print(f"step {first}: loss {losses[0]:.3f} nats per byte", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ even, and with them nodes.
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -151,3 +152,7 @@ def main(arguments: list[str]) -> int:
                     f"busiest expert {counts.load.max() / counts.load.mean():.2f}x the mean",
                 )
     return 0 if losses[-1] < 0.7 * losses[0] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

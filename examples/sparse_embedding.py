@@ -6,9 +6,11 @@ optimizer updates nothing else. All devices keep the same tables, bit by bit.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,6 +21,10 @@ from tqdm import tqdm
 
 import jax_ep
 from jax_ep import Implementation, embedding
+
+if __name__ == "__main__":  # run as a file: the package is its folder
+    sys.path.append(str(Path(__file__).parents[1]))
+    __package__ = "examples"
 
 from .word_data import Batch, Corpus, load_corpus, sample_batch
 
@@ -194,3 +200,7 @@ def main(arguments: list[str]) -> int:
     if not agreed:
         print("FAILED: the sparse gradient is not the dense one")
     return 0 if fell and agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

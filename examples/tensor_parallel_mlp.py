@@ -7,8 +7,10 @@ and so do their gradients, which are the same two ops the other way round.
 """
 
 import argparse
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from tqdm import tqdm
 
 import jax_ep
+
+if __name__ == "__main__":  # run as a file: the package is its folder
+    sys.path.append(str(Path(__file__).parents[1]))
+    __package__ = "examples"
 
 from .moe_lm_data import load_bytes, sample_batch
 
@@ -147,3 +153,7 @@ def main(arguments: list[str]) -> int:
     if not agreed:
         print(f"FAILED: gradients differ by more than {tolerance}")
     return 0 if fell and agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

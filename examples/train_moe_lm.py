@@ -19,6 +19,10 @@ from tqdm import tqdm
 
 import jax_ep
 
+if __name__ == "__main__":  # run as a file: the package is its folder
+    sys.path.append(str(Path(__file__).parents[1]))
+    __package__ = "examples"
+
 from . import moe_lm
 from .moe_lm_data import load_bytes, sample_batch
 
@@ -207,3 +211,7 @@ def main(arguments: list[str]) -> int:
     if not fell:
         show("FAILED: the loss did not fall")
     return 0 if fell and agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import MagicMock
 
 import jax
 
@@ -30,6 +31,7 @@ _CPU_DEVICES = 8
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Collectives for mixture-of-experts in JAX.")
+    parser.add_argument("--version", action="version", version=f"jax_ep {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
     commands.add_parser("demo-mlp", add_help=False, help="train a tensor-parallel MLP")
@@ -65,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         return info()
     _avoid_unbuilt_gpus()
     demo = _DEMOS.get(options.command)
+    if demo and not {"-h", "--help"}.isdisjoint(rest):
+        _stand_in_for_extras()
     return (load("examples", demo) if demo else load("benchmarks", options.what)).main(rest)
 
 
@@ -105,6 +109,13 @@ def _avoid_unbuilt_gpus() -> None:
     """Runs on the CPU where no GPU library was built, unless the user named a platform (JAX_PLATFORMS)."""
     if not jax.config.values["jax_platforms"] and not ffi.is_built("cuda") and not ffi.is_built("hip"):
         jax.config.update("jax_platforms", "cpu")
+
+
+def _stand_in_for_extras() -> None:
+    """For `--help`, which needs the parser of a demo and nothing of what the demo imports."""
+    names = (*_DEMO_EXTRAS, "matplotlib.figure")
+    missing = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is None]
+    sys.modules.update((name, MagicMock()) for name in missing)
 
 
 def load(package: str, module: str) -> ModuleType:

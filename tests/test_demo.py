@@ -1,7 +1,10 @@
 """The examples train, and alike on every platform and with every implementation."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import helpers
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import require_native
 from jax.sharding import Mesh
+from test_launch import ROOT, environment
 
 from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
@@ -74,3 +78,26 @@ def test_the_tensor_parallel_mlp_trains(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.usefixtures("native")
 def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("sparse_embedding").main(["--steps", "100", "--async-ops"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("nnx_moe", "--steps=2"),
+        *((script, "--help") for script in ("node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_moe_lm")),
+    ],
+)
+def test_examples_run_as_files(script: str, options: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), options]
+    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert ("step 0: loss " if script == "nnx_moe" else "--steps STEPS") in run.stdout
+
+
+def test_help_needs_no_extras() -> None:
+    script = "import sys; sys.modules.update(optax=None, matplotlib=None, tqdm=None)\n"
+    script += "from jax_ep.__main__ import main; main(['demo', '--help'])"
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "--steps STEPS" in run.stdout

@@ -10,12 +10,18 @@ import jax
 import pytest
 
 import jax_ep
-from jax_ep.__main__ import load
+from jax_ep.__main__ import load, main
 from jax_ep._kit import ffi
 
 
 def test_the_version_stands_in_one_place() -> None:
     assert importlib.metadata.version("jax_ep") == jax_ep.__version__
+
+
+def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jax_ep {jax_ep.__version__}\n"
 
 
 @pytest.mark.usefixtures("native")
