@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
 from matmul_cases import OPS
 
 import jax_ep
@@ -145,3 +146,66 @@ def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: n
     # Backward: how all ranks' results follow this rank's operands. Forward: how its results follow all ranks' operands.
     total = [x.sum(axis=tuple(range(2, x.ndim))).sum() for x in (*backward, *forward)]
     np.testing.assert_allclose(total[:2], total[2:], rtol=1e-4)
+
+
+SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
+    "gradient of the layer": (
+        lambda group, implementation, ids, tokens, weights, *matrices: jax.grad(
+            lambda *x: jnp.sum(
+                helpers.moe_sums(x[0], ids, x[1], *x[2:], group=group, implementation=implementation) ** 2
+            ),
+            argnums=(0, 1, 2),
+        )(tokens, weights, *matrices),
+        ((TOKENS, HIDDEN), (TOKENS, TOP_K), *[(EXPERTS // SIZE, HIDDEN, HIDDEN)] * 3),
+    ),
+    "ragged_all_to_all": (
+        lambda group, implementation, ids, x: jax_ep.lax.ragged_all_to_all(
+            x,
+            jnp.zeros((SIZE * 2, HIDDEN)),
+            *[jnp.asarray([0, 2]), jnp.full(2, 2), jnp.full(2, 2 * jax.lax.axis_index("ep")), jnp.full(2, 2)],
+            axis_name="ep",
+            implementation=implementation,
+        ),
+        ((TOKENS, HIDDEN),),
+    ),
+    "sparse_all_reduce": (
+        lambda group, implementation, ids, values: helpers.vary(
+            jax_ep.sparse_all_reduce(
+                SparseRows.from_entries(ids[:, 0], values, num_rows=EXPERTS),
+                group=group,
+                capacity=EXPERTS,
+                implementation=implementation,
+            ).todense()
+        ),
+        ((TOKENS, HIDDEN),),
+    ),
+    **{
+        op: (
+            lambda group, implementation, ids, a, b, op=op: helpers.vary(
+                OPS[op](a, b, group=group, implementation=implementation)
+            ),
+            ((8, 8), (8, 8)),
+        )
+        for op in OPS
+    },
+}
+
+
+@pytest.mark.parametrize("case", SPMD_CASES)
+def test_a_batch_that_is_spread(
+    case: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """`jax.vmap(..., spmd_axis_name=)` over another axis of the mesh, as each of its elements alone."""
+    group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
+    function, shapes = SPMD_CASES[case]
+    body = partial(function, group, implementation)
+    ids = rng.integers(0, EXPERTS, (4, SIZE * TOKENS, TOP_K)).astype(np.int32)
+    floats = [rng.standard_normal((4, SIZE * n, *rest)).astype(np.float32) for n, *rest in shapes]
+    if case in OPS:
+        floats = [x.astype(jnp.bfloat16) for x in floats]
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    spread = helpers.fetch(jax.jit(jax.vmap(mapped, spmd_axis_name="dp"))(ids, *floats))
+    alone = jax.jit(mapped)
+    each = [helpers.fetch(alone(ids[i], *(x[i] for x in floats))) for i in range(len(ids))]
+    for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *each)), strict=True):
+        np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), rtol=1e-5, atol=1e-5)

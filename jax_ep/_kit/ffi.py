@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.custom_batching import sequential_vmap
 from jax.sharding import Mesh
 
 from jax_ep._kit import checks, float8, meshes, vary
@@ -130,7 +131,8 @@ def call(
     """Calls an op of a group, for the kernels.py of its family.
 
     Its OpSpec (ffi/kernels/<family>/args.h) lists operands, settings and results. Results vary over the axes that the
-    first operand varies over. A batch (`jax.vmap`) is one call after the other, in the same order on all devices.
+    first operand varies over. A batch (`jax.vmap`) is one call after the other, in the same order on all devices:
+    by `sequential_vmap`, which traces the call anew with operands that vary over a `spmd_axis_name` too.
 
     Args:
       name: of the FFI target, without prefix.
@@ -144,36 +146,36 @@ def call(
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _plain(value) for key, value in settings.items()}
     known_as, types = _call_types(group.platform, name, group.size, **plain)
-    results: list[jax.ShapeDtypeStruct] = []
-    aliases: dict[int, int] = {}
-    for _, dtype, shape, alike in types:
-        like, unvarying = operands[0], frozenset(checks.axes_of(group.axis_name) if alike else ())
-        if dtype is None:
-            like = operands[-1]
-            aliases[len(operands) - 1], dtype, shape = len(results), like.dtype, like.shape
-        results.append(vary.result_type(tuple(shape), np.dtype(dtype), like, unvarying))
     operands = tuple(meshes.on_these_devices(op or known_as, x, group.mesh) for x in operands)
     names = [result for result, *_ in types if result != WORKSPACE]
+    alike_over = frozenset(checks.axes_of(group.axis_name))
+    aliases = {len(operands) - 1: i for i, (_, dtype, *_) in enumerate(types) if dtype is None}
+    site = _call_site()
+
+    def results(operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+        def of_type(dtype: str | None, shape: list[int], alike: bool) -> jax.ShapeDtypeStruct:
+            if dtype is None:
+                return vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
+            return vary.result_type(tuple(shape), np.dtype(dtype), operands[0], alike_over if alike else frozenset())
+
+        return [of_type(*type_) for _, *type_ in types]
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
-        attributes = {key: _attribute(value) for key, value in plain.items()}
         called = jax.ffi.ffi_call(
             f"jax_ep_{name}" + (_UNCAPTURED if group.async_ops and group.platform != "cpu" else ""),
-            results,
+            results(operands),
             input_output_aliases=aliases,
-            vmap_method="sequential",
-        )(*operands, group=np.int64(group._native_id), site=site, **attributes)
+        )(*operands, group=np.int64(group._native_id), site=site, **_attributes(plain))
         return called[: len(names)]
 
-    site = _call_site()
     if group.platform == "cpu":
-        returned = target(*operands)
+        returned = sequential_vmap(target)(*operands)
     elif group.async_ops and is_scheduled() and not (computes or aliases):
-        returned = on_collective_stream(target, results[: len(names)], *operands)
+        returned = on_collective_stream(target, results(operands)[: len(names)], *operands)
     else:
         # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
         # of its results, and runs the call again for the other results. The barrier prevents that.
-        returned = jax.lax.optimization_barrier(target(*operands))
+        returned = jax.lax.optimization_barrier(sequential_vmap(target)(*operands))
     return dict(zip(names, returned, strict=True))
 
 
@@ -185,9 +187,12 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
     """
     plain = {key: _plain(value) for key, value in settings.items()}
     _, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # both know them
-    results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
-    attributes = {key: _attribute(value) for key, value in plain.items()}
-    called = jax.ffi.ffi_call(f"jax_ep_{name}", results, vmap_method="sequential")(*operands, **attributes)
+
+    def target(*operands: jax.Array) -> Sequence[jax.Array]:
+        results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
+        return jax.ffi.ffi_call(f"jax_ep_{name}", results)(*operands, **_attributes(plain))
+
+    called = sequential_vmap(target)(*operands)
     return {result: array for (result, *_), array in zip(types, called, strict=True) if result != WORKSPACE}
 
 
@@ -196,6 +201,10 @@ def _plain(value: bool | int | float | str | np.dtype) -> bool | int | float | s
     if isinstance(value, np.dtype):
         return value.name
     return value if isinstance(value, (bool, float, str)) else operator.index(value)
+
+
+def _attributes(plain: dict[str, bool | int | float | str]) -> dict[str, Any]:
+    return {key: _attribute(value) for key, value in plain.items()}
 
 
 def _attribute(value: bool | int | float | str) -> Any:

@@ -136,7 +136,8 @@ def _config(
 
 
 def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, native: bool) -> Union:
-    missing = jnp.stack([rows.ignored + rows.count_outside(), rows.dropped])
+    # Not jnp.stack, which JAX cannot batch with spmd_axis_name where a batch has one scalar and shares the other.
+    missing = jnp.concatenate([(rows.ignored + rows.count_outside())[None], rows.dropped[None]])
     operands = vary.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if native and method == "bitmap" and group.intranode is None:
         return kernels.sparse_union(group, config, *operands)

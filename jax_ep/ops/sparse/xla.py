@@ -8,12 +8,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit.checks import AxisName
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
+@sequential_vmap  # jnp.searchsorted has no batch with spmd_axis_name
 def search(union: jax.Array, ids: jax.Array) -> jax.Array:
     """[N] int32: the slot of each id, its number in the sorted union. Padding has the slot where it begins."""
     return jnp.searchsorted(union, ids).astype(jnp.int32)
@@ -33,8 +34,8 @@ def match(
     slot_of_id = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
     union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[slot_of_id].set(all_ids, mode="drop")
 
-    starts = np.minimum(np.arange(config.size + 1) * config.rank_rows, config.num_rows).astype(np.int32)
-    bounds = search(union, jnp.asarray(starts))
+    starts = jnp.minimum(jnp.arange(config.size + 1, dtype=jnp.uint32) * config.rank_rows, config.num_rows)
+    bounds = jnp.sum(union < starts.astype(jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     me = jax.lax.axis_index(axis_name) if config.sharded else 0
     begin, end = (bounds[me], bounds[me + 1]) if config.sharded else (0, bounds[-1])
     slot = begin + jnp.arange(config.capacity, dtype=jnp.int32)
