@@ -11,11 +11,15 @@ keep their bits. Donate tables and states to the jitted step, or carry them thro
 place. A learning rate may be traced, so an optimizer may be made inside the step, with the rate of that step.
 """
 
+from jax_ep.ops.sparse.arithmetic import (
+    add as add,
+    clip_by_global_norm as clip_by_global_norm,
+    global_norm as global_norm,
+    scale as scale,
+)
 from jax_ep.ops.sparse.embedding import (
     LazyAdamState as LazyAdamState,
     RowOptimizer as RowOptimizer,
-    Scalar as Scalar,
-    Tree as Tree,
     adagrad as adagrad,
     apply_updates as apply_updates,
     lazy_adam as lazy_adam,
@@ -24,3 +28,4 @@ from jax_ep.ops.sparse.embedding import (
     sgd as sgd,
     sparse_value_and_grad as sparse_value_and_grad,
 )
+from jax_ep.ops.sparse.types import Scalar as Scalar, Tree as Tree

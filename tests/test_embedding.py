@@ -118,10 +118,8 @@ def draw_gradients(rng: np.random.Generator, steps: int, count: int) -> SparseRo
     counts = np.full(steps, count, np.int32)
     counts[-1] = count // 2
     values[-1, count // 2 :] = np.nan
-    none = np.zeros(steps, np.int32)
-    return SparseRows(
-        jnp.asarray(ids), jnp.asarray(values), jnp.asarray(counts), V, jnp.asarray(none), jnp.asarray(none)
-    )
+    of_step = [SparseRows(ids[i], values[i], counts[i], V) for i in range(steps)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *of_step)
 
 
 def at_step(gradients: SparseRows, step: int) -> SparseRows:

@@ -39,7 +39,7 @@ def test_coalesce(draw: Any, dtype: np.dtype, rng: np.random.Generator) -> None:
     values = cases.draw_values(rng, ids, 5, dtype)
     for capacity in (None, 4, 60):
         run = jax.jit(lambda i, v, c=capacity: coalesce(SparseRows.from_entries(i, v, num_rows=100), capacity=c))
-        actual = jax.tree.map(lambda x: np.asarray(x)[None], run(ids[0], values[0]))
+        actual = jax.tree.map(lambda x: x[None], run(ids[0], values[0]))
         wanted = cases.expected(ids[:1], values[:1], num_rows=100, capacity=capacity or 40)
         cases.assert_reduced(actual, wanted, dtype)
 
@@ -50,7 +50,7 @@ def test_coalesce_twice_changes_nothing_and_counts_once() -> None:
     twice = coalesce(once)
     np.testing.assert_array_equal(once.indices, [3, 5])
     assert (int(once.ignored), int(once.dropped)) == (2, 1)
-    assert helpers.bits(twice) == helpers.bits(once)
+    assert helpers.bits(replace(twice, seal=None)) == helpers.bits(replace(once, seal=None))
 
 
 def test_gradient_of_coalesce(rng: np.random.Generator) -> None:
@@ -169,7 +169,7 @@ def test_coalesce_of_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"^coalesce: capacity must be below 2\*\*31, got 2147483648"):
         coalesce(rows, capacity=2**31)
     with pytest.raises(TypeError, match=r"^SparseRows\.todense: indices must be of dtype int32, int64, got float32"):
-        jax.tree.map(lambda x: x.astype(jnp.float32), rows).todense()
+        replace(rows, indices=IDS * 1.0).todense()
     with pytest.raises(ValueError, match=r"^SparseRows\.to_bcoo: indices must have shape \[N\], got \(1, "):
         jax.tree.map(lambda x: x[None], rows).to_bcoo()
     with pytest.raises(TypeError, match=r"^coalesce: values must be of dtype"):

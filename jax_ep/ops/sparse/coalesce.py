@@ -1,5 +1,7 @@
 """coalesce: adds up the entries of one rank for the same row."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -32,11 +34,11 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     summed = jax.ops.segment_sum(
         rows.values[order].astype(jnp.float32), slots, capacity, indices_are_sorted=True, mode="drop"
     )
-    return SparseRows(
+    return replace(
+        rows,
         indices=jnp.full((capacity,), rows.num_rows, ids.dtype).at[slots].set(ids, mode="drop"),
         values=summed.astype(rows.values.dtype),
         count=jnp.minimum(unique, capacity),
-        num_rows=rows.num_rows,
         ignored=rows.ignored + rows.count_outside(),
         dropped=rows.dropped + jnp.maximum(unique - capacity, 0),
     )
@@ -51,3 +53,20 @@ def slots_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array
     first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])
     slots = jnp.cumsum(first, dtype=jnp.int32) - 1
     return jnp.where(valid, slots, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)
+
+
+def with_different_ids(rows: SparseRows) -> SparseRows:
+    """`rows` in float32 with sorted ids that all differ, padded with `num_rows`."""
+
+    def mixed(entries: tuple[jax.Array, jax.Array]) -> jax.Array:
+        ids, _ = entries
+        return ~jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == rows.num_rows))
+
+    def added_up(entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
+        return added.indices, added.values
+
+    # A loop of at most one turn, as lax.cond would copy the rows.
+    entries = rows.masked_indices, rows.values.astype(jnp.float32)
+    ids, values = jax.lax.while_loop(mixed, added_up, entries)
+    return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))

@@ -3,17 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks
-from jax_ep.ops.sparse.coalesce import coalesce
-from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, check_sparse_rows
-
-Tree: TypeAlias = Any  # a pytree
-Scalar: TypeAlias = float | jax.Array
+from jax_ep.ops.sparse.coalesce import with_different_ids
+from jax_ep.ops.sparse.types import INDEX_DTYPES, Scalar, SparseRows, Tree, check_sparse_rows
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -158,7 +155,7 @@ def _adagrad_update(
     learning_rate: Scalar, eps: float, reduce: Callable[[jax.Array], jax.Array], gradient: Tree, state: Tree
 ) -> tuple[Tree, Tree]:
     def step(rows: SparseRows, accumulator: jax.Array) -> tuple[SparseRows, jax.Array]:
-        rows = _with_different_ids(rows)
+        rows = with_different_ids(rows)
         squares = _read(accumulator, rows) + reduce(rows.values**2)
         scale = jnp.where(squares > 0, jax.lax.rsqrt(squares + eps), 0)
         return _with_values(rows, -learning_rate * scale * rows.values), _write(accumulator, rows, squares)
@@ -192,7 +189,7 @@ def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps:
         first_weight, second_weight = 1 - b1**count, 1 - b2**count  # of all gradients so far
 
         def step(rows: SparseRows, first: jax.Array, second: jax.Array) -> tuple[SparseRows, jax.Array, jax.Array]:
-            rows = _with_different_ids(rows)
+            rows = with_different_ids(rows)
             mean = b1 * _read(first, rows) + (1 - b1) * rows.values
             square = b2 * _read(second, rows) + (1 - b2) * rows.values**2
             direction = mean / first_weight / (jnp.sqrt(square / second_weight) + eps)
@@ -225,23 +222,6 @@ def _states(of_table: Callable[[jax.Array], jax.Array], table: Tree) -> Tree:
     for one in jax.tree.leaves(table):
         _check_table("init", one)
     return jax.tree.map(of_table, table)
-
-
-def _with_different_ids(rows: SparseRows) -> SparseRows:
-    """`rows` in float32 with sorted ids that all differ, padded with `num_rows`."""
-
-    def mixed(entries: tuple[jax.Array, jax.Array]) -> jax.Array:
-        ids, _ = entries
-        return ~jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == rows.num_rows))
-
-    def added_up(entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
-        return added.indices, added.values
-
-    # A loop of at most one turn, as lax.cond would copy the rows.
-    entries = rows.masked_indices, rows.values.astype(jnp.float32)
-    ids, values = jax.lax.while_loop(mixed, added_up, entries)
-    return SparseRows(ids, values, jnp.sum(ids < rows.num_rows, dtype=jnp.int32), rows.num_rows)
 
 
 def _with_values(rows: SparseRows, values: jax.Array) -> SparseRows:

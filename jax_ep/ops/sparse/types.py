@@ -1,7 +1,7 @@
 """Sparse rows of a large table, and the union of the rows of all ranks."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax.experimental.sparse import BCOO
 
 from jax_ep._kit import checks
 
+Tree: TypeAlias = Any  # a pytree
+Scalar: TypeAlias = float | jax.Array
 SparseOp = Literal["sum", "mean", "mean_by_count"]
 Method = Literal["auto", "bitmap", "match"]
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -19,10 +21,19 @@ def _zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
+def _seal() -> jax.Array:
+    """A PRNG key, on which JAX refuses arithmetic. Its type is one that orbax and `jax.export` can write."""
+    return jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparseRows:
     """N entries (row id, row) of a [num_rows, D] table that is zero elsewhere. A pytree.
+
+    Arithmetic on all leaves would change row ids. So `jax.tree.map(jnp.add, a, b)`, `jax.lax.psum`, `optax.tree.norm`
+    and their like raise before anything runs: one leaf is a PRNG key, and they do not accept `key<fry>`. Use `add`,
+    `scale`, `global_norm` and `clip_by_global_norm` of `jax_ep.embedding`, and `sparse_all_reduce`.
 
     Entries of the same row add up. An entry stands for a row if it is among the first `count` and its id is in [0,
     num_rows); other entries are padding. Functions of this package pad with id `num_rows` and zero values, so
@@ -35,6 +46,7 @@ class SparseRows:
       num_rows: static; the height of the table.
       ignored: int32 scalar. Entries that earlier functions ignored, as their ids were not in [0, num_rows).
       dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
+      seal: a constant PRNG key.
     """
 
     indices: jax.Array
@@ -43,6 +55,7 @@ class SparseRows:
     num_rows: int = dataclasses.field(metadata={"static": True})
     ignored: jax.Array = dataclasses.field(default_factory=_zero)
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
+    seal: jax.Array = dataclasses.field(default_factory=_seal, repr=False)
 
     @classmethod
     def from_entries(cls, indices: jax.Array, values: jax.Array, *, num_rows: int) -> "SparseRows":
@@ -119,7 +132,11 @@ class SparseRows:
         return jnp.arange(self.indices.shape[0], dtype=jnp.int32) < self.count
 
 
-def check_sparse_rows(op: str, name: str, rows: SparseRows) -> None:
+def is_sparse_rows(x: Any) -> TypeGuard[SparseRows]:
+    return isinstance(x, SparseRows)
+
+
+def check_sparse_rows(op: str, name: str, rows: Any) -> None:
     if not isinstance(rows, SparseRows):
         raise TypeError(f"{op}: {name} must be SparseRows, got {checks.describe(rows)}")
     rows.check(op)

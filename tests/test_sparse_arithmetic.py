@@ -1,0 +1,173 @@
+"""Arithmetic on gradients of SparseRows: by `jax_ep.embedding`; on their leaves it is refused before anything runs."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_ep import SparseRows, coalesce, embedding
+
+V, D = 12, 3
+IDS = jnp.asarray([3, 1, 3, -1, V], jnp.int32)
+
+
+def rows_of(values: jax.Array) -> SparseRows:
+    return SparseRows.from_entries(IDS, values, num_rows=V)
+
+
+VALUES = jnp.arange(15.0).reshape(5, D) - 7
+ROWS = rows_of(VALUES)
+
+
+def on_ranks(function: Callable[[Any], Any], check_vma: bool) -> Callable[[Any], Any]:
+    mesh = helpers.mesh_of(ep=1)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma))
+
+
+REFUSED: dict[str, Callable[[SparseRows], Any]] = {
+    "sum": lambda g: jax.tree.map(jnp.add, g, g),
+    "double": lambda g: jax.tree.map(lambda x: x * 2, g),
+    "half": lambda g: jax.tree.map(lambda x: x / 2, g),
+    "cast": lambda g: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g),
+    "global_norm": optax.tree.norm,
+    "clip": lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState()),
+    "accumulate": lambda g: optax.tree.add(g, g),
+    "psum": on_ranks(lambda g: jax.lax.psum(g, "ep"), True),
+    "pmean": on_ranks(lambda g: jax.lax.pmean(g, "ep"), False),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arithmetic_on_leaves_is_refused(name: str) -> None:
+    for refused in (REFUSED[name], jax.jit(REFUSED[name]).lower):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)):
+            refused(ROWS)
+
+
+def placed(g: SparseRows) -> SparseRows:
+    return jax.device_put(g, NamedSharding(helpers.mesh_of(ep=1), P()))
+
+
+PASSED: dict[str, Callable[[SparseRows], SparseRows]] = {
+    "jit": jax.jit(lambda g: g),
+    "carry": lambda g: jax.lax.scan(lambda c, _: (coalesce(coalesce(c)), None), coalesce(g), length=2)[0],
+    "stack": lambda g: jax.tree.map(lambda x: x[1], jax.lax.scan(lambda c, _: (c, g), 0, length=2)[1]),
+    "while": lambda g: jax.lax.while_loop(lambda c: c.values[0, 0] > 0, lambda c: embedding.scale(c, -1), g),
+    "cond": lambda g: jax.lax.cond(g.count > 0, lambda x: x, lambda x: embedding.scale(x, 2), g),
+    "vmap": lambda g: jax.tree.map(lambda x: x[1], jax.vmap(lambda x: rows_of(g.values + x))(jnp.arange(2) - 1.0)),
+    "shard_map": on_ranks(lambda g: g, True),
+    "varying": on_ranks(lambda g: jax.lax.psum(jax.lax.pcast(g, "ep", to="varying").values, "ep") * 0 + g.values, True),
+    "device_put": placed,
+    "remat": lambda g: jax.checkpoint(lambda x: rows_of(x))(g.values),
+    "vjp": lambda g: rows_of(jax.vjp(lambda x: x.values, g)[1](g.values)[0].values),
+    "grad": lambda g: rows_of(jax.grad(lambda x: jnp.sum(x.values**2) / 2, allow_int=True)(g).values),
+    "custom_vjp": lambda g: rows_of(jax.grad(lambda w: half_of_squares(rows_of(w)))(g.values)),
+    "jvp": lambda g: jax.jvp(rows_of, (g.values,), (g.values,))[0],
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "export": lambda g: jax.tree.unflatten(jax.tree.structure(g), exported(jax.tree.leaves(g))),
+}
+
+
+@jax.custom_vjp
+def half_of_squares(rows: SparseRows) -> jax.Array:
+    return jnp.sum(rows.values**2) / 2
+
+
+def cotangent_of(rows: SparseRows, cotangent: jax.Array) -> tuple[SparseRows]:
+    return (SparseRows(None, cotangent * rows.values, None, V, None, None, None),)  # type: ignore[arg-type]
+
+
+half_of_squares.defvjp(lambda rows: (half_of_squares(rows), rows), cotangent_of)
+
+
+def exported(leaves: list[jax.Array]) -> list[jax.Array]:
+    program = jax.export.export(jax.jit(lambda x: x))(leaves)
+    return jax.export.deserialize(program.serialize()).call(leaves)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_passes(name: str) -> None:
+    out = PASSED[name](ROWS)
+    if isinstance(out, SparseRows):
+        assert (out.num_rows, out.seal.dtype) == (V, ROWS.seal.dtype)
+        np.testing.assert_array_equal(out.todense(), ROWS.todense())
+    else:
+        np.testing.assert_array_equal(out, ROWS.values)
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    state = {"table": jnp.ones((V, D)), "accumulated": coalesce(ROWS, capacity=8)}
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        restored = checkpointer.restore(tmp_path / "step", shapes)
+    np.testing.assert_array_equal(restored["accumulated"].todense(), ROWS.todense())
+    assert restored["accumulated"].seal.dtype == ROWS.seal.dtype
+
+
+def draw(rng: np.random.Generator, entries: int, dtype: Any = np.float32) -> SparseRows:
+    ids = rng.integers(-2, V + 2, entries).astype(np.int32)
+    values = rng.standard_normal((entries, D)).astype(dtype)
+    values[-1] = np.nan  # behind the count
+    none = jnp.int32(0)
+    return SparseRows(jnp.asarray(ids), jnp.asarray(values), jnp.int32(entries - 1), V, none, none)
+
+
+def test_sums_are_those_of_dense_gradients(rng: np.random.Generator) -> None:
+    a, b = ({"table": draw(rng, n), "bias": jnp.asarray(rng.standard_normal(4))} for n in (9, 14))
+    total = jax.jit(embedding.add)(a, b)
+    np.testing.assert_allclose(total["table"].todense(), a["table"].todense() + b["table"].todense(), atol=1e-5)
+    np.testing.assert_array_equal(total["bias"], a["bias"] + b["bias"])
+    outside = sum(int(np.sum((x.indices[:-1] < 0) | (x.indices[:-1] >= V))) for x in (a["table"], b["table"]))
+    assert int(total["table"].ignored) == outside
+    again = embedding.add(total["table"], a["table"])
+    assert int(again.ignored) == outside + int(a["table"].count_outside())
+    small = embedding.add(a["table"], b["table"], capacity=2)
+    assert int(small.dropped) == int(total["table"].count) - 2
+    with pytest.raises(ValueError, match=r"^add: b must be of a table of 12 x 3 as a is, got 12 x 2$"):
+        embedding.add(ROWS, SparseRows.from_entries(IDS, VALUES[:, :2], num_rows=V))
+    with pytest.raises(TypeError, match=r"^add: b must be SparseRows, got float32\[5,3\]$"):
+        embedding.add(ROWS, VALUES)
+
+
+def test_accumulation_in_a_scan(rng: np.random.Generator) -> None:
+    """Four micro-batches; a tree of zeros is an empty sum."""
+    parts = [draw(rng, 10) for _ in range(4)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    zero = jax.tree.map(jnp.zeros_like, coalesce(parts[0], capacity=V))
+    total, _ = jax.lax.scan(lambda c, x: (embedding.add(c, x, capacity=V), None), zero, stacked)
+    np.testing.assert_allclose(total.todense(), sum(x.todense() for x in parts), atol=1e-5)
+    assert int(total.ignored) == sum(int(x.count_outside()) for x in parts)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_multiples_and_norms(rng: np.random.Generator, dtype: Any) -> None:
+    rows, bias = draw(rng, 30, dtype), jnp.asarray(rng.standard_normal(4))
+    dense = np.zeros((V, D))
+    for i, row in zip(rows.indices[:-1], helpers.wide(rows.values)[:-1], strict=True):
+        if 0 <= i < V:
+            dense[i] += row
+    norm = np.sqrt(np.sum(dense**2) + np.sum(np.asarray(bias) ** 2))
+    tree = (rows, bias)
+    np.testing.assert_allclose(jax.jit(embedding.global_norm)(tree), norm, rtol=1e-6)
+    np.testing.assert_allclose(embedding.global_norm(coalesce(draw(rng, 1))), 0)
+    tripled = embedding.scale(tree, jnp.float32(3))
+    assert tripled[0].values.dtype == dtype
+    np.testing.assert_allclose(embedding.global_norm(tripled), 3 * norm, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-6)
+    for limit in (norm / 2, 2 * norm):
+        clipped, clipped_bias = jax.jit(embedding.clip_by_global_norm)(tree, limit)
+        expected, _ = optax.clip_by_global_norm(limit).update((jnp.asarray(dense), bias), optax.EmptyState())
+        np.testing.assert_allclose(clipped.todense(), expected[0], atol=0.05 if dtype == jnp.bfloat16 else 1e-5)
+        np.testing.assert_allclose(clipped_bias, expected[1], rtol=1e-5)
+    with pytest.raises(TypeError, match=r"^scale: factor must be a number, got NoneType$"):
+        embedding.scale(rows, None)  # type: ignore[arg-type]
