@@ -2,13 +2,13 @@
 
     gradients = sparse_value_and_grad(loss)(table, ids, ...)  # SparseRows: only the rows that `ids` name
     gradients = sparse_all_reduce(gradients, ...)             # their sum over the ranks, inside jax.shard_map
-    updates, state = optimizer.update(gradients, state)       # optimizer = rowwise_adagrad(0.05), say
+    updates, state = optimizer.update(gradients, state, table)  # optimizer = by_rows(optax.adam(1e-3)), say
     table = apply_updates(table, updates)
 
-Wherever one table [V, D] is expected there may be a pytree of tables. Optimizers are (init, update) pairs as in optax.
-On the rows that a gradient names they do what optax does to a dense table; all other rows, and the state of those rows,
-keep their bits. Donate tables and states to the jitted step, or carry them through `jax.lax.scan`: then they change in
-place. A learning rate may be traced, so an optimizer may be made inside the step, with the rate of that step.
+Wherever one table [V, D] is expected there may be a pytree of tables. A table that exceeds a device is spread over the
+ranks: `sparse_value_and_grad(loss, group=group)` looks its rows up at their owners, and its gradients need no sum.
+Donate tables and states to the jitted step, or carry them through `jax.lax.scan`: then they change in place. A learning
+rate may be traced, so an optimizer may be made inside the step, with the rate of that step.
 """
 
 from jax_ep.ops.sparse.arithmetic import (
@@ -18,14 +18,16 @@ from jax_ep.ops.sparse.arithmetic import (
     scale as scale,
 )
 from jax_ep.ops.sparse.embedding import (
-    LazyAdamState as LazyAdamState,
-    RowOptimizer as RowOptimizer,
-    adagrad as adagrad,
-    apply_updates as apply_updates,
-    lazy_adam as lazy_adam,
+    bag as bag,
     lookup as lookup,
-    rowwise_adagrad as rowwise_adagrad,
-    sgd as sgd,
+    sharded_lookup as sharded_lookup,
     sparse_value_and_grad as sparse_value_and_grad,
+    stacked_ids as stacked_ids,
+)
+from jax_ep.ops.sparse.optimizers import (
+    RowOptimizer as RowOptimizer,
+    apply_updates as apply_updates,
+    by_rows as by_rows,
+    rowwise_adagrad as rowwise_adagrad,
 )
 from jax_ep.ops.sparse.types import Scalar as Scalar, Tree as Tree

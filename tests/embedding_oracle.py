@@ -1,45 +1,60 @@
-"""Embedding tables trained with dense arithmetic, in numpy and float64."""
+"""Embedding tables trained with dense arithmetic: by optax, on the rows that a gradient names."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from helpers import wide
 
-from jax_ep import SparseRows
+from jax_ep import SparseRows, embedding
 
 V, D = 50, 6  # of every table
 
 
-class DenseOptimizer:
-    """The optimizer of that name with learning rate 0.1: dense arithmetic, kept for the touched rows."""
+def _dense_rowwise_adagrad() -> embedding.RowOptimizer:
+    def update(gradient: Any, squares: Any, table: Any = None) -> tuple[Any, Any]:
+        squares = squares + (gradient**2).sum(1, keepdims=True) / gradient.shape[1]
+        return -0.1 * gradient / jnp.sqrt(squares + 1e-7), squares
 
-    def __init__(self, name: str, table: np.ndarray):
-        self.name, self.table, self.updates = name, table.astype(np.float64), 0
-        start = 0.0 if name == "adagrad from zero" else 0.1
-        self.squares = np.full((V, 1 if name == "rowwise_adagrad" else D), start)
-        self.first, self.second = np.zeros((V, D)), np.zeros((V, D))
+    return embedding.RowOptimizer(lambda table: jnp.full((len(table), 1), 0.1), update)
+
+
+DENSE: dict[str, Any] = {
+    "sgd": optax.sgd,
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9, nesterov=True),
+    "adam": lambda rate: optax.adam(rate, b1=0.8, b2=0.9),
+    "adamw": lambda rate: optax.adamw(rate, weight_decay=0.1),
+    "adagrad": optax.adagrad,
+    "adagrad from zero": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.0),
+    "lion": lambda rate: optax.lion(rate, weight_decay=0.1),
+    "schedule": lambda rate: optax.rmsprop(optax.linear_schedule(rate, rate / 8, 3)),
+    "rowwise_adagrad": lambda rate: _dense_rowwise_adagrad(),
+}
+OPTIMIZERS: dict[str, Any] = {name: lambda rate=0.1, of=of: embedding.by_rows(of(rate)) for name, of in DENSE.items()}
+OPTIMIZERS["rowwise_adagrad"] = lambda rate=0.1: embedding.rowwise_adagrad(rate)
+
+
+class DenseTraining:
+    """Steps of an optimizer of `DENSE` with learning rate 0.1, in float32. Rows that no gradient names keep all."""
+
+    def __init__(self, name: str, table: Any):
+        self.optimizer, self.table = DENSE[name](0.1), jnp.asarray(wide(table), jnp.float32)
+        self.state = self.optimizer.init(self.table)
 
     def update(self, gradient: np.ndarray, touched: np.ndarray) -> None:
-        self.updates += 1
-        keep = [array.copy() for array in (self.table, self.squares, self.first, self.second)]
-        if self.name == "sgd":
-            self.table -= 0.1 * gradient
-        elif self.name == "lazy_adam":
-            self.first = 0.8 * self.first + 0.2 * gradient
-            self.second = 0.9 * self.second + 0.1 * gradient**2
-            corrected = self.second / (1 - 0.9**self.updates)
-            self.table -= 0.1 * self.first / (1 - 0.8**self.updates) / (np.sqrt(corrected) + 1e-8)
-        else:
-            square = gradient**2
-            self.squares += square.mean(1, keepdims=True) if self.name == "rowwise_adagrad" else square
-            with np.errstate(divide="ignore", invalid="ignore"):
-                self.table -= np.where(self.squares > 0, 0.1 * gradient / np.sqrt(self.squares + 1e-7), 0)
-        for now, before in zip((self.table, self.squares, self.first, self.second), keep, strict=True):
-            now[~touched] = before[~touched]
+        updates, state = self.optimizer.update(jnp.asarray(gradient, jnp.float32), self.state, self.table)
 
+        def kept(now: Any, before: Any) -> Any:
+            return jnp.where(jnp.asarray(touched)[:, None], now, before) if now.ndim else now
 
-def state_of(oracle: DenseOptimizer) -> list[np.ndarray]:
-    if oracle.name == "lazy_adam":
-        return [np.array(oracle.updates), oracle.first, oracle.second]
-    return [] if oracle.name == "sgd" else [oracle.squares]
+        new = jax.tree.map(kept, (self.table + updates, state), (self.table, self.state))
+        self.table, self.state = new
+
+    @property
+    def leaves(self) -> list[Any]:
+        return jax.tree.leaves((self.table, self.state))
 
 
 def dense_gradient(rows: SparseRows, step: int) -> tuple[np.ndarray, np.ndarray]:

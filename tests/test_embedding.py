@@ -1,7 +1,6 @@
 """Sparse gradients and the row-wise optimizers, against jax.grad of dense tables and dense updates in numpy."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
-from embedding_oracle import D, DenseOptimizer, V, dense_gradient, state_of
+from embedding_oracle import OPTIMIZERS, D, DenseTraining, V, dense_gradient
 from helpers import bits, fetch, largest_size, wide
 from jax.sharding import PartitionSpec as P
 
@@ -101,15 +100,6 @@ def test_an_id_outside_the_table_reads_zeros(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(embedding.lookup(table, ids), [[zero, table[2]], [zero, table[-1]]])
 
 
-OPTIMIZERS: dict[str, Callable[..., embedding.RowOptimizer]] = {
-    "sgd": lambda rate=0.1: embedding.sgd(rate),
-    "adagrad": lambda rate=0.1: embedding.adagrad(rate),
-    "adagrad from zero": lambda rate=0.1: embedding.adagrad(rate, initial_accumulator=0.0),
-    "rowwise_adagrad": lambda rate=0.1: embedding.rowwise_adagrad(rate),
-    "lazy_adam": lambda rate=0.1: embedding.lazy_adam(rate, b1=0.8, b2=0.9),
-}
-
-
 def draw_gradients(rng: np.random.Generator, steps: int, count: int) -> SparseRows:
     """A gradient per step: duplicates, ids that name no row, entries past the count that would spoil everything."""
     ids = rng.choice([*range(0, V, 3), -1, V, V + 7, -V], (steps, count)).astype(np.int32)
@@ -131,11 +121,11 @@ def at_step(gradients: SparseRows, step: int) -> SparseRows:
 def test_updates_of_touched_rows(rng: np.random.Generator, name: str, loop: str) -> None:
     optimizer, steps = OPTIMIZERS[name](), 4
     table = jnp.asarray(rng.standard_normal((V, D), np.float32))
-    gradients, oracle = draw_gradients(rng, steps, 30), DenseOptimizer(name, np.asarray(table))
+    gradients, oracle = draw_gradients(rng, steps, 30), DenseTraining(name, table)
 
     def step(carry: tuple[Any, Any], gradient: SparseRows) -> tuple[tuple[Any, Any], None]:
         table, state = carry
-        updates, state = optimizer.update(gradient, state)
+        updates, state = optimizer.update(gradient, state, table)
         return (embedding.apply_updates(table, updates), state), None
 
     start = table, optimizer.init(table)
@@ -150,37 +140,10 @@ def test_updates_of_touched_rows(rng: np.random.Generator, name: str, loop: str)
         untouched &= ~touched
 
     assert 0 < untouched.sum() < V
-    leaves, expected = jax.tree.leaves(carry), [oracle.table, *state_of(oracle)]
-    for actual, dense, before in zip(leaves, expected, jax.tree.leaves(start), strict=True):
+    for actual, dense, before in zip(jax.tree.leaves(carry), oracle.leaves, jax.tree.leaves(start), strict=True):
         np.testing.assert_allclose(actual, dense, rtol=2e-5, atol=2e-6)
         if actual.ndim:
             assert bits(actual[untouched]) == bits(before[untouched])
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (embedding.sgd(0.1), optax.sgd(0.1)),
-        (embedding.adagrad(0.1), optax.adagrad(0.1)),
-        (embedding.lazy_adam(0.1), optax.adam(0.1)),
-    ],
-    ids=["sgd", "adagrad", "lazy_adam"],
-)
-def test_gradients_of_every_row_do_what_optax_does(
-    rng: np.random.Generator, ours: embedding.RowOptimizer, theirs: optax.GradientTransformation
-) -> None:
-    ids = jnp.arange(V, dtype=jnp.int32)
-    tables = {"a": jnp.asarray(rng.standard_normal((V, D), np.float32)), "b": jnp.ones((V, 2))}
-    dense, state, dense_state = tables, ours.init(tables), theirs.init(tables)
-    update, dense_update = jax.jit(ours.update), jax.jit(theirs.update)
-    for _ in range(3):
-        gradient = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), tables)
-        rows = jax.tree.map(lambda x: SparseRows.from_entries(ids, x, num_rows=V), gradient)
-        updates, state = update(rows, state)
-        tables = embedding.apply_updates(tables, updates)
-        updates, dense_state = dense_update(gradient, dense_state)
-        dense = optax.apply_updates(dense, updates)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), tables, dense)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -189,7 +152,7 @@ def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
     ids, weights = jax.ShapeDtypeStruct((128,), jnp.int32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
 
     def step(table: jax.Array, state: Any, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-        updates, state = optimizer.update(sparse_value_and_grad(loss)(table, ids, weights)[1], state)
+        updates, state = optimizer.update(sparse_value_and_grad(loss)(table, ids, weights)[1], state, table)
         return embedding.apply_updates(table, updates), state
 
     state = jax.eval_shape(optimizer.init, table)
@@ -206,22 +169,23 @@ def test_tables_of_half_precision(rng: np.random.Generator, name: str, dtype: An
     optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D)), dtype)
     rows = at_step(draw_gradients(rng, 3, 30), 1)  # different ids: one rounding
     rows = SparseRows.from_entries(rows.indices, rows.values.astype(dtype), num_rows=V)
-    updates, _ = optimizer.update(rows, optimizer.init(table))
+    updates, _ = optimizer.update(rows, optimizer.init(table), table)
     after = embedding.apply_updates(table, updates)
-    oracle = DenseOptimizer(name, wide(table))
+    oracle = DenseTraining(name, table)
     oracle.update(*dense_gradient(jax.tree.map(lambda x: x[None], rows), 0))
     assert after.dtype == dtype
     epsilon = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(wide(after), oracle.table, rtol=2 * epsilon, atol=2 * epsilon)
 
 
-@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "lazy_adam"])
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
 def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
     ids, values = jnp.full(257, 3, jnp.int32), jnp.ones((257, D), jnp.bfloat16)  # bfloat16 has no 257
-    optimizer, oracle = OPTIMIZERS[name](), DenseOptimizer(name, np.zeros((V, D)))
-    _, state = optimizer.update(SparseRows.from_entries(ids, values, num_rows=V), optimizer.init(jnp.zeros((V, D))))
+    optimizer, oracle = OPTIMIZERS[name](), DenseTraining(name, np.zeros((V, D)))
+    rows = SparseRows.from_entries(ids, values, num_rows=V)
+    _, state = optimizer.update(rows, optimizer.init(jnp.zeros((V, D))))
     oracle.update(np.where(np.arange(V)[:, None] == 3, 257.0, np.zeros((V, D))), np.arange(V) == 3)
-    for actual, expected in zip(jax.tree.leaves(state), state_of(oracle), strict=True):
+    for actual, expected in zip(jax.tree.leaves(state), oracle.leaves[1:], strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
@@ -235,7 +199,7 @@ def test_64_bits(rng: np.random.Generator, name: str) -> None:
         optimizer = OPTIMIZERS[name](rate)
 
         def step(carry: tuple[Any, Any], gradient: SparseRows) -> tuple[tuple[Any, Any], SparseRows]:
-            updates, state = optimizer.update(gradient, carry[1])
+            updates, state = optimizer.update(gradient, carry[1], carry[0])
             return (embedding.apply_updates(carry[0], updates), state), updates
 
         return jax.lax.scan(step, (table, optimizer.init(table)), gradients)
@@ -250,7 +214,7 @@ def test_64_bits(rng: np.random.Generator, name: str) -> None:
     assert (updates.indices.dtype, updates.values.dtype) == (np.int64, np.float32)
     for actual, wanted in zip(jax.tree.leaves(carry), jax.tree.leaves(expected[0]), strict=True):
         assert actual.dtype == wanted.dtype
-        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=5e-6)  # optax corrects its means in 64 bits then
 
 
 @pytest.mark.matrix
@@ -269,7 +233,7 @@ def test_data_parallel_training(
             table, state = carry
             value, gradient = sparse_value_and_grad(loss)(table, *batch)
             gradient = sparse_all_reduce(gradient, group=group, capacity=V, implementation=implementation)
-            updates, state = optimizer.update(gradient, state)
+            updates, state = optimizer.update(gradient, state, table)
             return (embedding.apply_updates(table, updates), state), jax.lax.psum(value, group.axis_name)
 
         return jax.lax.scan(step, (table, optimizer.init(table)), (ids[:, 0], weights[:, 0]))
@@ -281,15 +245,15 @@ def test_data_parallel_training(
         assert len(set(bits([shard.data for shard in x.addressable_shards]))) == 1
     (trained, state), losses = fetch(results)
 
-    oracle, named = DenseOptimizer(name, np.asarray(table)), np.zeros(V, bool)
+    oracle, named = DenseTraining(name, table), np.zeros(V, bool)
     for i in range(steps):
-        value, gradient = jax.value_and_grad(dense_loss)(jnp.asarray(oracle.table, jnp.float32), ids[i], weights[i])
+        value, gradient = jax.value_and_grad(dense_loss)(oracle.table, ids[i], weights[i])
         np.testing.assert_allclose(losses[i], value, rtol=1e-4)
         touched = np.isin(np.arange(V), ids[i])
-        oracle.update(np.asarray(gradient, np.float64), touched)
+        oracle.update(gradient, touched)
         named |= touched
     assert not named.all()
-    for actual, dense in zip(jax.tree.leaves((trained, state)), [oracle.table, *state_of(oracle)], strict=True):
+    for actual, dense in zip(jax.tree.leaves((trained, state)), oracle.leaves, strict=True):
         np.testing.assert_allclose(actual, dense, rtol=2e-4, atol=2e-5)
     assert bits(trained[~named]) == bits(np.asarray(table)[~named])
 
@@ -306,7 +270,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0,\)"):
         sparse_value_and_grad(jnp.sum, 0)
     rows = gradient(table, ids)[1]
-    with pytest.raises(ValueError, match=r"table must have the rows of a table of 50 x 6, got \(49, 6\)"):
+    with pytest.raises(ValueError, match=r"table must have shape \[V, D\] of the gradient = \(50, 6\), got \(49, 6\)"):
         embedding.apply_updates(table[1:], rows)
     with pytest.raises(ValueError, match=r"lookup: table must have at least one row, got \(0, 6\)"):
         embedding.lookup(table[:0], ids)
@@ -314,7 +278,21 @@ def test_wrong_arguments_are_named() -> None:
         gradient(table, None)
     with pytest.raises(ValueError, match=r"init: table must have shape \[V, D\], got \(50,\)"):
         embedding.rowwise_adagrad(0.1).init(table[:, 0])
-    with pytest.raises(ValueError, match="update: state must have the structure of gradient: "):
-        embedding.adagrad(0.1).update([rows], table)
-    with pytest.raises(ValueError, match=r"state must have the rows of a table of 50 x 6, got \(50, 5\)"):
-        embedding.adagrad(0.1).update(rows, jnp.zeros((V, 5)))
+    adagrad = embedding.by_rows(optax.adagrad(0.1))
+    state = adagrad.init(table)
+    with pytest.raises(ValueError, match=r"^update: state and table must have the structure of gradient: "):
+        adagrad.update([rows], table)
+    with pytest.raises(ValueError, match=r"^update: state must be that of init, PyTreeDef.*, got PyTreeDef"):
+        adagrad.update(rows, table)
+    with pytest.raises(ValueError, match=r"^update: state must have shape that of init = \(50, 6\), got \(50, 5\)"):
+        adagrad.update(rows, jax.tree.map(lambda x: x[:, 1:] if x.ndim else x, state))
+    with pytest.raises(ValueError, match=r"^update: table must have shape \[V, D\] of the gradient = \(50, 6\), got"):
+        adagrad.update(rows, state, table[1:])
+    with pytest.raises(
+        TypeError, match=r"^by_rows: optimizer must keep scalars and arrays of a row per row of the tab"
+    ):
+        embedding.by_rows(optax.scale_by_factored_rms(min_dim_size_to_factor=2)).init(table)
+    with pytest.raises(
+        TypeError, match=r"^by_rows: optimizer must have init and update, as optax has them, got float$"
+    ):
+        embedding.by_rows(0.1)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import sparse_cases as cases
 from helpers import DTYPES
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from test_nodes import AXES, MESHES, over
 
 from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce
-from jax_ep.embedding import apply_updates, sgd, sparse_value_and_grad
+from jax_ep.embedding import apply_updates, by_rows, sparse_value_and_grad
 
 ROWS, ENTRIES, WIDTH = 200, 24, 5
 KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
@@ -179,7 +180,7 @@ def test_a_step_of_an_embedding(implementation: Implementation, rng: np.random.G
         def step(table: jax.Array, ids: jax.Array) -> jax.Array:
             _, gradient = sparse_value_and_grad(lambda rows: jnp.sum(rows**2) / 2)(table, ids)
             gradient = sparse_all_reduce(gradient, group=group, capacity=96, op="mean", implementation=implementation)
-            optimizer = sgd(0.5)
+            optimizer = by_rows(optax.sgd(0.5))
             return apply_updates(table, optimizer.update(gradient, optimizer.init(table))[0])
 
         mapped = jax.shard_map(step, mesh=group.mesh, in_specs=(P(), P(AXES)), out_specs=P())

@@ -158,7 +158,7 @@ def call(
                 return vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
             return vary.result_type(tuple(shape), np.dtype(dtype), operands[0], alike_over if alike else frozenset())
 
-        return [of_type(*type_) for _, *type_ in types]
+        return [of_type(dtype, shape, alike) for _, dtype, shape, alike in types]
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         called = jax.ffi.ffi_call(

@@ -1,6 +1,7 @@
 """Sums, multiples and norms of gradients: pytrees of `SparseRows`, beside which there may be arrays."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def add(a: Tree, b: Tree, *, capacity: int | None = None) -> Tree:
       ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
 
-    def sums(x: SparseRows | jax.Array, y: SparseRows | jax.Array) -> SparseRows | jax.Array:
+    def sums(x: Any, y: Any) -> SparseRows | jax.Array:
         if not isinstance(x, SparseRows) and not isinstance(y, SparseRows):
             return jnp.add(x, y)
         for name, rows in (("a", x), ("b", y)):

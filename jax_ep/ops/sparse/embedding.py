@@ -1,16 +1,19 @@
-"""Embedding tables that train with sparse gradients, in plain JAX over `SparseRows`: the code of `jax_ep.embedding`."""
+"""Lookups in embedding tables and their sparse gradients, in plain JAX over `SparseRows`."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks
-from jax_ep.ops.sparse.coalesce import with_different_ids
-from jax_ep.ops.sparse.types import INDEX_DTYPES, Scalar, SparseRows, Tree, check_sparse_rows
+from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep.group import Group, check_group
+from jax_ep.ops.sparse.sharded import Entries, entries_at_owners
+from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
+
+Combiner = Literal["sum", "mean", "sqrtn"]
+COMBINERS: tuple[Combiner, ...] = get_args(Combiner)
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -19,23 +22,87 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     Raises:
       ValueError, TypeError: the table is not [V, D], or the ids are no array of int32 or int64.
     """
-    return _lookup("lookup", table, ids)
+    check_table("lookup", table)
+    checks.check_dtype("lookup", "ids", ids, INDEX_DTYPES)
+    return _rows(table, ids)
 
 
-def _lookup(op: str, table: jax.Array, ids: jax.Array) -> jax.Array:
-    _check_table(op, table)
-    checks.check_dtype(op, "ids", ids, INDEX_DTYPES)
+def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def _check_table(op: str, table: jax.Array) -> None:
-    checks.check_rank(op, "table", table, 2, "[V, D]")
-    if not len(table):
-        raise ValueError(f"{op}: table must have at least one row, got {table.shape}")
+def sharded_lookup(
+    table: jax.Array,
+    ids: Tree,
+    *,
+    group: Group,
+    capacity: int | float | None = None,
+    on_overflow: OnOverflow = "raise",
+    implementation: Implementation = "auto",
+) -> Tree:
+    """`lookup` in a table that is spread over the ranks: rank r holds the rows [r B, (r + 1) B).
+
+    Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
+    and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`, whose
+    gradient is then dense; that of `sparse_value_and_grad(group=...)` is sparse.
+
+    Args:
+      table: [B, D] bfloat16, float16 or float32; B is the same on all ranks, so pad a table to a multiple of R rows.
+      ids: [...] int32 or int64, or a pytree of them, of which one exchange brings all rows. An id outside [0, R B)
+        reads zeros.
+      group: the open group of the R ranks.
+      capacity: C, the ids that an owner has room for, as in `dispatch`: rows, or a float times N, the ids of one rank.
+        Default: R N, the most there can be.
+      on_overflow: when an owner would get more than C ids: "raise" (`CapacityError`), or "drop": ids without room read
+        zeros.
+      implementation: as for `dispatch`.
+
+    Returns:
+      [..., D] for ids [...]: a pytree like `ids`.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised when the function is traced.
+      JaxEpError: as for `dispatch`.
+    """
+    op = "sharded_lookup"
+    check_group(op, group)
+    options: dict[str, Any] = {"capacity": capacity, "on_overflow": on_overflow, "implementation": implementation}
+    entries = _entries(op, table, ids, group, options)
+    return entries.spread(_rows(table, entries.indices))
+
+
+def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options: dict[str, Any]) -> Entries:
+    """The rows of one table that all its ids name, and how the rows of `ids` are made of them."""
+    check_table(op, table)
+    leaves, structure = jax.tree.flatten(ids)
+    if not leaves:
+        raise ValueError(f"{op}: ids must hold an array at least for every table, got {ids!r}")
+    for x in leaves:
+        checks.check_dtype(op, "ids", x, INDEX_DTYPES)
+    flat = jnp.concatenate([x.ravel() for x in leaves])
+
+    def apart(rows: jax.Array) -> Tree:
+        begin, parts = 0, []
+        for x in leaves:
+            parts.append(rows[begin : begin + x.size].reshape(*x.shape, rows.shape[1]))
+            begin += x.size
+        return structure.unflatten(parts)
+
+    if group is None:
+        return Entries(flat, jnp.int32(flat.size), jnp.int32(0), apart)
+    found = entries_at_owners(op, flat, table.shape[0], group, options)
+    return found._replace(spread=lambda rows: apart(found.spread(rows)))
 
 
 def sparse_value_and_grad(
-    loss: Callable[..., Any], argnums: int | Sequence[int] = (), *, has_aux: bool = False
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int] = (),
+    *,
+    has_aux: bool = False,
+    group: Group | None = None,
+    capacity: int | float | None = None,
+    on_overflow: OnOverflow = "raise",
+    implementation: Implementation = "auto",
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` for a loss of embedding rows: the gradient of a table is `SparseRows`, never a table.
 
@@ -43,21 +110,26 @@ def sparse_value_and_grad(
     `sparse_all_reduce(..., op="sum")` or "mean" do what `jax.lax.psum` or `pmean` would do to the loss. The gradients
     of `argnums` are those of `jax.grad` there, which sums them over the ranks if check_vma=True.
 
+    With `group`, tables are spread over its ranks as in `sharded_lookup`. Their gradients are those of the sum of all
+    ranks' losses for the rows of this rank, so nothing remains to be added up; `scale` makes means of them.
+
     Args:
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
       argnums: position or positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
       has_aux: as in `jax.value_and_grad`.
+      group, capacity, on_overflow, implementation: as in `sharded_lookup`; without a group every rank has the table.
 
     Returns:
       A function of (table, ids, *args) and of the loss' keywords that gives (value, gradient). `table` is [V, D]; `ids`
       is int32 or int64 of any shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an
-      entry for every id, in the order of `ids`: N = ids.size. With `argnums` it is a tuple: `SparseRows`, then a dense
-      gradient per position.
+      entry for every id, in the order of `ids`: N = ids.size. With `group` it has C entries, of row ids in [0, B).
+      With `argnums` it is a tuple: `SparseRows`, then a dense gradient per position.
       `table` may be a pytree of tables, and for every table `ids` may be a pytree: `rows` has the structure of `ids`,
       the gradient that of `table`, and a table's entries come one array of ids after the other.
 
     Raises:
       ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
+      JaxEpError: with `group`, as for `dispatch`.
     """
     op = "sparse_value_and_grad"
     further = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
@@ -65,182 +137,101 @@ def sparse_value_and_grad(
         raise TypeError(f"{op}: argnums must be an int or a sequence of them, got {argnums!r}")
     if any(n < 1 for n in further):
         raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {further}")
-    differentiated = jax.value_and_grad(loss, argnums=(0, *further), has_aux=has_aux)
+    options: dict[str, Any] = {"capacity": capacity, "on_overflow": on_overflow, "implementation": implementation}
 
     def value_and_grad(table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Any, Any]:
-        def look_up(one: jax.Array, its_ids: Tree) -> Tree:
-            if not jax.tree.leaves(its_ids):
-                raise ValueError(f"{op}: ids must hold an array at least for every table, got {its_ids!r}")
-            return jax.tree.map(partial(_lookup, op, one), its_ids)
+        tables, structure = jax.tree.flatten(table)
+        named = [_entries(op, *one, group, options) for one in zip(tables, structure.flatten_up_to(ids), strict=True)]
 
-        rows = jax.tree.map(look_up, table, ids)
-        value, (by_row, *others) = differentiated(rows, *args, **keywords)
-        gradient = jax.tree.map(_sparse_gradient, table, ids, by_row)
+        def of_rows(rows: list[jax.Array], *args: Any) -> Any:
+            spread = [entries.spread(x) for entries, x in zip(named, rows, strict=True)]
+            return loss(structure.unflatten(spread), *args, **keywords)
+
+        rows = [_rows(one, entries.indices) for one, entries in zip(tables, named, strict=True)]
+        differentiated = jax.value_and_grad(of_rows, argnums=(0, *further), has_aux=has_aux)
+        value, (by_row, *others) = differentiated(rows, *args)
+        gradient = structure.unflatten(
+            SparseRows(entries.indices, values, entries.used, len(one), dropped=entries.dropped)
+            for one, entries, values in zip(tables, named, by_row, strict=True)
+        )
         return value, (gradient, *others) if further else gradient
 
     return value_and_grad
 
 
-def _sparse_gradient(table: jax.Array, ids: Tree, gradients: Tree) -> SparseRows:
-    """The entries of all lookups in one table."""
-    indices = [x.ravel() for x in jax.tree.leaves(ids)]
-    values = [x.reshape(-1, table.shape[1]) for x in jax.tree.leaves(gradients)]
-    return SparseRows.from_entries(jnp.concatenate(indices), jnp.concatenate(values), num_rows=table.shape[0])
+def stacked_ids(ids: Tree, num_rows: Tree) -> Tree:
+    """Ids of several tables as ids of one table that holds them one below the other, in the order of the tree.
 
+    So one lookup, one exchange and one optimizer serve all tables of one width D.
 
-class RowOptimizer(NamedTuple):
-    """`state = init(table)`; `updates, state = update(gradient, state)`; states and updates are float32.
-
-    `update` takes gradients with or without duplicates. It checks the ids, and calls `coalesce` unless they are sorted
-    and different, as those of `coalesce` and `sparse_all_reduce` are.
-    """
-
-    init: Callable[[Tree], Any]
-    update: Callable[[Tree, Any], tuple[Tree, Any]]
-
-
-def apply_updates(table: Tree, updates: Tree) -> Tree:
-    """Adds the rows of `updates` to those of the table [V, D], in the table's dtype; duplicates add up.
+    Args:
+      ids: for every table int32 or int64 ids [...], or a pytree of them.
+      num_rows: a pytree of ints: the height of every table. Ids outside [0, height) become -1.
 
     Raises:
-      ValueError: the table has not the shape that the updates were made for.
-      TypeError: updates are no SparseRows.
+      ValueError, TypeError: ids are no int32 or int64, or structures differ.
     """
-    op = "apply_updates"
-
-    def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
-        check_sparse_rows(op, "updates", rows)
-        _check_height(op, "table", table, rows)
-        return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
-
-    return jax.tree.map(apply, table, updates)
-
-
-def sgd(learning_rate: Scalar) -> RowOptimizer:
-    """Stochastic gradient descent. It has no state, and takes rows with duplicates."""
-    checks.check_number("sgd", "learning_rate", learning_rate)
-
-    def step(rows: SparseRows) -> tuple[SparseRows]:
-        return (_with_values(rows, -learning_rate * rows.values.astype(jnp.float32)),)
-
-    return RowOptimizer(lambda table: (), lambda gradient, state: (*_per_table(step, gradient), state))
+    op = "stacked_ids"
+    heights, structure = jax.tree.flatten(num_rows)
+    below, stacked = 0, []
+    for height, its_ids in zip(heights, structure.flatten_up_to(ids), strict=True):
+        checks.check_int(op, "num_rows", height)
+        for x in jax.tree.leaves(its_ids):
+            checks.check_dtype(op, "ids", x, INDEX_DTYPES)
+        begin = below
+        stacked.append(jax.tree.map(lambda x, n=height, i=begin: jnp.where((x >= 0) & (x < n), x + i, -1), its_ids))
+        below += height
+    checks.check_int(op, "the sum of num_rows", below, below_32_bits=True)
+    return structure.unflatten(stacked)
 
 
-def adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
-    """Adagrad (Duchi et al. 2011) with the formula of `optax.adagrad`. Its state is [V, D] per table."""
-    checks.check_number("adagrad", "learning_rate", learning_rate)
+def bag(
+    rows: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    combiner: Combiner = "sum",
+    bag_of: jax.Array | None = None,
+    num_bags: int | None = None,
+) -> jax.Array:
+    """One row per bag of ids: what `lookup` found for its ids, added up. Differentiable in `rows` and `weights`.
 
-    def init(table: Tree) -> Tree:
-        return _states(lambda x: jnp.full_like(x, initial_accumulator, jnp.float32), table)
+    Args:
+      rows: [..., L, D], the rows of `ids`.
+      ids: [..., L] ints, a bag of at most L ids each; negative ids are padding. Or [N], with `bag_of`.
+      weights: [..., L] floats, or None for 1.
+      combiner: "sum", of weight times row; "mean", the sum divided by the sum of weights; "sqrtn", divided by the root
+        of the sum of squared weights (as in `tf.nn.embedding_lookup_sparse`). An empty bag is zero.
+      bag_of: [N] int32 in [0, num_bags): the bag of each of N ids, for bags of different lengths.
+      num_bags: M; only with `bag_of`.
 
-    return RowOptimizer(init, partial(_adagrad_update, learning_rate, eps, lambda squares: squares))
+    Returns:
+      [..., D], or [M, D], in the dtype of `rows`; added up in float32.
 
-
-def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
-    """Adagrad with one accumulator per row, of the mean square of its gradient: its state is [V, 1] per table.
-
-    The optimizer of large recommendation models (Mudigere et al. 2022, "Software-hardware co-design for fast and
-    scalable training of deep learning recommendation models").
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
-    checks.check_number("rowwise_adagrad", "learning_rate", learning_rate)
+    op = "bag"
+    checks.check_kind(op, "ids", ids, jnp.integer, "an integer")
+    checks.check_kind(op, "rows", rows, jnp.floating, "a float")
+    layout = "[..., L, D] for ids [..., L]"
+    checks.check_shape(op, "rows", rows, (*ids.shape, *rows.shape[-1:]), layout)
+    checks.check_one_of(op, "combiner", combiner, COMBINERS)
+    if weights is not None:
+        checks.check_shape(op, "weights", weights, ids.shape, "that of ids")
+    if (bag_of is None) != (num_bags is None):
+        raise ValueError(f"{op}: num_bags must be given with bag_of and not without it, got {num_bags}")
+    if bag_of is not None:
+        checks.check_rank(op, "ids", ids, 1, "[N] with bag_of")
+        checks.check_shape(op, "bag_of", bag_of, ids.shape, "that of ids")
 
-    def init(table: Tree) -> Tree:
-        return _states(lambda x: jnp.full_like(x[:, :1], initial_accumulator, jnp.float32), table)
+    def total(x: jax.Array) -> jax.Array:  # [..., L, W] -> [..., W]
+        return x.sum(axis=-2) if bag_of is None else jax.ops.segment_sum(x, bag_of, num_bags)
 
-    row_mean = partial(jnp.mean, axis=1, keepdims=True)
-    return RowOptimizer(init, partial(_adagrad_update, learning_rate, eps, row_mean))
-
-
-def _adagrad_update(
-    learning_rate: Scalar, eps: float, reduce: Callable[[jax.Array], jax.Array], gradient: Tree, state: Tree
-) -> tuple[Tree, Tree]:
-    def step(rows: SparseRows, accumulator: jax.Array) -> tuple[SparseRows, jax.Array]:
-        rows = with_different_ids(rows)
-        squares = _read(accumulator, rows) + reduce(rows.values**2)
-        scale = jnp.where(squares > 0, jax.lax.rsqrt(squares + eps), 0)
-        return _with_values(rows, -learning_rate * scale * rows.values), _write(accumulator, rows, squares)
-
-    return _per_table(step, gradient, state)
-
-
-class LazyAdamState(NamedTuple):
-    updates: jax.Array  # int32 scalar: how many there were
-    first: Tree  # [V, D] per table: running mean of the gradient
-    second: Tree  # [V, D] per table: running mean of its square
-
-
-def lazy_adam(learning_rate: Scalar, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> RowOptimizer:
-    """Adam (Kingma and Ba 2015) whose means neither decay nor move a row while no gradient names it.
-
-    The bias correction counts all updates, as in `torch.optim.SparseAdam` and TensorFlow Addons' `LazyAdam`. If every
-    gradient names every row, it is `optax.adam`.
-    """
-    checks.check_number("lazy_adam", "learning_rate", learning_rate)
-
-    def init(table: Tree) -> LazyAdamState:
-        zeros = partial(_states, lambda x: jnp.zeros_like(x, jnp.float32))
-        return LazyAdamState(jnp.zeros((), jnp.int32), zeros(table), zeros(table))
-
-    def update(gradient: Tree, state: LazyAdamState) -> tuple[Tree, LazyAdamState]:
-        if not isinstance(state, LazyAdamState):
-            raise TypeError(f"update: state must be a LazyAdamState, got {checks.describe(state)}")
-        updates = state.updates + 1
-        count = updates.astype(jnp.float32)
-        first_weight, second_weight = 1 - b1**count, 1 - b2**count  # of all gradients so far
-
-        def step(rows: SparseRows, first: jax.Array, second: jax.Array) -> tuple[SparseRows, jax.Array, jax.Array]:
-            rows = with_different_ids(rows)
-            mean = b1 * _read(first, rows) + (1 - b1) * rows.values
-            square = b2 * _read(second, rows) + (1 - b2) * rows.values**2
-            direction = mean / first_weight / (jnp.sqrt(square / second_weight) + eps)
-            moved = _with_values(rows, -learning_rate * direction)
-            return moved, _write(first, rows, mean), _write(second, rows, square)
-
-        moved, first, second = _per_table(step, gradient, state.first, state.second)
-        return moved, LazyAdamState(updates, first, second)
-
-    return RowOptimizer(init, update)
-
-
-def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *states: Tree) -> tuple[Any, ...]:
-    """`step(rows, *states)` of every table: a tree of each of its results."""
-    leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda x: isinstance(x, SparseRows))
-    if not leaves:
-        raise TypeError(f"update: gradient must hold SparseRows, got {checks.describe(gradient)}")
-    for rows in leaves:
-        check_sparse_rows("update", "gradient", rows)
-    try:
-        flat = [structure.flatten_up_to(state) for state in states]
-    except ValueError as error:
-        raise ValueError(f"update: state must have the structure of gradient: {error}") from None
-    results = [step(*one) for one in zip(leaves, *flat, strict=True)]
-    return tuple(structure.unflatten(one) for one in zip(*results, strict=True))
-
-
-def _states(of_table: Callable[[jax.Array], jax.Array], table: Tree) -> Tree:
-    """`of_table` of every table."""
-    for one in jax.tree.leaves(table):
-        _check_table("init", one)
-    return jax.tree.map(of_table, table)
-
-
-def _with_values(rows: SparseRows, values: jax.Array) -> SparseRows:
-    """The updates in float32, also if the learning rate is float64."""
-    return dataclasses.replace(rows, values=values.astype(jnp.float32))
-
-
-def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
-    _check_height("update", "state", state, rows)
-    return state.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
-
-
-def _write(state: jax.Array, rows: SparseRows, values: jax.Array) -> jax.Array:
-    return state.at[rows.indices].set(values.astype(state.dtype), mode="drop", indices_are_sorted=True)
-
-
-def _check_height(op: str, name: str, array: jax.Array, rows: SparseRows) -> None:
-    checks.check_rank(op, name, array, 2, "[V, D]")
-    if array.shape[0] != rows.num_rows or array.shape[1] not in (1, rows.values.shape[1]):
-        raise ValueError(
-            f"{op}: {name} must have the rows of a table of {rows.num_rows} x {rows.values.shape[1]}, got {array.shape}"
-        )
+    weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)[..., None]
+    summed = total(weight * rows.astype(jnp.float32))
+    if combiner != "sum":
+        divisor = total(weight if combiner == "mean" else weight**2)
+        divisor = jnp.where(divisor != 0, divisor, 1)
+        summed /= divisor if combiner == "mean" else jnp.sqrt(divisor)
+    return summed.astype(rows.dtype)

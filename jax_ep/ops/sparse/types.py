@@ -142,6 +142,12 @@ def check_sparse_rows(op: str, name: str, rows: Any) -> None:
     rows.check(op)
 
 
+def check_table(op: str, table: Any) -> None:
+    checks.check_rank(op, "table", table, 2, "[V, D]")
+    if not len(table):
+        raise ValueError(f"{op}: table must have at least one row, got {table.shape}")
+
+
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
     """The static settings of a sparse_all_reduce."""

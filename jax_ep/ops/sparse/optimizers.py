@@ -1,0 +1,184 @@
+"""Optimizers of tables with sparse gradients: they read and write the rows that a gradient names, and no others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._kit import checks
+from jax_ep.ops.sparse.coalesce import with_different_ids
+from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
+
+
+class Transform(Protocol):
+    """What `by_rows` needs of an optax optimizer, which is one."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]: ...
+
+
+class RowOptimizer(NamedTuple):
+    """`state = init(table)`; `updates, state = update(gradient, state, table)`; states and updates are float32.
+
+    `update` takes gradients with or without duplicates. It checks the ids, and calls `coalesce` unless they are sorted
+    and different, as those of `coalesce` and `sparse_all_reduce` are. It wants the table where the optimizer does, as
+    those with weight decay do.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+
+
+def by_rows(optimizer: Transform) -> RowOptimizer:
+    """An optax optimizer of tables whose gradients are `SparseRows`, with its schedules and its weight decay.
+
+    On the rows that a gradient names it does what `optimizer` does to a dense table. All other rows keep their bits,
+    and so does their state: there momentum and means do not decay, and weights neither, while no gradient names the
+    row (as in `torch.optim.SparseAdam`). What counts updates counts all of them.
+
+    Every table is a parameter of its own, with a state of its own. So clip by the norm of all gradients beforehand,
+    with `clip_by_global_norm`.
+
+    Args:
+      optimizer: what treats every row by itself: sgd with or without momentum, adam, adamw, adagrad, lion, rmsprop,
+        chains of them. Not what looks at a whole table, as adafactor, lamb and muon do.
+
+    Raises:
+      TypeError: `optimizer` is no pair of init and update; or, by `init`, its state has arrays without a row per row of
+        the table.
+    """
+    op = "by_rows"
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            raise TypeError(
+                f"{op}: optimizer must have init and update, as optax has them, got {checks.describe(optimizer)}"
+            )
+
+    def init(table: Tree) -> Tree:
+        def of_one(one: jax.Array) -> Any:
+            check_table("init", one)
+            _state_types(optimizer, *one.shape)
+            return optimizer.init(one.astype(jnp.float32))
+
+        return jax.tree.map(of_one, table)
+
+    def step(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
+        rows = with_different_ids(rows)
+        whole, types = _checked_state(state, *_state_types(optimizer, rows.num_rows, rows.values.shape[1]))
+        read = [_read(x, rows) if by_row else x for x, (_, by_row) in zip(whole, types, strict=True)]
+        own = None
+        if table is not None:
+            check_height("update", "table", table, rows)
+            own = _read(table, rows).astype(jnp.float32)
+        structure = jax.tree.structure(state)
+        updates, changed = optimizer.update(rows.values, structure.unflatten(read), own)
+        written = [
+            _write(x, rows, y) if by_row else y.astype(x.dtype)
+            for x, y, (_, by_row) in zip(whole, structure.flatten_up_to(changed), types, strict=True)
+        ]
+        updates = jnp.where(rows.present[:, None], updates.astype(jnp.float32), 0)
+        return replace(rows, values=updates), structure.unflatten(written)
+
+    def update(gradient: Tree, state: Tree, table: Tree = None) -> tuple[Tree, Tree]:
+        return _per_table(step, gradient, state, *([] if table is None else [table]))
+
+    return RowOptimizer(init, update)
+
+
+def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
+    """Adagrad with one accumulator per row, of the mean square of its gradient: its state is [V, 1] per table.
+
+    The optimizer of large recommendation models (Mudigere et al. 2022, "Software-hardware co-design for fast and
+    scalable training of deep learning recommendation models"). optax has the others: see `by_rows`.
+
+    Raises:
+      TypeError: the learning rate is no number.
+    """
+    checks.check_number("rowwise_adagrad", "learning_rate", learning_rate)
+
+    def init(table: jax.Array) -> jax.Array:
+        return jnp.full_like(table[:, :1], initial_accumulator)
+
+    def update(gradient: jax.Array, squares: jax.Array, table: Any = None) -> tuple[jax.Array, jax.Array]:
+        squares = squares + jnp.mean(gradient**2, axis=1, keepdims=True)
+        scale = jnp.where(squares > 0, jax.lax.rsqrt(squares + eps), 0)
+        return -learning_rate * scale * gradient, squares
+
+    return by_rows(RowOptimizer(init, update))
+
+
+def apply_updates(table: Tree, updates: Tree) -> Tree:
+    """Adds the rows of `updates` to those of the table [V, D], in the table's dtype; duplicates add up.
+
+    Raises:
+      ValueError: the table has not the shape that the updates were made for.
+      TypeError: updates are no SparseRows.
+    """
+    op = "apply_updates"
+
+    def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
+        check_sparse_rows(op, "updates", rows)
+        check_height(op, "table", table, rows)
+        return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
+
+    return jax.tree.map(apply, table, updates)
+
+
+def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, list[tuple[Any, bool]]]:
+    """The structure of the state of a table, and of each leaf its type and whether it has a row per row of the table.
+
+    The rows of such a leaf are as many as those of the table, also when the table has one row more.
+    """
+    tables = (jax.ShapeDtypeStruct((height + more, width), jnp.float32) for more in (0, 1))
+    here, taller = (jax.tree.flatten(jax.eval_shape(optimizer.init, table)) for table in tables)
+    types: list[tuple[Any, bool]] = []
+    for x, y in zip(here[0], taller[0], strict=True):
+        by_row = x.shape[:1] == (height,) and y.shape == (height + 1, *x.shape[1:])
+        if not by_row and (x.ndim or y.ndim):
+            raise TypeError(
+                f"by_rows: optimizer must keep scalars and arrays of a row per row of the table, got {x.dtype}{x.shape}"
+            )
+        types.append((x, by_row))
+    return here[1], types
+
+
+def _checked_state(state: Any, structure: Any, types: list[tuple[Any, bool]]) -> tuple[list[Any], list[Any]]:
+    """The leaves of the state of one table."""
+    leaves, found = jax.tree.flatten(state)
+    if found != structure:
+        raise ValueError(f"update: state must be that of init, {structure}, got {found}")
+    for x, (expected, _) in zip(leaves, types, strict=True):
+        checks.check_shape("update", "state", x, expected.shape, "that of init")
+    return leaves, types
+
+
+def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tree) -> tuple[Any, ...]:
+    """`step(rows, *others)` of every table: a tree of each of its results."""
+    leaves, structure = jax.tree.flatten(gradient, is_leaf=is_sparse_rows)
+    if not leaves:
+        raise TypeError(f"update: gradient must hold SparseRows, got {checks.describe(gradient)}")
+    for rows in leaves:
+        check_sparse_rows("update", "gradient", rows)
+    try:
+        flat = [structure.flatten_up_to(other) for other in others]
+    except ValueError as error:
+        raise ValueError(f"update: state and table must have the structure of gradient: {error}") from None
+    results = [step(*one) for one in zip(leaves, *flat, strict=True)]
+    return tuple(structure.unflatten(one) for one in zip(*results, strict=True))
+
+
+def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
+    return state.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+
+def _write(state: jax.Array, rows: SparseRows, values: jax.Array) -> jax.Array:
+    return state.at[rows.indices].set(values.astype(state.dtype), mode="drop", indices_are_sorted=True)
+
+
+def check_height(op: str, name: str, table: jax.Array, rows: SparseRows) -> None:
+    shape = (rows.num_rows, rows.values.shape[1])
+    checks.check_shape(op, name, table, shape, "[V, D] of the gradient")
