@@ -1,5 +1,6 @@
 """The examples train, and alike on every platform and with every implementation."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import helpers
 import jax
 import numpy as np
 import pytest
+import test_launch
 from conftest import require_native
 from jax.sharding import Mesh
 from test_launch import ROOT, environment
@@ -19,6 +21,7 @@ from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
 
 STEPS = 20
+ROOT = Path(__file__).parents[1]
 example = partial(load, "examples")  # by its name
 
 
@@ -101,3 +104,18 @@ def test_help_needs_no_extras() -> None:
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "--steps STEPS" in run.stdout
+
+
+@pytest.mark.usefixtures("native")
+def test_dlrm_trains_alike_in_two_processes(tmp_path: Path) -> None:
+    """Tables spread over two devices of one process, by kernels, and over two processes, by jax.lax."""
+    steps = 12
+    with Group(Mesh(np.array(jax.devices()[:2]), ("dp",)), "dp") as group:
+        losses = example("dlrm").train(group, steps)
+    result = test_launch.run("-n", "2", str(ROOT / "examples" / "dlrm.py"), "--steps", str(steps), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 devices of 2 processes" in result.stdout
+    found = re.search(r"loss (\S+) at the start, (\S+) at the end", result.stdout)
+    assert found
+    np.testing.assert_allclose([float(x) for x in found.groups()], [losses[0], losses[-1]], rtol=1e-3)
+    assert losses[-1] < 0.8 * losses[0]
