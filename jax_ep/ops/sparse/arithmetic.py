@@ -1,7 +1,7 @@
 """Sums, multiples and norms of gradients: pytrees of `SparseRows`, beside which there may be arrays."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from jax_ep._kit import checks
 from jax_ep.ops.sparse.coalesce import coalesce, with_different_ids
 from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, is_sparse_rows
 
+T = TypeVar("T")  # a pytree
 
-def add(a: Tree, b: Tree, *, capacity: int | None = None) -> Tree:
+
+def add(a: T, b: T, *, capacity: int | None = None) -> T:
     """The sum of two gradients of the same tables, as `jax.tree.map(jnp.add, a, b)` is for arrays.
 
     Entries of the same row are added up in float32, as by `coalesce`. `ignored` and `dropped` are sums too.
@@ -48,7 +50,7 @@ def add(a: Tree, b: Tree, *, capacity: int | None = None) -> Tree:
     return jax.tree.map(sums, a, b, is_leaf=is_sparse_rows)
 
 
-def scale(tree: Tree, factor: Scalar) -> Tree:
+def scale(tree: T, factor: Scalar) -> T:
     """`factor` times every row and array of `tree`, multiplied in float32, in the dtypes that they have.
 
     Raises:
@@ -87,7 +89,7 @@ def global_norm(tree: Tree) -> jax.Array:
     return jnp.sqrt(sum(map(squares, jax.tree.leaves(tree, is_leaf=is_sparse_rows)), jnp.float32(0)))
 
 
-def clip_by_global_norm(tree: Tree, max_norm: Scalar) -> Tree:
+def clip_by_global_norm(tree: T, max_norm: Scalar) -> T:
     """`tree`, scaled down to the norm `max_norm` if `global_norm` is above it, as `optax.clip_by_global_norm` does.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax_ep._kit import checks
 from jax_ep.ops.sparse.coalesce import with_different_ids
 from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
+
+T = TypeVar("T")  # a pytree
 
 
 class Transform(Protocol):
@@ -111,7 +113,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
     return by_rows(RowOptimizer(init, update))
 
 
-def apply_updates(table: Tree, updates: Tree) -> Tree:
+def apply_updates(table: T, updates: Tree) -> T:
     """Adds the rows of `updates` to those of the table [V, D], in the table's dtype; duplicates add up.
 
     Raises:
