@@ -212,7 +212,11 @@ def wide(x: Any) -> np.ndarray:
 
 
 def bits(results: Any) -> list[bytes]:
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(results)]
+    def of_array(x: Any) -> bytes:
+        is_key = jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    return [of_array(x) for x in jax.tree.leaves(results)]
 
 
 def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: str = "xla") -> None:

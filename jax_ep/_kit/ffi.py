@@ -153,12 +153,12 @@ def call(
     site = _call_site()
 
     def results(operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-        def of_type(dtype: str | None, shape: list[int], alike: bool) -> jax.ShapeDtypeStruct:
-            if dtype is None:
-                return vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
-            return vary.result_type(tuple(shape), np.dtype(dtype), operands[0], alike_over if alike else frozenset())
-
-        return [of_type(dtype, shape, alike) for _, dtype, shape, alike in types]
+        return [
+            vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
+            if dtype is None
+            else vary.result_type(tuple(shape), np.dtype(dtype), operands[0], alike_over if alike else frozenset())
+            for _, dtype, shape, alike in types
+        ]
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         called = jax.ffi.ffi_call(

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import Implementation, OnOverflow
@@ -82,11 +83,8 @@ def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options:
     flat = jnp.concatenate([x.ravel() for x in leaves])
 
     def apart(rows: jax.Array) -> Tree:
-        begin, parts = 0, []
-        for x in leaves:
-            parts.append(rows[begin : begin + x.size].reshape(*x.shape, rows.shape[1]))
-            begin += x.size
-        return structure.unflatten(parts)
+        parts = jnp.split(rows, np.cumsum([x.size for x in leaves])[:-1])
+        return structure.unflatten(y.reshape(*x.shape, y.shape[1]) for x, y in zip(leaves, parts, strict=True))
 
     if group is None:
         return Entries(flat, jnp.int32(flat.size), jnp.int32(0), apart)

@@ -53,12 +53,9 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
       TypeError: `optimizer` is no pair of init and update; or, by `init`, its state has arrays without a row per row of
         the table.
     """
-    op = "by_rows"
-    for name in ("init", "update"):
-        if not callable(getattr(optimizer, name, None)):
-            raise TypeError(
-                f"{op}: optimizer must have init and update, as optax has them, got {checks.describe(optimizer)}"
-            )
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        got = checks.describe(optimizer)
+        raise TypeError(f"by_rows: optimizer must have init and update, as optax has them, got {got}")
 
     def init(table: Tree) -> Tree:
         def of_one(one: jax.Array) -> Any:
@@ -70,20 +67,28 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
 
     def step(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
         rows = with_different_ids(rows)
-        whole, types = _checked_state(state, *_state_types(optimizer, rows.num_rows, rows.values.shape[1]))
-        read = [_read(x, rows) if by_row else x for x, (_, by_row) in zip(whole, types, strict=True)]
-        own = None
+        shape = rows.num_rows, rows.values.shape[1]
+        structure, types = _state_types(optimizer, *shape)
+        whole, found = jax.tree.flatten(state)
+        if found != structure:
+            raise ValueError(f"update: state must be that of init, {structure}, got {found}")
+        for x, (expected, _) in zip(whole, types, strict=True):
+            checks.check_shape("update", "state", x, expected, "that of init")
+
+        def read(x: jax.Array) -> jax.Array:
+            return x.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+        def written(x: jax.Array, y: jax.Array) -> jax.Array:
+            return x.at[rows.indices].set(y.astype(x.dtype), mode="drop", indices_are_sorted=True)
+
         if table is not None:
-            check_height("update", "table", table, rows)
-            own = _read(table, rows).astype(jnp.float32)
-        structure = jax.tree.structure(state)
-        updates, changed = optimizer.update(rows.values, structure.unflatten(read), own)
-        written = [
-            _write(x, rows, y) if by_row else y.astype(x.dtype)
-            for x, y, (_, by_row) in zip(whole, structure.flatten_up_to(changed), types, strict=True)
-        ]
-        updates = jnp.where(rows.present[:, None], updates.astype(jnp.float32), 0)
-        return replace(rows, values=updates), structure.unflatten(written)
+            checks.check_shape("update", "table", table, shape, "[V, D] of the gradient")
+            table = read(table).astype(jnp.float32)
+        named = structure.unflatten(read(x) if by_row else x for x, (_, by_row) in zip(whole, types, strict=True))
+        updates, named = optimizer.update(rows.values, named, table)
+        moved = zip(whole, structure.flatten_up_to(named), types, strict=True)
+        state = structure.unflatten(written(x, y) if by_row else y.astype(x.dtype) for x, y, (_, by_row) in moved)
+        return replace(rows, values=jnp.where(rows.present[:, None], updates.astype(jnp.float32), 0)), state
 
     def update(gradient: Tree, state: Tree, table: Tree = None) -> tuple[Tree, Tree]:
         return _per_table(step, gradient, state, *([] if table is None else [table]))
@@ -124,14 +129,14 @@ def apply_updates(table: T, updates: Tree) -> T:
 
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
         check_sparse_rows(op, "updates", rows)
-        check_height(op, "table", table, rows)
+        checks.check_shape(op, "table", table, (rows.num_rows, rows.values.shape[1]), "[V, D] of the gradient")
         return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
 
     return jax.tree.map(apply, table, updates)
 
 
 def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, list[tuple[Any, bool]]]:
-    """The structure of the state of a table, and of each leaf its type and whether it has a row per row of the table.
+    """The structure of the state of a table, and of each leaf its shape and whether it has a row per row of the table.
 
     The rows of such a leaf are as many as those of the table, also when the table has one row more.
     """
@@ -144,18 +149,8 @@ def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, li
             raise TypeError(
                 f"by_rows: optimizer must keep scalars and arrays of a row per row of the table, got {x.dtype}{x.shape}"
             )
-        types.append((x, by_row))
+        types.append((x.shape, by_row))
     return here[1], types
-
-
-def _checked_state(state: Any, structure: Any, types: list[tuple[Any, bool]]) -> tuple[list[Any], list[Any]]:
-    """The leaves of the state of one table."""
-    leaves, found = jax.tree.flatten(state)
-    if found != structure:
-        raise ValueError(f"update: state must be that of init, {structure}, got {found}")
-    for x, (expected, _) in zip(leaves, types, strict=True):
-        checks.check_shape("update", "state", x, expected.shape, "that of init")
-    return leaves, types
 
 
 def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tree) -> tuple[Any, ...]:
@@ -171,16 +166,3 @@ def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tr
         raise ValueError(f"update: state and table must have the structure of gradient: {error}") from None
     results = [step(*one) for one in zip(leaves, *flat, strict=True)]
     return tuple(structure.unflatten(one) for one in zip(*results, strict=True))
-
-
-def _read(state: jax.Array, rows: SparseRows) -> jax.Array:
-    return state.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
-
-
-def _write(state: jax.Array, rows: SparseRows, values: jax.Array) -> jax.Array:
-    return state.at[rows.indices].set(values.astype(state.dtype), mode="drop", indices_are_sorted=True)
-
-
-def check_height(op: str, name: str, table: jax.Array, rows: SparseRows) -> None:
-    shape = (rows.num_rows, rows.values.shape[1])
-    checks.check_shape(op, name, table, shape, "[V, D] of the gradient")
