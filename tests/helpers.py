@@ -213,7 +213,7 @@ def wide(x: Any) -> np.ndarray:
 
 def bits(results: Any) -> list[bytes]:
     def of_array(x: Any) -> bytes:
-        is_key = jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
     return [of_array(x) for x in jax.tree.leaves(results)]
