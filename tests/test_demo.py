@@ -21,7 +21,6 @@ from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
 
 STEPS = 20
-ROOT = Path(__file__).parents[1]
 example = partial(load, "examples")  # by its name
 
 

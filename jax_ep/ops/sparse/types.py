@@ -55,7 +55,11 @@ class SparseRows:
     num_rows: int = dataclasses.field(metadata={"static": True})
     ignored: jax.Array = dataclasses.field(default_factory=_zero)
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
-    seal: jax.Array = dataclasses.field(default_factory=_seal, repr=False)
+    seal: jax.Array = dataclasses.field(default_factory=_seal)
+
+    def __repr__(self) -> str:
+        fields = {name: getattr(self, name) for name in ("indices", "values", "count", "num_rows")}
+        return f"SparseRows({checks.described(**fields)})"
 
     @classmethod
     def from_entries(cls, indices: jax.Array, values: jax.Array, *, num_rows: int) -> "SparseRows":
