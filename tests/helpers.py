@@ -281,3 +281,6 @@ class KeyValueStore:
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        return [(name, value.encode(errors="surrogateescape")) for name, value in self.key_value_dir_get(key)]

@@ -21,6 +21,7 @@ from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
 from jax_ep import CapacityError, Group, MismatchError, NodeOptions, PeerLostError, PeerTimeoutError, PlatformError
 from jax_ep.__main__ import load
+from jax_ep.runtime import heartbeat, jax_private
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
@@ -229,6 +230,7 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
     jax.block_until_ready(program(*operands))
     group.check()
+    litter()
     pids = multihost_utils.process_allgather(np.int32(os.getpid()))
     start = time.monotonic()
     if jax.process_index() == lost:
@@ -249,6 +251,14 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
         os.kill(int(pids[lost]), signal.SIGCONT)
     del pending
     leave()  # jax.distributed would wait for the dead process
+
+
+def litter() -> None:
+    """Others may write into the store, too."""
+    client = jax_private.coordination_client()
+    assert client is not None
+    for name, value in (("one", b"no JSON"), ("7", b"\xff\xfe"), (str(8 + jax.process_index()), b'["a", 1]')):
+        client.key_value_set_bytes(f"{heartbeat._FOLDER}/{name}", value, allow_overwrite=True)
 
 
 def late() -> float:

@@ -1,15 +1,17 @@
 """Processes that open groups across nodes, here played by threads: who is there, and for which group."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from helpers import KeyValueStore
 
 from jax_ep import PeerTimeoutError
-from jax_ep.runtime import heartbeat
+from jax_ep.runtime import heartbeat, liveness
 from jax_ep.runtime.heartbeat import Heartbeat, HeartbeatThread
 from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.timeouts import Deadline
@@ -21,7 +23,7 @@ Opening = Future[Liveness]
 
 class Store(KeyValueStore):
     def heartbeat(self, process: int) -> Heartbeat:
-        return Heartbeat.parse(self.left[f"jax_ep/alive/{process}"])
+        return Heartbeat.parse(self.left[f"{heartbeat._FOLDER}/{process}"])
 
 
 class Processes:
@@ -35,13 +37,14 @@ class Processes:
         """A process that is started again under its old number has another one."""
         return HeartbeatThread(lambda: self.store, me)
 
-    def open(self, me: int, group: str, timeout: float = TIMEOUT) -> Opening:
+    def open(self, me: int, group: str, timeout: float = TIMEOUT, seconds: float = TIMEOUT) -> Opening:
         others = {process: f"process {process}" for process in self._everyone if process != me}
         heartbeat_thread = self.threads[me]
-        return self._pool.submit(lambda: Liveness(group, group, others, TIMEOUT, Deadline(timeout), heartbeat_thread))
+        return self._pool.submit(lambda: Liveness(group, group, others, seconds, Deadline(timeout), heartbeat_thread))
 
-    def open_all(self, group: str) -> list[Liveness]:
-        return [opening.result(TIMEOUT) for opening in [self.open(me, group) for me in self._everyone]]
+    def open_all(self, group: str, seconds: float = TIMEOUT) -> list[Liveness]:
+        openings = [self.open(me, group, seconds=seconds) for me in self._everyone]
+        return [opening.result(TIMEOUT) for opening in openings]
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes)
             group.close()
     else:
         dies = processes.open(2, "a group", 5 * SHORT)
-        await_that(lambda: "jax_ep/alive/2" in processes.store.left)
+        await_that(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
         processes.threads[2].stop()
         with pytest.raises(PeerTimeoutError):
             dies.result(TIMEOUT)
@@ -142,15 +145,15 @@ class HeldUp(Store):
         self.left = store.left
         self.all_agree, self.may_look = threading.Event(), threading.Event()
 
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        found = super().key_value_dir_get(key)
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        found = super().key_value_dir_get_bytes(key)
         seen = {part.seen for _, text in found for part in Heartbeat.parse(text).parts.values()}
         if len(found) == 3 and len(seen) == 1 and seen != {""}:
             self.all_agree.set()
         if not self.all_agree.is_set():
             return found
         assert self.may_look.wait(TIMEOUT)
-        return super().key_value_dir_get(key)
+        return super().key_value_dir_get_bytes(key)
 
 
 @pytest.fixture
@@ -215,4 +218,58 @@ def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: 
     assert "process 2 left the group by an error" in str(left[0].error(in_vain=True))
     assert all(group.error(in_vain=True) is None for group in kept)
     for group in kept + left[:2]:
+        group.close()
+
+
+ODD = [
+    "",
+    "[]",
+    "{",
+    "1",
+    "null",
+    '"abc"',
+    '["a", 1, {"b": 2}]',
+    '["a", 1, {"b": []}]',
+    "\udcff",
+    "[" * 100_000,
+    "9" * 5000,
+]
+
+
+def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd keys and values end nothing, nor do fields of a newer version; a silent process is still named."""
+    monkeypatch.setattr(liveness, "_LEAST_SECONDS", 0.5)
+    for number, text in enumerate(ODD):
+        processes.store.left[f"{heartbeat._FOLDER}/{100 + number}"] = text
+    valid = str(Heartbeat("another", 1, {}))
+    for key in ("", "one", "01", "+1", "1/2", "\u0661"):
+        processes.store.left[f"{heartbeat._FOLDER}/{key}"] = valid
+    monkeypatch.setattr(Heartbeat, "__str__", lambda self: json.dumps([*self[:2], newer(self), "more", 3]))
+    groups = processes.open_all("a group", seconds=1.0)
+    time.sleep(SHORT)
+    assert all(group.error() is None for group in groups)
+    processes.threads[2].stop()
+    await_that(lambda: groups[0].error() is not None)
+    assert "process 2 sent no heartbeat" in str(groups[0].error())
+    for group in groups:
+        group.close()
+
+
+def newer(written: Heartbeat) -> dict[str, list[str]]:
+    return {key: [*part, "more"] for key, part in written.parts.items()}
+
+
+def test_a_heartbeat_thread_that_fails_is_reported(
+    processes: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = processes.open_all("a group")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no such store")
+
+    monkeypatch.setattr(Store, "key_value_set", fail)
+    await_that(lambda: all(group.error() is not None for group in groups))
+    assert "this process sends no heartbeats any more, because of OSError('no such store')" in str(groups[0].error())
+    assert "the heartbeat thread has ended" in caplog.text
+    for group in groups:
         group.close()

@@ -7,6 +7,7 @@ part of each such group. It reads the heartbeats of all others.
 import contextlib
 import itertools
 import json
+import logging
 import secrets
 import threading
 from collections import defaultdict
@@ -18,7 +19,8 @@ import jax
 
 from jax_ep.runtime.store import Store
 
-_FOLDER = "jax_ep/alive"  # in the store; a key there for each process
+_LOGGER = logging.getLogger("jax_ep")
+_FOLDER = "jax_ep/heartbeat/2"  # in the store, with the version of what is written; a key there for each process
 _PERIOD_SECONDS = 0.25  # between two heartbeats of a process
 _OPENING_SECONDS = 0.025  # likewise, while it opens a group
 _READS_A_SECOND = 256  # of all processes together; with many processes heartbeats become rarer
@@ -48,9 +50,17 @@ class Heartbeat(NamedTuple):
     parts: Mapping[str, Part]  # by id, in the order in which they were begun; also a few that have ended
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        incarnation, beat, parts = json.loads(text)
-        return cls(incarnation, beat, {key: Part(*part) for key, part in parts.items()})
+    def parse(cls, text: str | bytes) -> Self:
+        """Ignores fields at the end that it does not know.
+
+        Raises:
+          ValueError: the text is no heartbeat.
+        """
+        try:
+            incarnation, beat, parts, *_ = json.loads(text)
+            return cls(incarnation, beat, {key: Part(*part[: len(Part._fields)]) for key, part in parts.items()})
+        except (TypeError, AttributeError, LookupError, RecursionError) as error:
+            raise ValueError(f"no heartbeat: {text!r}") from error
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -76,6 +86,7 @@ class HeartbeatThread:
 
     def __init__(self, store: Callable[[], Store | None], me: int):
         self.readings = Readings(0, {})
+        self.failure: Exception | None = None  # that ended the thread
         self.meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by group: one thread at a time
         self._store, self._key, self._incarnation = store, f"{_FOLDER}/{me}", secrets.token_hex(4)
         self._parts: dict[str, Part] = {}
@@ -101,7 +112,7 @@ class HeartbeatThread:
             part = secrets.token_hex(4)
             self._parts[part] = Part(group, OPENING, "")
             if self._stopped.is_set() or self.over:
-                self._stopped = threading.Event()
+                self._stopped, self.failure = threading.Event(), None
                 run = partial(self._run, self._stopped)
                 self._thread = threading.Thread(target=run, name="jax_ep heartbeat", daemon=True)
                 self._thread.start()
@@ -131,10 +142,14 @@ class HeartbeatThread:
             self._thread.join(timeout=_JOIN_SECONDS)  # it may wait for a coordinator that does not answer
 
     def _run(self, stopped: threading.Event) -> None:
-        while not stopped.is_set() and self._exchange():
-            stopped.wait(self._pause())
-        if not self._silent:
-            self._exchange()
+        try:
+            while not stopped.is_set() and self._exchange():
+                stopped.wait(self._pause())
+            if not self._silent:
+                self._exchange()
+        except Exception as error:
+            self.failure = error
+            _LOGGER.exception("the heartbeat thread has ended: other processes will take this one for lost")
 
     def _exchange(self) -> bool:
         """Writes and reads; False if there is no store."""
@@ -145,8 +160,12 @@ class HeartbeatThread:
             heartbeat = Heartbeat(self._incarnation, next(self._beats), dict(self._parts))
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             store.key_value_set(self._key, str(heartbeat), allow_overwrite=True)
-            found = store.key_value_dir_get(f"{_FOLDER}/")
-            readings = {int(key.rpartition("/")[2]): Heartbeat.parse(text) for key, text in found}
+            readings: dict[int, Heartbeat] = {}
+            for key, text in store.key_value_dir_get_bytes(f"{_FOLDER}/"):
+                process = key.removeprefix(f"{_FOLDER}/")
+                with contextlib.suppress(ValueError):  # somebody else wrote it
+                    if str(int(process)) == process:
+                        readings[int(process)] = Heartbeat.parse(text)
             self.readings = Readings(self.readings.reads + 1, readings)
         return True
 

@@ -183,12 +183,16 @@ class Liveness:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._ended.wait(_LOOK_SECONDS) and not self._heartbeat.over:
+        while self._lost is None and not self._ended.wait(_LOOK_SECONDS):
             last, before = time.monotonic(), last
-            self._lost = self._detector.look(self._heartbeat.readings, last - before)
-            if self._lost is not None:
-                _LOGGER.error("%s: PeerLostError: %s", self._name, self._failed(self._lost))
+            if not self._heartbeat.over:
+                self._lost = self._detector.look(self._heartbeat.readings, last - before)
+            elif (failure := self._heartbeat.failure) is not None:
+                self._lost = f"this process sends no heartbeats any more, because of {failure!r}"
+            else:
                 return
+        if self._lost is not None:
+            _LOGGER.error("%s: PeerLostError: %s", self._name, self._failed(self._lost))
 
     def _failed(self, what: str) -> str:
         return f"{what} (timeout {self._timeout:g} s); the group has failed"

@@ -12,6 +12,7 @@ class Store(Protocol):
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...  # of any bytes
 
 
 def store() -> Any:
