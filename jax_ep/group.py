@@ -138,6 +138,8 @@ class Group:
         except BaseException:
             self.intranode.close()
             raise
+        if self._liveness is not None:
+            weakref.finalize(self, self._liveness.release).atexit = False
 
     @property
     def size(self) -> int:

@@ -1,6 +1,7 @@
 """Run by `jax_ep.launch` in every process of `test_nodes_processes.py`, each of which is a node, or part of one."""
 
 import argparse
+import gc
 import os
 import signal
 import time
@@ -295,6 +296,19 @@ def open_a_second(mesh: jax.sharding.Mesh) -> None:
         first.check()
 
 
+def drop(mesh: jax.sharding.Mesh, groups: int = 20) -> None:
+    """Groups that are not closed leave no threads, and processes may go on without them."""
+    before = helpers.own_threads()
+    for _ in range(groups):
+        open_group(mesh, 60)
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while helpers.own_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(f"{helpers.own_threads() - before} threads more after {groups} groups", flush=True)
+    assert helpers.own_threads() <= before
+
+
 def leave() -> None:
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
     os._exit(0)
@@ -319,6 +333,7 @@ def main() -> None:
         print(f"\nlosses {line}\n", end="", flush=True)  # in one piece: others write into the pipe, too
     elif options.what == "close":
         leave_in_order(mesh)
+        drop(mesh)
         open_a_second(mesh)
     else:
         lose(mesh, options.what)

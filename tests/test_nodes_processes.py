@@ -52,5 +52,5 @@ def test_a_lost_process_is_named(how: str, lost: int) -> None:
     assert f"process {lost} was named after" in output
 
 
-def test_a_process_that_closes_its_group_is_not_lost() -> None:
+def test_a_process_that_closes_or_drops_its_group_is_not_lost() -> None:
     assert "PeerLostError" not in launch("close", 2, 2 if ON_CPU else 1)

@@ -127,7 +127,7 @@ class Liveness:
     ):
         self._name, self._timeout, self._heartbeat = name, timeout, thread
         self._lost: str | None = None
-        self._ended = threading.Event()
+        self._ended, self._released = threading.Event(), False
         group = hashlib.sha256(over.encode()).hexdigest()[:16]
         with thread.meeting[group]:
             self._part = thread.begin(group)
@@ -156,6 +156,10 @@ class Liveness:
         finally:
             self._heartbeat.update(self._part, state=CLOSED if in_order else LEFT)
 
+    def release(self) -> None:
+        """Closes this process' part soon. Takes no lock: a garbage collector may call it anywhere."""
+        self._released = True
+
     def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Readings, dict[int, str]]:
         """The heartbeats that showed all processes the same parts, and these parts."""
         never_here = {*others}
@@ -183,16 +187,19 @@ class Liveness:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while self._lost is None and not self._ended.wait(_LOOK_SECONDS):
+        while not self._released and not self._ended.wait(_LOOK_SECONDS):
             last, before = time.monotonic(), last
-            if not self._heartbeat.over:
-                self._lost = self._detector.look(self._heartbeat.readings, last - before)
-            elif (failure := self._heartbeat.failure) is not None:
-                self._lost = f"this process sends no heartbeats any more, because of {failure!r}"
-            else:
-                return
-        if self._lost is not None:
-            _LOGGER.error("%s: PeerLostError: %s", self._name, self._failed(self._lost))
+            if self._lost is None and (lost := self._look(last - before)) is not None:
+                self._lost = lost
+                _LOGGER.error("%s: PeerLostError: %s", self._name, self._failed(lost))
+        if self._released:
+            self._heartbeat.update(self._part, state=CLOSED)
+
+    def _look(self, passed: float) -> str | None:
+        if not self._heartbeat.over:
+            return self._detector.look(self._heartbeat.readings, passed)
+        failure = self._heartbeat.failure
+        return None if failure is None else f"this process sends no heartbeats any more, because of {failure!r}"
 
     def _failed(self, what: str) -> str:
         return f"{what} (timeout {self._timeout:g} s); the group has failed"
