@@ -18,8 +18,8 @@ class PeerLostError(JaxEpError):
 
 class MismatchError(JaxEpError):
     """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options: say, in another order,
-    or with a last batch of another size. The group has failed: close it and open a new one. Where CPU processes of a
-    group across nodes differ, nothing was exchanged, and the group remains usable.
+    or with a last batch of another size. The group has failed: close it and open a new one. Where CPU processes
+    that exchange by XLA differ, nothing was exchanged, and the group remains usable.
     """
 
 

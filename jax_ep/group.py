@@ -159,7 +159,7 @@ class Group:
     @property
     def _asks_processes(self) -> bool:
         """Whether ops compare their calls before XLA's collectives run, which between CPU processes would abort."""
-        return self.intranode is not None and self._spans_cpu_processes
+        return self._needs_xla or (self.intranode is not None and self._spans_cpu_processes)
 
     @property
     def closed(self) -> bool:

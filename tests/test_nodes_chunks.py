@@ -191,13 +191,3 @@ def test_wrong_numbers_of_chunks() -> None:
             shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
             with pytest.raises(error, match=r"^dispatch: nodes\.chunks must be"):
                 jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes)
-
-
-def test_any_number_of_chunks_can_be_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As processes do, by int32."""
-    monkeypatch.setattr(Group, "_asks_processes", True)
-    with over(2, 2) as group:
-        options: dict[str, Any] = {"num_experts": EXPERTS, "nodes": NodeOptions(chunks=2**31)}
-        program = helpers.dispatch_combine(group, implementation="ffi", **options)
-        shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32), jnp.zeros((2, 2, 3, 1))
-        jax.eval_shape(program, *shapes)

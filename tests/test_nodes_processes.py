@@ -34,6 +34,11 @@ def test_as_one_group_of_all_ranks(nodes: int, processes: int, devices: int, pyt
     launch("all" if everything else "most", nodes, devices, processes=processes)
 
 
+@pytest.mark.skipif(not ON_CPU, reason="GPUs exchange no descriptions of calls")
+def test_processes_that_differ() -> None:
+    launch("mismatch", 2, 2)
+
+
 @pytest.mark.skipif(not ON_CPU, reason="one process has too few GPUs to compare with")
 def test_the_language_model_on_two_nodes() -> None:
     """The demo's losses are those of one process and one node."""

@@ -158,6 +158,8 @@ class Group {
   GroupError describe(const Told& told) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
+  int differing_rank(int line, const Report& report) const;
+  GroupError mismatch(int line, const Report& report, int other) const;
   int silent_rank(int line, const Report& report) const;
   std::string progress(int line, int rank, uint64_t epoch) const;
   struct SeenHeap {

@@ -247,11 +247,31 @@ std::string Group::progress(int line, int rank, uint64_t epoch) const {
   return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last) + process;
 }
 
+// A rank that called something else in the op of the report; -1 if there is none.
+int Group::differing_rank(int line, const Report& report) const {
+  const std::optional<OpRecord> mine = record(line, report.rank, report.epoch);
+  for (int rank = 0; mine && rank < size(); ++rank) {
+    const std::optional<OpRecord> theirs = record(line, rank, report.epoch);
+    if (theirs && std::memcmp(&theirs->signature, &mine->signature, sizeof(Signature)) != 0) return rank;
+  }
+  return -1;
+}
+
+GroupError Group::mismatch(int line, const Report& report, int other) const {
+  return {ErrorKind::mismatch,
+          describe_op(line, report.rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(report.rank) +
+              ", but " + describe_op(line, other, report.epoch, "another op") + " at rank " + std::to_string(other) +
+              ": all ranks must run the same ops with the same shapes in one order; the group has failed",
+          true};
+}
+
 GroupError Group::describe(const Told& told) const {
   const auto& [line, report] = told;
   char text[256];
   const std::string op = describe_op(line, report.rank, report.epoch, name_of(report.op));
   const long long expected = report.expected, seen = report.seen;
+  if (is_fatal(report.failure))  // whatever this rank saw of it first
+    if (const int other = differing_rank(line, report); other >= 0) return mismatch(line, report, other);
   switch (report.failure) {
     case Failure::timeout: {
       const int culprit = silent_rank(line, report);
@@ -269,12 +289,7 @@ GroupError Group::describe(const Told& told) const {
                       report.rank, report.peer);
       return {ErrorKind::peer_lost, op + text, true};
     case Failure::mismatch:
-      return {ErrorKind::mismatch,
-              op + " at rank " + std::to_string(report.rank) + ", but " +
-                  describe_op(line, report.peer, report.epoch, "another op") + " at rank " +
-                  std::to_string(report.peer) +
-                  ": all ranks must run the same ops with the same shapes in one order; the group has failed",
-              true};
+      return mismatch(line, report, report.peer);
     case Failure::capacity:
       std::snprintf(text, sizeof(text),
                     "%s: rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",

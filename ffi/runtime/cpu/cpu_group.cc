@@ -71,7 +71,9 @@ std::optional<GroupError> CpuGroup::outcome(RankSlot slot, const Task& task) {
   const uint64_t abort = load_acquire(&heap(slot)->abort);
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
-        "the group has failed at a peer, because rank " + std::to_string(abort - 1) + " did not answer", true});
+        "the group has failed at a peer, because rank " + std::to_string(abort - 1) +
+            " did not answer or runs another op",
+        true});
   return failure();
 }
 

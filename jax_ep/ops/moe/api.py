@@ -17,6 +17,7 @@ from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, runs_kernels, validated
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
+from jax_ep.runtime.agreement import Call
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
@@ -137,23 +138,45 @@ def combine(
 
 def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
     """A validated dispatch: over nodes, by kernels, or in plain jax.lax."""
-    group, config = call.group, call.config
-    if group.intranode is not None:
-        return node_ops.dispatch(call, tokens, expert_ids, weights)
-    if call.by_kernels and stays_in_place(group, config, expert_ids.size):
-        return dispatch_in_place(config, tokens, expert_ids, weights)
-    if call.by_kernels:
+    group, config, num_tokens = call.group, call.config, tokens.shape[0]
+    if group.intranode is None and call.by_kernels:
+        if stays_in_place(group, config, expert_ids.size):
+            return dispatch_in_place(config, tokens, expert_ids, weights)
         return gradients.dispatch(group, config, tokens, expert_ids, weights)
-    out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
-    if not config.drop:
-        out = out._replace(rows=nan_on_overflow("dispatch", needed, config.capacity, out.rows, group._keep_error))
-    return checkpoint_name(out, DISPATCHED)
+    alike = Call(
+        group,
+        "dispatch",
+        num_tokens=num_tokens,
+        hidden=tokens.shape[1],
+        top_k=expert_ids.shape[1],
+        dtype=tokens.dtype,
+        chunks=min(call.chunks.number, num_tokens),
+        node_capacity=num_tokens if call.node_capacity is None else min(call.node_capacity, num_tokens),
+        by_kernels=call.by_kernels,
+        **dataclasses.asdict(config),
+    )
+    tokens, expert_ids, weights = alike.enter((tokens, expert_ids, weights))
+    if group.intranode is not None:
+        out = node_ops.dispatch(call, tokens, expert_ids, weights)
+    else:
+        out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
+        if not config.drop:
+            out = out._replace(rows=nan_on_overflow("dispatch", needed, config.capacity, out.rows, group._keep_error))
+    return checkpoint_name(alike.leave(out), DISPATCHED)
 
 
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
     """A validated combine: over nodes, by kernels, or in plain jax.lax."""
-    if isinstance(routing, NodeRouting):
-        return node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)
-    if by_kernels:
+    over_nodes = isinstance(routing, NodeRouting)
+    if by_kernels and not over_nodes:
         return gradients.combine(group, expert_outputs, routing.weights, routing)
-    return checkpoint_name(xla.combine(expert_outputs, routing, axis_name=group.axis_name), COMBINED)
+    (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
+    chunks = min(routing.chunks, came) if over_nodes else 1
+    settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
+    alike = Call(group, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
+    expert_outputs = alike.enter(expert_outputs)
+    if over_nodes:
+        combined = node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)
+    else:
+        combined = xla.combine(expert_outputs, routing, axis_name=group.axis_name)
+    return checkpoint_name(alike.leave(combined), COMBINED)

@@ -10,7 +10,6 @@ would give another order. Therefore the routing is worked out here, from the exp
 node, and the kernels only move rows along it. All steps are differentiable functions.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -18,24 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit.checks import TOKEN_DTYPES
 from jax_ep._kit.float8 import BITS, BLOCK, Float8Rows, dequantize_rows, quantize_rows
 from jax_ep._kit.linear import linear
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import gradients, xla
 from jax_ep.ops.moe.types import (
-    COMBINED,
     DISPATCHED,
     WHOLE,
-    WIRES,
     Chunks,
     DispatchCall,
     Dispatched,
     NodeRouting,
     Routing,
 )
-from jax_ep.runtime.agreement import Choice, once_agreed
 from jax_ep.runtime.topology import added_up, sum_over_nodes
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -43,7 +38,6 @@ from jax_ep.runtime.undelivered import nan_on_overflow
 def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
     """As `jax_ep.dispatch`, of operands that are checked."""
     group = call.group
-    (tokens, expert_ids, weights), agreed = _once_agreed(call, tokens, expert_ids, weights)
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
     if call.node_capacity is not None and call.node_capacity < expert_ids.shape[0]:
@@ -56,23 +50,13 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
     received = _received(call, tokens, sent, local)
     if not call.config.drop:
         received = _nan_on_overflow(call, received, needed, most)
-    routing = _routing(call, expert_ids, local, sent, agreed)
-    return checkpoint_name(Dispatched(received, routing.group_sizes, routing), DISPATCHED)
+    routing = _routing(call, expert_ids, local, sent)
+    return Dispatched(received, routing.group_sizes, routing)
 
 
 def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
     """As `jax_ep.combine`, of operands that are checked."""
     assert group.intranode is not None
-    if group._asks_processes:
-        (capacity, hidden), came = expert_outputs.shape, routing.targets.shape[0]
-        described = {
-            "capacity": capacity,
-            "hidden": hidden,
-            "num_tokens": routing.num_tokens,
-            "sent": came // group.nodes,
-        }
-        described |= {"chunks": min(routing.chunks, came), "dtype": Choice(expert_outputs.dtype, TOKEN_DTYPES)}
-        (expert_outputs,), _ = once_agreed("combine", group.axis_name, described, (expert_outputs,), group._keep_error)
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
         sums = gradients.combine_chunks(group.intranode, chunks, expert_outputs, routing.weights, routing.local)
@@ -82,24 +66,7 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
     if routing.sent is not None:
         no_token = ((routing.sent < 0) | (routing.sent > routing.num_tokens)).any()
         combined = jnp.where(no_token, jnp.asarray(jnp.nan, combined.dtype), combined)
-    return checkpoint_name(combined, COMBINED)
-
-
-def _once_agreed(call: DispatchCall, *operands: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The operands once all processes have agreed on the call, and 0: see `once_agreed`.
-
-    Kernels compare calls only inside a node.
-    """
-    (tokens, expert_ids, _), config, node_capacity = operands, call.config, call.node_capacity
-    if not call.group._asks_processes:
-        return operands, jnp.int32(0)
-    num_tokens, hidden = tokens.shape
-    described: dict[str, int | Choice] = {"num_tokens": num_tokens, "hidden": hidden, "top_k": expert_ids.shape[1]}
-    described |= {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    described["wire"] = Choice(config.wire, WIRES)
-    described["node_capacity"] = num_tokens if node_capacity is None else min(node_capacity, num_tokens)
-    described |= {"chunks": min(call.chunks.number, num_tokens), "dtype": Choice(tokens.dtype, TOKEN_DTYPES)}
-    return once_agreed("dispatch", call.group.axis_name, described, operands, call.group._keep_error)
+    return combined
 
 
 def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
@@ -153,9 +120,7 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     return routing, layout.needed
 
 
-def _routing(
-    call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None, agreed: jax.Array
-) -> NodeRouting:
+def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None) -> NodeRouting:
     """The routing over all nodes, from the routing inside this node and the tokens that were sent."""
     group, experts = call.group, call.config.num_experts
     valid = (expert_ids >= 0) & (expert_ids < experts)
@@ -168,7 +133,7 @@ def _routing(
         weights=local.weights,
         counts=jax.lax.all_to_all(to_experts.reshape(group.size, -1).astype(jnp.int32), group.axis_name, 0, 0),
         dropped=(valid.sum(dtype=jnp.int32) - found)[None],
-        invalid=(((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32) + agreed)[None],
+        invalid=((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32)[None],
         config=local.config,
         local_counts=local.counts,
         sent=sent,
