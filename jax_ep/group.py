@@ -4,8 +4,9 @@ import logging
 import math
 import threading
 import weakref
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from jax.sharding import Mesh
 
@@ -15,9 +16,12 @@ from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
 from jax_ep.runtime.liveness import Liveness
+from jax_ep.runtime.progress import Progress
 from jax_ep.runtime.topology import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
+OnLost = Literal["raise", "exit"]
+ON_LOST: tuple[OnLost, ...] = get_args(OnLost)
 
 # Whether kernels on the CPU serve several processes, as tests do. Elsewhere they must not: independent ops may run in
 # another order in each process, and wait for each other.
@@ -51,6 +55,9 @@ class Group:
         `inf`, count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a
         process without a heartbeat for this time, and at least 2 seconds, is lost (`PeerLostError`).
       open_timeout: seconds that this call waits for the other processes, in all. Default: `timeout`, but at most 300.
+      on_lost: what a failure of the group does, besides its log entry and its flight record. "raise": `check()` and
+        later ops raise it. "exit": the process ends with code 75, so that whoever started it starts it again; nothing
+        else frees a thread that waits in one of XLA's collectives.
 
     The devices may be of several processes (`jax.distributed`), which must be on one host except along axes that cross
     nodes. All processes create the group, in the same order as other groups over these devices. If a process comes too
@@ -58,8 +65,8 @@ class Group:
     at the same time.
 
     Raises:
-      ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, or one
-        axis shall cross nodes.
+      ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, one axis
+        shall cross nodes, or on_lost is another text.
       TypeError: max_sms is no int, across_nodes or async_ops no bool, or a timeout no number.
       RuntimeError: this is traced code.
       PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
@@ -76,9 +83,11 @@ class Group:
         timeout: float | None = None,
         open_timeout: float | None = None,
         max_sms: int | None = None,
+        on_lost: OnLost = "raise",
     ):
         meshes.check_mesh(mesh, axis_name)
         checks.check_bool("Group", "async_ops", async_ops)
+        checks.check_one_of("Group", "on_lost", on_lost, ON_LOST)
         if max_sms is not None:
             checks.check_int("Group", "max_sms", max_sms)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
@@ -102,7 +111,7 @@ class Group:
         shared = self.platform == "cpu" and _CPU_PROCESSES_SHARE
         wanted = False if across_nodes is None and shared else across_nodes
         if topology.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
-            self._open_across_nodes(open_timeout, max_sms)
+            self._open_across_nodes(open_timeout, max_sms, on_lost)
         elif ffi.is_built(self.platform) and not self._needs_xla:
             meshes.check_ranks(self.size, ffi.MAX_RANKS)
             native.check_xla_flags(self.platform)  # before processes connect
@@ -123,17 +132,24 @@ class Group:
             except BaseException:
                 self._end_native()
                 raise
-            self._watchdog = watchdog.Watchdog(self._native, repr(self))
+            self._watchdog = watchdog.Watchdog(self._native, repr(self), exits=on_lost == "exit")
         open_groups.add(self)
 
-    def _open_across_nodes(self, open_timeout: timeouts.Deadline, max_sms: int | None) -> None:
+    def _open_across_nodes(self, open_timeout: timeouts.Deadline, max_sms: int | None, on_lost: OnLost) -> None:
         axes = checks.axes_of(self.axis_name)
-        options: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout, "max_sms": max_sms}
-        self.intranode = Group(self.mesh, axes[-1], async_ops=self.async_ops, **options)
+        waits: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout}
+        options: dict[str, Any] = {"async_ops": self.async_ops, "max_sms": max_sms, "on_lost": on_lost}
+        self.intranode = Group(self.mesh, axes[-1], **waits, **options)
         open_groups.discard(self.intranode)
         try:
+            leave = partial(watchdog.leave, self.intranode._native, repr(self))
             self._liveness = opening.open_liveness(
-                repr(self), self.platform, self.mesh, self.axis_name, timeout=self.timeout, open_timeout=open_timeout
+                repr(self),
+                self.platform,
+                self.mesh,
+                self.axis_name,
+                on_lost=leave if on_lost == "exit" else lambda error: None,
+                **waits,
             )
         except BaseException:
             self.intranode.close()
@@ -160,6 +176,11 @@ class Group:
     def _asks_processes(self) -> bool:
         """Whether ops compare their calls before XLA's collectives run, which between CPU processes would abort."""
         return self._needs_xla or (self.intranode is not None and self._spans_cpu_processes)
+
+    @property
+    def _progress(self) -> Progress:
+        """Where this process is: nobody reads it without processes of other nodes."""
+        return Progress() if self._liveness is None else self._liveness.progress
 
     @property
     def closed(self) -> bool:

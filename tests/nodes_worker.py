@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -332,6 +333,52 @@ def litter() -> None:
         client.key_value_set_bytes(f"{heartbeat._FOLDER}/{name}", value, allow_overwrite=True)
 
 
+def hang(mesh: jax.sharding.Mesh, how: str) -> None:
+    """Process 1 waits in XLA's collectives for process 0, which lives and does not come; both learn of it in time."""
+    group = Group(mesh, AXES, timeout=LOST_TIMEOUT, on_lost="exit" if how == "exit" else "raise")
+    case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
+
+    def gradient(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.grad(lambda tokens: jnp.sum(both(tokens, ids, weights)[1] ** 2))(tokens)
+
+    operands = [spread(group, x) for x in case]
+    waits = jax.process_index() == 1
+    program = jax.jit(helpers.per_rank(gradient if waits else both, mesh)).lower(*operands).compile()
+    multihost_utils.sync_global_devices("compiled")
+    start = time.monotonic()
+    if how != "close" or waits:
+        pending = threading.Thread(target=lambda: jax.block_until_ready(program(*operands)), daemon=True)
+        pending.start()
+        if how == "exit":
+            pending.join()
+        if not waits:
+            pending.join()
+            group.check()
+    if how == "close" and not waits:
+        group.close()
+        time.sleep(2 * LOST_TIMEOUT)  # alive
+    else:
+        seen = {
+            "close": (
+                PeerLostError,
+                "process 0 .* has closed the group; this process has waited .* in its op 1, dispatch",
+            ),
+            "wait": (
+                PeerTimeoutError,
+                "process 0 .* has ended its op 2, combine .* waited .* in its op 3, gradient of combine",
+            ),
+        }
+        error, match = seen[how] if waits else (PeerLostError, "process 1 .* left the group by an error")
+        with pytest.raises(error, match=match):
+            check_until(group, start + (1 if waits else 2) * (LOST_TIMEOUT + ALLOWED) + late())
+        print(f"{error.__name__} after {time.monotonic() - start:.2f} s", flush=True)
+    leave()
+
+
+HANGS = ["hang, wait", "hang, close", "hang, exit"]
+
+
 def late() -> float:
     """Seconds that threads may wait for a core besides: none unless more of them run than there are cores."""
     return 2.0 if os.getloadavg()[0] > (os.cpu_count() or 1) else 0.0
@@ -386,7 +433,7 @@ def leave() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=[*CHECKS, "close", "demo", "kill", "stop", "stop the coordinator"])
+    parser.add_argument("what", choices=[*CHECKS, *HANGS, "close", "demo", "kill", "stop", "stop the coordinator"])
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, help="of equally many processes; default: each is one")
     options = parser.parse_args()
@@ -397,6 +444,8 @@ def main() -> None:
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
     if options.what in CHECKS:
         CHECKS[options.what](mesh)
+    elif options.what in HANGS:
+        hang(mesh, options.what.removeprefix("hang, "))
     elif options.what == "demo":
         losses = losses_of_the_demo(nodes)
         line = " ".join(map(str, losses))

@@ -43,6 +43,7 @@ def test_axis() -> None:
         ({"open_timeout": 0}, ValueError, "open_timeout must be a positive number of seconds, got 0"),
         ({"open_timeout": "3"}, TypeError, "open_timeout must be a number of seconds, got str"),
         ({"async_ops": 1}, TypeError, "async_ops must be True or False, got 1"),
+        ({"on_lost": "stop"}, ValueError, "on_lost must be .*'raise'.*'exit'.*got 'stop'"),
         ({"max_sms": 0}, ValueError, "max_sms must be at least 1, got 0"),
         ({"max_sms": 1.5}, TypeError, "max_sms must be a Python int, .*got float"),
         ({"max_sms": True}, TypeError, "max_sms must be a Python int, .*got bool"),

@@ -255,7 +255,7 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
         group.close()
 
 
-def newer(written: Heartbeat) -> dict[str, list[str]]:
+def newer(written: Heartbeat) -> dict[str, list[Any]]:
     return {key: [*part, "more"] for key, part in written.parts.items()}
 
 

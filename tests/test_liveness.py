@@ -6,6 +6,7 @@ import pytest
 
 from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, Heartbeat, Part, Readings
 from jax_ep.runtime.liveness import FailureDetector
+from jax_ep.runtime.progress import HangDetector, Marks
 
 TIMEOUT = 10.0
 PAUSE = 1.25  # the longest between two reads
@@ -119,3 +120,28 @@ def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
     hasty = Store(detector, 1, store.readings)
     assert hasty.wait(1.9, silent=(1,)) is None
     assert hasty.wait(0.4, silent=(1,)) is not None
+
+
+def hang(marks: Marks, *parts: Part, seconds: float = TIMEOUT + 1, silent: int | None = None) -> str:
+    """What a process says that has these marks for so long, of processes with these parts."""
+    beats = {p: Heartbeat("life", 1, {PARTS[p]: part}) for p, part in zip(OTHERS, parts, strict=True)}
+    detector = HangDetector(OTHERS, TIMEOUT, PARTS, lambda process: process != silent)
+    detector.look(marks, Readings(1, beats), 0.1)
+    return str(detector.look(marks, Readings(2, beats), seconds) or "")
+
+
+def at(begun: int, ended: int, state: str = OPEN) -> Part:
+    return Part("group", state, "", begun, ended, "dispatch")
+
+
+def test_who_does_not_come_to_an_op_is_named() -> None:
+    """The one that is furthest behind; nobody who is in the same op, or was, and nobody by an idle process."""
+    waits = Marks(3, 2, "combine")
+    here = f"this process has waited for {TIMEOUT + 1} s in its op 3, combine"
+    assert hang(waits, at(2, 2), at(1, 0)) == f"{OTHERS[2]} is in its op 1, dispatch; {here}"
+    assert hang(waits, at(2, 2), at(3, 2)) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
+    assert hang(waits, at(3, 2), at(0, 0, CLOSED)) == f"{OTHERS[2]} has closed the group; {here}"
+    assert hang(waits, at(3, 2), at(3, 3, CLOSED)) == ""
+    assert hang(waits, at(2, 2), at(3, 2), silent=1) == ""  # it may be lost
+    assert hang(waits, at(2, 2), at(1, 0), seconds=TIMEOUT - 1) == ""
+    assert hang(Marks(3, 3, "combine"), at(2, 2), at(1, 0)) == ""

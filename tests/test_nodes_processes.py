@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import helpers
 import jax
@@ -9,6 +10,8 @@ import nodes_worker as worker
 import numpy as np
 import pytest
 from test_processes import launch_script
+
+from jax_ep.runtime import watchdog
 
 ON_CPU = jax.default_backend() == "cpu"
 GPUS = helpers.largest_size()
@@ -22,10 +25,10 @@ pytestmark = [
 ]
 
 
-def launch(what: str, nodes: int, devices: int, *, processes: int = 1) -> str:
+def launch(what: str, nodes: int, devices: int, *, processes: int = 1, **options: Any) -> str:
     """Runs the worker in `processes` for each of `nodes`, with `devices` each."""
-    options = (what, f"--cpu-devices={devices}", f"--nodes={nodes}")
-    return launch_script(Path(worker.__file__), *options, processes=nodes * processes)
+    arguments = (what, f"--cpu-devices={devices}", f"--nodes={nodes}")
+    return launch_script(Path(worker.__file__), *arguments, processes=nodes * processes, **options)
 
 
 @pytest.mark.parametrize(("nodes", "processes", "devices"), SHAPES)
@@ -55,6 +58,16 @@ def test_a_lost_process_is_named(how: str, lost: int) -> None:
     output = launch(how, 2, 2 if ON_CPU else 1)
     assert "PeerLostError: " in output  # in the log
     assert f"process {lost} was named after" in output
+
+
+@pytest.mark.skipif(not ON_CPU, reason="heartbeats of GPUs do not say where they are")
+@pytest.mark.parametrize("how", worker.HANGS)
+def test_a_process_that_lives_and_does_not_come(how: str, tmp_path: Path) -> None:
+    exits = how == "hang, exit"
+    environment = {"JAX_EP_DUMP": str(tmp_path)}
+    output = launch(how, 2, 2, exit_code=watchdog.EXIT_CODE if exits else 0, environment=environment)
+    assert "Error: Group(" in output  # in the log
+    assert len([*tmp_path.glob("*.json")]) == exits
 
 
 def test_a_process_that_closes_or_drops_its_group_is_not_lost() -> None:

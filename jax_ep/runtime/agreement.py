@@ -3,7 +3,7 @@
 Kernels compare their calls by themselves. XLA's collectives between CPU processes (gloo) do not: if sizes differ, they
 end the processes; if sizes are equal, they misread the bytes. Therefore the ranks first exchange a description of the
 call, which has the same size for all ops. If descriptions differ, all ranks of all processes raise and exchange
-nothing. The gradient of an op is a call of its own.
+nothing. The gradient of an op is a call of its own. Calls also mark where this process is (`progress`).
 """
 
 import hashlib
@@ -14,22 +14,28 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_ep._kit.checks import AxisName
 from jax_ep._kit.linear import linear
 from jax_ep._kit.vary import vary_alike
 from jax_ep.errors import JaxEpError, MismatchError
+from jax_ep.runtime.progress import Progress
 
+_ZERO = np.zeros((), np.int32)
 _TEXT_BYTES, _HASH_BYTES = 504, 8  # of a description; longer texts differ by the hash
 
 
 class CallingGroup(Protocol):
     """What a call asks of its group: a `jax_ep.Group` is one."""
 
+    mesh: Mesh
     axis_name: AxisName
 
     @property
     def _asks_processes(self) -> bool: ...
+    @property
+    def _progress(self) -> Progress: ...
     def _keep_error(self, error: JaxEpError) -> None: ...
 
 
@@ -45,46 +51,67 @@ class Call:
     def __init__(self, group: CallingGroup, op: str, /, **settings: Any):
         self._group = group
         self._text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
-        self._agreed: Any = None
 
     def enter(self, operands: Any) -> Any:
-        """The operands, once all ranks call the op alike; otherwise the program raises `MismatchError`."""
+        """The operands, once all ranks call the op alike; otherwise the program raises `MismatchError`.
+
+        The gradient of the op ends here.
+        """
         if not self._group._asks_processes:
             return operands
-        self._agreed = _agreed(self._group, self._text, operands)
-        return _once(self._agreed, operands)
+        return _through(operands, _begun(self._group, self._text, operands), partial(_ended, self._group))
 
     def leave(self, results: Any) -> Any:
-        """The results. Cotangents of floats pass once all ranks call the gradient alike.
-
-        Results wait for the comparison even if the operands are empty.
-        """
-        if self._agreed is None:
+        """The results, once all are there. The gradient of the op begins here, once all ranks call it alike."""
+        if not self._group._asks_processes:
             return results
-        leaves, structure = jax.tree.flatten(results)
-        floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-        def back(_: Any, cotangents: Any) -> Any:
-            return _once(_agreed(self._group, f"gradient of {self._text}", cotangents), cotangents)
-
-        for i, x in zip(floats, linear(_once, back, self._agreed, [leaves[i] for i in floats]), strict=True):
-            leaves[i] = x
-        return structure.unflatten(leaves)
+        return _through(
+            results, _ended(self._group, results), partial(_begun, self._group, f"gradient of {self._text}")
+        )
 
 
-def _agreed(group: CallingGroup, text: str, operands: Any) -> jax.Array:
+def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> Any:
+    """`arrays`, which wait for `done`. Cotangents of floats wait for `back` of all of them."""
+    leaves, structure = jax.tree.flatten(arrays)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    waited = _once(done, leaves)
+    passed = linear(_once, lambda _, cotangents: _once(back(cotangents), cotangents), done, [leaves[i] for i in floats])
+    for i, x in zip(floats, passed, strict=True):
+        waited[i] = x
+    return structure.unflatten(waited)
+
+
+def _begun(group: CallingGroup, text: str, operands: Any) -> jax.Array:
     """0, as int32, if all ranks give the same text, which is not exchanged before the operands are there."""
-    words = _described(text)
-    described = jax.ShapeDtypeStruct(words.shape, words.dtype)
-    mine = jax.pure_callback(lambda *_: words, described, *_firsts(operands), vmap_method="sequential")
-    [mine] = vary_alike(group.axis_name, mine)
+    words, progress = _described(text), group._progress
+
+    def begin(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
+        progress.begin(int(rank), text)
+        return words
+
+    rank = jax.lax.axis_index(group.mesh.axis_names)
+    [mine] = vary_alike(group.axis_name, _called(begin, words, rank, *_firsts(operands)))
     everyone = jax.lax.all_gather(mine, group.axis_name, to="invarying")
-    callback = partial(_refuse, group._keep_error)
+    refuse = partial(_refuse, group._keep_error, progress)
+    return jax.lax.cond(
+        (everyone != everyone[0]).any(), lambda: _called(refuse, _ZERO, rank, everyone), lambda: everyone[0, 0] * 0
+    )
 
-    def refuse() -> jax.Array:
-        return jax.pure_callback(callback, jax.ShapeDtypeStruct((), jnp.int32), everyone, vmap_method="sequential")
 
-    return jax.lax.cond((everyone != everyone[0]).any(), refuse, lambda: everyone[0, 0] * 0)
+def _ended(group: CallingGroup, results: Any) -> jax.Array:
+    """0, as int32, once the results are there."""
+    progress = group._progress
+
+    def end(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
+        progress.end(int(rank))
+        return _ZERO
+
+    return _called(end, _ZERO, jax.lax.axis_index(group.mesh.axis_names), *_firsts(results))
+
+
+def _called(callback: Callable[..., np.ndarray], like: np.ndarray, *arrays: jax.Array) -> jax.Array:
+    result = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return jax.pure_callback(callback, result, *arrays, vmap_method="sequential")
 
 
 def _firsts(arrays: Any) -> list[jax.Array]:
@@ -103,10 +130,13 @@ def _described(text: str) -> np.ndarray:
     return np.frombuffer(start + hashlib.sha256(given).digest()[:_HASH_BYTES], np.int32)
 
 
-def _refuse(keep_error: Callable[[JaxEpError], None], everyone: np.ndarray) -> np.ndarray:
+def _refuse(
+    keep_error: Callable[[JaxEpError], None], progress: Progress, rank: np.ndarray, everyone: np.ndarray
+) -> np.ndarray:
     numbers = np.asarray(everyone)
     differs = (numbers != numbers[0]).any(axis=1)
     if differs.any():  # under jax.vmap both branches of a cond run
+        progress.end(int(rank))
         other = int(np.argmax(differs))
         first, second = (
             row.tobytes()[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for row in numbers[[0, other]]
@@ -117,4 +147,4 @@ def _refuse(keep_error: Callable[[JaxEpError], None], everyone: np.ndarray) -> n
         )
         keep_error(error)
         raise error
-    return np.zeros((), np.int32)
+    return _ZERO

@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -36,10 +36,18 @@ class Part(NamedTuple):
     group: str  # what the group is over
     state: str
     seen: str  # a hash of the parts that the process sees of this group, its own too
+    begun: int = 0  # ops of the group
+    ended: int = 0
+    last: str = ""  # the op that was begun last
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         return self.state in (CLOSED, LEFT)
+
+
+def _typed(part: Part) -> Part:
+    group, state, seen, begun, ended, last = part
+    return Part(str(group), str(state), str(seen), int(begun), int(ended), str(last))
 
 
 class Heartbeat(NamedTuple):
@@ -58,7 +66,9 @@ class Heartbeat(NamedTuple):
         """
         try:
             incarnation, beat, parts, *_ = json.loads(text)
-            return cls(incarnation, beat, {key: Part(*part[: len(Part._fields)]) for key, part in parts.items()})
+            fields = len(Part._fields)
+            found = {key: Part(*part[:fields]) for key, part in parts.items()}
+            return cls(incarnation, beat, {key: _typed(part) for key, part in found.items()})
         except (TypeError, AttributeError, LookupError, RecursionError) as error:
             raise ValueError(f"no heartbeat: {text!r}") from error
 
@@ -118,11 +128,11 @@ class HeartbeatThread:
                 self._thread.start()
         return part
 
-    def update(self, part: str, **changed: str) -> None:
-        """Changes the `state` of a part, or what it has `seen`. A part ends once."""
+    def update(self, part: str, **changed: Any) -> None:
+        """Changes fields of a part. It ends once, by its `state`."""
         with self._lock:
             self._parts[part] = self._parts[part]._replace(**changed)
-            ended = [key for key, each in self._parts.items() if each.ended]
+            ended = [key for key, each in self._parts.items() if each.is_over]
             for key in ended[:-_MOST_ENDED]:
                 del self._parts[key]
             if len(self._parts) > len(ended[-_MOST_ENDED:]):

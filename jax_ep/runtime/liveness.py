@@ -6,8 +6,8 @@ this group. Old entries of dead processes, and parts of other groups, never agre
 
 *Loss.* A process without a new heartbeat for longer than the group's timeout is lost: it ended, was stopped, or its
 interpreter was blocked. A process that leaves the group by an error counts as silent from then on. A process that has
-closed the group may fall silent. The store lives in process 0, with the coordinator of jax.distributed; if the store
-does not answer, process 0 is lost.
+closed the group may fall silent. Processes that live may still wait for each other in vain: see `progress`. The store
+lives in process 0, with the coordinator of jax.distributed; if the store does not answer, process 0 is lost.
 """
 
 import atexit
@@ -16,13 +16,14 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
-from jax_ep.errors import PeerLostError
+from jax_ep.errors import JaxEpError, PeerLostError
 from jax_ep.runtime import jax_private
 from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, HeartbeatThread, Readings
+from jax_ep.runtime.progress import HangDetector, Progress
 from jax_ep.runtime.store import not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
@@ -53,7 +54,7 @@ class FailureDetector:
         parts: Mapping[int, str],
         longest_pause: float,
     ):
-        self._others, self._limit, self._readings, self._parts = others, max(timeout, _LEAST_SECONDS), readings, parts
+        self._others, self._limit, self.readings, self._parts = others, max(timeout, _LEAST_SECONDS), readings, parts
         self._pause = longest_pause
         self._states = dict.fromkeys(others, OPEN)  # of their parts
         self._seconds = dict.fromkeys(others, 0.0)
@@ -64,20 +65,24 @@ class FailureDetector:
         process = max(self._seconds, key=lambda each: self._seconds[each])
         return self._silent(process) if self._seconds[process] > self._pause else None
 
+    def lives(self, process: int) -> bool:
+        """Whether it has sent a heartbeat lately."""
+        return max(self._seconds[process], self._unanswered) <= self._pause
+
     def look(self, readings: Readings, passed: float) -> str | None:
         """The lost process, if there is one, after `passed` seconds in which these heartbeats were read."""
         self._unanswered += passed if passed < _STOPPED_SECONDS else _LOOK_SECONDS
-        if readings.reads == self._readings.reads:
+        if readings.reads == self.readings.reads:
             if self._unanswered <= self._limit:
                 return None
             return f"the coordinator of jax.distributed, in process 0, did not answer for {self._unanswered:.1f} s"
         waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # not while the store was gone
-        before = self._readings
-        self._readings = Readings(readings.reads, {**before.by_process, **readings.by_process})
+        before = self.readings
+        self.readings = Readings(readings.reads, {**before.by_process, **readings.by_process})
         for process, who in self._others.items():
             if self._states[process] == CLOSED:
                 continue
-            old, new = before.by_process[process], self._readings.by_process[process]
+            old, new = before.by_process[process], self.readings.by_process[process]
             if new.incarnation != old.incarnation:
                 return f"{who} was started again"
             state = self._states[process] = self._state(process)
@@ -89,7 +94,7 @@ class FailureDetector:
 
     def _state(self, process: int) -> str:
         """The state of a process' part. A part that has ended, and is no longer named, keeps its state."""
-        part = self._readings.by_process[process].parts.get(self._parts[process])
+        part = self.readings.by_process[process].parts.get(self._parts[process])
         if part is None:
             return LEFT if self._states[process] == LEFT else CLOSED
         return part.state
@@ -111,6 +116,7 @@ class Liveness:
       timeout: seconds of silence after which a process is lost, if they are more than 2.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread: of this process.
+      on_lost: called with the error, in a thread, when the group has failed.
 
     Raises:
       PeerTimeoutError: a process did not open the group.
@@ -124,28 +130,33 @@ class Liveness:
         timeout: float,
         open_timeout: Deadline,
         thread: HeartbeatThread,
+        on_lost: Callable[[JaxEpError], None] = lambda error: None,
     ):
-        self._name, self._timeout, self._heartbeat = name, timeout, thread
-        self._lost: str | None = None
-        self._ended, self._released = threading.Event(), False
+        self._name, self._timeout, self._heartbeat, self._on_lost = name, timeout, thread, on_lost
+        self.progress = Progress()
+        self._lost: JaxEpError | None = None
+        self._ended, self._released, self._is_over = threading.Event(), False, False
         group = hashlib.sha256(over.encode()).hexdigest()[:16]
         with thread.meeting[group]:
             self._part = thread.begin(group)
             try:
                 readings, parts = self._meet(group, others, open_timeout)
                 thread.update(self._part, state=OPEN)
-                longest_pause, limit = thread.period + _STOPPED_SECONDS, max(timeout, 4 * thread.period)
+                longest_pause = thread.period + _STOPPED_SECONDS
+                limit = max(timeout, 4 * thread.period, _LEAST_SECONDS)
                 self._detector = FailureDetector(others, limit, readings, parts, longest_pause)
+                self._hangs = HangDetector(others, limit, parts, self._detector.lives)
                 self._thread = threading.Thread(target=self._watch, name="jax_ep liveness", daemon=True)
                 self._thread.start()
             except BaseException:
                 thread.update(self._part, state=LEFT)  # some may have opened it
                 raise
 
-    def error(self, *, in_vain: bool = False) -> PeerLostError | None:
-        """The error of the lost process; with `in_vain`, after a rank has waited in vain, that of a silent process."""
-        what = self._lost or (self._detector.longest() if in_vain else None)
-        return None if what is None else PeerLostError(f"{self._name}: {self._failed(what)}")
+    def error(self, *, in_vain: bool = False) -> JaxEpError | None:
+        """Why the group has failed; with `in_vain`, after a rank has waited in vain, the error of a silent process."""
+        silent = self._detector.longest() if in_vain and self._lost is None else None
+        found = self._lost if silent is None else PeerLostError(silent)
+        return None if found is None else self._failed(found)
 
     def close(self, *, in_order: bool = True) -> None:
         """Ends this process' part: closed, or left by an error, which fails the group in the other processes."""
@@ -154,7 +165,12 @@ class Liveness:
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=_JOIN_SECONDS)
         finally:
-            self._heartbeat.update(self._part, state=CLOSED if in_order else LEFT)
+            self._end(CLOSED if in_order else LEFT)
+
+    def _end(self, state: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._heartbeat.update(self._part, state=state, **self.progress.marks._asdict())
 
     def release(self) -> None:
         """Closes this process' part soon. Takes no lock: a garbage collector may call it anywhere."""
@@ -190,19 +206,28 @@ class Liveness:
         while not self._released and not self._ended.wait(_LOOK_SECONDS):
             last, before = time.monotonic(), last
             if self._lost is None and (lost := self._look(last - before)) is not None:
+                _LOGGER.error("%s: %s", type(lost).__name__, self._failed(lost))
                 self._lost = lost
-                _LOGGER.error("%s: PeerLostError: %s", self._name, self._failed(lost))
+                self._end(LEFT)
+                self._on_lost(self._failed(lost))
+            if self._heartbeat.over:
+                return
         if self._released:
-            self._heartbeat.update(self._part, state=CLOSED)
+            self._end(CLOSED)
 
-    def _look(self, passed: float) -> str | None:
-        if not self._heartbeat.over:
-            return self._detector.look(self._heartbeat.readings, passed)
-        failure = self._heartbeat.failure
-        return None if failure is None else f"this process sends no heartbeats any more, because of {failure!r}"
+    def _look(self, passed: float) -> JaxEpError | None:
+        if self._heartbeat.over:
+            failure = self._heartbeat.failure
+            what = f"this process sends no heartbeats any more, because of {failure!r}"
+            return None if failure is None else PeerLostError(what)
+        marks = self.progress.marks
+        self._heartbeat.update(self._part, **marks._asdict())
+        if (lost := self._detector.look(self._heartbeat.readings, passed)) is not None:
+            return PeerLostError(lost)
+        return self._hangs.look(marks, self._detector.readings, min(passed, _STOPPED_SECONDS))
 
-    def _failed(self, what: str) -> str:
-        return f"{what} (timeout {self._timeout:g} s); the group has failed"
+    def _failed(self, error: JaxEpError) -> JaxEpError:
+        return type(error)(f"{self._name}: {error} (timeout {self._timeout:g} s); the group has failed")
 
 
 def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:

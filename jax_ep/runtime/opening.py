@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ep._kit import checks, ffi
 from jax_ep._kit.checks import AxisName
+from jax_ep.errors import JaxEpError
 from jax_ep.runtime import liveness, native, rendezvous, topology
 from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.timeouts import Deadline
@@ -56,7 +57,14 @@ def open_native(
 
 
 def open_liveness(
-    name: str, platform: str, mesh: Mesh, axis_name: AxisName, *, timeout: float, open_timeout: Deadline
+    name: str,
+    platform: str,
+    mesh: Mesh,
+    axis_name: AxisName,
+    *,
+    timeout: float,
+    open_timeout: Deadline,
+    on_lost: Callable[[JaxEpError], None],
 ) -> Liveness | None:
     """Waits for the processes of the group's other nodes, and watches them; None if there are none.
 
@@ -67,7 +75,7 @@ def open_liveness(
     if not others:
         return None
     over = _described(platform, mesh, axis_name)
-    return Liveness(name, over, others, timeout, open_timeout, liveness.heartbeat_thread())
+    return Liveness(name, over, others, timeout, open_timeout, liveness.heartbeat_thread(), on_lost)
 
 
 def _described(platform: str, mesh: Mesh, axis_name: AxisName) -> str:

@@ -2,14 +2,17 @@
 
 import atexit
 import logging
+import os
+import sys
 import threading
 
-from jax_ep.errors import GroupClosedError
+from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.runtime import flight_records
 from jax_ep.runtime.native import NativeGroup, await_failure, close_all
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
+EXIT_CODE = 75  # of a process whose group has failed, with on_lost="exit": EX_TEMPFAIL, for "try again"
 _watching: set[threading.Thread] = set()
 
 
@@ -19,12 +22,13 @@ class Watchdog:
     Args:
       native: the group, as its library holds it.
       name: of the group, for the log.
+      exits: whether a failure ends the process.
     """
 
-    def __init__(self, native: NativeGroup, name: str):
+    def __init__(self, native: NativeGroup, name: str, *, exits: bool):
         self._ended = threading.Event()
         self._thread = threading.Thread(
-            target=_watch, args=(native, name, self._ended), name="jax_ep watchdog", daemon=True
+            target=_watch, args=(native, name, exits, self._ended), name="jax_ep watchdog", daemon=True
         )
         _watching.add(self._thread)
         self._thread.start()
@@ -44,7 +48,21 @@ def _end_all() -> None:
         thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def _watch(native: NativeGroup, name: str, ended: threading.Event) -> None:
+def leave(native: NativeGroup | None, name: str, error: JaxEpError) -> None:
+    """Ends the process, after another flight record of its ranks: its main thread may wait in XLA's collectives."""
+    if native is not None:
+        flight_records.write(native, name, type(error).__name__, str(error))
+    _exit(name)
+
+
+def _exit(name: str) -> None:
+    _LOGGER.error("%s: the process ends with code %d, as on_lost='exit' asks", name, EXIT_CODE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+def _watch(native: NativeGroup, name: str, exits: bool, ended: threading.Event) -> None:
     try:
         found, request = None, flight_records.Request()
         while found is None and not ended.is_set():
@@ -55,5 +73,7 @@ def _watch(native: NativeGroup, name: str, ended: threading.Event) -> None:
             kind, message = type(found).__name__, str(found)
             _LOGGER.error("%s: %s: %s", name, kind, message)
             flight_records.write(native, name, kind, message)
+            if exits:
+                _exit(name)
     finally:
         _watching.discard(threading.current_thread())

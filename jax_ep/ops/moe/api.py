@@ -167,15 +167,14 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
 
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
     """A validated combine: over nodes, by kernels, or in plain jax.lax."""
-    over_nodes = isinstance(routing, NodeRouting)
-    if by_kernels and not over_nodes:
+    if by_kernels and not isinstance(routing, NodeRouting):
         return gradients.combine(group, expert_outputs, routing.weights, routing)
     (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
-    chunks = min(routing.chunks, came) if over_nodes else 1
+    chunks = min(routing.chunks, came) if isinstance(routing, NodeRouting) else 1
     settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
     alike = Call(group, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
-    expert_outputs = alike.enter(expert_outputs)
-    if over_nodes:
+    expert_outputs, routing = alike.enter((expert_outputs, routing))
+    if isinstance(routing, NodeRouting):
         combined = node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)
     else:
         combined = xla.combine(expert_outputs, routing, axis_name=group.axis_name)

@@ -1,0 +1,81 @@
+"""Where the processes of a group across nodes are: how many ops each has begun and ended, and the last one's name.
+
+XLA's collectives wait for ever for a process that lives and does not come. Therefore CPU processes mark the beginning
+and the end of each op (`agreement.Call`), and heartbeats carry the marks. A process whose op does not end for the
+group's timeout compares: one that has begun fewer ops, or has closed the group before this one, is the reason.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jax_ep.errors import JaxEpError, PeerLostError, PeerTimeoutError
+from jax_ep.runtime.heartbeat import CLOSED, OPEN, Part, Readings
+
+
+class Marks(NamedTuple):
+    begun: int = 0  # ops
+    ended: int = 0
+    last: str = ""  # what was begun last
+
+
+class Progress:
+    """The marks of this process: of the rank that is furthest, and of the last one to end an op."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[int, int] = {}  # by rank
+        self._ended: dict[int, int] = {}
+        self._last = ""
+
+    def begin(self, rank: int, call: str) -> None:
+        with self._lock:
+            self._begun[rank] = self._begun.get(rank, 0) + 1
+            self._ended.setdefault(rank, 0)
+            self._last = call
+
+    def end(self, rank: int) -> None:
+        with self._lock:
+            self._ended[rank] = self._ended.get(rank, 0) + 1
+
+    @property
+    def marks(self) -> Marks:
+        with self._lock:
+            return Marks(max(self._begun.values(), default=0), min(self._ended.values(), default=0), self._last)
+
+
+class HangDetector:
+    """How long this process has been in one op, and which process does not come to it.
+
+    Args:
+      others: by process, what an error calls it.
+      limit: seconds.
+      parts: by process, the id of its part.
+      lives: whether a process has sent a heartbeat lately. If it has not, it may be lost, and is not judged here.
+    """
+
+    def __init__(self, others: Mapping[int, str], limit: float, parts: Mapping[int, str], lives: Callable[[int], bool]):
+        self._others, self._limit, self._parts, self._lives = others, limit, parts, lives
+        self._marks, self._seconds = Marks(), 0.0
+
+    def look(self, marks: Marks, readings: Readings, passed: float) -> JaxEpError | None:
+        """The error if this process waits in vain, after `passed` seconds."""
+        waits = marks == self._marks and marks.ended < marks.begun
+        self._marks, self._seconds = marks, self._seconds + passed if waits else 0.0
+        if self._seconds <= self._limit:
+            return None
+        here = f"this process has waited for {self._seconds:.1f} s in its op {marks.begun}, {marks.last}"
+        behind: list[tuple[int, str]] = []
+        for process, who in self._others.items():
+            part = readings.by_process[process].parts.get(self._parts[process])
+            if part is None or (part.state == CLOSED and part.begun < marks.begun):
+                return PeerLostError(f"{who} has closed the group; {here}")
+            if part.state == OPEN and part.begun < marks.begun and self._lives(process):
+                behind.append((part.begun, f"{who} {_place(part)}"))
+        return PeerTimeoutError(f"{min(behind)[1]}; {here}") if behind else None
+
+
+def _place(part: Part) -> str:
+    if part.begun == 0:
+        return "has begun no op"
+    return f"{'is in' if part.ended < part.begun else 'has ended'} its op {part.begun}, {part.last}"
