@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from .arguments import check_array
 from .varying import result_type, vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
@@ -86,7 +87,25 @@ def grouped_matmul(
 
     Returns:
       The result [M, N], then the products that are kept.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
+    check_array("lhs", lhs, 2, "[M, K]")
+    check_array("group_sizes", group_sizes, 1, "[G]")
+    layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
+    for i, matrix in enumerate(rhs):
+        check_array(f"rhs[{i}]", matrix, 3, layout)
+        if matrix.shape != rhs[0].shape or matrix.shape[0] != group_sizes.shape[0]:
+            raise ValueError(f"rhs must be {layout} alike, with G = {group_sizes.shape[0]}, got {matrix.shape}")
+        if matrix.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
+            raise ValueError(f"rhs must be {layout} with K = {lhs.shape[1]}, got {matrix.shape}")
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
+    if len(rhs) != (1 if activation is None else 2):
+        raise ValueError(f"rhs must be two matrices with an activation, otherwise one, got {len(rhs)}")
+    if keep_products and activation is None:
+        raise ValueError("keep_products must be false where activation is None, got True")
     groups = group_sizes.shape[0]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
@@ -125,6 +144,9 @@ def grouped_outer(
 
     The arguments are those of `grouped_matmul`; each operand may be gathered, and the default is `outer_tiling`.
     """
+    check_array("lhs", lhs, 2, "[M, K]")
+    check_array("rhs", rhs, 2, "[M, N]")
+    check_array("group_sizes", group_sizes, 1, "[G]")
     groups, (total, rows), columns = group_sizes.shape[0], lhs.shape, rhs.shape[1]
     lists = [x for x in (lhs_indices, rhs_indices) if x is not None]
     total = lists[0].shape[0] if lists else total
@@ -241,7 +263,7 @@ def _row_tile(
         rounded = [x.astype(out[0].dtype).astype(jnp.float32) for x in products]
         products = (ACTIVATIONS[activation](rounded[0]) * rounded[1], *products)
     mask = (row < end)[:, None] & (column < columns)[None, :]
-    for ref, values in zip(out, products, strict=False):
+    for ref, values in zip(out, products[: len(out)], strict=True):
         triton.store(ref.at[row[:, None], column[None, :]], values.astype(ref.dtype), mask=mask)
 
 

@@ -69,3 +69,23 @@ def test_they_lower_for_gpus_inside_shard_map(name: str) -> None:
     with jax.sharding.use_abstract_mesh(H200):
         mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
         assert "triton" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"lhs must have shape \[M, K\], got \(4,\)", {"lhs": jnp.zeros(4)}),
+        (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
+        ("activation must be one of silu, gelu, relu or None, got 'tanh'", {"activation": "tanh"}),
+        ("rhs must be two matrices with an activation, otherwise one, got 1", {"activation": "silu"}),
+        ("keep_products must be false where activation is None, got True", {"keep_products": True}),
+    ],
+)
+def test_wrong_arguments_are_named(match: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "lhs": jnp.zeros((4, 8)),
+        "rhs": (jnp.zeros((2, 8, 8)),),
+        "group_sizes": jnp.array([1, 3]),
+    }
+    with pytest.raises(ValueError, match=match):
+        grouped_matmul(**arguments | change)

@@ -204,6 +204,10 @@ def test_bad_operands_are_refused() -> None:
         ragged_dot(lhs, rhs, sizes)  # 8 is not 16
     with pytest.raises(NotImplementedError):
         ragged_dot(lhs, rhs[:, :8], sizes, group_offset=jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="implementation must be one of 'auto', 'pallas', 'xla'; got 'ffi'"):
+        ragged_dot(lhs, rhs[:, :8], sizes, implementation="ffi")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"implementation='pallas' needs lhs and rhs of one dtype.*got int32"):
+        ragged_dot(lhs.astype(int), rhs[:, :8].astype(int), sizes, implementation="pallas")
 
 
 def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:

@@ -76,7 +76,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
   const Variant<ProductKernel>* chosen = nullptr;
   for (const auto& kernels : all_kernels())
     if (!chosen) chosen = find(kernels, form);
-  if (!chosen) return kNotCompiled;
+  if (!chosen) return config.describe() + ": " + kNotCompiled;
   Product product = oriented(x);
   if (x.keeps_products && x.columns != x.n) product.second_product = x.first_product;  // one array has both
   Maps maps;

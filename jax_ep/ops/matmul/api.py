@@ -103,7 +103,13 @@ def ragged_dot(
         return by_xla(*treedef.unflatten(leaves))
     rows, rhs, group_sizes = operands = treedef.unflatten(vary.vary_alike(None, *leaves))
     result = jax.eval_shape(by_xla, *operands)  # with all its checks
-    if not (_core_takes(settings, result.dtype, *operands) or _pallas_takes(settings, result.dtype, *operands)):
+    if _choose(settings, result.dtype, *operands) == "xla":
+        if implementation == "pallas" and all(rows.shape + rhs.shape):
+            raise ValueError(
+                "ragged_dot: implementation='pallas' needs lhs and rhs of one dtype, bfloat16, float16 or float32, of "
+                "fewer than 2**31 values each, and a precision that is no algorithm, "
+                f"got {checks.describe(lhs)} and {checks.describe(rhs)}"
+            )
         return by_xla(*operands)
     return _grouped_matmul(settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
@@ -128,8 +134,8 @@ def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Arra
 def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array, settings: Settings = AUTO) -> jax.Array:
     """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
 
-    For backward passes, here and in other families: the operands vary over the same mesh axes. Its own derivative is
-    XLA's. So for `rhs_gradient`.
+    For backward passes, here and in other families: the operands vary over the same mesh axes. Its own derivative goes
+    through XLA. Both are true of `rhs_gradient`, too.
     """
 
     def by_xla(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -158,7 +164,7 @@ def add_lhs_gradients(
     On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
-    if alike and _core_takes(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes):
+    if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
         both = batched_alike(*cotangents, *rhs, group_sizes)
         return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
     for cotangent, matrix in zip(cotangents, rhs, strict=True):
@@ -176,7 +182,7 @@ def _summed(
 def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array, settings: Settings = AUTO) -> jax.Array:
     """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N].
 
-    One of both may stay where it is.
+    At most one operand may be `GatheredRows`.
     """
 
     def by_xla(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
@@ -209,12 +215,12 @@ def gated_product(
     """
     rows, group_sizes, *varying = _batched_alike((rows, group_sizes, *rhs))
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
-    product = AUTO, rows.dtype, rows, varying[0], group_sizes
-    if _core_takes(*product):
+    chosen = _choose(AUTO, rows.dtype, rows, varying[0], group_sizes)
+    if chosen == "core":
         split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
         by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
     else:
-        by_kernel = len(rhs) == 2 and _pallas_takes(*product)
+        by_kernel = chosen == "pallas" and len(rhs) == 2
     if not by_kernel:
         return composed(rows, group_sizes, *varying)
     options = {"activation": activation, "keep_products": keep_products}
@@ -243,9 +249,10 @@ def _by(
 ) -> Callable[..., Any]:
     """What computes a product of these operands: the kernel of this name of the core or of Pallas, or else XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
-    if _core_takes(settings, dtype or left.dtype, left, right, group_sizes):
+    chosen = _choose(settings, dtype or left.dtype, left, right, group_sizes)
+    if chosen == "core":
         return partial(jax.lax.platform_dependent, cuda=partial(getattr(kernels, name), **options), default=by_xla)
-    if not _pallas_takes(settings, dtype or left.dtype, left, right, group_sizes):
+    if chosen == "xla":
         return by_xla
     call = partial(getattr(pallas, name), precision=settings.precision, **options)
     platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
@@ -259,35 +266,32 @@ def _platforms(settings: Settings) -> tuple[str, ...]:
     return gemm.pallas_platforms() if settings.implementation == "auto" else ()
 
 
-def _pallas_takes(settings: Settings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array) -> bool:
+def _choose(
+    settings: Settings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array
+) -> Literal["core", "pallas", "xla"]:
+    """Who multiplies these operands.
+
+    Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing there; an algorithm might.
+    """
     arrays = [x.matrix if isinstance(x, GatheredRows) else x for x in (left, right)]
-    return (
-        bool(_platforms(settings))
-        and left.dtype == right.dtype
-        and left.dtype in pallas.DTYPES
-        and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
-        and not isinstance(settings.precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-        and group_sizes.ndim == 1
-        and all(size > 0 for x in (left, right, *arrays) for size in x.shape)
-        and all(x.size < 2**31 for x in arrays)
-    )
-
-
-def _core_takes(settings: Settings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array) -> bool:
-    """Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing; an algorithm might."""
-    gathered = [x for x in (left, right) if isinstance(x, GatheredRows)]
-    return (
+    if (
+        left.dtype != right.dtype
+        or np.dtype(dtype) not in (left.dtype, np.dtype(np.float32))
+        or isinstance(settings.precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+        or group_sizes.ndim != 1
+        or not all(size > 0 for x in (left, right, *arrays) for size in x.shape)
+    ):
+        return "xla"
+    if (
         settings.implementation == "auto"
         and gemm.has_gemm()
-        and left.dtype == right.dtype
         and np.dtype(left.dtype) in gemm.CORE_DTYPES
-        and np.dtype(dtype) in (left.dtype, np.dtype(np.float32))
-        and not isinstance(settings.precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-        and group_sizes.ndim == 1
-        and all(size > 0 for size in (*left.shape, *right.shape, *(x.matrix.shape[0] for x in gathered)))
         and all(size % gemm.CORE_MULTIPLE == 0 for size in (*left.shape[1:], *right.shape[1:]))
-        and all(x.matrix.size // gemm.CORE_MULTIPLE < 2**31 for x in gathered)
-    )
+        and all(x.matrix.size // gemm.CORE_MULTIPLE < 2**31 for x in (left, right) if isinstance(x, GatheredRows))
+    ):
+        return "core"
+    by_pallas = _platforms(settings) and left.dtype in pallas.DTYPES and all(x.size < 2**31 for x in arrays)
+    return "pallas" if by_pallas else "xla"
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
