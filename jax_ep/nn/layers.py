@@ -61,7 +61,7 @@ def moe_mlp(
       shared_tokens: all ranks have the same tokens, ids and weights, as when they serve one batch: they go into
         `jax.shard_map` by `P()`, and so may the result. Each rank multiplies the rows of its own experts, and the sums
         are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire` and `nodes`.
-        In the statistics `dropped` counts assignments to this rank's experts, `invalid` is 0 but on the first rank.
+        In the statistics `dropped` counts assignments to this rank's experts; `invalid` is counted on rank 0.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
 
     | `precision` | `wire` | rows to the experts | products | matrices | gradients of matrices |

@@ -11,6 +11,7 @@ from jax_ep.ops.moe.experts import ExpertsCall, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts
+from jax_ep.runtime.agreement import Call
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
@@ -28,6 +29,10 @@ def sums_of_shared_tokens(
     does; the sums of the ranks are added in float32.
     """
     group, config = call.dispatch.group, call.dispatch.config
+    (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
+    shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
+    alike = Call(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
+    tokens, expert_ids, weights = alike.enter((tokens, expert_ids, weights))
     local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
     valid = (expert_ids >= 0) & (expert_ids < config.num_experts)
     mine = jnp.where(valid & (expert_ids // local == rank), expert_ids - rank * local, -1)
@@ -38,7 +43,7 @@ def sums_of_shared_tokens(
     gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
     answers, weighed = plain_answers(call, rows if gathers else taken(rows), sizes, routing, experts)
     own = kernels.combine_here(answers, weighed, weighed.weights)["combined"]
-    total = jax.lax.psum(own.astype(jnp.float32), group.axis_name).astype(tokens.dtype)
+    total = alike.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
     if not config.drop:
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
