@@ -43,7 +43,7 @@ class Role(NamedTuple):
     processes: int
     process: int  # which of them this is
     launcher: int  # its process id
-    pipe: int  # process 0 reads its end when the others have ended, who hold the other end
+    pipe: int  # process 0 holds the read end, which ends when the others, who hold the write end, have exited
 
     @classmethod
     def parse(cls, text: str) -> Self:

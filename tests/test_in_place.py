@@ -17,7 +17,7 @@ TRANSFORMATIONS = ("grad", "remat dispatch", "scan", "vmap", "jvp")
 
 
 def as_on_one_gpu(group: Group, config: DispatchConfig, assignments: int) -> bool:
-    return config.lands and config.wire is None and (config.drop or config.capacity >= assignments)
+    return not config.expand and config.wire is None and (config.drop or config.capacity >= assignments)
 
 
 def cases() -> Iterator[Any]:

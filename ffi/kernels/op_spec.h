@@ -128,7 +128,7 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
   return dtype == DType::float32 ? Values::float32 : dtype == DType::bfloat16 ? Values::bfloat16 : Values::float16;
 }
 
-// What a launch on a GPU depends on: tokens or entries, or the rows that the op zeroes if these are more.
+// What a launch on a GPU depends on: the number of items to send (tokens, entries) or of rows to zero, the larger one.
 struct WorkSize {
   int tokens = 0;
   bool encoded = false;  // rows travel in float8

@@ -153,7 +153,11 @@ class Liveness:
                 raise
 
     def error(self, *, in_vain: bool = False) -> JaxEpError | None:
-        """Why the group has failed; with `in_vain`, after a rank has waited in vain, the error of a silent process."""
+        """Why the group has failed, or None.
+
+        Args:
+          in_vain: a kernel has timed out: a process without heartbeats is the reason, even before its own timeout.
+        """
         silent = self._detector.longest() if in_vain and self._lost is None else None
         found = self._lost if silent is None else PeerLostError(silent)
         return None if found is None else self._failed(found)

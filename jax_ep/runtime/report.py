@@ -19,7 +19,8 @@ Ops = dict[int, Record]  # by number
 
 
 def report(folder: Path) -> str:
-    """
+    """Where the ranks and processes of the records in a folder first differ, group by group.
+
     Raises:
       ValueError: there is no record in the folder.
     """

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit import vary
+from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
@@ -58,8 +58,9 @@ def dispatch(
         a product in float8, and have no gradient. H must be a multiple of 128 for both.
       expand: if false, a token that several experts of a rank have is stored there once, and `indices` [C] has for each
         row of the products its row in `rows`, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ..., lhs_indices=indices)`.
-        Where R * T is less than C, `rows` are the slots `source * T + token` of all tokens; slots of tokens that
-        have no expert here hold anything. In a group of one GPU they are `tokens`. Elsewhere rows are expanded.
+        Where R * T is less than C, in one node, `rows` are the slots `source * T + token` of all tokens; slots of
+        tokens that have no expert here hold anything. In a group of one GPU the slots are `tokens`. Otherwise rows are
+        expanded, and `indices` is arange(C).
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
         "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
         each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
@@ -79,6 +80,7 @@ def dispatch(
     """
     op = "dispatch"
     check_group(op, group)
+    checks.check_bool(op, "expand", expand)
     call, operands = validated(
         op,
         tokens,
@@ -95,10 +97,10 @@ def dispatch(
     )
     if expand:
         return run_dispatch(call, *operands)
-    lands = may_land(call, tokens.shape[0])
-    out = run_dispatch(call._replace(config=dataclasses.replace(call.config, lands=lands)), *operands)
-    if lands:
-        return out
+    if may_land(call, tokens.shape[0]):
+        config = dataclasses.replace(call.config, expand=False)
+        return run_dispatch(call._replace(config=config), *operands)
+    out = run_dispatch(call, *operands)
     [indices] = vary.vary_alike(group.axis_name, jnp.arange(call.config.capacity, dtype=jnp.int32))
     return out._replace(routing=dataclasses.replace(out.routing, indices=indices))
 

@@ -84,7 +84,14 @@ def validated(
     nodes = NodeOptions() if nodes is None else nodes
     to_nodes = _node_tokens(op, nodes, group, num_experts, expert_ids)
     by_kernels = runs_kernels(op, group, implementation, num_tokens)
-    config = DispatchConfig(group.size, num_experts, room, alignment, wire, on_overflow == "drop")
+    config = DispatchConfig(
+        size=group.size,
+        num_experts=num_experts,
+        capacity=room,
+        alignment=alignment,
+        wire=wire,
+        drop=on_overflow == "drop",
+    )
     chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
     tokens, expert_ids, weights = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)

@@ -102,10 +102,15 @@ def experts_of_tokens(
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
     zeroed = bool(parameters) or _zeroes_unused(call)  # gradients of parameters add up all rows
     wire = "float8_rows" if call.in_float8 else config.wire
-    lands = wire != "float8_rows" and not _zeroes_unused(call) and may_land(call.dispatch, tokens.shape[0])
-    config = dataclasses.replace(config, wire=wire, zero_unused=zeroed, lands=lands)
+    expand = wire == "float8_rows" or _zeroes_unused(call) or not _lands(call.dispatch, tokens.shape[0])
+    config = dataclasses.replace(config, wire=wire, zero_unused=zeroed, expand=expand)
     call = call._replace(dispatch=call.dispatch._replace(config=config), unit=unit)
     return _experts(call, *operands, parameters, overlapped)
+
+
+def _lands(call: DispatchCall, num_tokens: int) -> bool:
+    """On several GPUs only after it was timed there."""
+    return may_land(call, num_tokens) and (call.group.size == 1 or call.group.platform == "cpu")
 
 
 def _zeroes_unused(call: ExpertsCall) -> bool:

@@ -117,7 +117,7 @@ def dispatch_tangent(
     group: Group, d_tokens: jax.Array, d_weights: jax.Array, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
     """The tangents of rows and of their weights [R, T, K], from the tangents of a rank's tokens and weights."""
-    send = to_slots if routing.config.lands else scatter
+    send = scatter if routing.config.expand else to_slots
     return send(group, d_tokens, routing), sent_weights(group, d_weights, routing)
 
 
@@ -175,7 +175,7 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_rows, d_arrived = cotangents
-        send = from_slots if config.lands else return_rows
+        send = return_rows if config.expand else from_slots
         return send(group, d_rows, d_arrived, routing)
 
     # Derivatives of this derivative need `_followed` again.

@@ -25,7 +25,7 @@ def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bo
     """
     padding = config.num_experts * (config.alignment - 1)
     has_room = config.drop or config.capacity >= assignments + padding
-    return config.lands and group.size == 1 and group.platform != "cpu" and config.wire is None and has_room
+    return not config.expand and group.size == 1 and group.platform != "cpu" and config.wire is None and has_room
 
 
 def dispatch_in_place(

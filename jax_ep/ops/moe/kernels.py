@@ -27,7 +27,7 @@ def dispatch(
         alignment=config.alignment,
         wire=config.wire or "plain",
         drop=config.drop,
-        expand=not config.lands,
+        expand=config.expand,
         zero_unused=config.zero_unused,
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]

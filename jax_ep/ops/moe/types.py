@@ -42,8 +42,8 @@ class DispatchConfig:
     """The static settings of a dispatch, which its routing keeps.
 
     `capacity` is in rows. If `zero_unused` is false, the rows behind the last expert's are undefined (possibly NaN) in
-    the rows, in their tangent, and in the cotangent of `combine`. If `lands`, a token stays where it lands: in its slot
-    `source * T + token` of R T slots, and `Routing.indices` has the slot of each row.
+    the rows, in their tangent, and in the cotangent of `combine`. If `expand` is false, a token stays where it lands,
+    in its slot `source * T + token` of R T slots, and `Routing.indices` has the slot of each row.
     """
 
     size: int
@@ -53,7 +53,7 @@ class DispatchConfig:
     wire: Wire | None
     drop: bool
     zero_unused: bool = True
-    lands: bool = False
+    expand: bool = True
 
     @property
     def local_experts(self) -> int:

@@ -93,12 +93,12 @@ def dispatch(
         invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
         config=config,
     )
-    if config.lands:
-        indices = routing.by_row(source.astype(jnp.int32).reshape(shape), -1)
-        routing, received = dataclasses.replace(routing, indices=indices), all_tokens
-    else:
+    if config.expand:
         received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
         received = received.at[jnp.where(here, rows, config.capacity)].set(all_tokens[source], mode="drop")
+    else:
+        indices = routing.by_row(source.astype(jnp.int32).reshape(shape), -1)
+        routing, received = dataclasses.replace(routing, indices=indices), all_tokens
     if config.wire == "float8_rows":
         values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
         received = Float8Rows(to_bits(values), scales)

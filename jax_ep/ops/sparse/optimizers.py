@@ -40,7 +40,8 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
 
     On the rows that a gradient names it does what `optimizer` does to a dense table. All other rows keep their bits,
     and so does their state: there momentum and means do not decay, and weights neither, while no gradient names the
-    row (as in `torch.optim.SparseAdam`). What counts updates counts all of them.
+    row (as in `torch.optim.SparseAdam`). Counters of steps count every
+    call.
 
     Every table is a parameter of its own, with a state of its own. So clip by the norm of all gradients beforehand,
     with `clip_by_global_norm`.
@@ -138,7 +139,7 @@ def apply_updates(table: T, updates: Tree) -> T:
 def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, list[tuple[Any, bool]]]:
     """The structure of the state of a table, and of each leaf its shape and whether it has a row per row of the table.
 
-    The rows of such a leaf are as many as those of the table, also when the table has one row more.
+    A leaf is by row if its height follows that of the table: `init` is traced for tables of V and of V + 1 rows.
     """
     tables = (jax.ShapeDtypeStruct((height + more, width), jnp.float32) for more in (0, 1))
     here, taller = (jax.tree.flatten(jax.eval_shape(optimizer.init, table)) for table in tables)
