@@ -19,7 +19,7 @@ RANKS = 2
 SIZES = {"num_tokens": 3, "top_k": 2, "hidden": 4, "capacity": 8, "alignment": 1}
 SCATTER = {**SIZES, "local_experts": 1}
 SCATTER_OPTIONS = {"dtype": "float32", "onto": False, "zero_unused": True}
-DISPATCH = {**SIZES, "num_experts": 4, "wire": "plain", "drop": False, "zero_unused": True}
+DISPATCH = {**SIZES, "num_experts": 4, "wire": "plain", "drop": False, "expand": True, "zero_unused": True}
 
 
 def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
@@ -41,6 +41,9 @@ def test_results_follow_from_the_settings() -> None:
     found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | float8)}
     assert found["rows"] == ("uint8", [8, 256])
     assert found["scales"] == ("float32", [8, 2])
+    landed = types_of("dispatch", dtype="float32", **DISPATCH | float8 | {"expand": False})  # by slot: R T
+    for result in ("rows", "uint8", [6, 256]), ("scales", "float32", [6, 2]), ("indices", "int32", [8]):
+        assert result in landed
 
 
 UNION = {"entries": 3, "num_rows": 7, "capacity": 4}

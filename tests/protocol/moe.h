@@ -17,9 +17,10 @@ constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
 constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every coop
 constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
 
-// How tokens travel.
-enum class Way { straight, float8, few, few_float8 };
-constexpr int kWays = 4;
+// How tokens travel. In `slots` they are not expanded, nor in `float8_slots`.
+enum class Way { straight, float8, few, few_float8, slots, float8_slots };
+constexpr int kWays = 6;
+constexpr bool is_float8(Way way) { return way == Way::float8 || way == Way::few_float8 || way == Way::float8_slots; }
 
 // One rank's buffers for a dispatch and the combine after it.
 struct Rank {
@@ -28,6 +29,7 @@ struct Rank {
   std::vector<float> weights = std::vector<float>(kMostTokens * kTopK);
   std::vector<int32_t> ids = std::vector<int32_t>(kMostTokens * kTopK);
   std::vector<float> rows = std::vector<float>(kCapacity * kHidden);
+  std::vector<int32_t> indices = std::vector<int32_t>(kCapacity);
   std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kMostTokens * kTopK);
   std::vector<int32_t> row_of = std::vector<int32_t>(kRanks * kMostTokens * kTopK);
   std::vector<float> row_weights = std::vector<float>(kRanks * kMostTokens * kTopK);
@@ -42,11 +44,14 @@ struct Rank {
     DispatchArgs a{};
     a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.num_experts = kExperts, a.capacity = kCapacity;
     a.alignment = kAlignment;
-    a.wire = way == Way::float8 || way == Way::few_float8 ? Wire::float8 : Wire::plain;
+    a.wire = is_float8(way) ? Wire::float8 : Wire::plain;
+    a.expand = way != Way::slots && way != Way::float8_slots;
     a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK);
-    a.eager = a.few || a.wire == Wire::float8 ? count : count / 2;  // the others go straight to their rows
+    // Not eager are those that go straight to their rows.
+    a.eager = a.few || a.wire == Wire::float8 || !a.expand ? count : count / 2;
     a.token_weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.rows = reinterpret_cast<char*>(rows.data());
+    a.indices = indices.data();
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.row_of = row_of.data(), a.weights = row_weights.data();
     a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
     a.landing = wire.data();
@@ -62,6 +67,16 @@ struct Rank {
     return a;
   }
 };
+
+// The rows that the slots of a dispatch are, in their place.
+inline void expand_rows(std::vector<Rank>& ranks) {
+  for (Rank& rank : ranks) {
+    const std::vector<float> slots = rank.rows;
+    for (int row = 0; row < kCapacity; ++row)
+      for (int h = 0; h < kHidden; ++h)
+        rank.rows[row * kHidden + h] = rank.indices[row] < 0 ? 0 : slots[rank.indices[row] * kHidden + h];
+  }
+}
 
 inline void fill(std::vector<Rank>& ranks, std::mt19937& random) {
   for (Rank& rank : ranks) {
