@@ -16,14 +16,14 @@ from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels, pallas
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, sum_rows, taken
 
-Implementation = Literal["auto", "pallas", "xla"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "pallas", "xla")
+ProductImplementation = Literal["auto", "pallas", "xla"]
+IMPLEMENTATIONS: tuple[ProductImplementation, ...] = ("auto", "pallas", "xla")
 
 
 class Settings(NamedTuple):
     """Who computes a product, and how precisely where its operands are in float32."""
 
-    implementation: Implementation = "auto"
+    implementation: ProductImplementation = "auto"
     precision: Any = None
 
 
@@ -44,7 +44,7 @@ def ragged_dot(
     out_sharding: Any = None,
     *,
     lhs_indices: jax.Array | None = None,
-    implementation: Implementation = "auto",
+    implementation: ProductImplementation = "auto",
 ) -> jax.Array:
     """`jax.lax.ragged_dot`, on GPUs by kernels of ours.
 

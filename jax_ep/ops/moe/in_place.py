@@ -13,9 +13,9 @@ from jax_ep.ops.moe.xla import layout
 
 
 def may_land(call: DispatchCall, num_tokens: int) -> bool:
-    """Whether tokens can stay where they land: in one node, if the slots are fewer than the rows."""
+    """Whether tokens can stay where they land: in one node, if there are slots, and fewer than rows."""
     group = call.group
-    return group.intranode is None and group.size * num_tokens < call.config.capacity
+    return group.intranode is None and 0 < group.size * num_tokens < call.config.capacity
 
 
 def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
