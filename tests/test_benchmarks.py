@@ -36,6 +36,7 @@ def rows_of(table: str) -> list[dict[str, str]]:
         "collective_matmul --repeats 1 --devices 2",
         "layer --repeats 1 --quick --shapes wide --tokens 16",
         "layer_float8 --repeats 1",
+        "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick --plot bars.png",
         "matmul_float8 --repeats 1 --quick",
         "overlap --repeats 1 --quick --shapes narrow",
