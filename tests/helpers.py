@@ -143,11 +143,14 @@ def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "
 
 def expanded(out: Dispatched) -> Dispatched:
     """With the rows that `indices` name, if there are any, in their place."""
-    if out.indices is None:
+    indices = out.indices
+    if indices is None:
         return out
 
     def take(rows: jax.Array) -> jax.Array:
-        return rows.at[out.indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        nothing = 0xFF if rows.dtype == jnp.uint8 else jnp.nan  # in float8, too
+        taken = rows.at[indices].get(mode="fill", fill_value=nothing, wrap_negative_indices=False)
+        return jnp.where((indices == -1)[:, None], 0, taken).astype(rows.dtype)
 
     return out._replace(rows=jax.tree.map(take, out.rows))
 

@@ -98,6 +98,8 @@ def dispatch(
         received = received.at[jnp.where(here, rows, config.capacity)].set(all_tokens[source], mode="drop")
     else:
         indices = routing.by_row(source.astype(jnp.int32).reshape(shape), -1)
+        if not config.drop:  # an index out of bounds is a row of NaN
+            indices = jnp.where((placed.needed > config.capacity).any(), jnp.iinfo(jnp.int32).min, indices)
         routing, received = dataclasses.replace(routing, indices=indices), all_tokens
     if config.wire == "float8_rows":
         values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
