@@ -17,6 +17,8 @@ from .routed import Routed
 class MoeMlp(Routed):
     """A mixture of gated MLPs, against every product in float64; NaN of a token stays in that token."""
 
+    strange_weights = False  # infinity times a sum that is about 0 has the sign of its rounding
+
     def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.shape["experts"] = group.size * int(pick(rng, 1, 2, 3))

@@ -50,7 +50,7 @@ def draw_ids(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> 
 class Routed(Program):
     """A program with a dispatch in it: draws its options, and what it is tried with."""
 
-    strange_tokens = True
+    strange_tokens = strange_weights = True
 
     def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
@@ -75,7 +75,7 @@ class Routed(Program):
 
     def draw(self, rng: np.random.Generator) -> Case:
         shape = (self.group.size, self.shape["tokens"], self.shape["top_k"])
-        weights = draw_floats(rng, shape, np.float32, strange=self.strange_tokens and rng.random() < 0.05)
+        weights = draw_floats(rng, shape, np.float32, strange=self.strange_weights and rng.random() < 0.05)
         strange = self.strange_tokens and rng.random() < 0.2
         tokens = draw_floats(rng, (*shape[:2], self.hidden), self.dtype, strange)
         return Case(tokens, draw_ids(rng, shape, self.shape["experts"]), weights)
