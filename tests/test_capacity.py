@@ -28,15 +28,6 @@ def case_with(rng: np.random.Generator, rows_of_rank_2: int) -> Case:
     return case
 
 
-def test_exactly_full(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
-    case = case_with(rng, CAPACITY)
-    expected = helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
-    assert expected.needed[2] == CAPACITY
-    group.check()
-
-
 def test_one_too_many_raises_and_the_group_goes_on(
     implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
@@ -115,25 +106,6 @@ def test_a_compiled_loop_learns_of_it(native: None, open_group: OpenGroup, rng: 
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
     with pytest.raises(CapacityError, match=ONE_TOO_MANY):
         group.check()
-    group.check()
-
-
-@pytest.mark.parametrize(("capacity", "alignment"), [(11, 1), (7, 1), (1, 1), (8, 4), (12, 4)])
-def test_drop(
-    capacity: int, alignment: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-    options = {"num_experts": EXPERTS, "alignment": alignment}
-    program = helpers.dispatch_combine(
-        group, capacity=capacity, on_overflow="drop", implementation=implementation, **options
-    )
-    crowded = helpers.draw_case(rng, SIZE, 6, 3, EXPERTS, 16)
-    for case in (crowded, case_with(rng, CAPACITY)):
-        expected = helpers.assert_round_trip(helpers.fetch(program(*case)), case, **options)
-        kept = (expected.targets >= 0).sum()
-        assert kept + expected.dropped.sum() == (case.ids >= 0).sum()
-        if case is crowded:
-            assert expected.dropped.sum() > 0
     group.check()
 
 

@@ -113,26 +113,6 @@ def test_nan_stays_in_its_token(
         assert np.isnan(after[~others]).all()
 
 
-@pytest.mark.parametrize("alignment", [1, 8])
-def test_ragged_dot_of_what_arrives(
-    alignment: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
-        out = dispatch(
-            tokens, ids, weights, group=group, num_experts=EXPERTS, alignment=alignment, implementation=implementation
-        )
-        outputs = jax.lax.ragged_dot(out.rows, matrices, out.group_sizes)
-        return combine(outputs, out.routing, group=group, implementation=implementation)
-
-    case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
-    matrices = rng.standard_normal((EXPERTS, 16, 12)).astype(np.float32)
-    combined = helpers.fetch(helpers.per_rank(body, group.mesh)(*case, matrices.reshape(SIZE, EXPERTS // SIZE, 16, 12)))
-    dense = np.einsum("rtk,rth,rtkhf->rtf", case.weights, case.tokens, matrices[case.ids])
-    np.testing.assert_allclose(combined, dense, rtol=1e-5, atol=1e-5)
-
-
 def test_routing_travels_between_two_shard_maps(
     implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:

@@ -103,23 +103,6 @@ def test_skewed_routings(
     group.check()
 
 
-@pytest.mark.parametrize("tokens", [FEW, 600])
-def test_all_sources_lose_as_many_rows(
-    tokens: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """All ask for the same rows: odd rows go to other sources for each of the R experts of a rank."""
-    size, experts = 4, 16
-    case = helpers.draw_case(rng, size, tokens, 3, experts, 8)
-    case.ids[:] = case.ids[0]
-    program = helpers.dispatch_combine(
-        open_group(size), num_experts=experts, capacity=2 * tokens + 1, implementation=implementation, **DROP
-    )
-    out, _ = helpers.fetch(program(*case))
-    lost = out.routing.dropped[:, 0]
-    assert lost.min() > 0
-    assert lost.max() - lost.min() <= size  # an odd row of each rank's last expert, at most
-
-
 @pytest.mark.optimized
 @pytest.mark.parametrize("tokens", [FEW, LATE])
 def test_nothing_changes_where_all_fits(
@@ -131,28 +114,6 @@ def test_nothing_changes_where_all_fits(
     plain, dropping = (helpers.dispatch_combine(group, **options, **each) for each in ({}, DROP))
     (one, summed), (other, also_summed) = helpers.fetch(plain(*case)), helpers.fetch(dropping(*case))
     assert helpers.bits([helpers.fields(one), summed]) == helpers.bits([helpers.fields(other), also_summed])
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("tokens", [FEW, 530])
-@pytest.mark.parametrize("wire", ["float8", "float8_rows"])
-def test_float8(
-    tokens: int, wire: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group, case = open_group(4), skewed(rng, 4, tokens, 2, 8, hidden=128)
-    options: dict[str, Any] = {"num_experts": 8, "alignment": tokens // 10}
-    options["capacity"] = too_little_room(case, **options)
-
-    def arrived(*operands: jax.Array) -> Any:
-        return dispatch(*operands, group=group, implementation=implementation, wire=wire, **options, **DROP)
-
-    out = helpers.fetch(helpers.per_rank(arrived, group.mesh)(*case))
-    expected = oracle.dispatch(*case, **options, fp8=True)
-    assert expected.dropped.any()
-    helpers.assert_routing(out, expected)
-    np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
-    rows = out.rows if wire == "float8" else out.rows.values.astype(np.float32) * out.rows.scales
-    helpers.assert_rounded_to_float8(rows, expected.rows, implementation)
 
 
 @pytest.mark.parametrize(("tokens", "alignment"), [(FEW, 8), (FEW, 1), (530, 10)])

@@ -28,13 +28,16 @@ class Config(NamedTuple):
     alignment: int = 1
     overflow: str = "raise"
     dtype: Any = np.float32
+    hidden: int = 20
 
 
 CONFIGS = [
     Config(size=1, tokens=7, top_k=3, experts=4, capacity=21),
-    Config(size=2, tokens=5, top_k=2, experts=8, capacity=20, dtype=ml_dtypes.bfloat16),
+    Config(size=2, tokens=5, top_k=2, experts=8, capacity=20, dtype=ml_dtypes.bfloat16, hidden=37),
     Config(size=4, tokens=4, top_k=4, experts=16, capacity=24),
-    Config(size=4, tokens=6, top_k=2, experts=8, capacity=24, alignment=8, overflow="drop", dtype=np.float16),
+    Config(
+        size=4, tokens=6, top_k=2, experts=8, capacity=24, alignment=8, overflow="drop", dtype=np.float16, hidden=37
+    ),
     Config(size=8, tokens=3, top_k=2, experts=8, capacity=5, overflow="drop"),
 ]
 
@@ -69,7 +72,7 @@ def test_random_routings(
     @hypothesis.given(ids=routings(config))
     def run(ids: np.ndarray) -> None:
         drawn = helpers.draw_case(
-            rng, config.size, config.tokens, config.top_k, config.experts, 20, np.dtype(config.dtype)
+            rng, config.size, config.tokens, config.top_k, config.experts, config.hidden, np.dtype(config.dtype)
         )
         case = drawn._replace(ids=ids)
         if config.overflow == "raise" and rows_needed(case, config) > config.capacity:
