@@ -33,7 +33,7 @@ README = ROOT / "README.md"
 WORKERS = 4  # conftest.py: few processes share a GPU
 
 # First what runs on GPUs alone, then the kernels, then all else that time is left for.
-FIRST = ("cuda", "cuda_matmul", "ragged_dot", "gated_product", "summed_product", "dispatch", "combine", "gradients")
+FIRST = ("cuda", "cuda_matmul", "ragged_dot", "gated_product", "summed_product", "dispatch", "combine", "matrix")
 ON_HOSTS = ("api_page", "benchmarks", "guide", "house", "package")  # no kernel of a GPU runs in these
 
 

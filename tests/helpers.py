@@ -51,7 +51,7 @@ def largest_size() -> int:
     return max(size for size in SIZES if size <= len(jax.devices()))
 
 
-def per_rank(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
+def per_rank(function: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True) -> jax.stages.Wrapped:
     """jit of `function` on every device: its arguments and results get the mesh's axes as leading axes."""
     spec = PartitionSpec(*mesh.axis_names)
     axes = len(mesh.axis_names)
@@ -60,7 +60,7 @@ def per_rank(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
         here = jax.tree.map(lambda x: x.reshape(x.shape[axes:]), arguments)
         return jax.tree.map(lambda x: x.reshape((1,) * axes + x.shape), function(*here))
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
 
 
 def vary(x: jax.Array) -> jax.Array:

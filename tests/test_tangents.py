@@ -1,4 +1,5 @@
-"""Forward mode of all ops: `jax.jvp` and `jax.linearize` against differences, and against the backward pass."""
+"""Forward mode of all ops: `jax.jvp` and `jax.linearize` against differences, and against the backward pass; and
+second derivatives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import sparse_cases
 from conftest import OpenGroup
+from jax.sharding import PartitionSpec as P
 from matmul_cases import OPS, served
 
 import jax_ep
-from jax_ep import Group, Implementation, SparseRows
+from jax_ep import Group, Implementation, SparseRows, combine, dispatch
 from jax_ep._kit import gemm
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 5, 2, 16, 8
@@ -91,33 +93,35 @@ def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) ->
     assert_steps(group, gradient, operands, rng, ids)
 
 
-def test_all_that_is_dispatched(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """Products of the rows, the rows and the weights have their tangents."""
+def test_second_order(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
     group = open_group(SIZE)
-    (tokens, weights, gate, *_), ids = draw_layer(rng)
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    tokens, ids, weights = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in case)
+    scales = rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
 
-    def everything(tokens: Any, weights: Any, gate: Any, ids: Any) -> jax.Array:
-        given: dict[str, Any] = {"group": group, "num_experts": EXPERTS, "implementation": implementation}
-        rows, sizes, routing = jax_ep.dispatch(tokens, ids, weights, **given)
-        out = jax_ep.lax.ragged_dot(rows, gate, sizes)
-        return jnp.concatenate([x.reshape(-1) for x in (jnp.tanh(out), rows**2, routing.weights**2)])
+    def sparse(tokens: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
+        def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
+            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
+            row_scales = jnp.repeat(scales, out.group_sizes, axis=0, total_repeat_length=out.rows.shape[0])
+            return combine(jnp.tanh(row_scales * out.rows), out.routing, group=group, implementation=implementation)
 
-    assert_tangents(group, everything, [tokens, weights, gate], rng, ids)
+        mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        return jnp.sum(mapped(tokens, ids, weights, scales) ** 2)
 
+    def dense(tokens: jax.Array, weights: jax.Array, scales: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.einsum("tk,tkh->th", weights, jnp.tanh(scales[ids] * tokens[:, None])) ** 2)
 
-@pytest.mark.parametrize("op", OPS)
-def test_products(op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) for _ in range(2))
-    if not served(group, implementation, (16, 16), a.dtype):
-        pytest.skip("kernels on a GPU take 16-bit operands alone")
+    def steepness(loss: Body) -> Body:
+        def squared(*model: jax.Array) -> jax.Array:
+            return sum((jnp.sum(g**2) for g in jax.grad(loss, argnums=(0, 1, 2))(*model)), start=jnp.zeros(()))
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return helpers.vary(OPS[op](a, b, group=group, implementation=implementation))
+        return squared
 
-    assert_tangents(group, product, [a, b], rng)
+    second = helpers.fetch(jax.jit(jax.grad(steepness(sparse), argnums=(0, 1, 2)))(tokens, weights, scales))
+    exact = jax.grad(steepness(dense), argnums=(0, 1, 2))(tokens, weights, scales)
+    for mine, right in zip(second, exact, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5 * float(np.abs(right).max()))
 
 
 @pytest.mark.parametrize("op", OPS)
