@@ -11,12 +11,11 @@ import moe_oracle
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from test_matrix import COMBINED, DISPATCHED, POLICIES
 
 from jax_ep import Group, combine, dispatch
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, LAYERS = 2, 4, 5, 2, 16, 3
-
-DISPATCH, COMBINE = "jax_ep_dispatch", "jax_ep_combine"
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.optimized]
 
@@ -44,23 +43,10 @@ def policies() -> dict[str, tuple[Any, int, int]]:
     One of each is in the loop forward, and the gradient of the dispatch, which is a combine too, in the one backward.
     """
     p = jax.checkpoint_policies
-    kept = p.save_only_these_names
-    offloaded = p.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[DISPATCH, COMBINE],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    return {
-        "everything": (p.everything_saveable, 1, 2),
-        "nothing": (p.nothing_saveable, 2, 3),
-        "dots": (p.dots_saveable, 2, 3),
-        "dispatch": (kept(DISPATCH), 1, 3),
-        "combine": (kept(COMBINE), 2, 2),
-        "both": (kept(DISPATCH, COMBINE), 1, 2),
-        "offloaded": (offloaded, 1, 2),
-        "dots or both": (p.save_from_both_policies(p.dots_saveable, kept(DISPATCH, COMBINE)), 1, 2),
-    }
+    both = p.save_only_these_names(DISPATCHED, COMBINED)
+    counts = {"everything": (1, 2), "nothing": (2, 3), "dots": (2, 3), "dispatch": (1, 3), "combine": (2, 2)}
+    found = {name: (POLICIES[name], *calls) for name, calls in (counts | {"offloaded": (1, 2)}).items()}
+    return found | {"both": (both, 1, 2), "dots or both": (p.save_from_both_policies(p.dots_saveable, both), 1, 2)}
 
 
 def gradient_of_layers(group: Group, layer: Callable[..., jax.Array], policy: Any) -> Any:
@@ -88,7 +74,7 @@ def test_what_runs_again(form: Any, policy: str, open_group: OpenGroup, rng: np.
     chosen, dispatches, combines = policies()[policy]
     compiled = gradient_of_layers(group, form(group), chosen).lower(*case, *matrices).compile()
     text = compiled.as_text()
-    assert (calls(text, DISPATCH), calls(text, COMBINE)) == (dispatches, combines)
+    assert (calls(text, DISPATCHED), calls(text, COMBINED)) == (dispatches, combines)
     if policy == "nothing":
         kept = gradient_of_layers(group, form(group), policies()["everything"][0])
         assert helpers.bits(helpers.fetch(compiled(*case, *matrices))) == helpers.bits(
