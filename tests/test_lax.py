@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from chaos.ragged import slices_of
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
@@ -39,28 +40,9 @@ def exchange(group: Group) -> Callable[..., Any]:
     return helpers.per_rank(body, group.mesh)
 
 
-def place(rng: np.random.Generator, sizes: np.ndarray) -> np.ndarray:
-    """Offsets in ROWS for slices of these sizes: in random order, with gaps, never overlapping."""
-    gaps = rng.multinomial(ROWS - sizes.sum(), np.ones(len(sizes) + 1) / (len(sizes) + 1))
-    offsets, end = np.empty_like(sizes), 0
-    for gap, i in zip(gaps, rng.permutation(len(sizes)), strict=False):
-        offsets[i] = end + gap
-        end = offsets[i] + sizes[i]
-    return offsets
-
-
 def draw_slices(rng: np.random.Generator, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
     """`each` slices from every rank to every rank, a third of them empty."""
-    sizes = rng.integers(0, 3, (size, size, each))  # from, to, which
-    received = sizes.swapaxes(0, 1)
-    arrives = np.array([place(rng, rank.reshape(-1)).reshape(size, each) for rank in received])
-    slices = oracle.Slices(
-        input_offsets=np.array([place(rng, rank.reshape(-1)) for rank in sizes]),
-        send_sizes=sizes.reshape(size, -1),
-        output_offsets=arrives.swapaxes(0, 1).reshape(size, -1),
-        recv_sizes=received.reshape(size, -1),
-    )
-    return oracle.Slices(*(np.ascontiguousarray(x, dtype) for x in slices))
+    return slices_of(rng, rng.integers(0, 3, (size, size, each)), ROWS, ROWS, dtype)
 
 
 def test_signature_is_that_of_jax() -> None:
@@ -135,41 +117,10 @@ def test_keys_of_random_numbers(group: Group, rng: np.random.Generator) -> None:
 def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], group: Group, rng: np.random.Generator) -> None:
     program = exchange(group)
     for _ in range(5):
-        slices = draw_slices(rng, each)
+        slices = draw_slices(rng, each, dtype=np.uint32 if each == 3 else np.int32)
         operand, output = rng.standard_normal((2, SIZE, ROWS, *row)).astype(np.float32)
         actual = helpers.fetch(program(operand, output, *slices))
         np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
-
-
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_sizes(
-    size: int,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    choose(implementation, monkeypatch)
-    slices = draw_slices(rng, 2, size, np.uint32 if size == 2 else np.int32)
-    operand, output = rng.standard_normal((2, size, ROWS, 3)).astype(np.float32)
-    actual = helpers.fetch(exchange(open_group(size))(operand, output, *slices))
-    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
-
-
-def test_nothing_to_send(group: Group, rng: np.random.Generator) -> None:
-    nothing = np.zeros((SIZE, SIZE), np.int32)
-    operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
-    actual = helpers.fetch(exchange(group)(operand, output, nothing, nothing, nothing, nothing))
-    np.testing.assert_array_equal(actual, output)
-
-
-def test_output_longer_than_operand(group: Group, rng: np.random.Generator) -> None:
-    slices = draw_slices(rng, each=1)
-    operand = rng.standard_normal((SIZE, ROWS, 3)).astype(np.float32)
-    output = rng.standard_normal((SIZE, 3 * ROWS, 3)).astype(np.float32)
-    slices.output_offsets[:] += ROWS
-    actual = helpers.fetch(exchange(group)(operand, output, *slices))
-    np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
 
 
 def test_operands_are_not_changed(group: Group, rng: np.random.Generator) -> None:
@@ -184,20 +135,6 @@ def test_operands_are_not_changed(group: Group, rng: np.random.Generator) -> Non
     _, doubled = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, on_device, *slices))
     np.testing.assert_array_equal(doubled, output * 2)
     np.testing.assert_array_equal(on_device, output)
-
-
-@pytest.mark.parametrize("each", [1, 2])
-def test_gradient(each: int, group: Group, rng: np.random.Generator) -> None:
-    slices = draw_slices(rng, each)
-    operand, output, cotangent = rng.standard_normal((3, SIZE, ROWS, 3)).astype(np.float32)
-
-    def body(operand: jax.Array, output: jax.Array, cotangent: jax.Array, *slices: jax.Array) -> Any:
-        _, pull = jax.vjp(lambda x, y: ragged_all_to_all(x, y, *slices, axis_name="ep"), operand, output)
-        return pull(cotangent)
-
-    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, cotangent, *slices))
-    for a, wanted in zip(actual, oracle.ragged_all_to_all_gradient(operand, cotangent, slices), strict=True):
-        np.testing.assert_array_equal(a, wanted)
 
 
 def slice_before_operand(slices: oracle.Slices) -> None:

@@ -16,7 +16,7 @@ import jax_ep
 from jax_ep import Group
 from jax_ep.lax import ragged_all_to_all
 
-from .ragged import place
+from .ragged import slices_of
 
 EXPERTS_EACH, ROWS = 2, 60
 
@@ -45,13 +45,20 @@ def draw_case(rng: np.random.Generator, size: int, tokens: int, hidden: int, dty
 
 
 def round_trip(
-    rng: np.random.Generator, group: Group, *, tokens: int = 37, dtype: Any = np.float32, fp8: bool = False
+    rng: np.random.Generator,
+    group: Group,
+    *,
+    tokens: int = 37,
+    dtype: Any = np.float32,
+    fp8: bool = False,
+    alignment: int = 1,
+    **options: Any,
 ) -> Op:
     size, experts = group.size, EXPERTS_EACH * group.size
     case = draw_case(rng, size, tokens, 128, dtype)
-    capacity = size * tokens * 2
-    out = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=fp8)
-    options = {"num_experts": experts, "capacity": capacity, "wire": "float8" if fp8 else None}
+    given = {"num_experts": experts, "capacity": options.pop("capacity", size * tokens * 2), "alignment": alignment}
+    out = oracle.dispatch(*case, **given, fp8=fp8)
+    options |= given | {"wire": "float8" if fp8 else None}
     combined = Value(
         oracle.combine(out.rows, out.targets, case.weights),
         oracle.combine(np.abs(out.rows), out.targets, np.abs(case.weights)),
@@ -175,10 +182,7 @@ def product(rng: np.random.Generator, group: Group, op: str) -> Op:
 
 def ragged(rng: np.random.Generator, group: Group) -> Op:
     size, rows = group.size, 8 * group.size
-    sizes = rng.integers(0, 8, (size, size))
-    arrives = np.array([place(rng, x, rows) for x in sizes.T]).T
-    slices = oracle.Slices(np.array([place(rng, x, rows) for x in sizes]), sizes, arrives, sizes.T)
-    slices = oracle.Slices(*(np.ascontiguousarray(x, np.int32) for x in slices))
+    slices = slices_of(rng, rng.integers(0, 8, (size, size, 1)), rows, rows)
     operand, output = rng.standard_normal((2, size, rows, 100)).astype(np.float32)
 
     def body(*operands: jax.Array) -> jax.Array:

@@ -30,6 +30,22 @@ def place(rng: np.random.Generator, sizes: np.ndarray, rows: int) -> np.ndarray:
     return offsets
 
 
+def slices_of(
+    rng: np.random.Generator, sizes: np.ndarray, rows: int, result_rows: int, dtype: Any = np.int32
+) -> oracle.Slices:
+    """Slices of these sizes [from, to, which] among so many rows."""
+    size, _, each = sizes.shape
+    received = sizes.swapaxes(0, 1)
+    arrives = np.array([place(rng, x.reshape(-1), result_rows).reshape(size, each) for x in received])
+    slices = oracle.Slices(
+        input_offsets=np.array([place(rng, x.reshape(-1), rows) for x in sizes]),
+        send_sizes=sizes.reshape(size, -1),
+        output_offsets=arrives.swapaxes(0, 1).reshape(size, -1),
+        recv_sizes=received.reshape(size, -1),
+    )
+    return oracle.Slices(*(np.ascontiguousarray(x, dtype) for x in slices))
+
+
 def fit(sizes: np.ndarray, rows: int, axes: tuple[int, ...]) -> np.ndarray:
     """[R, R, S]: the same sizes, halved until no rank has more than so many rows."""
     while (sizes.sum(axis=axes) > rows).any():
@@ -63,15 +79,7 @@ class Ragged(Program):
         if rng.random() < 0.3:
             sizes *= rng.random(sizes.shape) < 0.3
         sizes = fit(fit(sizes, self.rows, (1, 2)), self.result_rows, (0, 2))
-        received = sizes.swapaxes(0, 1)
-        arrives = np.array([place(rng, x.reshape(-1), self.result_rows).reshape(size, each) for x in received])
-        slices = oracle.Slices(
-            input_offsets=np.array([place(rng, x.reshape(-1), self.rows) for x in sizes]),
-            send_sizes=sizes.reshape(size, -1),
-            output_offsets=arrives.swapaxes(0, 1).reshape(size, -1),
-            recv_sizes=received.reshape(size, -1),
-        )
-        return oracle.Slices(*(np.ascontiguousarray(x, np.int32) for x in slices))
+        return slices_of(rng, sizes, self.rows, self.result_rows)
 
     def spoil(self, rng: np.random.Generator, slices: oracle.Slices) -> bool:
         """Makes one slice that is not empty wrong; whether there was one."""
