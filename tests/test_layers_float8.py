@@ -88,18 +88,6 @@ def test_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.rando
     assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1])
 
 
-def test_values(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Within what two products of values with three bits of mantissa keep, as in test_float8_products.py."""
-    group = open_group(SIZE)
-    layer, ids, cotangent = draw(rng, helpers.DTYPES[0])
-    program = with_gradient(group, layer_of(group, implementation=implementation))
-    out, found = helpers.fetch(program(layer, ids, cotangent))
-    expected, gradient = moe_oracle.gated_experts(layer, ids, cotangent)
-    assert 0.005 < relative(out, expected) < 0.1
-    for name, mine, right in zip(layer._fields, found, gradient, strict=True):
-        assert 0.001 < relative(mine, right) < 0.1, name
-
-
 @pytest.mark.optimized
 def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Matrices that come in float8, or some of them, give the bits of those that the layer quantizes. Gradients in the

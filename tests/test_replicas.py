@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Experts, Implementation, combine, dispatch, moe_mlp, nn
+from jax_ep import Experts, Implementation, moe_mlp, nn
 
 EXPERTS = 16
 
@@ -45,31 +45,6 @@ def test_tokens_are_spread_over_replicas(rng: np.random.Generator) -> None:
     taken = Counter(slots[:60, 0].tolist())
     assert len(taken) == plan.counts[0]
     assert max(taken.values()) - min(taken.values()) <= 1
-
-
-def test_replicas_change_no_result(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """Every expert scales a row by a number of its own; whichever replica does it."""
-    size, experts, slots = 2, 4, 6
-    case = helpers.draw_case(rng, size, 8, 2, experts, 16)
-    case.ids[:, :5, 0], case.ids[:, :5, 1] = 1, 2
-    scales = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
-    group = open_group(size)
-
-    def layer(plan: nn.ReplicaPlan | None) -> Any:
-        def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax.Array) -> jax.Array:
-            ids = ids if plan is None else nn.physical_ids(ids, plan)
-            given: dict[str, Any] = {"group": group, "implementation": implementation}
-            out = dispatch(tokens, ids, weights, num_experts=size * own.shape[0], **given)
-            factors = jnp.repeat(own, out.group_sizes, total_repeat_length=out.rows.shape[0])
-            return combine(out.rows * factors[:, None], out.routing, **given)
-
-        owned = scales if plan is None else scales[plan.experts]
-        return helpers.fetch(helpers.per_rank(body, group.mesh)(*case, owned.reshape(size, -1)))
-
-    plan = nn.plan_replicas(np.bincount(case.ids.reshape(-1), minlength=experts), num_ranks=size, num_slots=slots)
-    np.testing.assert_allclose(layer(plan), layer(None), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
