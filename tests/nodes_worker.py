@@ -20,6 +20,7 @@ import sparse_cases
 import test_nodes
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
+from layer_cases import layer_of, with_gradient
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
 from jax_ep import (
@@ -60,14 +61,6 @@ def gathered(results: Any) -> Any:
 def run(group: Group, case: helpers.Case, **options: Any) -> Any:
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, **options)
     return gathered(program(*(spread(group, x) for x in case)))
-
-
-def zipf(rng: np.random.Generator, size: int) -> helpers.Case:
-    """The first experts are chosen most, a token's never twice."""
-    share = 1 / np.arange(1, EXPERTS + 1)
-    chosen = [rng.choice(EXPERTS, TOP_K, replace=False, p=share / share.sum()) for _ in range(size * TOKENS)]
-    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    return case._replace(ids=np.array(chosen, np.int32).reshape(case.ids.shape))
 
 
 def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **options: Any) -> None:
@@ -183,20 +176,8 @@ def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
     layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
     cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
     expected, gradient = moe_oracle.gated_experts(layer, case.ids, cotangent)
-
-    def body(tokens: jax.Array, weights: jax.Array, *rest: jax.Array) -> Any:
-        *matrices, ids, cotangent = rest
-
-        def forward(
-            tokens: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-        ) -> jax.Array:
-            return helpers.moe_sums(tokens, ids, weights, gate, up, down, group=group, **options)
-
-        out, back = jax.vjp(forward, tokens, weights, *matrices)
-        return out, back(cotangent)
-
-    operands = [spread(group, x) for x in (*layer, case.ids, cotangent)]
-    out, found = gathered(helpers.per_rank(body, group.mesh)(*operands))
+    operands = jax.tree.map(lambda x: spread(group, x), (layer, case.ids, cotangent))
+    out, found = gathered(with_gradient(group, layer_of(group, **options))(*operands))
     group.check()
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
     for name, actual, wanted in zip(layer._fields, found, gradient, strict=True):
@@ -259,7 +240,6 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
     check_most(mesh)
     rng = np.random.default_rng(helpers.SEED)
     with open_group(mesh, 60) as group:
-        check_round_trip(group, zipf(rng, group.size))
         uneven = test_nodes.uneven(rng, group.size)
         check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
         float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])

@@ -179,15 +179,3 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
             (of_rows, (tokens, ids, out.rows), added),
         ):
             assert counted(helpers.per_rank(body, group.mesh), *operands) == expected, body.__name__
-
-
-def test_wrong_numbers_of_chunks() -> None:
-    for wrong, error in ((0, ValueError), (-2, ValueError), (2.5, TypeError), ("auto", TypeError), (True, TypeError)):
-        with over(2, 2) as group:
-
-            def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
-                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, nodes=NodeOptions(chunks=wrong))
-
-            shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
-            with pytest.raises(error, match=r"^dispatch: nodes\.chunks must be"):
-                jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes)

@@ -169,12 +169,14 @@ def test_wrong_arguments() -> None:
         Group(mesh, AXES, across_nodes=1)  # pyright: ignore[reportArgumentType]
     with Group(mesh, AXES, timeout=30) as group:
         assert (group.nodes, group.intranode, group.node_axes) == (1, None, ())
-    for wrong, error in ((0, ValueError), ("all", ValueError), (2.5, TypeError)):
+    capacities = [("capacity", 0, ValueError), ("capacity", "all", ValueError), ("capacity", 2.5, TypeError)]
+    chunks = [*(("chunks", x, ValueError) for x in (0, -2)), *(("chunks", x, TypeError) for x in (2.5, "auto", True))]
+    for name, wrong, error in capacities + chunks:
         with over(2, 2) as group:
 
-            def body(tokens: jax.Array, ids: jax.Array, wrong: Any = wrong, group: Group = group) -> Any:
-                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, nodes=NodeOptions(wrong))
+            def body(tokens: jax.Array, ids: jax.Array, group: Group = group, **options: Any) -> Any:
+                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, nodes=NodeOptions(**options))
 
             shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
-            with pytest.raises(error, match=r"^dispatch: nodes\.capacity must be"):
-                jax.eval_shape(helpers.per_rank(body, mesh), *shapes)
+            with pytest.raises(error, match=rf"^dispatch: nodes\.{name} must be"):
+                jax.eval_shape(helpers.per_rank(functools.partial(body, **{name: wrong}), mesh), *shapes)
