@@ -12,7 +12,7 @@ import pytest
 from helpers import SEED, mesh_of
 
 from jax_ep import Group, Implementation
-from jax_ep._kit import ffi
+from jax_ep._kit import ffi, gemm
 
 # All before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -108,3 +108,14 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 def native() -> None:
     """For what only the compiled libraries have."""
     require_native()
+
+
+@pytest.fixture(params=["as is", "as on a Hopper GPU", "by Pallas"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the path that chooses when lowered: on other devices it must come out at `jax.lax`."""
+    if request.param == "by Pallas":
+        monkeypatch.setattr(gemm, "has_gemm", lambda: False)
+        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
+    elif request.param != "as is" and not gemm.has_gemm():
+        jax.devices()  # as `has_gemm` does: the backend starts before a library is loaded
+        monkeypatch.setattr(gemm, "has_gemm", lambda: True)

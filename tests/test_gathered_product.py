@@ -37,17 +37,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["as is", "as on a Hopper GPU", "by Pallas"])
-def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the path that chooses when lowered: on other devices it must come out at `jax.lax`."""
-    if request.param == "by Pallas":
-        monkeypatch.setattr(gemm, "has_gemm", lambda: False)
-        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
-    elif request.param != "as is" and not gemm.has_gemm():
-        jax.devices()
-        monkeypatch.setattr(gemm, "has_gemm", lambda: True)
-
-
 def draw(rng: np.random.Generator, case: Case, dtype: np.dtype) -> tuple[np.ndarray, ...]:
     """lhs, rhs, group sizes, indices with repeated ones and -1, and a cotangent."""
     lhs = rng.standard_normal((case.rows, case.contracted)).astype(dtype)
