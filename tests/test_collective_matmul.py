@@ -11,7 +11,7 @@ from conftest import OpenGroup
 from matmul_cases import OPS, Operands, assert_near, assert_right, draw, exact, program, served
 
 import jax_ep
-from jax_ep import Group, Implementation, PeerTimeoutError
+from jax_ep import Group, Implementation
 
 BFLOAT16, FLOAT16, FLOAT32 = helpers.DTYPES
 SHAPES = [(8, 8, 8), (40, 24, 16), (136, 40, 200), (264, 8, 264)]  # M, K, N
@@ -48,14 +48,6 @@ def test_product(
         with pytest.raises(ValueError, match="multiples of 8"):
             program(op, group, implementation=implementation)(*operands)
         check(op, group, operands, "auto")
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("size", helpers.SIZES)
-def test_sizes_of_groups(
-    op: str, size: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    check(op, open_group(size), draw(rng, size, (48, 32, 40), BFLOAT16), implementation)
 
 
 def test_float32_result_and_bias(
@@ -105,17 +97,6 @@ def test_all_three_in_a_row_and_independent(open_group: OpenGroup, rng: np.rando
             name, scale = list(OPS)[index % 3], 1 + index // 3
             scaled = (a.astype(np.float32) * scale).astype(BFLOAT16)
             assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), roundings=4)
-
-
-def test_a_stalled_rank_is_named(op: str, native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(2, timeout=0.5)
-    operands = draw(rng, group.size, (264, 16, 24), BFLOAT16)
-    run = program(op, group, implementation="ffi")
-    helpers.fetch(run(*operands))
-    assert group._native is not None
-    group._native.stall(1, "protocol")
-    with helpers.expect_failure(group, PeerTimeoutError, "rank 1"):
-        assert np.isnan(helpers.wide(helpers.fetch(run(*operands))[0])).all()
 
 
 def test_bad_operands_are_refused(open_group: OpenGroup) -> None:

@@ -100,20 +100,6 @@ def test_out_of_bounds(
     assert_works(group, case, out)
 
 
-def test_no_rank_delivers_what_another_did_not_send(
-    native: None, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(4)
-    case, out = dispatched(group, rng)
-    result = combined(group)(out.rows, spoilt(out.routing, "row_of", with_value(CAPACITY)))
-    for shard in result.addressable_shards:
-        with helpers.awaiting_failure(group, "InvalidRoutingError: combine: .* out of bounds"):
-            assert np.isnan(np.asarray(shard.data)).all()
-    with pytest.raises(InvalidRoutingError, match=r"^combine: rank 1: routing\.row_of holds 40"):
-        group.check()
-    assert_works(group, case, out)
-
-
 def test_xla_gives_nan_for_rows_that_are_not(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE)
     case, out = dispatched(group, rng)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Dispatched, Group, GroupClosedError, PeerTimeoutError
+from jax_ep import Dispatched, Group, PeerTimeoutError
 
 SIZE, EXPERTS, STALLED = 4, 8, 3
 OPTIONS = {"num_experts": EXPERTS, "implementation": "ffi"}
@@ -72,15 +72,3 @@ def test_another_group_does_not_notice(open_group: OpenGroup, rng: np.random.Gen
         helpers.fetch(helpers.dispatch_combine(healthy, **OPTIONS)(*case)), case, num_experts=EXPERTS
     )
     healthy.check()
-
-
-def test_program_of_a_closed_group(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
-    program = helpers.dispatch_combine(group, **OPTIONS)
-    helpers.fetch(program(*case))
-    group.close()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
-        helpers.fetch(program(*case))
-    with pytest.raises(GroupClosedError):
-        group.check()

@@ -211,29 +211,3 @@ def test_a_stopped_process_does_not_count_the_time(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGCONT)
         output, _ = process.communicate("go on\n", timeout=60)
     assert output == "right\n"
-
-
-FORKED = """
-import numpy as np, os, warnings
-warnings.simplefilter("ignore")  # jax warns of forks
-group = Group(helpers.mesh_of(ep=here.SIZE), "ep")
-case = here.case_of(np.random.default_rng(helpers.SEED))
-program = helpers.dispatch_combine(group, **here.OPTIONS)
-helpers.fetch(program(*case))
-child = os.fork()
-if child == 0:
-    group.close()
-    group.close()
-    del program, group
-    os._exit(7)  # jax itself does not survive another end there
-code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-assert code == 7, code
-helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=here.EXPERTS)
-group.check()
-print("right")
-"""
-
-
-@pytest.mark.skipif(not ON_CPU, reason="CUDA does not survive a fork")
-def test_a_forked_child_may_close_the_group() -> None:
-    assert helpers.in_new_process(__name__, FORKED) == "right\n"

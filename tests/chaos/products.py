@@ -13,11 +13,6 @@ from .compare import assert_near, draw_floats, pick
 from .programs import Program, compiled
 
 
-def vary(x: jax.Array) -> jax.Array:
-    """The result of an all-reduce, made to vary: every rank has a cotangent of its own."""
-    return x if "ep" in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, "ep", to="varying")
-
-
 class Product(Program):
     """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
 
@@ -43,7 +38,7 @@ class Product(Program):
             return multiply(a, b, group=group, bias=bias if self.bias else None, **keywords)
 
         def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
-            return jax.vjp(lambda a, b: vary(multiply(a, b, group=group, **keywords)), a, b)[1](above)
+            return jax.vjp(lambda a, b: helpers.vary(multiply(a, b, group=group, **keywords)), a, b)[1](above)
 
         self.run = compiled(pulled if self.gradient else forward, group)
 
