@@ -103,19 +103,6 @@ def test_skewed_routings(
     group.check()
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("tokens", [FEW, LATE])
-def test_nothing_changes_where_all_fits(
-    tokens: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group, case = open_group(4), skewed(rng, 4, tokens, 2, 12)
-    needed = int(oracle.dispatch(*case, num_experts=12, capacity=0, alignment=8).needed.max())
-    options: dict[str, Any] = {"num_experts": 12, "capacity": needed, "alignment": 8, "implementation": implementation}
-    plain, dropping = (helpers.dispatch_combine(group, **options, **each) for each in ({}, DROP))
-    (one, summed), (other, also_summed) = helpers.fetch(plain(*case)), helpers.fetch(dropping(*case))
-    assert helpers.bits([helpers.fields(one), summed]) == helpers.bits([helpers.fields(other), also_summed])
-
-
 @pytest.mark.parametrize(("tokens", "alignment"), [(FEW, 8), (FEW, 1), (530, 10)])
 def test_gradients(
     tokens: int,
