@@ -160,4 +160,5 @@ def test_ids_and_counts_beyond_all(
         actual = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, values))
     counted = max(0, min(count, entries))
     wanted = cases.expected(ids[:, :counted], values[:, :counted], num_rows=num_rows, capacity=20, sharded=sharded)
+    assert actual.indices.dtype == dtype
     cases.assert_reduced(actual, wanted, np.float32)

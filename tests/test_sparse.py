@@ -1,127 +1,158 @@
-"""sparse_all_reduce against the oracle: kinds of ids, sizes of groups, dtypes, ops, methods, capacities."""
+"""sparse_all_reduce against the oracle, in a node and over several: ids, sizes, dtypes, ops, methods, capacities."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_cases as cases
 from conftest import OpenGroup
 from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
+from test_nodes import over
 
-from jax_ep import CapacityError, SparseRows, coalesce, sparse_all_reduce
+from jax_ep import CapacityError, Group, Implementation, SparseRows
 
 ROWS = 1000
-METHODS = [("ffi", "bitmap"), ("ffi", "match"), ("xla", "auto")]
+SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 
 
-@pytest.fixture(params=METHODS, ids=lambda pair: "-".join(pair))
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Every implementation and method."""
-    if request.param[0] == "ffi":
+class Way(NamedTuple):
+    """An implementation and method; over `nodes`, which are the first axis of a mesh of one process."""
+
+    implementation: Implementation
+    method: Any
+    nodes: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.implementation}-{self.method}-{self.nodes}"
+
+    def open(self, size: int) -> Group:
+        if size % self.nodes:
+            pytest.skip("as many ranks on every node")
+        return Group(helpers.mesh_of(ep=size), "ep") if self.nodes == 1 else over(self.nodes, size // self.nodes)
+
+    def program(self, group: Group, num_rows: int = ROWS, **options: Any) -> Callable[..., SparseRows]:
+        """As `cases.program`, and awaited: ranks are one leading axis."""
+        shape = group.mesh.devices.shape
+        run = cases.program(group, num_rows, implementation=self.implementation, method=self.method, **options)
+
+        def flat(*operands: np.ndarray) -> SparseRows:
+            out = helpers.fetch(run(*(x.reshape(*shape, *x.shape[1:]) for x in operands)))
+            return jax.tree.map(lambda x: x.reshape(group.size, *x.shape[len(shape) :]), out)
+
+        return flat
+
+    def check(self, ids: np.ndarray, values: np.ndarray, num_rows: int = ROWS, **options: Any) -> None:
+        with self.open(len(ids)) as group:
+            actual = self.program(group, num_rows, **options)(ids, values)
+        cases.assert_reduced(actual, cases.expected(ids, values, num_rows=num_rows, **options), values.dtype)
+
+
+INSIDE = [Way("ffi", "bitmap"), Way("ffi", "match"), Way("xla", "auto")]
+WAYS = [*INSIDE, *(way._replace(nodes=2) for way in INSIDE), Way("ffi", "auto", 4)]
+inside_a_node = pytest.mark.parametrize("way", INSIDE, indirect=True, ids=str)
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest) -> Way:
+    if request.param.implementation == "ffi":
         request.getfixturevalue("native")
-    return dict(zip(("implementation", "method"), request.param, strict=True))
+    return request.param
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@SHARDED
 @pytest.mark.parametrize("size", helpers.SIZES)
-def test_ids(size: int, sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_ids(size: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
+    """Rows, their order, sums and counts, which over nodes are those of one group of all ranks."""
     entries = 60
     options: dict[str, Any] = {"capacity": size * entries, "sharded": sharded}
-    program = cases.program(open_group(size), ROWS, **options, **way)
-    for draw in cases.DRAWS:
-        print(draw.__name__)
-        ids = draw(rng, size, entries, ROWS)
-        values = cases.draw_values(rng, ids, 7)
-        wanted = cases.expected(ids, values, num_rows=ROWS, **options)
-        cases.assert_reduced(helpers.fetch(program(ids, values)), wanted, np.float32)
+    with way.open(size) as group:
+        program = way.program(group, **options)
+        for draw in cases.DRAWS:
+            print(draw.__name__)
+            ids = draw(rng, size, entries, ROWS)
+            values = cases.draw_values(rng, ids, 7)
+            wanted = cases.expected(ids, values, num_rows=ROWS, **options)
+            cases.assert_reduced(program(ids, values), wanted, np.float32)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 64, 2048])
-def test_widths_and_dtypes(
-    width: int, dtype: Any, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_widths_and_dtypes(width: int, dtype: Any, way: Way, rng: np.random.Generator) -> None:
     ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.identical(rng, 4, 20, ROWS)], axis=1)
-    values = cases.draw_values(rng, ids, width, dtype)
-    actual = helpers.fetch(cases.program(open_group(4), ROWS, capacity=180, **way)(ids, values))
-    cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, capacity=180), dtype)
+    way.check(ids, cases.draw_values(rng, ids, width, dtype), capacity=180)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("op", ["mean", "mean_by_count"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_means(op: str, sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
+@SHARDED
+@pytest.mark.parametrize(("op", "dtype"), [*zip(cases.OPS, DTYPES, strict=True), ("mean_by_count", DTYPES[0])], ids=str)
+def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Generator) -> None:
+    """Rounded once, over nodes too: sums between nodes are float32. The capacity is no multiple of the ranks."""
     ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.out_of_range(rng, 4, 20, ROWS)], axis=1)
-    values = cases.draw_values(rng, ids, 12)
-    options: dict[str, Any] = {"op": op, "sharded": sharded, "capacity": 200}
-    actual = helpers.fetch(cases.program(open_group(4), ROWS, **options, **way)(ids, values))
-    cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, **options), np.float32)
+    way.check(ids, cases.draw_values(rng, ids, 12, dtype), capacity=181, op=op, sharded=sharded)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("num_rows", [1, 5, 32, 33, 999])
-def test_heights_of_the_table(
-    num_rows: int, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """Words of the bitmap and ranges of the ranks that do not come out even, or are empty."""
-    size = helpers.largest_size()
-    group, ids = open_group(size), cases.uniform(rng, size, 9, num_rows)
-    values = cases.draw_values(rng, ids, 4)
-    for sharded in (False, True):
-        options: dict[str, Any] = {"sharded": sharded, "capacity": 72}
-        actual = helpers.fetch(cases.program(group, num_rows, **options, **way)(ids, values))
-        cases.assert_reduced(actual, cases.expected(ids, values, num_rows=num_rows, **options), np.float32)
+@SHARDED
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_heights_of_the_table(num_rows: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
+    """Ranges of ranks that do not come out even, or are empty; far more room than rows."""
+    ids = cases.uniform(rng, 8, 9, num_rows)
+    way.check(ids, cases.draw_values(rng, ids, 5), num_rows, capacity=100, sharded=sharded)
 
 
-def test_many_entries_of_few_rows(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
+@SHARDED
+def test_no_entries(sharded: bool, way: Way) -> None:
+    way.check(np.zeros((4, 0), np.int32), np.zeros((4, 0, 6), np.float32), capacity=5, sharded=sharded)
+
+
+@inside_a_node
+def test_many_entries_of_few_rows(way: Way, rng: np.random.Generator) -> None:
     """Runs long enough to be summed by all coops together, beside short ones and single entries."""
     ids = rng.choice(np.array([3, 3, 3, 3, 500, 500, 777, 2, 9], np.int32), (4, 1500))
     ids[0, :40] = np.arange(40)
-    values = cases.draw_values(rng, ids, 200)
-    actual = helpers.fetch(cases.program(open_group(4), ROWS, capacity=64, **way)(ids, values))
-    cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, capacity=64), np.float32)
+    way.check(ids, cases.draw_values(rng, ids, 200), capacity=64)
 
 
-def test_runs_of_all_lengths(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
+@inside_a_node
+def test_runs_of_all_lengths(way: Way, rng: np.random.Generator) -> None:
     """Wide rows have equal bits on every run: chains and scans, whole runs and runs in parts, side by side."""
     lengths = [1, 2, 3, 5, 16, 31, 32, 33, 63, 64, 65, 100, 1, 2, 2, 47, 2500]
     runs = np.repeat(rng.choice(ROWS, len(lengths), replace=False), lengths).astype(np.int32)
     ids = np.stack([rng.permutation(runs) for _ in range(2)])
     values = cases.draw_values(rng, ids, 1100)
-    program = cases.program(open_group(2), ROWS, capacity=20, **way)
-    first = helpers.fetch(program(ids, values))
-    cases.assert_reduced(first, cases.expected(ids, values, num_rows=ROWS, capacity=20), np.float32)
-    if way["implementation"] == "ffi":
-        for _ in range(5):
-            assert helpers.bits(helpers.fetch(program(ids, values))) == helpers.bits(first)
+    with way.open(2) as group:
+        program = way.program(group, capacity=20)
+        first = program(ids, values)
+        cases.assert_reduced(first, cases.expected(ids, values, num_rows=ROWS, capacity=20), np.float32)
+        for _ in range(5 if way.implementation == "ffi" else 0):
+            assert helpers.bits(program(ids, values)) == helpers.bits(first)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_overflow(sharded: bool, way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group, capacity = open_group(4), 11
+@SHARDED
+def test_overflow(sharded: bool, way: Way, rng: np.random.Generator) -> None:
+    capacity = 11
     ids = np.where(np.arange(30) < 14, cases.uniform(rng, 4, 30, ROWS), cases.identical(rng, 4, 30, 250))
     values = cases.draw_values(rng, ids, 6)
     options: dict[str, Any] = {"capacity": capacity, "sharded": sharded}
     wanted = cases.expected(ids, values, num_rows=ROWS, **options)
     assert wanted.dropped.any()
-
-    dropping = cases.program(group, ROWS, **options, **way, on_overflow="drop")
-    cases.assert_reduced(helpers.fetch(dropping(ids, values)), wanted, np.float32)
-    raising = cases.program(group, ROWS, **options, **way)
-    rank = int(np.argmax(wanted.needed > capacity))
-    why = f"sparse_all_reduce: rank {rank} needs {wanted.needed[rank]} rows but capacity is {capacity}"
-    with helpers.expect_failure(group, CapacityError, why, way["implementation"]):
-        assert np.isnan(helpers.fetch(raising(ids, values)).values).all()
-    few = np.where(np.arange(30) < 5, ids, -1)  # the group goes on
-    wanted = cases.expected(few, values, num_rows=ROWS, **options)
-    cases.assert_reduced(helpers.fetch(dropping(few, values)), wanted, np.float32)
-    group.check()
+    with way.open(4) as group:
+        dropping = way.program(group, **options, on_overflow="drop")
+        cases.assert_reduced(dropping(ids, values), wanted, np.float32)
+        group.check()
+        rank = int(np.argmax(wanted.needed > capacity))
+        why = f"sparse_all_reduce: rank {rank} needs {wanted.needed[rank]} rows but capacity is {capacity}"
+        with helpers.expect_failure(group, CapacityError, why, way.implementation if way.nodes == 1 else "xla"):
+            assert np.isnan(way.program(group, **options)(ids, values).values).all()
+        few = np.where(np.arange(30) < 5, ids, -1)  # the group goes on
+        cases.assert_reduced(dropping(few, values), cases.expected(few, values, num_rows=ROWS, **options), np.float32)
+        group.check()
 
 
 def test_an_overflow_is_reported_once(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -144,60 +175,22 @@ def test_an_overflow_is_reported_once(native: None, open_group: OpenGroup, rng: 
         group.check()
 
 
-def test_result_does_not_vary(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """`out_specs=P()` is accepted with `check_vma=True`, for the whole pytree."""
-    group, ids = open_group(4), cases.zipf(rng, 4, 20, ROWS)
-    values = cases.draw_values(rng, ids, 8)
-    run = cases.reduced(group, ROWS, capacity=80, **way)
-    mapped = jax.shard_map(run, mesh=group.mesh, in_specs=P("ep"), out_specs=P(), check_vma=True)
-    out = helpers.fetch(jax.jit(mapped)(ids.reshape(-1), values.reshape(-1, 8)))
-    wanted = cases.expected(ids, values, num_rows=ROWS, capacity=80)
-    cases.assert_reduced(jax.tree.map(lambda x: np.stack([x] * 4), out), wanted, np.float32)
-
-
-def test_as_an_update_of_a_table(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Padding falls out of the table; a sharded result updates a rank's own rows."""
-    group, height = open_group(4), 50
-    ids = cases.uniform(rng, 4, 20, height)
-    values = cases.draw_values(rng, ids, 8)
-    dense = np.zeros((height, 8))
-    np.add.at(dense, ids.reshape(-1), values.reshape(-1, 8))
-    whole = helpers.fetch(cases.program(group, height, capacity=64, **way)(ids, values))
-    table = jnp.zeros((height, 8)).at[whole.indices[1]].add(whole.values[1], mode="drop")
-    np.testing.assert_allclose(table, dense, atol=1e-5)
-    np.testing.assert_allclose(jax.tree.map(lambda x: x[1], whole).todense(), dense, atol=1e-5)
-    parts = helpers.fetch(cases.program(group, height, capacity=13, sharded=True, **way)(ids, values))
-    together = sum(np.asarray(jax.tree.map(lambda x, rank=rank: x[rank], parts).todense()) for rank in range(4))
-    np.testing.assert_allclose(together, dense, atol=1e-5)
-
-
-def test_scan(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group, steps = open_group(4), 6
-    ids = np.stack([cases.zipf(rng, 4, 25, ROWS) for _ in range(steps)], axis=1)
-    values = cases.draw_values(rng, ids, 5)
-    run = cases.reduced(group, ROWS, capacity=100, **way)
-
-    def body(ids: jax.Array, values: jax.Array) -> SparseRows:
-        return jax.lax.scan(lambda carry, entries: (carry, run(*entries)), None, (ids, values))[1]
-
-    out = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, values))
-    for step in range(steps):
-        wanted = cases.expected(ids[:, step], values[:, step], num_rows=ROWS, capacity=100)
-        cases.assert_reduced(jax.tree.map(lambda x, step=step: x[:, step], out), wanted, np.float32)
-
-
 @pytest.mark.optimized
-def test_the_same_bits(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """On every rank, in a hundred runs, and by both methods."""
-    size = helpers.largest_size()
-    group, ids = open_group(size), cases.zipf(rng, size, 60, ROWS)
+@pytest.mark.parametrize(("nodes", "sharded", "runs"), [(1, False, 50), (2, False, 10), (2, True, 10)])
+def test_the_same_bits(
+    nodes: int, sharded: bool, runs: int, native: None, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """On every rank, in all runs, and by both methods, though buffers begin as NaN."""
+    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
+    size, seen = helpers.largest_size(), set()
+    ids = cases.zipf(rng, size, 60, ROWS)
     values = cases.draw_values(rng, ids, 33)
-    seen = set()
-    for method, runs in (("bitmap", 60), ("match", 40)):
-        run = cases.program(group, ROWS, capacity=300, method=method)
-        for _ in range(runs):
-            out = helpers.fetch(run(ids, values))
-            seen.update(helpers.bits([out.values[rank] for rank in range(size)]))
+    with Way("ffi", "auto", nodes).open(size) as group:
+        for method in ("bitmap", "match"):
+            run = Way("ffi", method, nodes).program(group, capacity=300, sharded=sharded)
+            for _ in range(runs):
+                out = run(ids, values)
+                seen.update(helpers.bits([out.values] if sharded else [*out.values]))
     assert len(seen) == 1
 
 
@@ -213,36 +206,16 @@ def test_two_branches(native: None, open_group: OpenGroup, rng: np.random.Genera
     cases.assert_reduced(second, cases.expected(other, 2 * values, num_rows=ROWS, capacity=240), np.float32)
 
 
-def test_counts_of_what_came_before(way: dict[str, Any], open_group: OpenGroup) -> None:
-    """Coalesced rows keep their counts; their padding is not counted again."""
-    group = open_group(4)
-
-    def body(ids: jax.Array, values: jax.Array) -> SparseRows:
-        rows = coalesce(SparseRows.from_entries(ids, values, num_rows=10), capacity=2)
-        return sparse_all_reduce(rows, group=group, capacity=2, on_overflow="drop", **way)
-
-    ids = np.tile(np.array([-1, 3, 3, 7, 8, 12], np.int32), (4, 1))
-    out = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, np.ones((4, 6, 2), np.float32)))
-    np.testing.assert_array_equal(out.ignored, np.full(4, 8))  # two on each rank
-    np.testing.assert_array_equal(out.dropped, np.full(4, 4))  # one on each rank
-    np.testing.assert_array_equal(out.indices, np.tile([3, 7], (4, 1)))
-    np.testing.assert_array_equal(out.values[..., 0], np.tile([8, 4], (4, 1)))
-
-
-def test_one_axis_of_a_mesh(way: dict[str, Any], open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Each line of the mesh along the group's axis adds up its own rows."""
-    group = open_group(mesh=helpers.mesh_of(dp=2, ep=2))
-    ids = np.stack([cases.zipf(rng, 2, 20, ROWS) for _ in range(2)])
+@pytest.mark.parametrize("axes", [("ep",), ("node", "ep")], ids=" ".join)
+def test_some_axes_of_a_mesh(axes: Any, implementation: Implementation, rng: np.random.Generator) -> None:
+    """Each line of the mesh along the group's axes adds up its own rows."""
+    ids = np.stack([cases.zipf(rng, 2 ** len(axes), 20, ROWS) for _ in range(2)])
     values = cases.draw_values(rng, ids, 6)
-    out = helpers.fetch(cases.program(group, ROWS, capacity=40, **way)(ids, values))
+    mesh = helpers.mesh_of(dp=2, **dict.fromkeys(axes, 2))
+    with Group(mesh, axes, across_nodes=len(axes) > 1) as group:
+        run = cases.program(group, ROWS, capacity=80, implementation=implementation)
+        out = helpers.fetch(run(*(x.reshape(*mesh.devices.shape, *x.shape[2:]) for x in (ids, values))))
     for line in range(2):
-        wanted = cases.expected(ids[line], values[line], num_rows=ROWS, capacity=40)
-        cases.assert_reduced(jax.tree.map(lambda x, line=line: x[line], out), wanted, np.float32)
-
-
-def test_no_entries(way: dict[str, Any], open_group: OpenGroup) -> None:
-    ids, values = np.zeros((4, 0), np.int32), np.zeros((4, 0, 6), np.float32)
-    for sharded in (False, True):
-        options: dict[str, Any] = {"capacity": 5, "sharded": sharded}
-        actual = helpers.fetch(cases.program(open_group(4), ROWS, **options, **way)(ids, values))
-        cases.assert_reduced(actual, cases.expected(ids, values, num_rows=ROWS, **options), np.float32)
+        wanted = cases.expected(ids[line], values[line], num_rows=ROWS, capacity=80)
+        found = jax.tree.map(lambda x, line=line: x[line].reshape(-1, *x.shape[1 + len(axes) :]), out)
+        cases.assert_reduced(found, wanted, np.float32)

@@ -10,8 +10,9 @@ import pytest
 import sparse_cases as cases
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
+from test_nodes import over
 
-from jax_ep import Implementation
+from jax_ep import Group, Implementation
 
 SIZE, ENTRIES, WIDTH, ROWS = 4, 24, 5, 60
 CAPACITY = {False: 64, True: 16}
@@ -20,40 +21,37 @@ CAPACITY = {False: 64, True: 16}
 @pytest.mark.matrix
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("op", cases.OPS)
 def test_against_numpy(
-    op: str,
-    sharded: bool,
-    check_vma: bool,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
+    op: str, nodes: int, sharded: bool, check_vma: bool, implementation: Implementation, rng: np.random.Generator
 ) -> None:
     """The loss adds up one copy of the result: that of all ranks, or each rank's own rows."""
-    group = open_group(SIZE)
     ids = np.concatenate([cases.zipf(rng, SIZE, 20, ROWS), cases.out_of_range(rng, SIZE, 4, ROWS)], axis=1)
     values = cases.draw_values(rng, ids, WIDTH)
     weights = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
-    run = cases.reduced(group, ROWS, op=op, sharded=sharded, capacity=CAPACITY[sharded], implementation=implementation)
+    options: dict[str, Any] = {"capacity": CAPACITY[sharded], "implementation": implementation}
+    with over(2, 2) if nodes == 2 else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
+        run = cases.reduced(group, ROWS, op=op, sharded=sharded, **options)
 
-    def rows(ids: jax.Array, values: jax.Array) -> Any:
-        out = run(ids, values)
-        return out.indices, out.values
+        def rows(ids: jax.Array, values: jax.Array) -> Any:
+            out = run(ids, values)
+            return out.indices, out.values
 
-    spec = P("ep") if sharded else P()
-    mapped = jax.shard_map(rows, mesh=group.mesh, in_specs=P("ep"), out_specs=(spec, spec), check_vma=check_vma)
+        ranks = P(group.axis_name)
+        specs = (ranks, ranks) if sharded else (P(), P())
+        mapped = jax.shard_map(rows, mesh=group.mesh, in_specs=ranks, out_specs=specs, check_vma=check_vma)
 
-    def loss(values: jax.Array, ids: jax.Array) -> jax.Array:
-        indices, summed = mapped(ids, values)
-        return jnp.sum(jnp.asarray(weights).at[indices].get(mode="fill", fill_value=0) * summed)
+        def loss(values: jax.Array, ids: jax.Array) -> jax.Array:
+            indices, summed = mapped(ids, values)
+            return jnp.sum(jnp.asarray(weights).at[indices].get(mode="fill", fill_value=0) * summed)
 
-    actual = helpers.fetch(jax.jit(jax.grad(loss))(values.reshape(-1, WIDTH), ids.reshape(-1)))
+        actual = helpers.fetch(jax.jit(jax.grad(loss))(values.reshape(-1, WIDTH), ids.reshape(-1)))
     np.testing.assert_allclose(actual.reshape(values.shape), cases.gradient(ids, weights, op), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_grad_inside_shard_map(
-    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+def test_grad_inside_shard_map_without_vma(
+    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """Where every rank has a loss of its own of the replicated result, the gradient is that of their sum."""
     group, ids = open_group(SIZE), cases.zipf(rng, SIZE, ENTRIES, ROWS)
@@ -68,7 +66,7 @@ def test_grad_inside_shard_map(
 
         return jax.grad(loss)(values)
 
-    mapped = jax.shard_map(gradient, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+    mapped = jax.shard_map(gradient, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
     actual = helpers.fetch(jax.jit(mapped)(ids.reshape(-1), values.reshape(-1, WIDTH), weights))
     wanted = cases.gradient(ids, weights.sum(axis=0), "sum")
     np.testing.assert_allclose(actual.reshape(values.shape), wanted, rtol=1e-5, atol=1e-5)

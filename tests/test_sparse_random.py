@@ -1,6 +1,5 @@
-"""Hundreds of random sparse reductions, with every buffer poisoned, against the oracle; and ranks that stall."""
+"""Hundreds of random sparse reductions, with every buffer poisoned, against the oracle."""
 
-import time
 from typing import Any, NamedTuple
 
 import helpers
@@ -14,7 +13,7 @@ from helpers import BIG, SEED
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jax_ep import CapacityError, Implementation, PeerTimeoutError
+from jax_ep import CapacityError, Implementation
 
 EXAMPLES = {"ffi": 70, "xla": 12}  # of each configuration
 
@@ -38,9 +37,9 @@ CONFIGS = [
     Config(size=1, entries=9, num_rows=40, capacity=9, width=3),
     Config(size=2, entries=7, num_rows=33, capacity=8, op="mean", dtype=ml_dtypes.bfloat16),
     Config(size=4, entries=6, num_rows=64, capacity=24, width=20, method="match", op="mean_by_count"),
-    Config(size=4, entries=8, num_rows=50, capacity=6, sharded=True, overflow="drop", dtype=np.float16),
+    Config(size=4, entries=8, num_rows=50, capacity=6, op="mean", sharded=True, overflow="drop", dtype=np.float16),
     Config(size=8, entries=5, num_rows=100, capacity=12, overflow="drop"),
-    Config(size=8, entries=4, num_rows=30, capacity=3, sharded=True, method="match"),
+    Config(size=8, entries=4, num_rows=30, capacity=3, sharded=True, method="match", op="mean_by_count"),
 ]
 
 
@@ -82,29 +81,3 @@ def test_random_rows(
 
     run()
     group.check()
-
-
-@pytest.mark.parametrize("method", ["bitmap", "match"])
-@pytest.mark.parametrize("where", ["arrival", "protocol"])
-def test_a_stalled_rank_is_named(
-    where: str, method: str, native: None, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """With "match" the first op of ours that a rank can miss is the second step."""
-    size, stalled, timeout = 4, 3, 1.0
-    group, ids = open_group(size, timeout=timeout), cases.zipf(rng, size, 30, 100)
-    values = cases.draw_values(rng, ids, 16)
-    wanted = cases.expected(ids, values, num_rows=100, capacity=100)
-    program = cases.program(group, 100, capacity=100, method=method)
-    cases.assert_reduced(helpers.fetch(program(ids, values)), wanted, np.float32)
-
-    assert group._native is not None
-    group._native.stall(stalled, where)
-    start = time.monotonic()
-    with helpers.expect_failure(group, PeerTimeoutError, f"rank {stalled}"):
-        assert np.isnan(np.delete(helpers.fetch(program(ids, values)).values, stalled, axis=0)).all()
-    assert time.monotonic() - start < timeout + 1
-    group.close()
-
-    again = cases.program(open_group(size), 100, capacity=100, method=method)
-    for _ in range(3):
-        cases.assert_reduced(helpers.fetch(again(ids, values)), wanted, np.float32)

@@ -82,21 +82,6 @@ def test_bcoo_of_single_values() -> None:
         SparseRows.from_bcoo(BCOO.fromdense(jnp.eye(3)))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_int64_ids(
-    sharded: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(2)
-    with jax.enable_x64(True):
-        ids = cases.uniform(rng, 2, 8, 50).astype(np.int64)
-        ids[0, :3] = [2**40 + 1, -(2**40), 2**32]  # would be other ids in 32 bits
-        values = cases.draw_values(rng, ids, 4)
-        options: dict[str, Any] = {"capacity": 16, "sharded": sharded}
-        out = helpers.fetch(cases.program(group, 50, **options, implementation=implementation)(ids, values))
-        assert out.indices.dtype == np.int64
-        cases.assert_reduced(out, cases.expected(ids, values, num_rows=50, **options), np.float32)
-
-
 def test_choice_of_method() -> None:
     assert choose_method(5_000_000, 4, 50_000, 8192) == "bitmap"
     assert choose_method(2**25, 1, 1, 1) == "bitmap"  # 4 MiB
