@@ -208,24 +208,6 @@ def test_the_gradient_of_a_row_that_is_sent_several_times(
         np.testing.assert_allclose(a, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_all_rows_to_all_ranks(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """An all_gather in this form, and its gradient, psum_scatter: slices that are the same rows on all ranks."""
-    group = open_group(SIZE)
-    rows = rng.standard_normal((SIZE, 3, 2)).astype(np.float32)
-    cotangent = rng.standard_normal((SIZE, SIZE * 3, 2)).astype(np.float32)
-
-    def body(rows: jax.Array, cotangent: jax.Array) -> Any:
-        start, three = jnp.zeros(SIZE, jnp.int32), jnp.full(SIZE, 3, jnp.int32)
-        there = jnp.full(SIZE, 3 * jax.lax.axis_index("ep"), jnp.int32)
-        given: tuple[Any, ...] = (start, three, there, three)
-        gathered, pull = jax.vjp(lambda x: exchange(group, implementation)(x, jnp.zeros_like(cotangent), *given), rows)
-        return gathered, pull(cotangent)[0]
-
-    gathered, gradient = helpers.fetch(helpers.per_rank(body, group.mesh)(rows, cotangent))
-    np.testing.assert_array_equal(gathered, np.broadcast_to(rows.reshape(1, -1, 2), gathered.shape))
-    np.testing.assert_allclose(gradient, cotangent.reshape(SIZE, SIZE, 3, 2).sum(axis=0), rtol=1e-6, atol=1e-6)
-
-
 def test_a_group_over_another_axis(open_group: OpenGroup) -> None:
     group = open_group(mesh=Mesh(helpers.mesh_of(a=2, b=2).devices, ("dp", "ep")))
     rows, indices = np.zeros((2, 2, 3)), np.zeros((2, 2, 2), np.int32)

@@ -11,7 +11,6 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_fair_drops import skewed, too_little_room
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_flat, first_for_each_node, flat, over, run, uneven
 
 from jax_ep import Group, NodeOptions, combine, dispatch
@@ -24,53 +23,34 @@ CAPACITY = 24
 CUTS = [(2, 4, None, 2), (4, 2, None, 4), (2, 2, 5, 2), (2, 4, 3, 3), (2, 2, None, 100)]
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "node_capacity", "chunks"), CUTS)
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "node_capacity", "chunks", "wire"),
+    [*((*cut, None) for cut in CUTS), (2, 2, None, 4, "float8"), (2, 2, 4, 4, "float8")],
+)
 def test_there_and_back(
     nodes: int,
     ranks: int,
     node_capacity: int | None,
     chunks: int,
+    wire: Any,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rows of the oracle, padding and dropped ones too; what nobody writes is NaN before."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
-    case = uneven(rng, nodes * ranks)
-    options: dict[str, Any] = {
-        "capacity": CAPACITY,
-        "alignment": 4,
-        "on_overflow": "drop",
-        "nodes": NodeOptions(node_capacity, chunks),
-    }
+    case = uneven(rng, nodes * ranks, 128 if wire else HIDDEN)
+    options: dict[str, Any] = {"capacity": CAPACITY, "alignment": 4}
+    sent: dict[str, Any] = {"on_overflow": "drop", "nodes": NodeOptions(node_capacity, chunks), "wire": wire}
     with over(nodes, ranks) as group:
-        out, combined = run(group, case, implementation="ffi", **options)
+        out, combined = run(group, case, implementation="ffi", **options, **sent)
         group.check()
     kept = case
     if node_capacity is not None:
         kept = case._replace(ids=np.where(first_for_each_node(case.ids, nodes, node_capacity), case.ids, -1))
-    expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
+    expected = oracle.dispatch(*kept, num_experts=EXPERTS, fp8=wire is not None, **options)
     if node_capacity is None:
-        assert_flat(flat(out, group), expected)
-    np.testing.assert_array_equal(out.rows, expected.rows)
-    helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
-
-
-@pytest.mark.parametrize(("node_capacity", "alignment"), [(None, 4), (15, 7)])
-def test_in_float8(node_capacity: int | None, alignment: int, rng: np.random.Generator) -> None:
-    """By Zipf's law, with skipped assignments, where some ranks have too few rows; and back."""
-    case = skewed(rng, 4, 23, TOP_K, EXPERTS, 128)
-    kept = case
-    if node_capacity is not None:
-        kept = case._replace(ids=np.where(first_for_each_node(case.ids, 2, node_capacity), case.ids, -1))
-    options: dict[str, Any] = {"alignment": alignment}
-    options["capacity"] = too_little_room(kept, num_experts=EXPERTS, **options)
-    expected = oracle.dispatch(*kept, num_experts=EXPERTS, fp8=True, **options)
-    assert expected.dropped.any()
-    options |= {"nodes": NodeOptions(node_capacity, 4), "on_overflow": "drop", "wire": "float8"}
-    with over(2, 2) as group:
-        out, combined = run(group, case, implementation="ffi", **options)
-        group.check()
-    helpers.assert_rounded_to_float8(out.rows, expected.rows)
+        assert_flat(flat(out, group), expected, float8=wire is not None)
+    helpers.assert_rounded_to_float8(out.rows, expected.rows, "xla" if wire else "ffi")
     np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
     named = (case.ids >= 0) & (case.ids < EXPERTS)
     np.testing.assert_array_equal(out.routing.dropped[:, 0], (named & (expected.targets < 0)).sum(axis=(1, 2)))
