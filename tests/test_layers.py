@@ -15,7 +15,6 @@ import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import DTYPES
-from jax.sharding import PartitionSpec as P
 from layer_cases import (
     EXPERTS,
     HIDDEN,
@@ -25,8 +24,6 @@ from layer_cases import (
     TOKENS,
     TOP_K,
     WIDTH,
-    Body,
-    assert_near,
     assert_same_bits,
     chain,
     draw,
@@ -37,43 +34,6 @@ from layer_cases import (
 from moe_oracle import Layer
 
 from jax_ep import Experts, Gated, Implementation, moe_mlp
-
-
-def under_scan(layer: Body) -> Body:
-    def network(tokens: Any, ids: Any, weights: Any, *matrices: Any) -> jax.Array:
-        def step(x: Any, _: None) -> tuple[jax.Array, None]:
-            return layer(x, ids, weights, *matrices), None
-
-        return jax.lax.scan(step, tokens, length=2)[0]
-
-    return network
-
-
-@pytest.mark.optimized
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_a_mesh_of_two_axes(check_vma: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """Experts are the same along the other axis, so their gradients add up over it."""
-    group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
-    specs = Layer(P(("dp", "ep")), P(("dp", "ep")), P("ep"), P("ep"), P("ep"))  # pyright: ignore[reportCallIssue]
-
-    def gradients(form: Any) -> Any:
-        def layer(model: Layer, ids: jax.Array) -> jax.Array:
-            body = under_scan(form(group, "ffi"))
-            return body(model.tokens[0], ids[0], model.weights[0], *(x[0] for x in model[2:]))[None]
-
-        mapped = jax.shard_map(
-            layer, mesh=group.mesh, in_specs=(specs, P(("dp", "ep"))), out_specs=P(("dp", "ep")), check_vma=check_vma
-        )
-        return jax.jit(jax.value_and_grad(lambda model, ids, target: jnp.sum(mapped(model, ids) * target)))
-
-    case = helpers.draw_case(rng, 2 * SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    matrices = draw(rng, np.float32)[0][2:]
-    target = rng.standard_normal(case.tokens.shape).astype(np.float32)
-    model = Layer(case.tokens, case.weights, *matrices)
-    ours, wanted = (helpers.fetch(gradients(form)(model, case.ids, target)) for form in (layer_of, chain))
-    assert_same_bits(ours[0], wanted[0])
-    assert_near(ours[1], wanted[1], 1e-5)
 
 
 @pytest.mark.usefixtures("native")
