@@ -14,7 +14,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels, pallas
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, sum_rows, taken
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, parts, sum_rows, taken
 
 ProductImplementation = Literal["auto", "pallas", "xla"]
 IMPLEMENTATIONS: tuple[ProductImplementation, ...] = ("auto", "pallas", "xla")
@@ -273,7 +273,7 @@ def _choose(
 
     Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing there; an algorithm might.
     """
-    arrays = [x.matrix if isinstance(x, GatheredRows) else x for x in (left, right)]
+    arrays = [parts(x)[0] for x in (left, right)]
     if (
         left.dtype != right.dtype
         or np.dtype(dtype) not in (left.dtype, np.dtype(np.float32))

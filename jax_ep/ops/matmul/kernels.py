@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
-from jax_ep.ops.matmul.rows import GatheredRows, Rows
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, parts
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # of the bits in `Float8Rows` and `Float8Weights`
 
@@ -84,7 +84,7 @@ def _call(
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = epilogue == "gated" and len(rhs) == 1
-    first = [x.matrix if isinstance(x, GatheredRows) else x for x in (lhs[0], rhs[0])]
+    first = [x if isinstance(x, Float8) else parts(x)[0] for x in (lhs[0], rhs[0])]
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
     return ffi.call_local(
         "grouped_matmul",
@@ -107,6 +107,4 @@ def _call(
 
 
 def _array(operand: Rows | Float8) -> jax.Array:
-    if isinstance(operand, GatheredRows):
-        return operand.matrix
-    return operand.bits if isinstance(operand, Float8) else operand
+    return operand.bits if isinstance(operand, Float8) else parts(operand)[0]

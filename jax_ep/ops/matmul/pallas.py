@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_ep import pallas_kernels
-from jax_ep.ops.matmul.rows import GatheredRows, Rows
+from jax_ep.ops.matmul.rows import Rows, parts
 
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
@@ -19,7 +19,7 @@ def grouped_matmul(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options:
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) -> jax.Array:
     @sequential_vmap
     def call(lhs: Rows, rhs: Rows, group_sizes: jax.Array) -> jax.Array:
-        (left, at), (right, other_at) = _parts(lhs), _parts(rhs)
+        (left, at), (right, other_at) = parts(lhs), parts(rhs)
         return pallas_kernels.grouped_outer(left, right, group_sizes, lhs_indices=at, rhs_indices=other_at, **options)
 
     return call(lhs, rhs, group_sizes)
@@ -35,11 +35,7 @@ def gated_matmul(
 def _rows(lhs: Rows, group_sizes: jax.Array, *rhs: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     @sequential_vmap
     def call(lhs: Rows, group_sizes: jax.Array, *rhs: jax.Array) -> tuple[jax.Array, ...]:
-        matrix, indices = _parts(lhs)
+        matrix, indices = parts(lhs)
         return pallas_kernels.grouped_matmul(matrix, rhs, group_sizes, indices=indices, **options)
 
     return call(lhs, group_sizes, *rhs)
-
-
-def _parts(rows: Rows) -> tuple[jax.Array, jax.Array | None]:
-    return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)

@@ -32,6 +32,11 @@ class GatheredRows:
 Rows = jax.Array | GatheredRows
 
 
+def parts(rows: Rows) -> tuple[jax.Array, jax.Array | None]:
+    """The matrix in which the rows are, and their indices, or None where they are that matrix."""
+    return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)
+
+
 def taken(rows: Rows) -> jax.Array:
     """The rows as an array."""
     return take_rows(rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else rows
