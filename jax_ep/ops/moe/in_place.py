@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep.group import Group
 from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched, Routing
-from jax_ep.ops.moe.xla import layout
+from jax_ep.ops.moe.xla import count_invalid, layout
 
 
 def may_land(call: DispatchCall, num_tokens: int) -> bool:
@@ -35,14 +35,13 @@ def dispatch_in_place(
     shape = expert_ids.shape
     placed = layout(expert_ids.reshape(-1), config, 1)
     row_of = placed.row.reshape(1, *shape)
-    invalid = (expert_ids < -1) | (expert_ids >= config.num_experts)
     routing = Routing(
         targets=placed.row.reshape(shape),
         row_of=row_of,
         weights=jnp.where(row_of >= 0, weights[None], 0),
         counts=placed.counts,
         dropped=placed.dropped.sum(dtype=jnp.int32)[None],
-        invalid=invalid.sum(dtype=jnp.int32)[None],
+        invalid=count_invalid(expert_ids, config.num_experts),
         config=config,
     )
     token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], row_of.shape)

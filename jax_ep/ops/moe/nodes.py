@@ -133,7 +133,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
         weights=local.weights,
         counts=jax.lax.all_to_all(to_experts.reshape(group.size, -1).astype(jnp.int32), group.axis_name, 0, 0),
         dropped=(valid.sum(dtype=jnp.int32) - found)[None],
-        invalid=((expert_ids < -1) | (expert_ids >= experts)).sum(dtype=jnp.int32)[None],
+        invalid=xla.count_invalid(expert_ids, experts),
         config=local.config,
         local_counts=local.counts,
         sent=sent,

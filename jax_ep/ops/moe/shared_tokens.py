@@ -11,6 +11,7 @@ from jax_ep.ops.moe.experts import ExpertsCall, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts
+from jax_ep.ops.moe.xla import count_invalid
 from jax_ep.runtime.agreement import Call
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -48,5 +49,5 @@ def sums_of_shared_tokens(
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
         total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)
-    invalid = jnp.where(rank == 0, (~valid & (expert_ids != -1)).sum(dtype=jnp.int32), 0)
-    return total, stats_of(routing)._replace(invalid=invalid[None]), overlapped
+    invalid = jnp.where(rank == 0, count_invalid(expert_ids, config.num_experts), 0)
+    return total, stats_of(routing)._replace(invalid=invalid), overlapped

@@ -61,6 +61,11 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
     )
 
 
+def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
+    """[1] int32, `Routing.invalid`."""
+    return ((expert_ids < -1) | (expert_ids >= num_experts)).sum(dtype=jnp.int32)[None]
+
+
 def dispatch(
     tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
 ) -> tuple[Dispatched, jax.Array]:
@@ -90,7 +95,7 @@ def dispatch(
         weights=routed_weights,
         counts=placed.counts.reshape(size, size, config.local_experts)[:, me],
         dropped=placed.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
-        invalid=((expert_ids < -1) | (expert_ids >= config.num_experts)).sum(dtype=jnp.int32)[None],
+        invalid=count_invalid(expert_ids, config.num_experts),
         config=config,
     )
     if config.expand:
