@@ -18,14 +18,19 @@ def may_land(call: DispatchCall, num_tokens: int) -> bool:
     return group.intranode is None and 0 < group.size * num_tokens < call.config.capacity
 
 
+def always_fits(config: DispatchConfig, assignments: int) -> bool:
+    """Whether no ids can overflow the capacity of one rank, also those that name an expert twice."""
+    padding = config.num_experts * (config.alignment - 1)
+    return config.drop or config.capacity >= assignments + padding
+
+
 def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
     """Whether tokens need not even be copied to slots: one rank, no wire format, and the capacity suffices.
 
     If the capacity may not suffice the dispatch kernel runs, which reports overflow. On CPUs the protocol always runs.
     """
-    padding = config.num_experts * (config.alignment - 1)
-    has_room = config.drop or config.capacity >= assignments + padding
-    return not config.expand and group.size == 1 and group.platform != "cpu" and config.wire is None and has_room
+    alone_on_gpu = group.size == 1 and group.platform != "cpu"
+    return alone_on_gpu and not config.expand and config.wire is None and always_fits(config, assignments)
 
 
 def dispatch_in_place(

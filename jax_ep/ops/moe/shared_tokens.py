@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.experts import ExpertsCall, plain_answers, stats_of
-from jax_ep.ops.moe.in_place import dispatch_in_place
+from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts
 from jax_ep.ops.moe.xla import count_invalid
@@ -45,7 +45,7 @@ def sums_of_shared_tokens(
     answers, weighed = plain_answers(call, rows if gathers else taken(rows), sizes, routing, experts)
     own = kernels.combine_here(answers, weighed, weighed.weights)["combined"]
     total = alike.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
-    if not config.drop:
+    if not always_fits(alone, num_tokens * top_k):
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
         total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)

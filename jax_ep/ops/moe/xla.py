@@ -14,6 +14,8 @@ from jax_ep._kit.float8 import Float8Rows, dequantize_rows, quantize_rows, to_bi
 from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources, segments
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
+_BLOCK = 64  # assignments
+
 
 class Layout(NamedTuple):
     """The row of every assignment of every rank, at the rank that owns its expert. N = R * T * K."""
@@ -35,8 +37,7 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
     valid = (ids >= 0) & (ids < experts)
     expert = jnp.where(valid, ids, experts)
     source = jnp.arange(ids.size, dtype=jnp.int32) // max(ids.size // sources, 1)
-    counts = jnp.bincount(source * (experts + 1) + expert, length=sources * (experts + 1))
-    counts = counts.reshape(sources, experts + 1)[:, :experts].astype(jnp.int32)
+    position, counts = positions(expert.reshape(sources, -1), experts)
     asked, kept = counts.sum(axis=0, dtype=jnp.int32), counts
     if config.drop:
         rows = rows_of_experts(asked.reshape(config.size, local), config.alignment, config.capacity).reshape(-1)
@@ -45,9 +46,6 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
     padded, ends, sizes = segments(rows.reshape(config.size, local), config.alignment, config.capacity)
     row_ends = (ends - padded).reshape(-1) + jnp.cumsum(kept, axis=0)  # of each source, [S, E]
 
-    order = jnp.argsort(expert, stable=True)
-    first = jnp.append(jnp.cumsum(asked) - asked, 0)
-    position = jnp.zeros_like(expert).at[order].set(jnp.arange(ids.size, dtype=expert.dtype)) - first[expert]
     at = source, jnp.minimum(expert, experts - 1)
     row = position + (row_ends - kept - jnp.cumsum(counts, axis=0) + counts)[at]
     fits = valid & (row < row_ends[at]) & (row < config.capacity)
@@ -59,6 +57,26 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
         counts=counts,
         needed=ends[:, -1],
     )
+
+
+def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many assignments of the same expert come before each of `expert` [S, N], in row-major order: [S * N] int32;
+    and those of each expert in each line, [S, experts] int32. Experts out of bounds have position 0, and no count.
+
+    A counting sort in blocks: a product with a triangle counts within a block. It takes half of the time of a sort on
+    a GPU.
+    """
+    lines, width = expert.shape
+    blocks = max(-(-width // _BLOCK), 1)
+    padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts)
+    chosen = padded.reshape(-1, _BLOCK, 1) == jnp.arange(experts, dtype=expert.dtype)  # [blocks, position, expert]
+    ones = chosen.astype(jnp.bfloat16)  # and what they count: integers up to 256 are exact
+    earlier = jnp.einsum("ij,bje->bie", jnp.tri(_BLOCK, k=-1, dtype=ones.dtype), ones)
+    of_block = chosen.sum(axis=1, dtype=jnp.int32)
+    before = (jnp.cumsum(of_block, axis=0) - of_block)[:, None] + earlier.astype(jnp.int32)
+    position = jnp.where(chosen, before, 0).sum(axis=2, dtype=jnp.int32)
+    counts = of_block.reshape(lines, blocks, experts).sum(axis=1, dtype=jnp.int32)
+    return position.reshape(lines, -1)[:, :width].reshape(-1), counts
 
 
 def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
