@@ -69,12 +69,13 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     lines, width = expert.shape
     blocks = max(-(-width // _BLOCK), 1)
     padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts)
-    chosen = padded.reshape(-1, _BLOCK, 1) == jnp.arange(experts, dtype=expert.dtype)  # [blocks, position, expert]
+    each = jnp.arange(experts, dtype=expert.dtype)[:, None]
+    chosen = padded.reshape(-1, 1, _BLOCK) == each  # [blocks, experts, positions in a block]
     ones = chosen.astype(jnp.bfloat16)  # and what they count: integers up to 256 are exact
-    earlier = jnp.einsum("ij,bje->bie", jnp.tri(_BLOCK, k=-1, dtype=ones.dtype), ones)
-    of_block = chosen.sum(axis=1, dtype=jnp.int32)
-    before = (jnp.cumsum(of_block, axis=0) - of_block)[:, None] + earlier.astype(jnp.int32)
-    position = jnp.where(chosen, before, 0).sum(axis=2, dtype=jnp.int32)
+    earlier = ones @ jnp.tri(_BLOCK, k=-1, dtype=ones.dtype).T
+    of_block = chosen.sum(axis=2, dtype=jnp.int32)
+    before = (jnp.cumsum(of_block, axis=0) - of_block)[:, :, None] + earlier.astype(jnp.int32)
+    position = jnp.where(chosen, before, 0).sum(axis=1, dtype=jnp.int32)
     counts = of_block.reshape(lines, blocks, experts).sum(axis=1, dtype=jnp.int32)
     return position.reshape(lines, -1)[:, :width].reshape(-1), counts
 
