@@ -134,11 +134,15 @@ def products(
 
 
 def training_step(layer: Layer) -> Callable[..., Any]:
-    """What `layer` returns, and the gradients in all that it takes but ids; the tokens serve as cotangent, too."""
+    """What `layer` returns, and the gradients in all that it takes but ids; the tokens serve as cotangent, too.
+
+    The cotangent waits for the result, as in a model: otherwise XLA may keep what only the forward pass needs.
+    """
 
     def step(ids: jax.Array, *others: jax.Array) -> Any:
         out, backward = jax.vjp(partial(layer, ids), *others)
-        return out, backward(others[-1])
+        out, cotangent = jax.lax.optimization_barrier((out, others[-1]))
+        return out, backward(cotangent)
 
     return step
 
