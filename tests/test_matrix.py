@@ -224,7 +224,9 @@ def test_numbers(
         if group.nodes > 1:
             actual = by_rank(actual, group)
     wanted = expected(under, exact(form), operands, tangents, cotangent)
-    assert_near(actual, wanted, matrix_forms.unit_of_error(form))
+    # A scan amplifies the rounding of its first layers: `jax.lax` alone errs by 0.038 in bfloat16.
+    amplified = 2 if under.plain is one_after_the_other else 1
+    assert_near(actual, wanted, amplified * matrix_forms.unit_of_error(form))
 
 
 def as_on_one_gpu(group: Group, config: DispatchConfig, assignments: int) -> bool:

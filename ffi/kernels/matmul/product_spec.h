@@ -24,7 +24,10 @@ struct NamesOf<gemm::Grouping> {
 template <>
 struct NamesOf<gemm::Epilogue> {
   static constexpr Named<gemm::Epilogue> all[] = {
-      {"store", gemm::Epilogue::store}, {"gated", gemm::Epilogue::gated}, {"summed", gemm::Epilogue::summed}};
+      {"store", gemm::Epilogue::store},
+      {"gated", gemm::Epilogue::gated},
+      {"summed", gemm::Epilogue::summed},
+      {"d_gated", gemm::Epilogue::d_gated}};
 };
 template <>
 struct NamesOf<gemm::Gathered> {
@@ -67,11 +70,11 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   static const char* validate(const Args& x, int) {
     if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
     if (x.in == Element::float32) return "operand_dtype must be bfloat16, float16 or float8_e4m3fn";
-    const bool is_gated = x.epilogue == Epilogue::gated;
-    if (x.columns != x.n && (!is_gated || x.columns != int64_t{2} * x.n))
-      return "columns must be n, or 2 n if both matrices of a gated product are in one array";
-    if (is_gated == (x.activation == gemm::Activation::none))
-      return "activation must be silu, gelu or relu in a gated product, and none in any other";
+    const bool is_gated = x.epilogue == Epilogue::gated, of_unit = is_gated || x.epilogue == Epilogue::d_gated;
+    if (x.columns != x.n && (!of_unit || x.columns != int64_t{2} * x.n))
+      return "columns must be n, or 2 n if what belongs to gate and to up is in one array";
+    if (of_unit == (x.activation == gemm::Activation::none))
+      return "activation must be silu, gelu or relu of a gated unit, and none of any other product";
     if (x.keeps_products && (!is_gated || is_float8(x)))
       return "only a gated product of 16-bit operands keeps its products";
     if (const char* const error = validate_gathered(x)) return error;
@@ -82,6 +85,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
     const Values in = values_of(x.in), out = values_of(x.out);
     const bool quantized = is_float8(x), summed = x.epilogue == Epilogue::summed, gated = x.epilogue == Epilogue::gated;
+    const bool d_gated = x.epilogue == Epilogue::d_gated, two_arrays = x.columns == x.n;
     const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
     visit(lhs("lhs", x), &Args::lhs);
     visit(operand("the scales of lhs", Values::float32, x.m, blocks).when(quantized), &Args::lhs_scales);
@@ -96,12 +100,17 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
     visit(operand("indices", Values::int32, by_contraction(x) ? x.k : x.m).when(x.gathered != gemm::Gathered::none),
           &Args::indices);
+    visit(operand("gate", in, x.m, x.columns).when(d_gated), &Args::gate);
+    visit(operand("up", in, x.m, x.columns).when(d_gated && two_arrays), &Args::up);
+    visit(operand("row_weights", Values::float32, x.m).when(d_gated), &Args::row_weights);
     visit(by_contraction(x) ? result("product", out, x.groups, x.m, x.n) : result("product", out, x.m, x.n),
           &Args::result);
     visit(result("scales", Values::float32, x.m, x.n / kScaleBlock).when(quantized && gated), &Args::result_scales);
-    visit(result("first_product", in, x.m, x.columns).when(x.keeps_products), &Args::first_product);
-    visit(result("second_product", in, x.m, x.columns).when(x.keeps_products && x.columns == x.n),
+    visit(result("first_product", in, x.m, x.columns).when(x.keeps_products || d_gated), &Args::first_product);
+    visit(result("second_product", in, x.m, x.columns).when((x.keeps_products || d_gated) && two_arrays),
           &Args::second_product);
+    visit(result("row_sums", Values::float32, (x.n + gemm::kSumColumns - 1) / gemm::kSumColumns, x.m).when(d_gated),
+          &Args::row_sums);
     visit(scratch("counter", Values::int32, 1).when(!quantized && !by_contraction(x)), &Args::counter);
   }
 
@@ -129,8 +138,9 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     if (x.n % gemm::kLineMultiple || x.k % gemm::kLineMultiple) return "n and k must be multiples of 8";
     if (x.epilogue == Epilogue::gated && (x.out != x.in || !x.rhs_is_k_by_n))
       return "a gated product must be of the operands' dtype, and of matrices stored [groups, k, n]";
-    if (x.epilogue == Epilogue::summed && (x.out != x.in || x.rhs_is_k_by_n))
-      return "a sum of products must be of the operands' dtype, and of matrices stored [groups, n, k]";
+    if ((x.epilogue == Epilogue::summed || x.epilogue == Epilogue::d_gated) && (x.out != x.in || x.rhs_is_k_by_n))
+      return "a sum of products, or a gated unit's gradient, must be of the operands' dtype, and of matrices stored "
+             "[groups, n, k]";
     if (x.out != x.in && (x.out != Element::float32 || !x.rhs_is_k_by_n))
       return "the result must be of the operands' dtype, or float32 of an rhs stored [groups, k, n]";
     return nullptr;
@@ -138,8 +148,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
 
   static const char* validate_float8(const Args& x) {
     if (x.n % kScaleBlock || x.k % kScaleBlock) return "n and k must be multiples of 128";
-    if (by_contraction(x) || x.rhs_is_k_by_n || x.epilogue == Epilogue::summed)
-      return "a product of float8 must be of rows in groups, matrices stored [groups, n, k], and no sum";
+    if (by_contraction(x) || x.rhs_is_k_by_n || x.epilogue == Epilogue::summed || x.epilogue == Epilogue::d_gated)
+      return "a product of float8 must be of rows in groups, matrices stored [groups, n, k], no sum and no gradient";
     if (x.epilogue == Epilogue::gated ? x.out != Element::float8
                                       : x.out != Element::bfloat16 && x.out != Element::float32)
       return "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn";
@@ -163,8 +173,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   JAX_EP_CONSTANT_FN static BufferSpec rhs(const char* name, const Args& x) {
     if (by_contraction(x))
       return operand(name, values_of(x.in), x.gathered == gemm::Gathered::rhs ? x.gathered_rows : x.k, x.n);
-    return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.columns)
-                           : operand(name, values_of(x.in), x.groups, x.columns, x.k);
+    return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.rhs_columns())
+                           : operand(name, values_of(x.in), x.groups, x.rhs_columns(), x.k);
   }
 };
 

@@ -30,6 +30,7 @@ from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul.api import (
     add_lhs_gradients,
+    gated_gradient,
     gated_product,
     lhs_gradient,
     plain_ragged_dot,
@@ -302,9 +303,9 @@ def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Ar
 
 
 def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
-    rows, sizes, routing, products, experts, parameters = kept
+    rows, sizes, routing, _, experts, _ = kept
     d_combined, d_overlapped = cotangents
-    group, (first_biases, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
+    group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
     d_answers: Any  # not yet weighed
     if isinstance(rows, GatheredRows):
@@ -314,11 +315,10 @@ def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax
     if d_overlapped is not None:
         d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
     dtype, row_weights = d_combined.dtype, of_rows(routing.weights, routing)
-    inner, pull = jax.vjp(_unit_of_kept(call, kept), products, first_biases, parameters)
-    back = lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
-    d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
-    d_down = _matrix_gradient(weighed(inner, row_weights), experts.down, d_answers, sizes)
-    d_row_weights, d_down_bias = inner_products(back, inner), None
+    weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
+        call, kept, d_answers, dequantized(experts.down, dtype), row_weights
+    )
+    d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
     if down_bias is not None:
         d_row_weights, d_down_bias = _down_bias_gradients(
             row_weights, down_bias, taken(d_answers), sizes, d_row_weights
@@ -329,13 +329,37 @@ def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax
         name: _matrix_gradient(wide, getattr(experts, name), each, sizes)
         for name, each in zip(experts.names, d_products, strict=True)
     }
-    d_rows = jnp.zeros_like(inner, shape=wide.shape)
+    # The weighed unit is freed before the cotangents of the rows need as much memory.
+    d_down, d_products = jax.lax.optimization_barrier((d_down, d_products))
+    d_rows = jnp.zeros_like(weighed_inner, shape=wide.shape)
     matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first)
     d_rows = add_lhs_gradients(d_rows, d_products, matrices, sizes)
     d_tokens, d_weights = return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
     return _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
+
+
+def _unit_cotangents(
+    call: ExpertsCall, kept: _Kept, d_answers: Rows, down: jax.Array, row_weights: jax.Array
+) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
+    """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
+    biases and of the unit's parameters. On Hopper one kernel computes them, if the unit is known and has no biases."""
+    biases, _ = split_biases(kept.experts, kept.experts.biases)
+
+    def composed(
+        d_answers: Rows, down: jax.Array, sizes: jax.Array, products: Products, row_weights: jax.Array
+    ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
+        inner, pull = jax.vjp(_unit_of_kept(call, kept), products, biases, kept.parameters)
+        back = lhs_gradient(d_answers, down, sizes)
+        d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
+        return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
+
+    operands = (d_answers, down, kept.sizes, kept.products, row_weights)
+    if call.unit.known is None or any(bias is not None for bias in biases):
+        return composed(*operands)
+    known = gated_gradient(call.unit.known, lambda *operands: composed(*operands)[:3], *operands)
+    return *known, biases, ()
 
 
 def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:

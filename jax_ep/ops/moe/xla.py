@@ -74,9 +74,10 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     ones = chosen.astype(jnp.bfloat16)  # and what they count: integers up to 256 are exact
     earlier = ones @ jnp.tri(_BLOCK, k=-1, dtype=ones.dtype).T
     of_block = chosen.sum(axis=2, dtype=jnp.int32)
-    before = (jnp.cumsum(of_block, axis=0) - of_block)[:, :, None] + earlier.astype(jnp.int32)
+    ends = jnp.cumsum(of_block, axis=0)
+    before = (ends - of_block)[:, :, None] + earlier.astype(jnp.int32)
     position = jnp.where(chosen, before, 0).sum(axis=1, dtype=jnp.int32)
-    counts = of_block.reshape(lines, blocks, experts).sum(axis=1, dtype=jnp.int32)
+    counts = jnp.diff(ends[blocks - 1 :: blocks], axis=0, prepend=0)
     return position.reshape(lines, -1)[:, :width].reshape(-1), counts
 
 
