@@ -110,7 +110,7 @@ def experts_of_tokens(
 
 
 def _lands(call: DispatchCall, num_tokens: int) -> bool:
-    """On several GPUs only after it was timed there."""
+    """Not on several GPUs: products lose more by gathering than an exchange by expanding (docs/negative-results.md)."""
     return may_land(call, num_tokens) and (call.group.size == 1 or call.group.platform == "cpu")
 
 
