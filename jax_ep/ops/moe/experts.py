@@ -139,15 +139,14 @@ def _plain(
 
 
 def plain_answers(
-    call: ExpertsCall, rows: Rows, sizes: jax.Array, routing: Routing, experts: Experts
+    call: ExpertsCall, rows: jax.Array, sizes: jax.Array, routing: Routing, experts: Experts
 ) -> tuple[jax.Array, Routing]:
-    """The experts' answers to dispatched rows, which may be gathered unless they are weighed or multiplied in float8 or
-    by a product of the user's; and the routing by which they are combined. JAX differentiates it."""
-    multiply: Any = call.product or (rows_product if call.dispatch.by_kernels else plain_ragged_dot)
+    """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
+    multiply: Any = call.product or (ragged_dot if call.dispatch.by_kernels else plain_ragged_dot)
     if call.in_float8:  # rows were dequantized, and are quantized again
         multiply = float8_ragged_dot
     if call.weigh_inputs:
-        rows = weighed(taken(rows), of_rows(routing.weights, routing))
+        rows = weighed(rows, of_rows(routing.weights, routing))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
     products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first), PRODUCTS)
     first_biases, down_bias = split_biases(experts, experts.biases)
@@ -160,7 +159,7 @@ def stats_of(routing: Routing) -> MoeStats:
     return MoeStats(routing.counts.sum(axis=0, dtype=jnp.int32), routing.dropped, routing.invalid)
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What derivatives need besides cotangents or tangents."""
 
     rows: Rows | Float8Rows  # [C, H], as dispatched: expanded, or where the tokens landed
@@ -221,7 +220,7 @@ def _forward(
     overlapped: jax.Array | None,
     *,
     keep_products: bool,
-) -> tuple[jax.Array, _Kept, jax.Array | None]:
+) -> tuple[jax.Array, Kept, jax.Array | None]:
     """The sums, what derivatives need (without `keep_products` no products), and `overlapped`."""
     group = call.dispatch.group
     rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
@@ -229,8 +228,8 @@ def _forward(
         rows = GatheredRows(rows, routing.indices)
     if overlapped is not None:
         rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
-    kept = _Kept(rows, sizes, routing, (), experts, parameters)
-    inner, products = _up_and_gate(call, kept, tokens.dtype, keep_products=keep_products)
+    kept = Kept(rows, sizes, routing, (), experts, parameters)
+    inner, products = up_and_gate(call, kept, tokens.dtype, keep_products=keep_products)
     multiply: Any = quantized_product if call.in_float8 else ragged_dot
     answers = multiply(inner, experts.down, sizes)
     answers = with_bias(answers, split_biases(experts, experts.biases)[1], sizes)
@@ -238,8 +237,8 @@ def _forward(
     return combined, kept._replace(products=products), overlapped
 
 
-def _up_and_gate(
-    call: ExpertsCall, kept: _Kept, dtype: Any, *, keep_products: bool
+def up_and_gate(
+    call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
     """The unit of the products of dispatched rows, and these products.
 
@@ -271,12 +270,12 @@ def _up_and_gate(
     return call.unit(products, biases, sizes, kept.parameters), products if keep_products else ()
 
 
-def _unit_of_kept(call: ExpertsCall, kept: _Kept) -> Callable[..., jax.Array]:
+def _unit_of_kept(call: ExpertsCall, kept: Kept) -> Callable[..., jax.Array]:
     """The unit as a function of its differentiable operands: products, biases and parameters."""
     return lambda products, biases, parameters: call.unit(products, biases, kept.sizes, parameters)
 
 
-def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Array, jax.Array | None]:
+def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> tuple[jax.Array, jax.Array | None]:
     rows, sizes, routing, products, experts, parameters = kept
     d_experts = changes.experts
     first_biases, down_bias = split_biases(experts, experts.biases)
@@ -302,7 +301,7 @@ def _tangents(call: ExpertsCall, kept: _Kept, changes: _Changes) -> tuple[jax.Ar
     return combine_tangent(call.dispatch.group, answers, routing.weights, routing, *changed)[0], changes.overlapped
 
 
-def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
+def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
     rows, sizes, routing, _, experts, _ = kept
     d_combined, d_overlapped = cotangents
     group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
@@ -341,7 +340,7 @@ def _cotangents(call: ExpertsCall, kept: _Kept, cotangents: tuple[jax.Array, jax
 
 
 def _unit_cotangents(
-    call: ExpertsCall, kept: _Kept, d_answers: Rows, down: jax.Array, row_weights: jax.Array
+    call: ExpertsCall, kept: Kept, d_answers: Rows, down: jax.Array, row_weights: jax.Array
 ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
     biases and of the unit's parameters. On Hopper one kernel computes them, if the unit is known and has no biases."""

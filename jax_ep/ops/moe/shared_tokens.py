@@ -1,16 +1,19 @@
 """A layer of tokens that all ranks have, as when serving: only the sums of the ranks' own experts travel."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep._kit import vary
+from jax_ep.ops.matmul.api import ragged_dot
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.experts import ExpertsCall, plain_answers, stats_of
+from jax_ep.ops.moe.experts import ExpertsCall, Kept, plain_answers, stats_of, up_and_gate
 from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
-from jax_ep.ops.moe.units import Experts
+from jax_ep.ops.moe.units import Experts, split_biases, with_bias
 from jax_ep.ops.moe.xla import count_invalid
 from jax_ep.runtime.agreement import Call
 from jax_ep.runtime.undelivered import nan_on_overflow
@@ -42,7 +45,15 @@ def sums_of_shared_tokens(
     assert routing.indices is not None
     rows = GatheredRows(tokens, routing.indices)
     gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
-    answers, weighed = plain_answers(call, rows if gathers else taken(rows), sizes, routing, experts)
+    if gathers:
+        leaves, treedef = jax.tree.flatten((rows, sizes, experts))
+        rows, sizes, experts = treedef.unflatten(vary.vary_alike(None, *leaves))
+        kept = Kept(rows, sizes, routing, (), experts, ())
+        inner: Any = up_and_gate(call, kept, tokens.dtype, keep_products=False)[0]
+        down_bias = split_biases(experts, experts.biases)[1]
+        answers, weighed = with_bias(ragged_dot(inner, experts.down, sizes), down_bias, sizes), routing
+    else:
+        answers, weighed = plain_answers(call, taken(rows), sizes, routing, experts)
     own = kernels.combine_here(answers, weighed, weighed.weights)["combined"]
     total = alike.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
     if not always_fits(alone, num_tokens * top_k):
