@@ -11,6 +11,13 @@ def segments(rows: jax.Array, alignment: int, capacity: int) -> tuple[jax.Array,
     return padded, ends, jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
 
 
+def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """[C] int32: the local expert of each of so many rows; E / R behind the last expert's."""
+    experts = group_sizes.shape[0]
+    sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes, dtype=group_sizes.dtype))
+    return jnp.repeat(jnp.arange(experts + 1, dtype=jnp.int32), sizes, total_repeat_length=rows)
+
+
 def fair_shares(asked: jax.Array, room: jax.Array | int) -> jax.Array:
     """The shares [..., n] of `room` [...]: each is what is asked for, up to the highest common level that fits.
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
-from jax_ep.ops.moe.shares import rows_of_experts, segments
+from jax_ep.ops.moe.shares import expert_of_rows, rows_of_experts, segments
 
 # The names by which a policy of `jax.checkpoint` keeps the results of an exchange.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
@@ -323,6 +323,14 @@ class Dispatched(NamedTuple):
     def indices(self) -> jax.Array | None:
         """[C] int32, `routing.indices`: fit for `jax_ep.lax.ragged_dot(..., lhs_indices=)`."""
         return self.routing.indices
+
+    def expert_of_row(self) -> jax.Array:
+        """[C] int32: of each row of the products its local expert, of padding too; behind the last expert's, E / R."""
+        return expert_of_rows(self.group_sizes, self.routing.config.capacity)
+
+    def weight_of_row(self) -> jax.Array:
+        """[C] float32: of each row of the products its weight, 0 where it has no assignment. Differentiable."""
+        return self.routing.by_row(self.routing.weights, 0)
 
     def __repr__(self) -> str:
         return f"Dispatched({checks.described(**self._asdict())})"

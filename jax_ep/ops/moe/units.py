@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Weights
+from jax_ep.ops.moe.shares import expert_of_rows
 
 Activation = Callable[[jax.Array], jax.Array]
 Matrix = jax.Array | Float8Weights
@@ -172,7 +173,4 @@ def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Arra
 
     It is float32, so that the gradient is summed in float32. The gradient ignores rows behind the last expert's.
     """
-    experts = bias.shape[0]
-    sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes, dtype=group_sizes.dtype))
-    expert = jnp.repeat(jnp.arange(experts + 1), sizes, total_repeat_length=rows)
-    return bias.astype(jnp.float32).at[expert].get(mode="fill", fill_value=0)
+    return bias.astype(jnp.float32).at[expert_of_rows(group_sizes, rows)].get(mode="fill", fill_value=0)
