@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import helpers
 import jax
@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep._kit import gemm
-from jax_ep.lax import ragged_dot
+from jax_ep.lax import ragged_dot, ragged_dot_general
 from jax_ep.ops.matmul import api as matmul
 
 BFLOAT16, FLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
@@ -191,6 +191,110 @@ def test_bad_operands_are_refused() -> None:
         ragged_dot(lhs.astype(int), rhs[:, :8].astype(int), sizes, implementation="pallas")
 
 
+class QArray:
+    """As qwix has it."""
+
+
+@pytest.mark.parametrize(
+    "product", [ragged_dot, partial(ragged_dot_general, ragged_dot_dimension_numbers=cast(Any, None))]
+)
+@pytest.mark.parametrize("operand", ["lhs", "rhs"])
+def test_quantized_operands_are_refused_by_name(product: Any, operand: str) -> None:
+    operands: Any = {"lhs": jnp.zeros((8, 8)), "rhs": jnp.zeros((1, 8, 8))} | {operand: QArray()}
+    with pytest.raises(TypeError, match=rf": {operand} must be an array, got QArray: call qwix.ragged_dot$"):
+        product(**operands, group_sizes=jnp.ones(1, int))
+
+
+HIGHEST, BY_BFLOAT16 = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("bfloat16", "float32"), ("int8",) * 2, ("int8", "bfloat16")])
+@pytest.mark.parametrize("result", [None, jnp.float32, jnp.int32])
+@pytest.mark.parametrize("precision", [None, (HIGHEST, HIGHEST), BY_BFLOAT16, "highest"], ids=str)
+@pytest.mark.parametrize("sizes", [jnp.int8, jnp.uint32])
+def test_the_forms_of_other_libraries_tests(
+    dtypes: tuple[str, str], result: Any, precision: Any, sizes: Any, rng: np.random.Generator
+) -> None:
+    """What tokamax' and JAX's own tests pass: it does as `jax.lax.ragged_dot` does, or is refused as there."""
+    case = Case(48, 16, 24, (20, 0, 23))
+    lhs, rhs = (jnp.asarray(x * 3).astype(dtype) for x, dtype in zip(draw(rng, case, FLOAT32), dtypes, strict=False))
+    given = {"group_sizes": jnp.asarray(case.sizes, sizes), "precision": precision, "preferred_element_type": result}
+    try:
+        wanted = jax.lax.ragged_dot(lhs, rhs, **given)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            ragged_dot(lhs, rhs, **given)
+    else:
+        found = ragged_dot(lhs, rhs, **given)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (found, wanted)), rtol=0.01, atol=0.1)
+
+
+def numbers_of(contracted: Any, ragged: Any = (0,), groups: Any = (0,), batches: Any = ((), ())) -> Any:
+    return jax.lax.RaggedDotDimensionNumbers((contracted, batches), ragged, groups)
+
+
+FORMS = {
+    "plain": numbers_of(([1], [1])),
+    "transposed": numbers_of(([1], [2])),
+    "contracted": numbers_of(([0], [0]), groups=()),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "result"), [(BFLOAT16, None), (FLOAT32, None), (BFLOAT16, FLOAT32)], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]], ids=str)
+def test_general(case: Case, form: str, dtype: Any, result: Any, rng: np.random.Generator) -> None:
+    """A product of a matrix transposed, and one over the rows of groups: values and gradients."""
+    lhs, rhs, sizes = draw(rng, case, dtype)
+    group_sizes = jnp.asarray(sizes)
+    rows = rng.standard_normal((case.rows, case.columns)).astype(dtype)
+    left, right = {"plain": (lhs, rhs), "transposed": (rows, rhs), "contracted": (lhs, rows)}[form]
+
+    def wanted(left: Any, right: Any, cotangent: Any) -> tuple[Any, ...]:
+        """Of form "transposed" the matrices are [G, N, K], as `rhs` is for rows of N values."""
+        if form == "plain":
+            return exact(case, left, right), *exact_gradients(case, left, right, cotangent)
+        if form == "transposed":
+            d_matrix, d_rows = exact(case, cotangent, right), exact_gradients(case, cotangent, right, left)[1]
+            return exact_gradients(case, np.zeros_like(lhs), right, left)[0], d_matrix, d_rows
+        return exact_gradients(case, left, rhs, right)[1], *by_matrices(left, right, cotangent)
+
+    def by_matrices(left: Any, right: Any, cotangent: Any) -> tuple[Any, Any]:
+        return exact_gradients(case, left, cotangent, right)[0], exact(case, left, cotangent)
+
+    def body(left: Any, right: Any, cotangent: Any) -> Any:
+        product = partial(ragged_dot_general, ragged_dot_dimension_numbers=FORMS[form], preferred_element_type=result)
+        out, pull = jax.vjp(lambda left, right: product(left, right, group_sizes), left, right)
+        return out, *pull(cotangent.astype(out.dtype))
+
+    shape = {"plain": rows.shape, "transposed": lhs.shape, "contracted": rhs.shape}[form]
+    cotangent = rng.standard_normal(shape).astype(dtype)
+    found = jax.jit(body)(left, right, cotangent)
+    assert found[0].dtype == (result or dtype)
+    magnitudes = wanted(*map(np.abs, (left, right, cotangent)))
+    for mine, right_one, magnitude in zip(found, wanted(left, right, cotangent), magnitudes, strict=True):
+        assert_near(mine, right_one, magnitude)
+
+
+def test_other_forms_are_jax_own(rng: np.random.Generator) -> None:
+    """A batch of matrices of which groups divide the contraction, and groups of columns that are no rows."""
+    lhs, rhs, sizes = (
+        rng.standard_normal((3, 4, 8)),
+        rng.standard_normal((3, 8, 5)),
+        jnp.array([[3, 2], [8, 0], [1, 7]]),
+    )
+    numbers = numbers_of(([2], [1]), ragged=[2], groups=(), batches=([0], [0]))
+    found, wanted = (f(lhs, rhs, sizes, numbers) for f in (ragged_dot_general, jax.lax.ragged_dot_general))
+    np.testing.assert_array_equal(found, wanted)
+    given = inspect.signature(jax.lax.ragged_dot_general).parameters
+    assert list(inspect.signature(ragged_dot_general).parameters) == list(given)
+
+
 def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
     return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -204,6 +308,10 @@ def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.ra
     assert text.count('grouping = "rows"') >= 2
     assert text.count('grouping = "contraction"') == 1
     assert "ragged_dot" not in text.replace("jax_ep", "")
+    transposed = partial(ragged_dot_general, ragged_dot_dimension_numbers=FORMS["transposed"])
+    text = lowered_for_cuda(transposed, operands[3], *operands[1:3])
+    assert "rhs_is_k_by_n = false" in text
+    assert "transpose" not in text
     assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, case, FLOAT32))
     assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, Case(64, 36, 16, (30, 20)), BFLOAT16))
 

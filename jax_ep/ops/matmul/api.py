@@ -73,16 +73,11 @@ def ragged_dot(
       [M, N].
 
     Raises:
-      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8, or `lhs_indices` are no
-        integers [M].
+      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8 or a
+        qwix.QArray, or `lhs_indices` are no integers [M].
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
-    if group_offset is not None:
-        raise NotImplementedError(f"ragged_dot: group_offset must be None, got {group_offset}")
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if isinstance(operand, Float8):
-            kind = type(operand).__name__
-            raise TypeError(f"ragged_dot: {name} must be an array, got {kind}: call jax_ep.float8.ragged_dot")
+    check_operands("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
     checks.check_one_of("ragged_dot", "implementation", implementation, IMPLEMENTATIONS)
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
@@ -114,6 +109,17 @@ def ragged_dot(
     return _grouped_matmul(settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
+def check_operands(op: str, group_offset: Any, **operands: Any) -> None:
+    """Raises TypeError for operands in other libraries' or our own formats, which have products of their own."""
+    if group_offset is not None:
+        raise NotImplementedError(f"{op}: group_offset must be None, got {group_offset}")
+    for name, operand in operands.items():
+        kind = type(operand).__name__
+        if isinstance(operand, Float8) or kind == "QArray":
+            module = "jax_ep.float8" if isinstance(operand, Float8) else "qwix"
+            raise TypeError(f"{op}: {name} must be an array, got {kind}: call {module}.ragged_dot")
+
+
 def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
     return jax.lax.ragged_dot(taken(lhs), rhs, group_sizes, **options)
 
@@ -142,7 +148,7 @@ def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array, settin
         return _by_transposed(taken(cotangent), rhs, group_sizes)
 
     operands = _batched_alike((cotangent, rhs, group_sizes))
-    call = _by("grouped_matmul", by_xla, settings, rhs.dtype, *operands, transpose_rhs=True)
+    call = multiplier("grouped_matmul", by_xla, settings, rhs.dtype, *operands, transpose_rhs=True)
     return _differentiated_as(by_xla, call)(*operands)
 
 
@@ -190,7 +196,7 @@ def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array, settings: S
         return jax.lax.ragged_dot_general(*operands, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
 
     operands = _batched_alike((lhs, cotangent, group_sizes))
-    return _differentiated_as(by_xla, _by("grouped_outer", by_xla, settings, lhs.dtype, *operands))(*operands)
+    return _differentiated_as(by_xla, multiplier("grouped_outer", by_xla, settings, lhs.dtype, *operands))(*operands)
 
 
 def gated_product(
@@ -224,7 +230,7 @@ def gated_product(
     if not by_kernel:
         return composed(rows, group_sizes, *varying)
     options = {"activation": activation, "keep_products": keep_products}
-    call = _by("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
+    call = multiplier("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
     return _differentiated_as(composed, call)(rows, group_sizes, *varying)
 
 
@@ -259,7 +265,7 @@ def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> 
     return product
 
 
-def _by(
+def multiplier(
     name: str,
     by_xla: Callable[..., Any],
     settings: Settings,
@@ -319,7 +325,7 @@ def _choose(
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _grouped_matmul(settings: Settings, dtype: Any, lhs: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     by_xla = partial(_by_xla, preferred_element_type=dtype, precision=settings.precision)
-    return _by("grouped_matmul", by_xla, settings, dtype, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
+    return multiplier("grouped_matmul", by_xla, settings, dtype, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
 
 
 @_grouped_matmul.defjvp

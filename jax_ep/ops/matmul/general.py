@@ -1,0 +1,95 @@
+"""`jax.lax.ragged_dot_general` by the kernels of `ragged_dot`, which read a transposed matrix as it lies."""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._kit import vary
+from jax_ep._kit.batches import batched_alike
+from jax_ep._kit.linear import linear
+from jax_ep.ops.matmul.api import Settings, check_operands, multiplier, ragged_dot
+
+Form = Literal["plain", "transposed", "contracted"]
+FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
+    "plain": ((1,), (1,), (), (), (0,), (0,)),
+    "transposed": ((1,), (2,), (), (), (0,), (0,)),
+    "contracted": ((0,), (0,), (), (), (0,), ()),
+}
+
+
+def ragged_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: jax.Array | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot_general`, on GPUs by the kernels of `ragged_dot` where the table has the dimension numbers.
+
+    | `lhs` | `rhs` | contracted dimensions | result |
+    |---|---|---|---|
+    | [M, K] | [G, K, N] | 1 and 1, as `ragged_dot` | [M, N] |
+    | [M, K] | [G, N, K] | 1 and 2: matrices transposed, of which no copy is made | [M, N] |
+    | [M, K] | [M, N] | 0 and 0, over the rows of each group | [G, K, N] |
+
+    The gradients of the three are made of the three (`jax.lax` has none of the last). Other forms are JAX's.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `ragged_dot`.
+    """
+    op = "ragged_dot_general"
+    check_operands(op, group_offset, lhs=lhs, rhs=rhs)
+    operands = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+    options = {"precision": precision, "out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
+    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers, **options)
+    (contracted, batches), numbers = ragged_dot_dimension_numbers.dot_dimension_numbers, ragged_dot_dimension_numbers
+    dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
+    form = next((name for name, of in FORMS.items() if of == tuple(map(tuple, dimensions))), None)
+    if form is None or out_sharding is not None or operands[0].dtype != operands[1].dtype:
+        return by_xla(*operands)
+    operands = vary.vary_alike(None, *operands)
+    dtype = jax.eval_shape(by_xla, *operands).dtype  # with all its checks
+    settings = Settings(precision=precision)
+    return _product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _product(form: Form, settings: Settings, dtype: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    if form == "plain":
+        return ragged_dot(lhs, rhs, sizes, settings.precision, dtype)
+    contracted_lhs, contracted_rhs, _, _, ragged, groups = FORMS[form]
+    numbers = jax.lax.RaggedDotDimensionNumbers(((contracted_lhs, contracted_rhs), ((), ())), ragged, groups)
+    options = {"precision": settings.precision, "preferred_element_type": dtype}
+    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options)
+    if form == "contracted":  # kernels store it in the dtype of the operands
+        call = multiplier("grouped_outer", by_xla, settings, dtype, lhs, rhs, sizes) if dtype == lhs.dtype else by_xla
+    else:
+        call = multiplier("grouped_matmul", by_xla, settings, dtype, lhs, rhs, sizes, transpose_rhs=True)
+    return call(lhs, rhs, sizes)
+
+
+@_product.defjvp
+def _product_jvp(
+    form: Form, settings: Settings, dtype: Any, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    def forward(residuals: Any, changes: Any) -> jax.Array:
+        (lhs, rhs, sizes), (d_lhs, d_rhs) = residuals, changes
+        by_lhs = _product(form, settings, dtype, d_lhs, rhs, sizes)
+        return by_lhs + _product(form, settings, dtype, lhs, d_rhs, sizes)
+
+    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lhs, rhs, sizes = residuals
+        c = cotangent.astype(rhs.dtype)
+        of_lhs, of_rhs = {
+            "plain": (("transposed", c, rhs), ("contracted", lhs, c)),
+            "transposed": (("plain", c, rhs), ("contracted", c, lhs)),
+            "contracted": (("transposed", rhs, c), ("plain", lhs, c)),
+        }[form]
+        return tuple(_product(f, settings, rhs.dtype, left, right, sizes) for f, left, right in (of_lhs, of_rhs))
+
+    return _product(form, settings, dtype, *primals), linear(forward, backward, primals, tangents[:2])
