@@ -284,8 +284,8 @@ def test_general(case: Case, form: str, dtype: Any, result: Any, rng: np.random.
 def test_other_forms_are_jax_own(rng: np.random.Generator) -> None:
     """A batch of matrices of which groups divide the contraction, and groups of columns that are no rows."""
     lhs, rhs, sizes = (
-        rng.standard_normal((3, 4, 8)),
-        rng.standard_normal((3, 8, 5)),
+        jnp.asarray(rng.standard_normal((3, 4, 8))),
+        jnp.asarray(rng.standard_normal((3, 8, 5))),
         jnp.array([[3, 2], [8, 0], [1, 7]]),
     )
     numbers = numbers_of(([2], [1]), ragged=[2], groups=(), batches=([0], [0]))
