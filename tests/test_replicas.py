@@ -1,6 +1,7 @@
 """Replicas of busy experts: plans and the ids that follow them against numpy, layers against those without."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import helpers
@@ -30,8 +31,52 @@ def test_replicas(num_ranks: int, num_slots: int, rng: np.random.Generator) -> N
     assert all(load[e] / (plan.counts[e] - 1) >= per_slot.max() for e in spare)
     busy = per_slot[plan.experts].reshape(num_ranks, -1).sum(axis=1)
     assert busy.max() <= busy.mean() + per_slot.max()
-    again = nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots)
-    for a, b in zip(plan, again, strict=True):
+    assert_alike(plan, nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots))
+
+
+@pytest.mark.parametrize("groups", [None, 8])
+def test_replicas_in_nodes(groups: int | None, rng: np.random.Generator) -> None:
+    """An expert's replicas, and the experts of a group, are on one node; nodes are as even as their packing can be."""
+    nodes, load = 4, rng.uniform(1, 9, EXPERTS)
+    plan = nn.plan_replicas(load, num_ranks=8, num_slots=32, num_nodes=nodes, groups=groups)
+    node_of = [set(slots // 8) for slots in plan.slots]
+    assert all(len(node) == 1 for node in node_of)
+    for group in np.split(np.arange(EXPERTS), groups or EXPERTS):
+        assert len(set().union(*(node_of[expert] for expert in group))) == 1
+    busy = (load / plan.counts)[plan.experts].reshape(nodes, 2, 4).sum(axis=2)
+    assert np.ptp(busy.sum(axis=1)) <= load.reshape(groups or EXPERTS, -1).sum(axis=1).max()
+    assert (busy.max(axis=1) <= busy.mean(axis=1) + (load / plan.counts).max()).all()
+
+
+def test_layers_have_plans_of_their_own(rng: np.random.Generator) -> None:
+    load = rng.uniform(1, 9, (3, EXPERTS))
+    options: Any = {"num_ranks": 4, "num_slots": 24}
+    whole = nn.plan_replicas(load, **options)
+    again = nn.plan_replicas(load * rng.uniform(0.8, 1.2, load.shape), **options, previous=whole)
+    for i in range(3):
+        layer = nn.ReplicaPlan(*(x[i] for x in whole))
+        assert_alike(layer, nn.plan_replicas(load[i], **options))
+        kept = np.mean(again.experts[i] == layer.experts)
+        assert kept > 0.5
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_plan_keeps_what_it_can(nodes: int, rng: np.random.Generator) -> None:
+    """Of the same loads all; of similar ones most, where a plan of its own would move most, and nearly as evenly."""
+    load = rng.uniform(1, 9, 64)
+    options: Any = {"num_ranks": 8, "num_slots": 96, "num_nodes": nodes}
+    before = nn.plan_replicas(load, **options)
+    assert_alike(before, nn.plan_replicas(load, **options, previous=before))
+    moved_load = load * np.exp(rng.normal(0, 0.05, 64))
+    fresh, kept = (nn.plan_replicas(moved_load, **options, previous=plan) for plan in (None, before))
+    moved = [int((plan.experts != before.experts).sum()) for plan in (fresh, kept)]
+    assert moved[1] < 0.3 * moved[0]
+    busy = (moved_load / kept.counts)[kept.experts].reshape(8, -1).sum(axis=1)
+    assert busy.max() < 1.12 * busy.mean()
+
+
+def assert_alike(plan: nn.ReplicaPlan, wanted: nn.ReplicaPlan) -> None:
+    for a, b in zip(plan, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -45,6 +90,20 @@ def test_tokens_are_spread_over_replicas(rng: np.random.Generator) -> None:
     taken = Counter(slots[:60, 0].tolist())
     assert len(taken) == plan.counts[0]
     assert max(taken.values()) - min(taken.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_nodes": 3}, "num_nodes must divide 4 ranks and 8 groups, and groups 8 experts, got 3"),
+        ({"groups": 3}, "num_nodes must divide 4 ranks and 3 groups, and groups 8 experts, got 1"),
+        ({"groups": 2, "num_nodes": 4}, "num_nodes must divide 4 ranks and 2 groups"),
+        ({"previous": nn.plan_replicas(np.ones(8), num_ranks=4, num_slots=8)}, r"previous.experts must have shape"),
+    ],
+)
+def test_options_that_are_refused(options: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=f"^plan_replicas: {match}"):
+        nn.plan_replicas(np.ones(8), num_ranks=4, num_slots=12, **options)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +181,66 @@ def test_replicas_of_no_loads_are_spread() -> None:
     np.testing.assert_array_equal(nn.plan_replicas(np.zeros(6), num_ranks=4, num_slots=8).counts, [2, 2, 1, 1, 1, 1])
 
 
-def test_a_layer_of_replicas_trains(
+def test_matrices_go_out_and_gradients_come_home(
     implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
+    """Of any pytree, to the last bit: whole numbers have the sums of one copy, in bfloat16 rounded once."""
+    size, experts, slots = 4, 8, 24
+    group = open_group(size)
+    plan = nn.plan_replicas(rng.zipf(1.3, experts).clip(max=50), num_ranks=size, num_slots=slots)
+    assert plan.counts.max() > 3
+    given: Any = {
+        "wide": rng.integers(-9, 9, (experts, 3, 5)).astype(np.float32),
+        "narrow": jnp.asarray(rng.integers(-9, 9, (experts, 2)), jnp.bfloat16),
+    }
+    codes = rng.integers(-128, 127, (experts, 6)).astype(np.int8)
+    cotangent = {name: rng.integers(100, 250, (slots, *x.shape[1:])) for name, x in given.items()}
+
+    @jax.jit
+    def both(given: Any, plan: nn.ReplicaPlan, cotangent: Any) -> Any:
+        def whole(given: Any) -> Any:
+            body = partial(nn.replicate, group=group, implementation=implementation)
+            specs = {"in_specs": (P("ep"), P()), "out_specs": P("ep")}
+            out = jax.shard_map(body, mesh=group.mesh, **specs)({**given, "codes": codes}, plan)
+            return {name: out[name] for name in given}, out["codes"]
+
+        out, pull, sent = jax.vjp(whole, given, has_aux=True)
+        return out, sent, pull(jax.tree.map(lambda c, x: c.astype(x.dtype), cotangent, out))[0]
+
+    out, sent, gradient = helpers.fetch(both(given, plan, cotangent))
+    np.testing.assert_array_equal(sent, codes[plan.experts])
+    for name, x in given.items():
+        np.testing.assert_array_equal(out[name], x[plan.experts])
+        wanted = np.zeros(x.shape)
+        np.add.at(wanted, plan.experts, np.asarray(cotangent[name]))
+        np.testing.assert_array_equal(gradient[name], jnp.asarray(wanted, x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("experts", "plan", "match"),
+    [
+        (jnp.ones((8, 3)), tuple(PLAN), "plan must be the ReplicaPlan of plan_replicas, got tuple"),
+        (jnp.ones((3, 3)), PLAN, r"each leaf of experts must have shape \[E / R, ...\] = \(50, 3\), got \(3, 3\)"),
+        (jnp.ones(()), PLAN, r"each leaf of experts must have shape \[E / R, ...\] = \(50,\), got \(\)"),
+        (3.0, PLAN, "each leaf of experts must be an array, got float"),
+        (
+            jnp.ones(1),
+            nn.plan_replicas(np.ones(6), num_ranks=2, num_slots=8),
+            "plan must be of experts and slots that 4",
+        ),
+    ],
+)
+def test_matrices_that_are_refused(experts: Any, plan: Any, match: str, open_group: OpenGroup) -> None:
+    group = open_group(4)
+    body = jax.shard_map(
+        lambda _: nn.replicate(experts, plan, group=group), mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep")
+    )
+    with pytest.raises((ValueError, TypeError), match=f"^replicate: {match}"):
+        jax.eval_shape(body, jnp.ones(4))
+
+
+@pytest.mark.usefixtures("native")
+def test_a_layer_of_replicas_trains(open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing."""
     size, experts = 4, 4
     case = helpers.draw_case(rng, size, 16, 2, experts, 8)
@@ -137,14 +253,15 @@ def test_a_layer_of_replicas_trains(
 
     def layer(tokens: Any, weights: Any, ids: Any, plan: nn.ReplicaPlan, *matrices: Any) -> Any:
         slots = nn.physical_ids(ids, plan, offset=jax.lax.axis_index("ep"))
-        return moe_mlp(tokens, slots, weights, Experts(*matrices), group=group, implementation=implementation)
+        replicas = nn.replicate(Experts(*matrices), plan, group=group)
+        return moe_mlp(tokens, slots, weights, replicas, group=group)
 
     specs = (P("ep"), P("ep"), P("ep"), P(), P("ep"), P("ep"), P("ep"))
     mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=P("ep"))
 
     def loss(flat: moe_oracle.Layer, plan: nn.ReplicaPlan) -> tuple[jax.Array, Any]:
         traced.append(plan)
-        out, stats = mapped(*flat[:2], case.ids.reshape(-1, 2), plan, *(x[plan.experts] for x in flat[2:]))
+        out, stats = mapped(*flat[:2], case.ids.reshape(-1, 2), plan, *flat[2:])
         return jnp.sum(out * target), (out, stats)
 
     program = jax.jit(jax.grad(loss, has_aux=True))

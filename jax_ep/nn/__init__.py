@@ -12,6 +12,7 @@ from jax_ep.nn.replicas import (
     ReplicaPlan as ReplicaPlan,
     physical_ids as physical_ids,
     plan_replicas as plan_replicas,
+    replicate as replicate,
 )
 from jax_ep.nn.routers import (
     Routed as Routed,

@@ -1,28 +1,37 @@
-"""Replicas of busy experts: a plan made of loads, on the host, and the ids that follow it, in front of a dispatch.
+"""Replicas of busy experts: a plan made of loads on the host, ids that follow it, and matrices that do.
 
     plan = plan_replicas(load, num_ranks=8, num_slots=288)
-    up_of_slots = up[plan.experts]  # and so all matrices
-    slots = physical_ids(expert_ids, plan)  # for dispatch(..., num_experts=288)
+    slots = physical_ids(expert_ids, plan)  # in jax.shard_map, as all that follows
+    out, stats = moe_mlp(tokens, slots, weights, replicate(experts, plan, group=group), group=group)
 
-A plan is numpy: make one from time to time, and gather the matrices of its slots, sharded as those of experts are; the
-gradient of that gather adds up over replicas. Hand the plan to a jitted function as an argument: all plans of as many
-experts and slots have one shape, so a new one compiles nothing.
+A plan is numpy: make one from time to time, and hand it to a jitted function as an argument. All plans of as many
+experts and slots have one shape, so a new one compiles nothing. Only the layer sees slots: parameters, optimizers and
+checkpoints hold experts.
 """
 
-from typing import NamedTuple
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
+from jax_ep._kit.checks import Implementation
+from jax_ep._kit.linear import linear
+from jax_ep.group import Group, check_group
+from jax_ep.ops.ragged.api import ragged_all_to_all
 
 Array = jax.Array | np.ndarray
+SLACK = 1.05  # times the mean load: a rank may have so much if it then keeps a matrix
 
 
 class ReplicaPlan(NamedTuple):
     """Where replicas of experts are. Rank r of R owns the slots [r S/R, (r + 1) S/R).
+
+    A plan of several layers has them as a leading axis, for `jax.lax.scan`, or `jax.tree.map(lambda x: x[i], plan)`.
 
     Attributes:
       experts: [S] int32, the expert of each slot.
@@ -35,47 +44,167 @@ class ReplicaPlan(NamedTuple):
     counts: np.ndarray
 
 
-def plan_replicas(load: np.ndarray, *, num_ranks: int, num_slots: int) -> ReplicaPlan:
-    """A greedy plan (after EPLB of DeepSeek, 2025): of the same loads every process makes the same one.
+def plan_replicas(
+    load: np.ndarray,
+    *,
+    num_ranks: int,
+    num_slots: int,
+    num_nodes: int = 1,
+    groups: int | None = None,
+    previous: ReplicaPlan | None = None,
+) -> ReplicaPlan:
+    """A greedy plan (after EPLB of DeepSeek, 2025): of the same arguments every process makes the same one.
 
     First every expert has one replica; each further slot goes to the expert whose replicas are busiest, of equal ones
     to that of the fewest. Then replicas are packed, the busiest first, each into the least busy rank with a free slot,
     rather one without that expert.
 
     Args:
-      load: [E] assignments of each expert, of all ranks: a past mean.
+      load: [E] or [layers, E] assignments of each expert, of all ranks: a past mean.
       num_slots: S, at least E and a multiple of `num_ranks`.
+      num_nodes: nodes of neighbouring ranks, each with all replicas of its experts: groups are packed into nodes first.
+      groups: of neighbouring experts, as for `sigmoid_top_k`: a group is on one node. Default: E.
+      previous: a plan of which as much stays as can. A replica rather goes to a rank that had its expert, if the rank
+        then has at most 1.05 times the mean load; slots keep what their rank keeps.
 
     Raises:
       ValueError, TypeError: the numbers do not fit, a load is negative or not finite, or it is traced.
     """
     op = "plan_replicas"
-    checks.check_int(op, "num_ranks", num_ranks)
-    checks.check_int(op, "num_slots", num_slots)
+    for name, count in (("num_ranks", num_ranks), ("num_slots", num_slots), ("num_nodes", num_nodes)):
+        checks.check_int(op, name, count)
     if isinstance(load, Tracer):
         raise TypeError(f"{op}: load must be known on the host, got a traced {checks.describe(load)}")
     load = np.asarray(load, np.float64)
-    if load.ndim != 1 or not load.size or not np.all(np.isfinite(load)) or (load < 0).any():
-        raise ValueError(f"{op}: load must be [E] finite numbers, none negative, got {load}")
-    if num_slots % num_ranks or num_slots < load.size:
+    if load.ndim not in (1, 2) or not load.size or not np.all(np.isfinite(load)) or (load < 0).any():
+        raise ValueError(f"{op}: load must be [E] or [layers, E] finite numbers, none negative, got {load}")
+    experts = load.shape[-1]
+    if num_slots % num_ranks or num_slots < experts:
         raise ValueError(
-            f"{op}: num_slots must be a multiple of {num_ranks} ranks and at least {load.size}, got {num_slots}"
+            f"{op}: num_slots must be a multiple of {num_ranks} ranks and at least {experts}, got {num_slots}"
         )
-    counts = np.ones(load.size, np.int32)
-    for _ in range(num_slots - load.size):
-        counts[np.lexsort((counts, -load / counts))[0]] += 1
-    replicas = np.repeat(np.arange(load.size), counts)
-    share = (load / counts)[replicas]
-    busy, held = np.zeros(num_ranks), [[] for _ in range(num_ranks)]
-    for i in np.argsort(-share, kind="stable"):
-        free = [r for r in range(num_ranks) if len(held[r]) < num_slots // num_ranks]
-        rank = min(free, key=lambda r: (replicas[i] in held[r], busy[r], r))
-        held[rank].append(int(replicas[i]))
-        busy[rank] += share[i]
-    experts = np.array([expert for rank in held for expert in sorted(rank)], np.int32)
-    slots = [np.flatnonzero(experts == expert) for expert in range(load.size)]
+    number: int = experts if groups is None else groups
+    checks.check_int(op, "groups", number)
+    if num_ranks % num_nodes or number % num_nodes or experts % number:
+        raise ValueError(
+            f"{op}: num_nodes must divide {num_ranks} ranks and {number} groups, and groups {experts} experts, got "
+            f"{num_nodes}"
+        )
+    before = itertools.repeat(None)
+    if previous is not None:
+        checks.check_shape(op, "previous.experts", previous.experts, (*load.shape[:-1], num_slots), "[..., S]")
+        before = np.atleast_2d(previous.experts)
+    each = partial(_plan, ranks=num_ranks // num_nodes, num_slots=num_slots, nodes=num_nodes, groups=number)
+    plans = list(map(each, np.atleast_2d(load), before))
+    return plans[0] if load.ndim == 1 else ReplicaPlan(*map(np.stack, zip(*plans, strict=True)))
+
+
+def _plan(
+    load: np.ndarray, before: np.ndarray | None, *, ranks: int, num_slots: int, nodes: int, groups: int
+) -> ReplicaPlan:
+    """Args: `ranks` of a node; `before`, the experts of the slots [S]."""
+    each, room = load.size // groups, num_slots // nodes // ranks
+    had = None if before is None else before.reshape(nodes, ranks, room)
+    of_groups = load.reshape(groups, each).sum(axis=1)
+    had_groups = None if had is None else [dict.fromkeys(node.ravel() // each) for node in had]
+    counts, experts = np.ones(load.size, np.int32), np.empty((nodes, ranks, room), np.int32)
+    for n, held in enumerate(_packed(of_groups, np.arange(groups), nodes, groups // nodes, had_groups)):
+        mine = np.add.outer(np.sort(held) * each, np.arange(each)).ravel()
+        for _ in range(ranks * room - mine.size):
+            counts[mine[np.lexsort((counts[mine], -load[mine] / counts[mine]))[0]]] += 1
+        replicas = np.repeat(mine, counts[mine])
+        packed = _packed((load / counts)[replicas], replicas, ranks, room, None if had is None else had[n])
+        for r, new in enumerate(packed):
+            experts[n, r] = sorted(new) if had is None else _in_place(new, had[n, r])
+    flat = experts.reshape(-1)
+    slots = [np.flatnonzero(flat == expert) for expert in range(load.size)]
     most = num_slots - load.size + 1
-    return ReplicaPlan(experts, np.array([np.resize(s, most) for s in slots], np.int32), counts)
+    return ReplicaPlan(flat, np.array([np.resize(s, most) for s in slots], np.int32), counts)
+
+
+def _packed(shares: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: Any) -> list[list[int]]:
+    """The kinds of the items in each bin. Args: `before`, the kinds that each bin had, or None."""
+    busy, held = np.zeros(bins), [[] for _ in range(bins)]
+    limit = SLACK * shares.sum() / bins
+    for i in np.argsort(-shares, kind="stable"):
+        kind, share = int(kinds[i]), shares[i]
+        ranked: list[Any] = []
+        for b in range(bins):
+            stays = before is not None and kind in before[b] and busy[b] + share <= limit
+            ranked.append((len(held[b]) >= room, kind in held[b], not stays, busy[b], b))
+        chosen = min(ranked)[-1]
+        held[chosen].append(kind)
+        busy[chosen] += share
+    return held
+
+
+def _in_place(new: list[int], had: np.ndarray) -> list[int]:
+    """`new` in an order in which as many as can are where they were."""
+    left, kept = sorted(new), []
+    for expert in had:
+        kept.append(left.pop(left.index(expert)) if expert in left else None)
+    return [left.pop(0) if expert is None else expert for expert in kept]
+
+
+def replicate(experts: Any, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Any:
+    """The matrices [S / R, ...] of this rank's slots, of those of its own experts, on any rank of a `jax.shard_map`.
+
+    A matrix goes once to each slot. The gradients of its replicas come home, are added up in float32 in the order of
+    the slots, and rounded once. (`lb_prefetch_weights` and `lb_reduce_grads` of DeepEP V2.5.)
+
+    Args:
+      experts: any pytree of arrays [E / R, ...], such as `jax_ep.Experts`; rank r owns experts [r E/R, (r + 1) E/R).
+      plan: of one layer, the same on all ranks.
+      group, implementation: as for `jax_ep.lax.ragged_all_to_all`, whose errors it raises.
+    """
+    op = "replicate"
+    check_group(op, group)
+    _check_plan(op, plan)
+    slots, ranks, local = plan.experts.shape[0], group.size, plan.counts.shape[0] // group.size
+    if slots % ranks or plan.counts.shape[0] % ranks:
+        raise ValueError(f"{op}: plan must be of experts and slots that {ranks} ranks divide, got {plan}")
+    of_slots, me = jnp.asarray(plan.experts), jax.lax.axis_index(group.axis_name)
+    owner, row = jnp.divmod(of_slots, local)
+    number = jnp.argmax(jnp.asarray(plan.slots)[of_slots] == jnp.arange(slots)[:, None], axis=1)  # among its expert's
+    away = _Slices(jnp.arange(slots, dtype=jnp.int32) % (slots // ranks), row, owner == me, number)
+    mine = (x.reshape(ranks, -1)[me] for x in (row, owner, number))
+    row_here, owner_here, number_here = (jnp.tile(x, ranks) for x in mine)
+    here = _Slices(away.at, row_here, owner_here == jnp.repeat(jnp.arange(ranks), slots // ranks), number_here)
+    exchange = partial(ragged_all_to_all, axis_name=group.axis_name, group=group, implementation=implementation)
+
+    def out(known: Any, own: jax.Array) -> jax.Array:
+        away, here, _ = known
+        empty = jnp.zeros_like(own, shape=(slots // ranks, *own.shape[1:]))
+        return exchange(own, empty, away.row, away.sent.astype(int), away.at, here.sent.astype(int))
+
+    def home(known: Any, cotangent: jax.Array) -> jax.Array:
+        away, here, most = known
+        nothing = jnp.zeros_like(cotangent, shape=(local, *cotangent.shape[1:]))
+
+        def add(turn: jax.Array, total: jax.Array) -> jax.Array:  # one replica of each expert
+            sent, received = ((x.sent & (x.number == turn)).astype(int) for x in (here, away))
+            return total + exchange(cotangent, nothing, here.at, sent, here.row, received).astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, most, add, nothing.astype(jnp.float32)).astype(cotangent.dtype)
+
+    def replicated(own: jax.Array) -> jax.Array:
+        checks.check_array(op, "each leaf of experts", own)
+        checks.check_shape(op, "each leaf of experts", own, (local, *own.shape[1:]), "[E / R, ...]")
+        known, tree = jax.tree.flatten((away, here, jnp.max(jnp.asarray(plan.counts))))
+        own, *known = vary.vary_alike(group.axis_name, own, *known)
+        known = tree.unflatten(known)
+        return linear(out, home, known, own) if jnp.issubdtype(own.dtype, np.inexact) else out(known, own)
+
+    return jax.tree.map(replicated, experts)
+
+
+class _Slices(NamedTuple):
+    """Of each slot [S], or for each rank of each slot of this rank [R S/R]; by the rank at the other end."""
+
+    at: jax.Array  # its place on its rank
+    row: jax.Array  # its expert's on the owner
+    sent: jax.Array  # whether its matrix goes, and its gradient comes, that way
+    number: jax.Array  # which of its expert's replicas it is
 
 
 def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
