@@ -1,0 +1,233 @@
+"""examples/integrations.py in MaxText, tunix and EasyDeL, whose code comes from their wheels: values and gradients."""
+
+import inspect
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import upstream
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import Group
+from jax_ep.__main__ import load
+
+B, S, D, F, E, K = 8, 4, 128, 128, 16, 4
+
+
+class Bare:
+    """A module of a class of theirs with these attributes, without what its constructor needs."""
+
+    def __init__(self, of: type, **attributes: Any):
+        vars(self).update(attributes, of=of, sown={})
+
+    def __getattr__(self, name: str) -> Any:
+        return inspect.getattr_static(self.of, name).__get__(self)
+
+    def sow(self, _: Any, name: str, value: Any) -> None:
+        self.sown[name] = value
+
+
+@pytest.fixture
+def example() -> ModuleType:
+    return load("examples", "integrations")
+
+
+def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def draw_experts(rng: np.random.Generator) -> list[np.ndarray]:
+    return [draw(rng, E, *shape) / shape[0] ** 0.5 for shape in ((D, F), (D, F), (F, D))]
+
+
+def assert_alike(found: Any, wanted: Any, unit: float = 2e-5) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert mine.shape == theirs.shape
+        theirs = np.asarray(theirs)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=unit * max(np.abs(theirs).max(), 1e-6))
+
+
+def with_gradients(function: Any, *operands: Any) -> Any:
+    """The results, and the gradients of a sum of squares of them; None stays None."""
+
+    def value(operands: Any) -> Any:
+        results = function(*operands)
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(results)), results
+
+    return helpers.fetch(jax.jit(jax.grad(value, has_aux=True))(operands))
+
+
+MAXTEXT: dict[str, dict[str, Any]] = {
+    "qwen3": {"norm_topk_prob": True, "decoder_block": "QWEN3_MOE", "options": {"capacity": B * S * K}},
+    "deepseek3": {
+        "model_name": "deepseek3-671b",
+        "decoder_block": "DEEPSEEK",
+        "routed_bias": True,
+        "routed_score_func": "sigmoid",
+        "n_routing_groups": 4,
+        "topk_routing_group": 2,
+        "moe_use_megatron_seq_aux_loss": True,
+    },
+    "gpt_oss": {
+        "decoder_block": "GPT_OSS",
+        "mlp_bias": True,
+        "mlp_activations_limit": 7.0,
+        "routed_bias": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "decoding": {"batch": 2, "load_balance_loss_weight": 0.0},
+    "float8": {"options": {"precision": "float8"}},
+}
+
+
+def maxtext_layer(
+    moe: ModuleType, batch: int = B, options: Any = None, decoder_block: str = "MIXTRAL", **config: Any
+) -> Bare:
+    given = {
+        "model_name": "mixtral",
+        "num_experts": E,
+        "norm_topk_prob": False,
+        "routed_bias": False,
+        "routed_bias_update_rate": 0.01,
+        "routed_score_func": "",
+        "routed_scaling_factor": 2.5,
+        "load_balance_loss_weight": 0.1,
+        "mlp_activations": ["silu"],
+        "mlp_activations_limit": -1.0,
+        "mlp_bias": False,
+        "capacity_factor": -1.0,
+        "matmul_precision": "highest",
+        "model_call_mode": "train",
+        "gradient_accumulation_steps": 1,
+    }
+    off = ("use_random_routing", "activations_in_float32", "float32_weight_sum", "fuse_expert_scales")
+    block = moe.ctypes.DecoderBlockType[decoder_block]
+    settings = SimpleNamespace(**given | config | dict.fromkeys(off, False), decoder_block=block, shard_mode=None)
+    own = {"num_experts_per_tok": K, "dtype": jnp.dtype("float32"), "activation_fn": jax.nn.silu, "num_experts": E}
+    nothing = dict.fromkeys(("rngs", "quant", "per_expert_scale", "wi_kernel_axes", "wo_kernel_axes", "mesh"))
+    alone = {"get_context_partition_and_sub_seq": lambda length: (1, length), "is_hash_routing": False}
+    return Bare(moe.RoutedMoE, config=settings, _maybe_shard_with_logical=lambda x, *_: x, **own, **nothing, **alone)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", MAXTEXT)
+def test_maxtext(name: str, example: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `RoutedMoE.dense_matmul` has, of every token and every expert; logits are not those of the inputs."""
+    real = ("maxtext.layers.moe", "maxtext.common.common_types")
+    moe = upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
+    layer = maxtext_layer(moe, **MAXTEXT[name])
+    batch, options = MAXTEXT[name].get("batch", B), MAXTEXT[name].get("options", {})
+    logits = draw(rng, batch, S, E)
+    scores = jax.nn.sigmoid(logits) if layer.config.routed_score_func else None
+    biases = [draw(rng, E, n) for n in (F, F, D)] if layer.config.mlp_bias else [None] * 3
+    biased = logits if scores is None else scores + draw(rng, E) / 10
+    operands = (draw(rng, batch, S, D), biased, scores, *draw_experts(rng), *biases)
+    wanted = with_gradients(layer.dense_matmul, *operands)
+    with Group(helpers.mesh_of(data=2, expert=4), "expert", timeout=30) as group:
+        monkeypatch.setattr(moe.RoutedMoE, "sparse_matmul", None)  # is put back
+        example.patch("maxtext", group, **options)
+        found = with_gradients(layer.sparse_matmul, *operands)
+        group.check()
+    if name == "float8":  # both factors of every product are rounded, also in the sums that are the cotangent
+        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert np.linalg.norm(mine - theirs) < 0.12 * np.linalg.norm(theirs)
+    else:
+        assert_alike(found, wanted)
+    assert (wanted[1][1] is None) == (name == "decoding")
+    assert (wanted[1][2] is None) == (not layer.config.routed_bias)
+    assert set(layer.sown) == {"te_moe_total_recv_tokens", "te_moe_recv_capacity_per_rank"}
+
+
+def test_maxtext_says_what_was_received(example: ModuleType, rng: np.random.Generator) -> None:
+    """The most assignments that a rank of any line has, and its capacity."""
+    ids = rng.permuted(np.tile(np.arange(E), (B, S, 1)), axis=2)[:, :, :K].astype(np.int32)
+    matrices = [jnp.asarray(matrix) for matrix in draw_experts(rng)]
+    with Group(helpers.mesh_of(data=2, expert=4), "expert", timeout=30) as group:
+
+        def both(x: Any, ids: Any, weights: Any) -> Any:
+            out, received, room = example.experts_of(group, x, ids, weights, example.jax_ep.Experts(*matrices))
+            assert room == 4 * (B * S // 8) * K
+            return out, received
+
+        received = helpers.fetch(jax.jit(both)(draw(rng, B, S, D), ids, draw(rng, B, S, K)))[1]
+    owners = (ids // (E // 4)).reshape(2, -1)
+    assert received == max(np.bincount(line, minlength=4).max() for line in owners)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tunix imports
+def test_tunix(example: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the layer itself computes on a CPU: all tokens by all experts."""
+    nnx = pytest.importorskip("flax.nnx")
+    pytest.importorskip("jax.experimental.shard_map")  # it imports this
+    file = upstream.wheel("google-tunix", "0.1.7")
+    model = upstream.load(
+        file, ("tunix.models.qwen3.model", "tunix.generate.mappings"), ("jaxtyping", "huggingface_hub", "safetensors")
+    )
+    shardings = SimpleNamespace(exp_weight_edf=(None,) * 3, exp_weight_efd=(None,) * 3, act_btd=(None,) * 3)
+    sizes = {"num_experts_per_tok": K, "num_experts": E, "embed_dim": D, "hidden_dim": F}
+    config = SimpleNamespace(**sizes, shd_config=shardings, dtype=jnp.float32, param_dtype=jnp.float32)
+    x = draw(rng, B, S, D)
+    with Group(helpers.mesh_of(fsdp=2, ep=4), "ep", timeout=30) as group:
+        with jax.set_mesh(group.mesh):
+            graph, state = nnx.split(model.MoELayer(config, rngs=nnx.Rngs(0)))
+
+        def layer(state: Any, x: Any) -> Any:
+            return nnx.merge(graph, state)(x)
+
+        wanted = with_gradients(layer, state, x)
+        monkeypatch.setattr(model.MoELayer, "__call__", model.MoELayer.__call__)  # is put back
+        example.patch("tunix", group)
+        found = with_gradients(layer, state, x)
+    assert_alike(found, wanted)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("biases", [False, True])
+def test_easydel(biases: bool, example: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its own `_sparse_moe_call` has on one device."""
+    folder = "easydel.layers.moe."
+    real = (folder + "_moe_module", folder + "_communication_utils")
+    moe = upstream.load(upstream.wheel("easydel", "0.3.0"), real, ("eformer", "ejkernel", "jaxtyping"))
+    axes = {moe.DP: "dp", moe.EP: "ep", moe.TP: "tp"}
+    one = helpers.mesh_of(dp=1, ep=1, tp=1)
+    config = SimpleNamespace(use_expert_tensor_mode=False, moe_force_xla_gmm=True, use_ring_of_experts=False)
+    router = jnp.asarray(draw(rng, D, E))
+    layer = Bare(
+        moe.BaseMoeModule,
+        moe_hooks=moe.MoeFusedHooks(select_hook=normalized),
+        dtype=jnp.dtype("float32"),
+        config=config,
+        mesh=one,
+        auto_expert_mesh=one,
+        partition_manager=SimpleNamespace(resolve=lambda **_: P()),
+        get_moe_spec=lambda *_, **__: P("ep"),
+        n_routed_experts=E,
+        num_experts_per_tok=K,
+    )
+    monkeypatch.setattr(moe, "resolve_eformer_axis", lambda axis, _: axes[axis])
+    monkeypatch.setattr(moe, "grouped_matmul", lambda x, w, sizes, **_: jax.lax.ragged_dot(x, w, sizes))
+    operands = (draw(rng, B, S, D), *draw_experts(rng), *([draw(rng, E, n) for n in (F, F, D)] if biases else []))
+
+    def call(x: Any, *given: Any) -> Any:
+        return layer._sparse_moe_call(x, lambda x: x @ router, *given, act_fn=jax.nn.silu)
+
+    wanted = with_gradients(call, *operands)
+    monkeypatch.setattr(moe.BaseMoeModule, "_sparse_moe_call", None)  # is put back
+    with Group(helpers.mesh_of(dp=2, ep=4, tp=1), "ep", timeout=30) as group:
+        example.patch("easydel", group)
+        found = with_gradients(call, *operands)
+        vars(layer)["moe_hooks"] = moe.MoeFusedHooks(output_weights_hook=jnp.abs)
+        with pytest.raises(NotImplementedError, match="takes no output_weights_hook"):
+            call(*operands)
+    assert_alike(found, wanted)
+
+
+def normalized(scores: jax.Array, _: Any, k: int) -> tuple[jax.Array, jax.Array]:
+    weights, ids = jax.lax.top_k(scores, k)
+    return weights / weights.sum(axis=-1, keepdims=True), ids
