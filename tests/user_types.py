@@ -1,7 +1,8 @@
 # pyright: strict
-"""A user's code: the types of what `jax_ep` exports say what these functions return. Never run; CI checks its types."""
+"""A user's code: the types of what `jax_ep` exports say what these return. Never run; pyright and mypy check it."""
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
@@ -21,6 +22,19 @@ def by_hand(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, matrix: jax.
     group.check()
     product = lax.ragged_dot(out.rows, matrix, out.group_sizes)
     return jax_ep.combine(product, out.routing, group=group) + counts.sum()
+
+
+def of_rows(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, scales: jax.Array) -> jax.Array:
+    out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, expand=False)
+    return scales[out.expert_of_row()] * out.weight_of_row()
+
+
+def replicas(
+    group: jax_ep.Group, load: np.ndarray, experts: jax_ep.Experts, tokens: jax.Array, ids: jax.Array
+) -> jax.Array:
+    plan: jax_ep.nn.ReplicaPlan = jax_ep.nn.plan_replicas(load, num_ranks=group.size, num_slots=64, num_nodes=2)
+    there: jax_ep.Experts = jax_ep.nn.replicate(experts, plan, group=group)
+    return jax_ep.moe_mlp(tokens, jax_ep.nn.physical_ids(ids, plan), None, there, group=group)[0]
 
 
 def in_float8(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ checkpoints hold experts.
 
 import itertools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged.api import ragged_all_to_all
 
 Array = jax.Array | np.ndarray
+Tree = TypeVar("Tree")
 SLACK = 1.05  # times the mean load: a rank may have so much if it then keeps a matrix
 
 
@@ -146,7 +147,7 @@ def _in_place(new: list[int], had: np.ndarray) -> list[int]:
     return [left.pop(0) if expert is None else expert for expert in kept]
 
 
-def replicate(experts: Any, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Any:
+def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Tree:
     """The matrices [S / R, ...] of this rank's slots, of those of its own experts, on any rank of a `jax.shard_map`.
 
     A matrix goes once to each slot. The gradients of its replicas come home, are added up in float32 in the order of
