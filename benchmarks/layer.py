@@ -33,8 +33,10 @@ from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 
 OURS, CHAIN, PADDED = "jax_ep", "jax_ep, op by op", "padded all_to_all"
+ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
+CANDIDATES = 2  # more of a token, for 256 rows an expert of top-8
 DISPATCH, COMBINE, PRODUCTS = "dispatch", "combine", "products"
-LAYERS = (OURS, CHAIN, PADDED)
+LAYERS = (OURS, ROUNDED, CHAIN, PADDED)
 PARTS = (DISPATCH, COMBINE, PRODUCTS, *LAYERS)
 LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
@@ -90,6 +92,7 @@ class Result:
     operand_bytes: int
     times: dict[Pass, float]
     held: dict[Pass, int | None]  # of dispatch: its rows
+    rounded: float = 1.0  # times as many operations where tokens are rounded
 
     def __str__(self) -> str:
         return f"{self.model}, {self.routing}"
@@ -108,6 +111,20 @@ def ours(group: jax_ep.Group, room: int, implementation: jax_ep.Implementation) 
         return jax_ep.moe_mlp(tokens, ids, weights, experts, group=group, **options)[0]
 
     return layer
+
+
+def rounded(layer: Layer, shape: Shape) -> Layer:
+    """`layer` with its rounding of tokens."""
+
+    def one(ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
+        return layer(*rounding(shape, ids, weights), *others)
+
+    return one
+
+
+def rounding(shape: Shape, ids: jax.Array, weights: jax.Array) -> jax_ep.nn.Routed:
+    how: dict[str, Any] = {"multiple": 8 if jax.default_backend() == "cpu" else 128, "axis_name": AXIS}
+    return jax_ep.nn.round_tokens(jax_ep.nn.Routed(ids, weights), shape.top_k, shape.experts, **how)
 
 
 def by_exchange(exchange: Formulation) -> Layer:
@@ -225,6 +242,7 @@ def measure(
     implementation: jax_ep.Implementation,
     repeats: int,
     quick: bool,
+    round_tokens: bool = False,
 ) -> Result:
     """Checks the layers against each other, then times all in turns."""
     shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
@@ -244,10 +262,20 @@ def measure(
     forward, step = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
     loops = loops_of_layers(layers, operands, (forward, step), quick)
     loops |= loops_of_parts(shape, room, group, implementation, inputs, matrices, forward)
+    share = 1.0
+    if round_tokens:
+        more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
+        _, *chosen = moe_sweep.make_inputs(more, make_ids(Case(more, routing), group.size), group)
+        left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*chosen).expert_ids), shape.experts, group.size)
+        share = left.rows / needed.rows
+        one = rounded(ours(group, max(room, -(-left.rows // 128) * 128), implementation), shape)
+        for which, count in ((FORWARD, forward), (STEP, step)):
+            op = training_step(one) if which else one
+            loops[ROUNDED, which] = Loop(op, (*chosen, *matrices), inputs[0], count)
     programs = compile_loops(list(loops.values()), mesh)
     times = median_microseconds(list(loops.values()), programs, repeats, hot=not on_cpu)
     group.check()
-    held = {one: held_bytes(program) for one, program in zip(loops, programs, strict=True) if one[0] in layers}
+    held = {one: held_bytes(program) for one, program in zip(loops, programs, strict=True) if one[0] in LAYERS}
     return Result(
         model,
         routing,
@@ -255,6 +283,7 @@ def measure(
         sum(array.nbytes for array in operands) // group.size,
         dict(zip(loops, times, strict=True)),
         held | {(DISPATCH, FORWARD): room * shape.hidden * jnp.dtype(shape.dtype).itemsize},
+        share,
     )
 
 
@@ -277,11 +306,12 @@ def table(result: Result) -> Iterator[str]:
 
 def half(result: Result, name: str, training: bool) -> list[str]:
     """The columns of one pass: microseconds; beside its products, by difference and ratio; TFLOP/s of these."""
-    products = result.products(training)
+    share = result.rounded if name == ROUNDED else 1
+    products = share * result.products(training)
     time = products if name == PRODUCTS else result.times.get((name, training))
     if time is None or name in (DISPATCH, COMBINE):
         return ["-" if time is None else f"{time:,.1f}", "-", "-", "-"]
-    rate = teraflops(result.flops * (3 if training else 1), time)
+    rate = teraflops(share * result.flops * (3 if training else 1), time)
     return [f"{time:,.1f}", f"{time - products:,.1f}", f"{time / products:.3f}", in_digits(rate)]
 
 
@@ -322,6 +352,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--experts", type=int, help="of all ranks: so many as a rank of a larger group has, for one GPU"
     )
+    parser.add_argument("--round-tokens", action="store_true", help="also with tokens rounded to full tiles")
     add_plot(parser, "layer")
     options = parser.parse_args(arguments)
     models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
@@ -334,13 +365,16 @@ def main(arguments: list[str]) -> int:
         print(f"- {'cold, on a CPU' if on_cpu else describe_pause(0)}")
         print(f"- {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients")
         print(f"- exposed: what a pass takes longer than its products; TFLOP/s: of the {PRODUCTS}, on the busiest rank")
+        if options.round_tokens:
+            print(f"- {ROUNDED}: of top-k plus {CANDIDATES}, over all ranks; the rounding is timed, too")
         print(f"- {PADDED}: XLA's exchange around the same grouped {PRODUCTS}")
         print("- MiB of a rank: operands; held at the peak beside them, results included; of dispatch, its rows\n")
         print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
         results: list[Result] = []
         for model in models:
             for routing in ROUTINGS[: 1 if options.quick else None]:
-                results.append(measure(model, routing, group, implementation, repeats, options.quick))
+                how = (repeats, options.quick, options.round_tokens)
+                results.append(measure(model, routing, group, implementation, *how))
                 print("\n".join(table(results[-1])), flush=True)
     write_plot(options.plot, partial(plot, results))
     return 0

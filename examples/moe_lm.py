@@ -34,6 +34,7 @@ class Config:
     z_weight: float = 0.001
     implementation: jax_ep.Implementation = "auto"
     float8: bool = False  # tokens travel to the experts, and are multiplied there, in float8
+    multiple: int | None = None  # to which the rows of each expert are rounded, over all devices
 
 
 class Layer(NamedTuple):
@@ -139,10 +140,14 @@ def moe(layer: Layer, x: jax.Array, config: Config, group: jax_ep.Group) -> tupl
     """The mixture of experts: [B, S, D] -> [B, S, D]."""
     tokens = rms_norm(x, layer.moe_norm).reshape(-1, x.shape[-1])
     logits = tokens @ layer.router
-    ids, weights = jax_ep.nn.softmax_top_k(logits, config.top_k)
-    combined, counted = experts(layer, tokens, ids, weights, config, group)
-
     axis = group.axis_name  # losses and loads are of the tokens of all devices
+    if config.multiple is None:
+        ids, weights = jax_ep.nn.softmax_top_k(logits, config.top_k)
+    else:
+        chosen = jax_ep.nn.softmax_top_k(logits, config.top_k + 1)
+        rounding = {"multiple": config.multiple, "axis_name": axis}
+        ids, weights = jax_ep.nn.round_tokens(chosen, config.top_k, config.experts, **rounding)
+    combined, counted = experts(layer, tokens, ids, weights, config, group)
     load = jax_ep.nn.expert_load(ids, config.experts, axis_name=axis)
     stats = RouterStats(
         balance_loss=jax_ep.nn.balance_loss(logits, ids, axis_name=axis),

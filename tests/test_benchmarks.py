@@ -34,7 +34,7 @@ def rows_of(table: str) -> list[dict[str, str]]:
     "command",
     [
         "collective_matmul --repeats 1 --devices 2",
-        "layer --repeats 1 --quick --shapes wide --tokens 16",
+        "layer --repeats 1 --quick --shapes wide --tokens 16 --round-tokens",
         "layer_float8 --repeats 1",
         "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick --plot bars.png",

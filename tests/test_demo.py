@@ -24,15 +24,16 @@ STEPS = 20
 example = partial(load, "examples")  # by its name
 
 
-def test_losses_are_those_of_xla_and_fall_alike_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts in float8 learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit."""
+def test_losses_are_those_of_xla_and_fall_alike_when_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in float8 learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit. So do experts
+    whose 32 rows in the mean are rounded to eights."""
     require_native()
     demo, text = example("train_moe_lm"), example("moe_lm_data").load_bytes()
     monkeypatch.setattr(demo, "LENGTH", 32)  # of a text
     size = min(2, helpers.largest_size())
 
-    def losses(devices: Sequence[Any], implementation: Implementation, *, float8: bool = False) -> np.ndarray:
-        config = demo.moe_lm.Config(implementation=implementation)
+    def losses(devices: Sequence[Any], implementation: Implementation, *, float8: bool = False, **how: Any) -> Any:
+        config = demo.moe_lm.Config(implementation=implementation, **how)
         with Group(Mesh(np.array(devices), ("ep",)), "ep") as group:
             if float8:
                 return demo.train_in_float8(text, STEPS, config, group).loss
@@ -46,7 +47,11 @@ def test_losses_are_those_of_xla_and_fall_alike_in_float8(monkeypatch: pytest.Mo
     print(f"largest difference {np.abs(ours - wanted).max():.1e}")
     np.testing.assert_allclose(ours, wanted, rtol=1e-4)
     assert ours[-1] < 0.8 * ours[0]
-    assert 1e-5 < np.abs(losses(jax.devices()[:size], "auto", float8=True) / ours - 1).max() < 0.02
+    ways: list[dict[str, Any]] = [{"float8": True}, {"multiple": 8}]
+    for how in ways:
+        off = np.abs(losses(jax.devices()[:size], "auto", **how) / ours - 1).max()
+        print(f"{how}: {off:.4f}")
+        assert 1e-5 < off < 0.02, how
 
 
 @pytest.mark.parametrize("wrong", [0, 3, 16])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import nn
 
@@ -83,6 +84,76 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
     assert not by_bias.any()
 
 
+def rounded(ids: np.ndarray, weights: np.ndarray, multiple: int) -> np.ndarray:
+    """Which assignments are left, expert by expert. The first K columns are chosen; the greatest weights go first."""
+    left = np.zeros(ids.shape, bool)
+    for expert in range(EXPERTS):
+        places = sorted(map(tuple, np.argwhere(ids == expert)), key=lambda at: (at[1] >= K, -weights[at], at))
+        count = sum(at[1] < K for at in places)
+        down = count // multiple * multiple
+        goes_up = 2 * (count - down) >= multiple and len(places) >= down + multiple
+        for at in places[: down + multiple if goes_up else down]:
+            left[at] = True
+    return left
+
+
+@pytest.mark.parametrize(
+    ("devices", "multiple", "more", "renormalize"),
+    [(None, 8, 2, True), (4, 8, 1, False), (4, 3, EXPERTS - K, True), (None, 64, 2, False)],
+)
+def test_round_tokens(
+    devices: int | None, multiple: int, more: int, renormalize: bool, rng: np.random.Generator
+) -> None:
+    """Counts are multiples over all devices, the least weights move, and gradients are those of the weights that are
+    left. Some ids are no experts."""
+    x = (rng.standard_normal((160, EXPERTS)) + np.linspace(0, 1, EXPERTS)).astype(np.float32)
+    by = rng.standard_normal((160, K + more)).astype(np.float32)
+    no_expert = rng.random(by.shape) < 0.03
+    routed = helpers.fetch(nn.softmax_top_k(x, K + more, renormalize=renormalize))
+    ids = np.where(no_expert, rng.choice([-1, EXPERTS, helpers.BIG], by.shape), routed.expert_ids)
+    axis = "ep" if devices else None
+
+    def sums(x: jax.Array, by: jax.Array, ids: jax.Array) -> tuple[jax.Array, nn.Routed]:
+        weights = nn.softmax_top_k(x, K + more, renormalize=renormalize).weights
+        out = nn.round_tokens(
+            nn.Routed(ids, weights), K, EXPERTS, multiple=multiple, renormalize=renormalize, axis_name=axis
+        )
+        return (out.weights * by).sum(axis=1), out
+
+    body: Any = jax.jit(sums)
+    if devices:
+        body = jax.jit(jax.shard_map(sums, mesh=helpers.mesh_of(ep=devices), in_specs=P("ep"), out_specs=P("ep")))
+    _, pull, found = jax.vjp(lambda x: body(x, by, ids), x, has_aux=True)
+    found = helpers.fetch(found)
+
+    there = rounded(ids, routed.weights, multiple) | (ids < 0) | (ids >= EXPERTS)
+    np.testing.assert_array_equal(found.expert_ids, np.where(there, ids, -1))
+    before, after = (np.asarray(nn.expert_load(each, EXPERTS)) for each in (ids[:, :K], found.expert_ids))
+    assert not (after % multiple).any()
+    assert (np.abs(after - before) < multiple).all()
+    assert (after < before).any()
+    assert (after > before).any() or multiple == 64
+
+    def dense(x: jax.Array) -> jax.Array:
+        """The same weights, out of the probabilities of all experts."""
+        of_chosen = jnp.take_along_axis(jax.nn.softmax(x), routed.expert_ids, axis=1)
+        total = of_chosen.sum(axis=1, keepdims=True) if renormalize else 1.0
+        left = jnp.where(there, of_chosen, 0) / total
+        return left / jnp.where(there.any(axis=1), left.sum(axis=1), 1)[:, None] if renormalize else left
+
+    with jax.enable_x64():
+        exact, d_exact = jax.vjp(dense, x.astype(np.float64))
+        wanted = d_exact(jnp.asarray(by.astype(np.float64)))[0]
+    np.testing.assert_allclose(found.weights, exact, rtol=1e-5, atol=1e-7)
+    gradient = pull(np.ones(len(x), np.float32))[0]
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_no_tokens_to_round() -> None:
+    routed = nn.round_tokens(nn.Routed(jnp.zeros((0, 3), jnp.int32), jnp.zeros((0, 3))), 2, EXPERTS)
+    assert routed.expert_ids.shape == routed.weights.shape == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -105,6 +176,18 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
             "top_groups must be .* that they hold top_k = 4 .* got 1",
         ),
         (lambda x: nn.sigmoid_top_k(x, 4, scale=no_number), "^sigmoid_top_k: scale must be a number, got NoneType"),
+        (
+            lambda x: nn.round_tokens(nn.softmax_top_k(x, 4), 5, 16),
+            r"^round_tokens: top_k must be in \[1, K = 4\], got 5",
+        ),
+        (
+            lambda x: nn.round_tokens(nn.Routed(x.astype(int), x[:1]), 1, 16),
+            r"^round_tokens: routed\.weights must have shape \[T, K\] = \(20, 16\), got",
+        ),
+        (
+            lambda x: nn.round_tokens(nn.softmax_top_k(x, 4), 1, 16, multiple=0),
+            "^round_tokens: multiple must be at least 1, got 0",
+        ),
         (
             lambda x: nn.softmax_top_k(x, 4, renormalize=no_bool),
             "^softmax_top_k: renormalize must be True or False, got",

@@ -16,6 +16,7 @@ from jax_ep.nn.replicas import (
 )
 from jax_ep.nn.routers import (
     Routed as Routed,
+    round_tokens as round_tokens,
     sigmoid_top_k as sigmoid_top_k,
     softmax_top_k as softmax_top_k,
     within_top_groups as within_top_groups,

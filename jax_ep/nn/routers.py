@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import checks
+from jax_ep._kit.checks import AxisName
 
 Array = jax.Array | np.ndarray
 
@@ -21,7 +22,7 @@ class Routed(NamedTuple):
     """What a router chooses.
 
     Attributes:
-      expert_ids: [T, K] int32, different experts, the best first; of equal scores that of the lower id.
+      expert_ids: [T, K] int32, different experts, the best first; of equal scores that of the lower id. -1 is none.
       weights: [T, K] float32, differentiable in the logits.
     """
 
@@ -125,6 +126,76 @@ def _take(op: str, scores: jax.Array, chosen_by: jax.Array, top_k: int, renormal
     if renormalize:
         weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     return Routed(expert_ids.astype(jnp.int32), weights * scale)
+
+
+def round_tokens(
+    routed: Routed,
+    top_k: int,
+    num_experts: int,
+    *,
+    multiple: int = 128,
+    renormalize: bool = True,
+    axis_name: AxisName | None = None,
+) -> Routed:
+    """Rounds the rows of each expert to whole tiles of its products (token rounding, SonicMoE: Guo et al., 2025).
+
+    A router chooses more than `top_k` experts for each token. The first `top_k` count, the others are candidates. The
+    count of an expert becomes the nearest multiple, a half goes up: the expert drops assignments of the least weights,
+    or takes candidates of the greatest. With too few candidates its count is rounded down. To round up by half a
+    multiple, a token needs top_k * multiple / (2 * rows of an expert) candidates.
+
+        routed = round_tokens(softmax_top_k(logits, K + 2), K, E, axis_name="ep")
+
+    `expert_load` and `balance_loss` of the result count what is left; of the first `top_k` ids that came in, what was
+    chosen. A float `capacity` is times the even load of all K columns.
+
+    Args:
+      routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count.
+      multiple: 128 rows are a tile of products in float8, twice the step of weight gradients, and eight times that of
+        products in 16 bits.
+      renormalize: as it was for the router: the weights left to a token are scaled to the sum of all that it had.
+      axis_name: an axis of the mesh, or a tuple of them: counts are those of the tokens of all devices along it, as an
+        expert gets them. Without, those of `routed` alone.
+
+    Returns:
+      ids [T, K], -1 where an expert does not take the token, and their weights, 0 there; differentiable in the weights.
+    """
+    op = "round_tokens"
+    expert_ids, weights = routed
+    checks.check_rank(op, "routed.expert_ids", expert_ids, 2, "[T, K]")
+    checks.check_kind(op, "routed.expert_ids", expert_ids, np.integer, "an integer")
+    checks.check_shape(op, "routed.weights", weights, expert_ids.shape, "[T, K]")
+    checks.check_kind(op, "routed.weights", weights, np.floating, "a float")
+    for name, number in (("top_k", top_k), ("num_experts", num_experts), ("multiple", multiple)):
+        checks.check_int(op, name, number, below_32_bits=True)
+    if top_k > expert_ids.shape[1]:
+        raise ValueError(f"{op}: top_k must be in [1, K = {expert_ids.shape[1]}], got {top_k}")
+    checks.check_bool(op, "renormalize", renormalize)
+    expert_ids = checks.to_int32(expert_ids)
+    valid = (expert_ids >= 0) & (expert_ids < num_experts)
+    is_candidate = jnp.arange(expert_ids.shape[1]) >= top_k
+    # Each expert has two ranges: of its assignments and of its candidates, the greatest weights first.
+    ranges = jnp.where(valid, 2 * expert_ids + is_candidate, 2 * num_experts)
+    order_by = -jax.lax.stop_gradient(weights)
+    if axis_name is not None:
+        checks.check_axis(op, axis_name)
+        ranges, order_by = jax.lax.all_gather((ranges, order_by), axis_name)
+    places = jax.lax.iota(jnp.int32, ranges.size)
+    ordered, _, order = jax.lax.sort((ranges.ravel(), order_by.ravel(), places), num_keys=2)
+    starts = jnp.searchsorted(ordered, jnp.arange(2 * num_experts + 1))
+    count, most = (ends - starts[:-1:2] for ends in (starts[1::2], starts[2::2]))
+    target = (count + multiple // 2) // multiple * multiple
+    target = jnp.where(target > most, count // multiple * multiple, target)
+    last = jnp.append(starts[:-1:2] + target, ranges.size)  # of what is not valid, all stays
+    taken = jnp.zeros_like(order, bool).at[order].set(places < last[ordered // 2], unique_indices=True)
+    if axis_name is not None:
+        taken = taken.reshape(ranges.shape)[jax.lax.axis_index(axis_name)]
+    taken = taken.reshape(expert_ids.shape)
+    kept = jnp.where(taken, weights, 0)
+    if renormalize:
+        left = kept.sum(axis=1, keepdims=True)
+        kept *= weights.sum(axis=1, keepdims=True) / jnp.where(left > 0, left, 1)
+    return Routed(jnp.where(taken, expert_ids, -1), kept)
 
 
 def _check_logits(op: str, logits: Any, top_k: int) -> None:
