@@ -19,9 +19,9 @@ from .moe_cases import Case, Shape, capacity, load, make_ids
 from .moe_formulations import AXIS, jax_ep_ops
 from .provenance import header
 
-COLUMNS = "layer | of it | float8, us | bfloat16, us | float8, TFLOP/s | times as fast"
+COLUMNS = "layer | of it | precision | us | bfloat16, us | TFLOP/s | times as fast"
 CPU_MODEL = Model("small", Shape(32, 128, 2, 8, "bfloat16"), 128)
-PARTS = ("layer", "products")
+PRODUCTS = {"layer": 1, "products": 1, "step": 3}  # of each part, as many times those of a forward pass
 
 
 def moe_mlp(group: jax_ep.Group, room: int, precision: str | None) -> Any:
@@ -48,7 +48,7 @@ def check_alike(layers: list[Loop], mesh: Mesh) -> None:
 
 
 def measure(model: Model, group: jax_ep.Group, repeats: int) -> tuple[float, dict[str, dict[str, float]]]:
-    """The operations of the busiest rank's products; microseconds of each part by the dtype of its products."""
+    """The operations of the busiest rank's products; microseconds of each part by the precision of its products."""
     case, mesh = Case(model.shape, "uniform"), group.mesh
     ids = make_ids(case, group.size)
     needed = load(ids, model.shape.experts, group.size)
@@ -67,13 +67,16 @@ def measure(model: Model, group: jax_ep.Group, repeats: int) -> tuple[float, dic
         ("products", "float8"): Loop(products, (state.group_sizes, quantized, both[0]), both[1], calls),
         ("products", "bfloat16"): Loop(products, (state.group_sizes, matrices, inner), state.rows, calls),
     }
+    for precision in ("float8_dgrad", "float8", "bfloat16"):
+        step = layer.training_step(moe_mlp(group, room, precision if precision != "bfloat16" else None))
+        loops["step", precision] = Loop(step, (*routed, matrices), tokens, max(2, calls // 3))
     check_alike(list(loops.values())[:2], mesh)
     programs = compile_loops(list(loops.values()), mesh)
     measured = median_microseconds(list(loops.values()), programs, repeats, hot=group.platform != "cpu")
     group.check()
-    times: dict[str, dict[str, float]] = {part: {} for part in PARTS}
-    for (part, dtype), time in zip(loops, measured, strict=True):
-        times[part][dtype] = time
+    times: dict[str, dict[str, float]] = {part: {} for part in PRODUCTS}
+    for (part, precision), time in zip(loops, measured, strict=True):
+        times[part][precision] = time
     return needed.rows * model.flops_per_row, times
 
 
@@ -93,13 +96,14 @@ def main(arguments: list[str]) -> int:
         print(header(list(group.mesh.devices.flat), note, ["layer_float8", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print(f"- {'cold, on a CPU' if on_cpu else describe_pause(0)}")
-        print("- matrices of experts are quantized before; rows are quantized in the layer, but not for its products\n")
-        print(
-            "| layer | of it | float8, us | bfloat16, us | float8, TFLOP/s | times as fast |\n|---|---|---|---|---|---|"
-        )
+        print("- matrices of experts are quantized before, but in a step; rows are quantized, but not for the products")
+        print("- step: the result and all gradients; float8_dgrad: three of its six products backward in float8, too\n")
+        print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
         flops, times = measure(model, group, options.repeats)
         for part, of_part in times.items():
-            ours, other = of_part["float8"], of_part["bfloat16"]
-            rate = in_digits(teraflops(flops, ours))
-            print(f"| {model} | {part} | {ours:,.1f} | {other:,.1f} | {rate} | {other / ours:.2f} |", flush=True)
+            other = of_part.pop("bfloat16")
+            for precision, ours in of_part.items():
+                rate = in_digits(teraflops(PRODUCTS[part] * flops, ours))
+                cells = [str(model), part, precision, f"{ours:,.1f}", f"{other:,.1f}", rate, f"{other / ours:.2f}"]
+                print(f"| {' | '.join(cells)} |", flush=True)
     return 0

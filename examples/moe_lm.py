@@ -8,7 +8,7 @@ T = B * S tokens, D = d_model, E experts of which E / size are local.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Config:
     balance_weight: float = 0.01
     z_weight: float = 0.001
     implementation: jax_ep.Implementation = "auto"
-    float8: bool = False  # tokens travel to the experts, and are multiplied there, in float8
+    precision: Literal["float8", "float8_dgrad"] | None = None  # in which tokens travel to experts, and are multiplied
     multiple: int | None = None  # to which the rows of each expert are rounded, over all devices
 
 
@@ -130,7 +130,7 @@ def experts(
         jax_ep.Experts(None, layer.expert_in, layer.expert_out, activation="gelu"),
         group=group,
         capacity=config.capacity,
-        precision="float8" if config.float8 else None,
+        precision=config.precision,
         on_overflow="drop",
         implementation=config.implementation,
     )

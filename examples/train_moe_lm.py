@@ -79,12 +79,6 @@ def train(
     return params, jax.tree.map(lambda *values: np.stack(values), *history)
 
 
-def train_in_float8(text: np.ndarray, steps: int, config: moe_lm.Config, group: jax_ep.Group) -> moe_lm.Metrics:
-    """The metrics of every step, from the weights that the other training begins with."""
-    config = dataclasses.replace(config, float8=True)
-    return train(moe_lm.init_params(jax.random.key(SEED), config, group), text, steps, config, group)[1]
-
-
 def agrees_with_reference(
     params: moe_lm.Params, batch: np.ndarray, config: moe_lm.Config, group: jax_ep.Group
 ) -> tuple[bool, float]:
@@ -163,7 +157,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     parser.add_argument("--nodes", type=int, help="into which the devices are split, such as processes; default: none")
-    parser.add_argument("--float8", action="store_true", help="train once more, with experts in float8, and compare")
+    parser.add_argument(
+        "--float8",
+        nargs="?",
+        const="float8",
+        choices=("float8", "float8_dgrad"),
+        help="train once more with experts of this precision, and compare; default: %(const)s",
+    )
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
@@ -176,7 +176,11 @@ def main(arguments: list[str]) -> int:
         implementation = config.implementation
         text = load_bytes()
         params = moe_lm.init_params(jax.random.key(SEED), config, group)
-        in_float8 = train_in_float8(text, options.steps, config, group) if options.float8 else None
+        in_float8 = None
+        if options.float8:
+            narrow = dataclasses.replace(config, precision=options.float8)
+            again = moe_lm.init_params(jax.random.key(SEED), config, group)
+            in_float8 = train(again, text, options.steps, narrow, group)[1]
         count = sum(x.size for x in jax.tree.leaves(params))
         show(
             f"{count:,} parameters, top-{config.top_k} of {config.experts} experts in {config.layers} layers, "
@@ -202,7 +206,8 @@ def main(arguments: list[str]) -> int:
     if in_float8 is not None:
         end8 = float(np.mean(in_float8.loss[-last:]))
         gap = float(np.mean(np.abs(in_float8.loss - metrics.loss)))
-        show(f"experts in float8: {end8:.3f} at the end ({end8 / end - 1:+.2%}); {gap:.4f} apart in the mean step")
+        off = f"{end8 / end - 1:+.2%}"
+        show(f"experts in {options.float8}: {end8:.3f} at the end ({off}); {gap:.4f} apart in the mean step")
     show(
         f"live batch, {implementation!r} against 'xla': routing {'equal' if same else 'DIFFERENT'}, "
         f"largest difference {difference:.1e}: {'agreed' if agreed else 'DISAGREED'}"

@@ -90,6 +90,20 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
     return Float8Rows(bits.reshape(rows.shape), scales.reshape(blocks.shape[:-1]))
 
 
+def packed(rows: Float8Rows) -> jax.Array:
+    """Rows as float32 that travel as one: four values in each, then the scales, a multiple of 16 bytes in all."""
+    fours = rows.bits.reshape(rows.bits.shape[0], -1, 4)
+    padding = (0, 0), (0, -rows.scales.shape[1] % 4)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(fours, jnp.float32), jnp.pad(rows.scales, padding)], axis=1)
+
+
+def unpacked(rows: jax.Array, hidden: int) -> Float8Rows:
+    """The rows of `hidden` values that are `packed`. What is NaN there is NaN here."""
+    fours, scales = rows[:, : hidden // 4], rows[:, hidden // 4 :]
+    bits = jax.lax.bitcast_convert_type(fours, BITS)
+    return Float8Rows(bits.reshape(rows.shape[0], hidden), scales[:, : hidden // BLOCK])
+
+
 def dequantize_rows(rows: Float8Rows, dtype: DTypeLike) -> jax.Array:
     """[..., H], rounded to `dtype`."""
     blocks = _dequantized(rows.values).reshape(*rows.scales.shape, BLOCK)

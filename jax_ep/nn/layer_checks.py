@@ -134,7 +134,7 @@ def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: 
 
 def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: Any) -> bool:
     """Whether the products of routed rows have operands in float8."""
-    checks.check_one_of(op, "precision", precision, (None, "float8"))
+    checks.check_one_of(op, "precision", precision, (None, "float8", "float8_dgrad"))
     checks.check_one_of(op, "wire", wire, (None, "float8"))
     if product is not None:
         if not callable(product):
@@ -149,7 +149,7 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
         return False
     sizes = experts.down.shape[1:]
     if any(size % BLOCK for size in sizes):
-        raise ValueError(f"{op}: precision='float8' needs H and F to be multiples of 128, got F, H = {sizes}")
+        raise ValueError(f"{op}: precision={precision!r} needs H and F to be multiples of 128, got F, H = {sizes}")
     return True
 
 

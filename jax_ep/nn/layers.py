@@ -26,7 +26,7 @@ def moe_mlp(
     group: Group,
     capacity: int | float | None = None,
     wire: Literal["float8"] | None = None,
-    precision: Literal["float8"] | None = None,
+    precision: Literal["float8", "float8_dgrad"] | None = None,
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
     shared: Experts | None = None,
@@ -50,7 +50,10 @@ def moe_mlp(
       group: the open group of the ranks.
       capacity, wire, on_overflow, nodes: as for `jax_ep.dispatch`; there is no wire="float8_rows" here.
       precision: None, or "float8", which quantizes the operands of the products of routed rows (`jax_ep.float8`). H and
-        F must be multiples of 128. See the table.
+        F must be multiples of 128. See the table. With "float8_dgrad" the backward pass makes the cotangents of rows by
+        products in float8, too, of cotangents in blocks of 128 values (as DeepSeek-V3, 2024), which travel to the
+        experts in float8, except between nodes, with `weigh_inputs` and by "xla". Gradients of matrices are products
+        in the dtype of `tokens`.
       shared: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S], [S], [H]
         in the dtype of `tokens`, the same on all ranks. It needs nothing of the routed rows, so it can be computed
         while they travel. Several shared experts are one whose S is the sum of theirs.
@@ -68,8 +71,8 @@ def moe_mlp(
     |---|---|---|---|---|---|
     | None | None | in the dtype of `tokens` | in that dtype | arrays | yes |
     | None | "float8" | in float8 | in the dtype of `tokens` | arrays | yes |
-    | "float8" | either | in float8 | in float8 | arrays, quantized in every call | yes |
-    | "float8" | either | in float8 | in float8 | `Float8Weights` | no |
+    | "float8..." | either | in float8 | in float8 | arrays, quantized in every call | yes |
+    | "float8..." | either | in float8 | in float8 | `Float8Weights` | no |
 
     Gradients pass straight through the rounding. Rows come back, and shared experts are computed, in the dtype of
     `tokens`.
@@ -107,7 +110,7 @@ def moe_mlp(
     leaves, treedef = jax.tree.flatten((*operands, experts))
     varying: Any = treedef.unflatten(vary.vary_alike(group.axis_name, *leaves))
     product = None if product is None else layer_checks.checked_product(op, product)
-    call = ExpertsCall(dispatch, unit, in_float8, weigh_inputs, product)
+    call = ExpertsCall(dispatch, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
     routed = partial(sums_of_shared_tokens if shared_tokens else experts_of_tokens, call, *varying)
     if shared is None:
         return routed(overlapped=None)[:2]

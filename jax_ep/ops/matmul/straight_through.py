@@ -4,10 +4,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, float8
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
@@ -52,7 +53,7 @@ def ragged_dot(
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
-    return _product(dtype, lhs, without_gradient(op, "rhs", rhs), groups)
+    return product(dtype, False, lhs, without_gradient(op, "rhs", rhs), groups)
 
 
 def _check_group_sizes(op: str, rhs: Any, group_sizes: Any) -> jax.Array:
@@ -76,13 +77,20 @@ def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
         raise TypeError(f"{op}: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def product(
+    dtype: np.dtype, float8_dgrad: bool, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
+) -> jax.Array:
+    """`ragged_dot` of checked operands. For other families, too.
+
+    Args:
+      float8_dgrad: the gradient of `lhs` is a product in float8.
+    """
     return quantized_product(lhs, rhs, group_sizes, dtype=dtype)
 
 
-@_product.defjvp
-def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+@product.defjvp
+def _product_jvp(dtype: np.dtype, float8_dgrad: bool, primals: Any, tangents: Any) -> Any:
     (lhs, rhs, group_sizes), (d_lhs, d_rhs, _) = primals, tangents
     narrow = lhs.dtype
     if isinstance(rhs, Float8Weights):
@@ -95,9 +103,32 @@ def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
         lhs, rhs, group_sizes = kept
         cotangent = cotangent.astype(narrow)
         d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)
+        if float8_dgrad:
+            return lhs_gradient((float8.quantize_rows(cotangent),), (rhs,), group_sizes, narrow), d_rhs
         return api.lhs_gradient(cotangent, dequantized(rhs, narrow), group_sizes), d_rhs
 
-    return _product(dtype, *primals), linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
+    return product(dtype, float8_dgrad, *primals), linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
+
+
+def lhs_gradient(
+    cotangents: tuple[Float8Rows, ...],
+    rhs: tuple[jax.Array | Float8Weights, ...],
+    group_sizes: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Each cotangent [M, N] times its group's [K, N] transposed, summed: [M, K], by one product in float8.
+
+    For other families, too. It has no gradient.
+    """
+    rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *cotangents)
+    weights = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *map(_transposed, rhs))
+    return quantized_product(rows, weights, group_sizes, dtype=dtype)
+
+
+def _transposed(weights: jax.Array | Float8Weights) -> Float8Weights:
+    if isinstance(weights, Float8Weights):
+        return jax.tree.map(lambda x: x.swapaxes(-1, -2), weights)
+    return float8.quantize_weights(weights.swapaxes(-1, -2))
 
 
 def product_tangent(

@@ -2,7 +2,8 @@
 
 Forward: dispatch, the products by gate and up, the unit, the product by down, combine. Backward: five products and two
 exchanges. The forward pass keeps the dispatched rows, their routing, and the products by gate and up. The backward pass
-computes the unit again. A matrix in float8 has no gradient.
+computes the unit again. A matrix in float8 has no gradient. With `float8_dgrad` cotangents travel to the experts in
+float8, and the three products that make cotangents of rows are in float8; gradients of matrices are not.
 
 The product by down is not kept. Combine weighs its rows, so the backward pass may apply a row's weight w to either
 factor of each product. Let x be the row's left operand, M the matrix and c the row's cotangent before weighing. Then
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import zero_from_primal
 
@@ -41,7 +43,7 @@ from jax_ep.ops.matmul.api import (
 from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product, quantized_weights
 from jax_ep.ops.matmul.quantize import dequantized, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
-from jax_ep.ops.matmul.straight_through import product_tangent, ragged_dot as float8_ragged_dot
+from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, product, product_tangent
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import (
     combine,
@@ -51,6 +53,7 @@ from jax_ep.ops.moe.gradients import (
     of_rows,
     return_rows,
     scatter,
+    scatter_in_float8,
     sent_weights,
     to_slots,
     weighed,
@@ -73,6 +76,7 @@ class ExpertsCall(NamedTuple):
     dispatch: DispatchCall
     unit: Unit
     in_float8: bool  # products of operands that are quantized, if not yet
+    float8_dgrad: bool  # so are the gradients of their left operands
     weigh_inputs: bool
     product: Product | None
 
@@ -144,7 +148,7 @@ def plain_answers(
     """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
     multiply: Any = call.product or (ragged_dot if call.dispatch.by_kernels else plain_ragged_dot)
     if call.in_float8:  # rows were dequantized, and are quantized again
-        multiply = float8_ragged_dot
+        multiply = partial(product, np.dtype(rows.dtype), call.float8_dgrad)
     if call.weigh_inputs:
         rows = weighed(rows, of_rows(routing.weights, routing))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
@@ -309,14 +313,18 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
     d_answers: Any  # not yet weighed
     if isinstance(rows, GatheredRows):
         d_answers = dataclasses.replace(rows, matrix=to_slots(group, d_combined, routing))
+    elif call.float8_dgrad:
+        d_answers = scatter_in_float8(group, d_combined, routing)
     else:
         d_answers = scatter(group, d_combined, routing)
     if d_overlapped is not None:
         d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
     dtype, row_weights = d_combined.dtype, of_rows(routing.weights, routing)
     weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
-        call, kept, d_answers, dequantized(experts.down, dtype), row_weights
+        call, kept, d_answers, row_weights, dtype
     )
+    if call.float8_dgrad:
+        d_answers = dequantized(d_answers, dtype)
     d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
     if down_bias is not None:
         d_row_weights, d_down_bias = _down_bias_gradients(
@@ -330,9 +338,11 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
     }
     # The weighed unit is freed before the cotangents of the rows need as much memory.
     d_down, d_products = jax.lax.optimization_barrier((d_down, d_products))
-    d_rows = jnp.zeros_like(weighed_inner, shape=wide.shape)
-    matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first)
-    d_rows = add_lhs_gradients(d_rows, d_products, matrices, sizes)
+    if call.float8_dgrad:
+        d_rows = float8_lhs_gradient(tuple(map(quantize_rows, d_products)), experts.first, sizes, dtype)
+    else:
+        matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first)
+        d_rows = add_lhs_gradients(jnp.zeros_like(weighed_inner, shape=wide.shape), d_products, matrices, sizes)
     d_tokens, d_weights = return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
@@ -340,21 +350,28 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
 
 
 def _unit_cotangents(
-    call: ExpertsCall, kept: Kept, d_answers: Rows, down: jax.Array, row_weights: jax.Array
+    call: ExpertsCall, kept: Kept, d_answers: Rows | Float8Rows, row_weights: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
-    biases and of the unit's parameters. On Hopper one kernel computes them, if the unit is known and has no biases."""
+    biases and of the unit's parameters. On Hopper one kernel computes them, if the unit is known, has no biases, and
+    `down` is not multiplied in float8."""
     biases, _ = split_biases(kept.experts, kept.experts.biases)
 
     def composed(
-        d_answers: Rows, down: jax.Array, sizes: jax.Array, products: Products, row_weights: jax.Array
+        d_answers: Any, down: Any, sizes: jax.Array, products: Products, row_weights: jax.Array
     ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
         inner, pull = jax.vjp(_unit_of_kept(call, kept), products, biases, kept.parameters)
-        back = lhs_gradient(d_answers, down, sizes)
+        if call.float8_dgrad:
+            back = float8_lhs_gradient((d_answers,), (down,), sizes, dtype)
+        else:
+            back = lhs_gradient(d_answers, down, sizes)
         d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
         return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
 
-    operands = (d_answers, down, kept.sizes, kept.products, row_weights)
+    others = (kept.sizes, kept.products, row_weights)
+    if call.float8_dgrad:
+        return composed(d_answers, kept.experts.down, *others)
+    operands: Any = (d_answers, dequantized(kept.experts.down, dtype), *others)
     if call.unit.known is None or any(bias is not None for bias in biases):
         return composed(*operands)
     known = gated_gradient(call.unit.known, lambda *operands: composed(*operands)[:3], *operands)
