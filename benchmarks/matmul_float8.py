@@ -29,6 +29,7 @@ from .plots import add_plot, write_plot
 from .provenance import header
 
 OURS, BFLOAT16, DENSE, TORCH = "jax_ep", "jax_ep, bfloat16", "dense XLA", "torch"
+GATHERED = "jax_ep, gathered"  # rows of a random permutation
 CASES = [
     Case(8192, 8192, 8192, quick=True),
     Case(32768, 7168, 4096, 64),
@@ -46,6 +47,10 @@ def dense(rhs: jax.Array, lhs: jax.Array) -> jax.Array:
 
 def grouped(rhs: Any, sizes: jax.Array, lhs: Any) -> jax.Array:
     return ragged_dot(lhs, rhs, sizes)
+
+
+def gathered(order: jax.Array, rhs: Any, sizes: jax.Array, lhs: Any) -> jax.Array:
+    return ragged_dot(lhs, rhs, sizes, lhs_indices=order)
 
 
 def check_alike(lhs: Float8Rows, rhs: Float8Weights, sizes: jax.Array) -> None:
@@ -91,9 +96,11 @@ def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool
     rows, weights, sizes = make_operands(case)
     lhs, rhs = jax.jit(quantize_rows)(rows), jax.jit(quantize_weights)(weights)
     check_alike(lhs, rhs, sizes)
+    order = jax.random.permutation(jax.random.key(0), lhs.bits.shape[0])
     calls = calls_between(pause, CALLS, case.flops)
     loops = {
         OURS: Loop(grouped, (rhs, sizes), lhs, calls),
+        GATHERED: Loop(gathered, (order, rhs, sizes), lhs, calls),
         BFLOAT16: Loop(grouped, (weights, sizes), rows, calls),
         DENSE: Loop(dense, (rhs.values[0],), lhs.values, calls),
     }
@@ -131,7 +138,7 @@ def main(arguments: list[str]) -> int:
     print(f"- {'cold, on a CPU' if on_cpu else describe_pause(options.pause)}")
     print(f"- {DENSE}: one product of as many rows in float8, without scales")
     print(f"- {TORCH}: _scaled_grouped_mm, or _scaled_mm, with a scale per row and one per column\n")
-    names = [f"{name}, TFLOP/s" for name in (OURS, BFLOAT16, DENSE, *([TORCH] if with_torch else []))]
+    names = [f"{name}, TFLOP/s" for name in (OURS, GATHERED, BFLOAT16, DENSE, *([TORCH] if with_torch else []))]
     print(f"| product | jax_ep, us | {' | '.join(names)} | of bfloat16 |\n|{'---|' * (len(names) + 3)}", flush=True)
     results: dict[Case, dict[str, float]] = {}
     mesh = Mesh(np.array([device]), ("one",))

@@ -272,6 +272,17 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
         ],
         ("bfloat16", (3, 256)),
     ),
+    "gathered float8": (
+        {
+            **{"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256},
+            **{"gathered": "lhs", "gathered_rows": 5},
+        },
+        [
+            *(("lhs", "uint8", (5, 128)), ("the scales of lhs", "float32", (5, 1))),
+            *(("rhs", "uint8", (2, 256, 128)), ("the scales of rhs", "float32", (2, 2, 1))),
+        ],
+        ("bfloat16", (3, 256)),
+    ),
     "gated float8": (
         {
             **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "epilogue": "gated", "activation": "relu"},
@@ -286,7 +297,7 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
     ),
 }
 GROUP_SIZES = ("group_sizes", "int32", (2,))
-MORE_OPERANDS = {"gathered rows": [("indices", "int32", (3,))]}
+MORE_OPERANDS = {case: [("indices", "int32", (3,))] for case in ("gathered rows", "gathered float8")}
 MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
 TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
 
@@ -358,7 +369,8 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("gated", {"activation": "none"}, "activation must be silu, gelu or relu in a gated product"),
         ("gated", {"rhs_is_k_by_n": False}, "a gated product must be of the operands' dtype, and of matrices stored"),
         ("summed", {"k": 12}, "n and k must be multiples of 8"),
-        ("summed", {"gathered": "lhs", "gathered_rows": 5}, "products of float8 and sums of products gather nothing"),
+        ("summed", {"gathered": "lhs", "gathered_rows": 5}, "sums of products and gated units of float8 gather"),
+        ("gated float8", {"gathered": "lhs", "gathered_rows": 5}, "sums of products and gated units of float8 gather"),
         ("summed", {"dtype": "float32"}, "a sum of products must be of the operands' dtype, and of matrices stored"),
         ("float8", {"k": 64}, "n and k must be multiples of 128"),
         ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn"),

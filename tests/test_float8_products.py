@@ -140,6 +140,23 @@ def test_products(case: Product, result: str, rng: np.random.Generator) -> None:
     assert not found[sum(case.sizes) :].any()
 
 
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_products_of_gathered_rows(case: Product, rng: np.random.Generator) -> None:
+    """The bits of the product of rows that were taken before. -1 is a row of zeros, other indices outside are NaN."""
+    (lhs, rhs), sizes = draw_product(case, rng), jnp.array(case.sizes)
+    indices = rng.integers(-1, case.rows, case.rows, dtype=np.int32)
+    indices[rng.integers(case.rows, size=3)] = -1
+    bits, scales = (jnp.where(indices[:, None] < 0, 0, x[indices]) for x in (lhs.bits, lhs.scales))
+    program = jax.jit(lambda lhs, indices: float8.ragged_dot(lhs, rhs, sizes, lhs_indices=indices))
+    wanted = helpers.fetch(jax.jit(float8.ragged_dot)(Float8Rows(bits, scales), rhs, sizes))
+    np.testing.assert_array_equal(helpers.fetch(program(lhs, indices)), wanted)
+    end = min(sum(case.sizes), case.rows)
+    for at, outside in ((0, case.rows), (end // 2, -2), (end - 1, helpers.BIG)):
+        indices[at] = outside
+    isnan = np.isnan(helpers.fetch(program(lhs, indices))).all(axis=1)
+    np.testing.assert_array_equal(isnan, ((indices < -1) | (indices >= case.rows)) & (np.arange(case.rows) < end))
+
+
 @pytest.mark.parametrize("spread", [0, 2])
 @pytest.mark.parametrize("rows", [3, 128, 300])
 def test_dense_products(rows: int, spread: float, rng: np.random.Generator) -> None:

@@ -27,14 +27,14 @@ constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 // The matrix of the gathered operand.
 struct Gathering {
   const char* matrix;
-  int rows, columns;
+  int rows, columns;  // of 16 bits: two values of float8 are one
   const int32_t* indices;
   int count;  // of indices
 
   JAX_EP_FN explicit Gathering(const Product& x)
       : matrix(static_cast<const char*>(x.lhs)),
         rows(x.gathered_rows),
-        columns(x.grouping == Grouping::m_grouped ? x.k : x.m),
+        columns(x.grouping == Grouping::m_grouped ? x.k / (x.is_float8() ? 2 : 1) : x.m),
         indices(x.indices),
         count(x.grouping == Grouping::m_grouped ? x.m : x.k) {}
 

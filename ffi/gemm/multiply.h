@@ -83,6 +83,11 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
   return last;
 }
 
+// Such tiles are taken in turns, not off a queue.
+struct NoTaker {
+  JAX_EP_FN static void take() {}
+};
+
 // What the main loops of such tiles have in common. Their aux warps are free.
 template <int kBlockN>
 struct FixedTiles {
@@ -97,6 +102,10 @@ struct FixedTiles {
   template <class Memory>
   JAX_EP_FN static Schedule tiles(Memory&, const Problem& problem, Share share) {
     return Schedule(problem, kBlockN, share);
+  }
+  template <class Memory, class Source>
+  JAX_EP_FN static NoTaker taker(Memory&, const Source&, const Problem&) {
+    return {};
   }
   template <class Memory, class Source>
   JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Share, int /*aux_warp*/) {}

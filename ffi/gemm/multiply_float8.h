@@ -19,15 +19,20 @@ struct BlockScales {
 };
 
 // Where a thread finds the scales of its part of a tile: of the rows lane / 4 and lane / 4 + 8 of its warp's 16. What
-// lies outside the matrices gets scales of their edges.
-template <int kBlockN>
+// lies outside the matrices gets scales of their edges. Of gathered rows it is zero or NaN, whatever it is scaled by.
+template <int kBlockN, bool kGathers>
 class TileScales {
  public:
   JAX_EP_FN TileScales(const Product& product, const Problem& problem, const Tile& tile, int warp, int lane)
       : product_(product) {
     const int blocks = problem.k / kBlockK, row = tile.row + warp * kOutRows + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows_[i] = smaller(row + i * 8, problem.m - 1) * blocks;
+    for (int i = 0; i < 2; ++i) {
+      int at = smaller(row + i * 8, problem.m - 1);
+      if constexpr (kGathers) at = load_here(product.indices + at);
+      rows_[i] =
+          kGathers && static_cast<uint32_t>(at) >= static_cast<uint32_t>(product.gathered_rows) ? -1 : at * blocks;
+    }
 #pragma unroll
     for (int slice = 0; slice < kBlockN / kSlice; ++slice) {
       const int column = smaller(tile.col + slice * kSlice, problem.n - 1) / kScaleBlock;
@@ -38,7 +43,8 @@ class TileScales {
   JAX_EP_FN BlockScales<kBlockN> load(int block) const {
     BlockScales<kBlockN> scales;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) scales.rows[i] = load_here(product_.lhs_scales + rows_[i] + block);
+    for (int i = 0; i < 2; ++i)
+      scales.rows[i] = kGathers && rows_[i] < 0 ? 1 : load_here(product_.lhs_scales + rows_[i] + block);
 #pragma unroll
     for (int slice = 0; slice < kBlockN / kSlice; ++slice)
       scales.weights[slice] = load_here(product_.rhs_scales + weights_[slice] + block);
@@ -84,6 +90,7 @@ JAX_EP_FN void add_block(float (&total)[kBlockN / 2], const float (&d)[kBlockN /
 
 template <class Rhs>
 struct Float8Source : TileSource<false, Rhs> {
+  static constexpr bool kGathers = false;
   const Product& product;  // has the scales
 
   JAX_EP_FN Float8Source(const Maps& maps, const Product& product)
@@ -91,9 +98,9 @@ struct Float8Source : TileSource<false, Rhs> {
 };
 
 // Each warpgroup multiplies 64 rows of a tile. While one scales, the other multiplies.
-template <int kBlockN>
+template <int kBlockN, class SourceOf = Float8Source<OneMatrix<kBlockN, false>>>
 struct Float8Mainloop : FixedTiles<kBlockN> {
-  using Source = Float8Source<OneMatrix<kBlockN, false>>;
+  using Source = SourceOf;
   using Sums = float[kBlockN / 2];
   static constexpr bool kPingPong = false;
   static constexpr int kAccumulators = 192, kProducers = 1;  // the sums of a tile and of a block
@@ -108,7 +115,7 @@ struct Float8Mainloop : FixedTiles<kBlockN> {
 #pragma unroll
     for (float& value : total) value = 0;
     const int blocks = ceil_div(tile.k_end - tile.k_begin, kBlockK);
-    const TileScales<kBlockN> tile_scales(source.product, problem, tile, warp, lane);
+    const TileScales<kBlockN, Source::kGathers> tile_scales(source.product, problem, tile, warp, lane);
     for (int block = 0; block < blocks; ++block, at.advance()) {
       float d[kBlockN / 2];
       leave_undefined(d);

@@ -1,14 +1,15 @@
-// Products of 16-bit operands of which the left one is gathered (gather.h).
+// Products of which the left operand is gathered (gather.h).
 //
-// Rows: the operands are swapped (multiply_swapped.h). The CTAs of a cluster split the rows of a tile pair, as gathered
-// rows cannot be multicast, and share 256 columns of the weights by multicast. A CTA has up to 128 rows. A warpgroup
-// has two parts of 64 columns. The traffic from the L2 cache equals that of a product that does not gather.
+// Rows of 16 bits: the operands are swapped (multiply_swapped.h). The CTAs of a cluster split the rows of a tile pair,
+// as gathered rows cannot be multicast, and share 256 columns of the weights by multicast. A CTA has up to 128 rows. A
+// warpgroup has two parts of 64 columns. The traffic from the L2 cache equals that of a product that does not gather.
 //
-// Contractions: tiles of fixed height (multiply.h). The CTAs of a cluster share the right operand.
+// Contractions, and rows of float8: tiles of fixed height (multiply.h, multiply_float8.h). The CTAs of a cluster share
+// the right operand.
 #pragma once
 
 #include "gemm/gather.h"
-#include "gemm/multiply.h"
+#include "gemm/multiply_float8.h"
 #include "gemm/multiply_swapped.h"
 
 namespace jax_ep::gemm {
@@ -77,13 +78,14 @@ struct WideSource {
   JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
 };
 
-// ... where the contraction is gathered: the right operand.
+// ... in tiles of fixed height: the right operand.
+template <class Rhs, bool kContraction>
 struct RightSource {
   static constexpr int kTerms = 1, kGatheredSlice = 0;
-  static constexpr bool kGathersContraction = true;
+  static constexpr bool kGathers = true, kGathersContraction = kContraction;
 
   const Product& product;
-  OneMatrix<kGatheredColumns, true> rhs;
+  Rhs rhs;
 
   JAX_EP_FN RightSource(const Maps& maps, const Product& product) : product(product), rhs(maps, product) {}
 
@@ -121,11 +123,11 @@ struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>, /*kParts=
   }
 };
 
-template <class In>
-struct GatheredContractionMainloop : TileMainloop<In, kGatheredColumns, true, true, RightSource> {
-  using Base = TileMainloop<In, kGatheredColumns, true, true, RightSource>;
-  using Source = RightSource;
-  using Shared = GatheredMemory<gemm::Shared<kGatheredColumns>>;
+// A main loop of tiles of fixed height whose rows or contraction are gathered.
+template <class Base, int kBlockN>
+struct GatheredTiles : Base {
+  using Source = typename Base::Source;
+  using Shared = GatheredMemory<gemm::Shared<kBlockN>>;
   template <class Aux>
   using Memory = Shared;
   static constexpr bool kGathers = true;
@@ -136,8 +138,22 @@ struct GatheredContractionMainloop : TileMainloop<In, kGatheredColumns, true, tr
   }
   JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
                                int aux_warp) {
-    assist_gathering<GatheredContractionMainloop>(shared, source, problem, share, aux_warp);
+    assist_gathering<GatheredTiles>(shared, source, problem, share, aux_warp);
   }
+};
+
+using GatheredFloat8Source = RightSource<OneMatrix<kFloat8Columns, false>, false>;
+using GatheredFloat8Mainloop = GatheredTiles<Float8Mainloop<kFloat8Columns, GatheredFloat8Source>, kFloat8Columns>;
+
+using ContractionSource = RightSource<OneMatrix<kGatheredColumns, true>, true>;
+template <class In>
+using ContractionTiles =
+    GatheredTiles<TileMainloop<In, kGatheredColumns, true, true, ContractionSource>, kGatheredColumns>;
+
+template <class In>
+struct GatheredContractionMainloop : ContractionTiles<In> {
+  using Base = ContractionTiles<In>;
+  using Shared = typename Base::Shared;
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, const typename Base::Sums& d, Shared& shared,
                               const Problem& problem, const Tile& tile, int& chunks, int warp, int lane) {

@@ -88,7 +88,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     const bool d_gated = x.epilogue == Epilogue::d_gated, two_arrays = x.columns == x.n;
     const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
     visit(lhs("lhs", x), &Args::lhs);
-    visit(operand("the scales of lhs", Values::float32, x.m, blocks).when(quantized), &Args::lhs_scales);
+    const int scaled_rows = x.gathered == gemm::Gathered::lhs ? x.gathered_rows : x.m;
+    visit(operand("the scales of lhs", Values::float32, scaled_rows, blocks).when(quantized), &Args::lhs_scales);
     visit(rhs("rhs", x), &Args::rhs);
     visit(operand("the scales of rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized),
           &Args::rhs_scales);
@@ -121,7 +122,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   static const char* validate_gathered(const Args& x) {
     if (x.gathered == gemm::Gathered::none)
       return x.gathered_rows == 0 ? nullptr : "gathered_rows must be 0 where no operand is gathered";
-    if (is_float8(x) || x.epilogue == Epilogue::summed) return "products of float8 and sums of products gather nothing";
+    if (x.epilogue == Epilogue::summed || (is_float8(x) && x.epilogue == Epilogue::gated))
+      return "sums of products and gated units of float8 gather nothing";
     if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return "only groups of the contraction gather rhs";
     if (x.gathered_rows < 1) return "gathered_rows must be at least 1";
     const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;

@@ -1,4 +1,4 @@
-// Products of 16-bit operands of which one is gathered.
+// Products of which one operand is gathered.
 #include "gemm/epilogue_gated.h"
 #include "gemm/multiply_gathered.h"
 #include "runtime/cuda/product_kernels.h"
@@ -24,7 +24,15 @@ constexpr Variant<ProductKernel> kContraction{{kElement<T>, kElement<T>, true, t
                                               &product_kernel<GatheredContractionMainloop<T>, Store>,
                                               int{sizeof(GatheredMemory<Shared<kGatheredColumns>>)}};
 
-constexpr std::array kKernels{kRows<Bf16, Bf16, true>,
+template <class Out>
+constexpr Variant<ProductKernel> kFloat8{{Element::float8, kElement<Out>, false, false, kFloat8Columns,
+                                          /*swap_ab=*/false, Epilogue::store, Activation::none, Gathered::lhs},
+                                         &product_kernel<GatheredFloat8Mainloop, StoreTile<Out>>,
+                                         int{sizeof(GatheredFloat8Mainloop::Shared)}};
+
+constexpr std::array kKernels{kFloat8<Bf16>,
+                              kFloat8<float>,
+                              kRows<Bf16, Bf16, true>,
                               kRows<Bf16, float, true>,
                               kRows<Bf16, Bf16, false>,
                               kGated<Bf16, Activation::silu>,

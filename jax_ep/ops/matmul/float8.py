@@ -17,6 +17,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep.ops.matmul import kernels
 from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize, describe
+from jax_ep.ops.matmul.rows import GatheredRows, taken
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 
@@ -68,7 +69,9 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
+def grouped_product(
+    dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array
+) -> jax.Array:
     """The product of checked operands: on Hopper by the GEMM core, elsewhere by XLA, of both operands in bfloat16.
 
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
@@ -82,8 +85,8 @@ def grouped_product(dtype: Any, lhs: Float8Rows, rhs: Float8Weights, group_sizes
     return jax.lax.platform_dependent(*operands, cuda=core, default=by_xla)
 
 
-def _by_xla(lhs: Float8Rows, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    return jax.lax.ragged_dot(dequantize(lhs), dequantize(rhs), group_sizes, preferred_element_type=dtype)
+def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    return jax.lax.ragged_dot(dequantize(taken(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
 
 
 @grouped_product.defjvp

@@ -109,20 +109,20 @@ def _call(
     """
     gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
     indices = [x.indices for x in (lhs[0], rhs[0]) if isinstance(x, GatheredRows)]
-    left, right = _array(lhs[0]), _array(rhs[0])
+    first = [parts(x)[0] for x in (lhs[0], rhs[0])]
+    left, right = (x.bits if isinstance(x, Float8) else x for x in first)
     rows = indices[0].shape[0] if indices else left.shape[0]
     by_contraction = grouping == "contraction"
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights) or unit)
     n = right.shape[-1 if rhs_is_k_by_n else -2]
     columns = unit[0].shape[1] if unit else n
     both_in_one = epilogue == "gated" and len(rhs) == 1
-    first = [x if isinstance(x, Float8) else parts(x)[0] for x in (lhs[0], rhs[0])]
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
     return ffi.call_local(
         "grouped_matmul",
         *jax.tree.leaves([*first, *second, group_sizes, indices, *unit]),
         dtype=np.dtype(dtype),
-        operand_dtype=FLOAT8 if isinstance(lhs[0], Float8Rows) else np.dtype(left.dtype),
+        operand_dtype=FLOAT8 if isinstance(first[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
         epilogue=epilogue,
         activation=activation,
@@ -136,7 +136,3 @@ def _call(
         groups=group_sizes.shape[0],
         columns=columns,
     )
-
-
-def _array(operand: Rows | Float8) -> jax.Array:
-    return operand.bits if isinstance(operand, Float8) else parts(operand)[0]

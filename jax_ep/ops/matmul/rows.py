@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,12 @@ ZERO_ROW = -1  # an index. Any other outside the matrix is a row of NaN
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatheredRows:
-    """Rows [C, K] that stay where they are: row i is row indices[i] of `matrix` [M, K], as `take_rows` has it."""
+    """Rows [C, K] that stay where they are: row i is row indices[i] of `matrix` [M, K], as `take_rows` has it.
 
-    matrix: jax.Array
+    For products of float8 operands `matrix` is `Float8Rows`.
+    """
+
+    matrix: Any
     indices: jax.Array
 
     @property
@@ -32,14 +36,16 @@ class GatheredRows:
 Rows = jax.Array | GatheredRows
 
 
-def parts(rows: Rows) -> tuple[jax.Array, jax.Array | None]:
+def parts(rows: Any) -> tuple[Any, jax.Array | None]:
     """The matrix in which the rows are, and their indices, or None where they are that matrix."""
     return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)
 
 
-def taken(rows: Rows) -> jax.Array:
-    """The rows as an array."""
-    return take_rows(rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else rows
+def taken(rows: Any) -> Any:
+    """The rows as an array, or as `Float8Rows`, which have scales of zero or NaN where `take_rows` has such rows."""
+    if not isinstance(rows, GatheredRows):
+        return rows
+    return jax.tree.map(lambda x: take_rows(x, rows.indices), rows.matrix)
 
 
 def take_rows(matrix: jax.Array, indices: jax.Array) -> jax.Array:

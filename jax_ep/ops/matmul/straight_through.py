@@ -14,6 +14,7 @@ from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
 from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product, quantized_weights
 from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, without_gradient
+from jax_ep.ops.matmul.rows import GatheredRows
 
 
 def ragged_dot(
@@ -21,6 +22,8 @@ def ragged_dot(
     rhs: jax.Array | Float8Weights,
     group_sizes: jax.Array,
     preferred_element_type: DTypeLike | None = None,
+    *,
+    lhs_indices: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of operands in float8. Arrays are quantized first.
 
@@ -36,6 +39,7 @@ def ragged_dot(
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       preferred_element_type: the dtype of the result; default: that of `lhs`. For `Float8Rows`: bfloat16, the default,
         or float32.
+      lhs_indices: [M] integers, for `Float8Rows` alone: as in `jax_ep.lax.ragged_dot`.
 
     Returns:
       [M, N].
@@ -48,7 +52,13 @@ def ragged_dot(
     if isinstance(lhs, Float8Rows):
         rhs = quantized_weights(rhs)
         dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
-        return grouped_product(dtype, lhs, rhs, groups)
+        if lhs_indices is None:
+            return grouped_product(dtype, lhs, rhs, groups)
+        checks.check_rank(op, "lhs_indices", lhs_indices, 1, "[M]")
+        checks.check_kind(op, "lhs_indices", lhs_indices, np.integer, "an integer")
+        return grouped_product(dtype, GatheredRows(lhs, checks.to_int32(lhs_indices)), rhs, groups)
+    if lhs_indices is not None:
+        raise ValueError(f"{op}: lhs_indices must be None unless lhs is Float8Rows, got {checks.describe(lhs_indices)}")
     _check_mixed(op, lhs, rhs)
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
