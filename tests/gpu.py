@@ -63,9 +63,9 @@ def run_tests(seconds: float) -> dict[str, Any]:
     return {"ended": ended, "passed": total - skipped - sum(faults), "skipped": skipped, "failed": sum(faults)}
 
 
-def run_fuzz(seconds: float, seed: int) -> dict[str, Any]:
-    command = ["tests.chaos.fuzz", "--configurations", "1000000", "--seconds", str(seconds), "--seed", str(seed)]
-    ended, output = run(command, seconds + 300)
+def run_fuzz(of: str, seconds: float, seed: int) -> dict[str, Any]:
+    limits = ("--configurations", "1000000", "--seconds", str(seconds))
+    ended, output = run(["tests.chaos.fuzz", "--of", of, *limits, "--seed", str(seed)], seconds + 300)
     names, values = ([cell.strip() for cell in line.split("|")] for line in output.strip().splitlines()[-2:])
     table = dict(zip(names, values, strict=False))
     return {"ended": ended, "seed": seed, "configurations": table.get("configurations"), "failed": ended != 0}
@@ -154,8 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | {"jax_ep": __version__, "python": platform.python_version()},
         "minutes": options.minutes,
         "tests": run_tests(36 * options.minutes),
-        "fuzz": run_fuzz(24 * options.minutes, options.seed),
     }
+    for of in ("layers", "ops"):
+        stamp[f"fuzz of {of}"] = run_fuzz(of, 12 * options.minutes, options.seed)
     if options.memcheck:
         stamp["memcheck"] = run_memcheck()
     options.out.parent.mkdir(parents=True, exist_ok=True)

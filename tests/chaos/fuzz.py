@@ -1,6 +1,7 @@
 """Random programs of every op, each with many sets of random values, against numpy.
 
     python -m tests.chaos.fuzz --configurations 10000 --seed 1
+    python -m tests.chaos.fuzz --of layers
 
 A configuration is one set of values in one program; compiling takes most of the time, so a program serves many.
 """
@@ -40,6 +41,11 @@ PROGRAMS: tuple[type[Program], ...] = (
     Product,
     Coalesce,
 )
+OF: dict[str, Sequence[type[Program]]] = {
+    "all": PROGRAMS,
+    "layers": (MoeMlp,),
+    "ops": [kind for kind in PROGRAMS if kind is not MoeMlp],
+}
 XLA_SHARE = 0.12  # of the programs are those in plain JAX
 LONGEST_SECONDS = 120.0  # for one set of values, or one compilation
 
@@ -55,10 +61,10 @@ def implementation_of(rng: np.random.Generator, group: Group) -> Implementation:
     return "xla" if not ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "ffi"
 
 
-def try_program(report: Report, index: int, values: range) -> None:
+def try_program(report: Report, kinds: Sequence[type[Program]], index: int, values: range) -> None:
     """Builds program `index`, and tries it with these sets of values."""
     rng = np.random.default_rng([report.seed, index])
-    kind = PROGRAMS[index % len(PROGRAMS)]
+    kind = kinds[index % len(kinds)]
     with open_group(rng) as group:
         program = kind(rng, group, implementation_of(rng, group))
         report.programs += 1
@@ -68,7 +74,7 @@ def try_program(report: Report, index: int, values: range) -> None:
             try:
                 report.faults += program.check(np.random.default_rng([report.seed, index, value]))
             except Exception as error:
-                report.failed(error, str(program), f"--program {index} --value {value}")
+                report.failed(error, str(program), f"--of {report.of} --program {index} --value {value}")
                 return
             finally:
                 faulthandler.cancel_dump_traceback_later()
@@ -78,20 +84,21 @@ def try_program(report: Report, index: int, values: range) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, 10_000)
     options.add_argument("--verbose", action="store_true", help="name every program before it runs")
+    options.add_argument("--of", choices=OF, default="all", help="which programs [%(default)s]")
     options.add_argument("--values", type=int, default=30, help="sets of values per program")
     options.add_argument("--program", type=int, help="this one alone")
     options.add_argument("--value", type=int, help="this set of values alone")
     given = options.parse_args(arguments)
     faulthandler.enable()  # a crash says where, and --verbose says in which program
     prepare_devices()
-    report = Report("fuzz", given.seed, devices_here(), verbose=given.verbose)
+    report, kinds = Report("fuzz", given.seed, devices_here(), verbose=given.verbose, of=given.of), OF[given.of]
     if given.program is not None:
         values = range(given.values) if given.value is None else range(given.value, given.value + 1)
-        try_program(report, given.program, values)
+        try_program(report, kinds, given.program, values)
         return report.finish()
     index = 0
     while report.configurations < given.configurations and report.seconds() < given.seconds:
-        try_program(report, index, range(min(given.values, given.configurations - report.configurations)))
+        try_program(report, kinds, index, range(min(given.values, given.configurations - report.configurations)))
         index += 1
     return report.finish()
 

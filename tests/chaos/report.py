@@ -37,6 +37,7 @@ class Report:
     seed: int
     where: str
     verbose: bool = False
+    of: str = "all"
     configurations: int = 0
     programs: int = 0
     faults: int = 0
@@ -71,6 +72,7 @@ class Report:
             print(f"struck in {phase}: {count}")
         columns = {
             "script": self.script,
+            "of": self.of,
             "seed": self.seed,
             "configurations": self.configurations,
             "programs": self.programs,
