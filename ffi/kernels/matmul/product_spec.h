@@ -23,11 +23,10 @@ struct NamesOf<gemm::Grouping> {
 };
 template <>
 struct NamesOf<gemm::Epilogue> {
-  static constexpr Named<gemm::Epilogue> all[] = {
-      {"store", gemm::Epilogue::store},
-      {"gated", gemm::Epilogue::gated},
-      {"summed", gemm::Epilogue::summed},
-      {"d_gated", gemm::Epilogue::d_gated}};
+  static constexpr Named<gemm::Epilogue> all[] = {{"store", gemm::Epilogue::store},
+                                                  {"gated", gemm::Epilogue::gated},
+                                                  {"summed", gemm::Epilogue::summed},
+                                                  {"d_gated", gemm::Epilogue::d_gated}};
 };
 template <>
 struct NamesOf<gemm::Gathered> {
