@@ -283,6 +283,11 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
         ],
         ("bfloat16", (3, 256)),
     ),
+    "d_gated": (
+        {"epilogue": "d_gated", "activation": "gelu", "rhs_is_k_by_n": False, "columns": 16},
+        [("lhs", "bfloat16", (3, 16)), ("rhs", "bfloat16", (2, 8, 16))],
+        ("bfloat16", (3, 8)),
+    ),
     "gated float8": (
         {
             **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "epilogue": "gated", "activation": "relu"},
@@ -298,8 +303,10 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
 }
 GROUP_SIZES = ("group_sizes", "int32", (2,))
 MORE_OPERANDS = {case: [("indices", "int32", (3,))] for case in ("gathered rows", "gathered float8")}
+MORE_OPERANDS["d_gated"] = [("gate", "bfloat16", (3, 16)), ("row_weights", "float32", (3,))]
 MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
-TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
+MORE_RESULTS["d_gated"] = [jax.ShapeDtypeStruct((3, 16), jax.numpy.bfloat16), jax.ShapeDtypeStruct((1, 3), np.float32)]
+TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed", "d_gated")
 
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
@@ -352,7 +359,11 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("rows", {"rhs_is_k_by_n": False}, "the result must be of the operands' dtype, or float32 of an rhs"),
         ("rows", {"dtype": "float16"}, "the result must be of the operands' dtype, or float32 of an rhs"),
         ("rows", {"columns": 16}, "columns must be n, or 2 n"),
-        ("rows", {"activation": "silu"}, "activation must be silu, gelu or relu in a gated product, and none in any"),
+        (
+            "rows",
+            {"activation": "silu"},
+            "activation must be silu, gelu or relu of a gated unit, and none of any other",
+        ),
         ("rows", {"keeps_products": True}, "only a gated product of 16-bit operands keeps its products"),
         ("rows", {"grouping": "both"}, "grouping must be rows or contraction, got both"),
         ("rows", {"gathered": "both"}, "gathered must be none, lhs or rhs, got both"),
@@ -366,12 +377,18 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("contraction", {"epilogue": "summed"}, "groups of the contraction must be stored in the dtype"),
         ("gated", {"columns": 24}, "columns must be n, or 2 n"),
         ("gated", {"activation": "tanh"}, "activation must be none, silu, gelu or relu, got tanh"),
-        ("gated", {"activation": "none"}, "activation must be silu, gelu or relu in a gated product"),
+        ("gated", {"activation": "none"}, "activation must be silu, gelu or relu of a gated unit"),
         ("gated", {"rhs_is_k_by_n": False}, "a gated product must be of the operands' dtype, and of matrices stored"),
         ("summed", {"k": 12}, "n and k must be multiples of 8"),
         ("summed", {"gathered": "lhs", "gathered_rows": 5}, "sums of products and gated units of float8 gather"),
         ("gated float8", {"gathered": "lhs", "gathered_rows": 5}, "sums of products and gated units of float8 gather"),
-        ("summed", {"dtype": "float32"}, "a sum of products must be of the operands' dtype, and of matrices stored"),
+        (
+            "summed",
+            {"dtype": "float32"},
+            "a sum of products, or a gated unit's gradient, must be of the operands' dtype",
+        ),
+        ("d_gated", {"rhs_is_k_by_n": True}, "a sum of products, or a gated unit's gradient, must be of the operands'"),
+        ("d_gated", {"activation": "none"}, "activation must be silu, gelu or relu of a gated unit"),
         ("float8", {"k": 64}, "n and k must be multiples of 128"),
         ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn"),
         ("float8", {"m": 2**31 - 1, "k": 256}, "there are too many rows"),

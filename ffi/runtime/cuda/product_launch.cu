@@ -11,8 +11,7 @@ namespace jax_ep::gemm {
 namespace {
 
 std::array<Variants<ProductKernel>, 6> all_kernels() {
-  return {tile_kernels(),    swapped_kernels(),  gated_kernels(),
-          d_gated_kernels(), gathered_kernels(), float8_kernels()};
+  return {tile_kernels(), swapped_kernels(), gated_kernels(), d_gated_kernels(), gathered_kernels(), float8_kernels()};
 }
 
 // An array of the product; null if it has none.
