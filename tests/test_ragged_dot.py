@@ -281,6 +281,29 @@ def test_general(case: Case, form: str, dtype: Any, result: Any, rng: np.random.
         assert_near(mine, right_one, magnitude)
 
 
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("form", ["plain", "transposed"])
+def test_second_derivatives(form: str, rng: np.random.Generator) -> None:
+    """Forward over reverse, as of the product by `jax.lax`."""
+    case = Case(40, 16, 16, (20, 0, 13))
+    lhs, rhs, sizes = map(jnp.asarray, draw(rng, case, FLOAT32))
+    change = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), (lhs, rhs))
+
+    def both(product: Any) -> Any:
+        def loss(operands: Any) -> jax.Array:
+            return jnp.sum(jnp.sin(product(*operands, sizes, FORMS[form])))
+
+        return jax.jit(lambda operands: jax.jvp(jax.grad(loss), (operands,), (change,)))((lhs, rhs))
+
+    for mine, theirs in zip(*(jax.tree.leaves(both(f)) for f in (ragged_dot_general, by_plain)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
+def by_plain(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, numbers: Any) -> jax.Array:
+    """JAX differentiates this form once and again."""
+    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if numbers == FORMS["transposed"] else rhs, sizes)
+
+
 def test_other_forms_are_jax_own(rng: np.random.Generator) -> None:
     """A batch of matrices of which groups divide the contraction, and groups of columns that are no rows."""
     lhs, rhs, sizes = (

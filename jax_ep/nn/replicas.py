@@ -107,7 +107,7 @@ def _plan(
     each, room = load.size // groups, num_slots // nodes // ranks
     had = None if before is None else before.reshape(nodes, ranks, room)
     of_groups = load.reshape(groups, each).sum(axis=1)
-    had_groups = None if had is None else [dict.fromkeys(node.ravel() // each) for node in had]
+    had_groups = None if had is None else had.reshape(nodes, -1) // each
     counts, experts = np.ones(load.size, np.int32), np.empty((nodes, ranks, room), np.int32)
     for n, held in enumerate(_packed(of_groups, np.arange(groups), nodes, groups // nodes, had_groups)):
         mine = np.add.outer(np.sort(held) * each, np.arange(each)).ravel()
@@ -129,11 +129,8 @@ def _packed(shares: np.ndarray, kinds: np.ndarray, bins: int, room: int, before:
     limit = SLACK * shares.sum() / bins
     for i in np.argsort(-shares, kind="stable"):
         kind, share = int(kinds[i]), shares[i]
-        ranked: list[Any] = []
-        for b in range(bins):
-            stays = before is not None and kind in before[b] and busy[b] + share <= limit
-            ranked.append((len(held[b]) >= room, kind in held[b], not stays, busy[b], b))
-        chosen = min(ranked)[-1]
+        moves = [before is None or kind not in before[b] or busy[b] + share > limit for b in range(bins)]
+        chosen = min((len(held[b]) >= room, kind in held[b], moves[b], busy[b], b) for b in range(bins))[-1]
         held[chosen].append(kind)
         busy[chosen] += share
     return held
@@ -141,9 +138,8 @@ def _packed(shares: np.ndarray, kinds: np.ndarray, bins: int, room: int, before:
 
 def _in_place(new: list[int], had: np.ndarray) -> list[int]:
     """`new` in an order in which as many as can are where they were."""
-    left, kept = sorted(new), []
-    for expert in had:
-        kept.append(left.pop(left.index(expert)) if expert in left else None)
+    left = sorted(new)
+    kept = [left.pop(left.index(expert)) if expert in left else None for expert in had]
     return [left.pop(0) if expert is None else expert for expert in kept]
 
 
@@ -164,48 +160,38 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     slots, ranks, local = plan.experts.shape[0], group.size, plan.counts.shape[0] // group.size
     if slots % ranks or plan.counts.shape[0] % ranks:
         raise ValueError(f"{op}: plan must be of experts and slots that {ranks} ranks divide, got {plan}")
-    of_slots, me = jnp.asarray(plan.experts), jax.lax.axis_index(group.axis_name)
+    me, room, of_slots = jax.lax.axis_index(group.axis_name), slots // ranks, jnp.asarray(plan.experts)
     owner, row = jnp.divmod(of_slots, local)
     number = jnp.argmax(jnp.asarray(plan.slots)[of_slots] == jnp.arange(slots)[:, None], axis=1)  # among its expert's
-    away = _Slices(jnp.arange(slots, dtype=jnp.int32) % (slots // ranks), row, owner == me, number)
-    mine = (x.reshape(ranks, -1)[me] for x in (row, owner, number))
-    row_here, owner_here, number_here = (jnp.tile(x, ranks) for x in mine)
-    here = _Slices(away.at, row_here, owner_here == jnp.repeat(jnp.arange(ranks), slots // ranks), number_here)
+    my_owner, my_row, my_number = (x.reshape(ranks, room)[me] for x in (owner, row, number))
+    from_here, to_here = owner == me, (my_owner == jnp.arange(ranks)[:, None]).reshape(-1)
+    here = (jnp.tile(x, ranks) for x in (jnp.arange(room), my_row, my_number))  # of each rank, a slice of each slot
+    index = (row, number, from_here, to_here, *here, jnp.max(jnp.asarray(plan.counts)))
     exchange = partial(ragged_all_to_all, axis_name=group.axis_name, group=group, implementation=implementation)
 
-    def out(known: Any, own: jax.Array) -> jax.Array:
-        away, here, _ = known
-        empty = jnp.zeros_like(own, shape=(slots // ranks, *own.shape[1:]))
-        return exchange(own, empty, away.row, away.sent.astype(int), away.at, here.sent.astype(int))
+    def out(index: Any, own: jax.Array) -> jax.Array:
+        row, _, from_here, to_here, at, *_ = index
+        empty = jnp.zeros_like(own, shape=(room, *own.shape[1:]))
+        return exchange(own, empty, row, from_here.astype(int), at, to_here.astype(int))
 
-    def home(known: Any, cotangent: jax.Array) -> jax.Array:
-        away, here, most = known
+    def home(index: Any, cotangent: jax.Array) -> jax.Array:
+        _, number, from_here, to_here, at, my_row, my_number, most = index
         nothing = jnp.zeros_like(cotangent, shape=(local, *cotangent.shape[1:]))
 
         def add(turn: jax.Array, total: jax.Array) -> jax.Array:  # one replica of each expert
-            sent, received = ((x.sent & (x.number == turn)).astype(int) for x in (here, away))
-            return total + exchange(cotangent, nothing, here.at, sent, here.row, received).astype(jnp.float32)
+            sent, received = to_here & (my_number == turn), from_here & (number == turn)
+            part = exchange(cotangent, nothing, at, sent.astype(int), my_row, received.astype(int))
+            return total + part.astype(jnp.float32)
 
         return jax.lax.fori_loop(0, most, add, nothing.astype(jnp.float32)).astype(cotangent.dtype)
 
     def replicated(own: jax.Array) -> jax.Array:
         checks.check_array(op, "each leaf of experts", own)
         checks.check_shape(op, "each leaf of experts", own, (local, *own.shape[1:]), "[E / R, ...]")
-        known, tree = jax.tree.flatten((away, here, jnp.max(jnp.asarray(plan.counts))))
-        own, *known = vary.vary_alike(group.axis_name, own, *known)
-        known = tree.unflatten(known)
+        own, *known = vary.vary_alike(group.axis_name, own, *index)
         return linear(out, home, known, own) if jnp.issubdtype(own.dtype, np.inexact) else out(known, own)
 
     return jax.tree.map(replicated, experts)
-
-
-class _Slices(NamedTuple):
-    """Of each slot [S], or for each rank of each slot of this rank [R S/R]; by the rank at the other end."""
-
-    at: jax.Array  # its place on its rank
-    row: jax.Array  # its expert's on the owner
-    sent: jax.Array  # whether its matrix goes, and its gradient comes, that way
-    number: jax.Array  # which of its expert's replicas it is
 
 
 def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:

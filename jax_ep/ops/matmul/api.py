@@ -29,6 +29,8 @@ class Settings(NamedTuple):
 
 AUTO = Settings()
 
+# A product of rows with the matrix of their group, or with that transposed; or of both rows of each group, contracted.
+Form = Literal["plain", "transposed", "contracted"]
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -106,7 +108,7 @@ def ragged_dot(
                 f"got {checks.describe(lhs)} and {checks.describe(rhs)}"
             )
         return by_xla(*operands)
-    return _grouped_matmul(settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
+    return product("plain", settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
 def check_operands(op: str, group_offset: Any, **operands: Any) -> None:
@@ -124,12 +126,6 @@ def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -
     return jax.lax.ragged_dot(taken(lhs), rhs, group_sizes, **options)
 
 
-def plain_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot` that also takes a batch of some operands."""
-    lhs, rhs, group_sizes = batched_alike(lhs, rhs, group_sizes)
-    return jax.lax.ragged_dot(lhs, rhs, group_sizes)
-
-
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`ragged_dot` of rows that may stay where they are."""
     if isinstance(rows, GatheredRows):
@@ -137,19 +133,12 @@ def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Arra
     return ragged_dot(rows, rhs, group_sizes)
 
 
-def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array, settings: Settings = AUTO) -> jax.Array:
+def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
 
-    For backward passes, here and in other families: the operands vary over the same mesh axes. Its own derivative goes
-    through XLA. Both are true of `rhs_gradient`, too.
+    For backward passes, here and in other families: the operands vary over the same mesh axes, as in `rhs_gradient`.
     """
-
-    def by_xla(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return _by_transposed(taken(cotangent), rhs, group_sizes)
-
-    operands = _batched_alike((cotangent, rhs, group_sizes))
-    call = multiplier("grouped_matmul", by_xla, settings, rhs.dtype, *operands, transpose_rhs=True)
-    return _differentiated_as(by_xla, call)(*operands)
+    return _grouped("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
 
 
 def _batched_alike(operands: Any) -> Any:
@@ -157,9 +146,8 @@ def _batched_alike(operands: Any) -> Any:
     return treedef.unflatten(batched_alike(*leaves))
 
 
-def _by_transposed(cotangent: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`lhs_gradient` by XLA."""
-    return jax.lax.ragged_dot(cotangent, rhs.swapaxes(1, 2), group_sizes)
+def _by_transposed(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
+    return _by_xla(lhs, rhs.swapaxes(1, 2), group_sizes, **options)
 
 
 def add_lhs_gradients(
@@ -185,18 +173,12 @@ def _summed(
     return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
 
 
-def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array, settings: Settings = AUTO) -> jax.Array:
+def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
     """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N].
 
     At most one operand may be `GatheredRows`.
     """
-
-    def by_xla(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
-        operands = taken(lhs), taken(cotangent), group_sizes
-        return jax.lax.ragged_dot_general(*operands, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
-
-    operands = _batched_alike((lhs, cotangent, group_sizes))
-    return _differentiated_as(by_xla, multiplier("grouped_outer", by_xla, settings, lhs.dtype, *operands))(*operands)
+    return _grouped("contracted", AUTO, lhs.dtype, lhs, cotangent, group_sizes)
 
 
 def gated_product(
@@ -230,7 +212,7 @@ def gated_product(
     if not by_kernel:
         return composed(rows, group_sizes, *varying)
     options = {"activation": activation, "keep_products": keep_products}
-    call = multiplier("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
+    call = _by("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
     return _differentiated_as(composed, call)(rows, group_sizes, *varying)
 
 
@@ -265,7 +247,7 @@ def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> 
     return product
 
 
-def multiplier(
+def _by(
     name: str,
     by_xla: Callable[..., Any],
     settings: Settings,
@@ -322,27 +304,61 @@ def _choose(
     return "pallas" if by_pallas else "xla"
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _grouped_matmul(settings: Settings, dtype: Any, lhs: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    by_xla = partial(_by_xla, preferred_element_type=dtype, precision=settings.precision)
-    return multiplier("grouped_matmul", by_xla, settings, dtype, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
+def _grouped(form: Form, settings: Settings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
+    """`product`, which JAX differentiates where XLA multiplies."""
+    by_xla = _choose(settings, dtype, left, right, sizes) == "xla"
+    return (_multiplied if by_xla else product)(form, settings, dtype, left, right, sizes)
 
 
-@_grouped_matmul.defjvp
-def _grouped_matmul_jvp(settings: Settings, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _multiplied(form: Form, settings: Settings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
+    """By the kernels of this form, or by XLA; kernels store a contraction in the dtype of the operands."""
+
+    def by_xla(left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
+        options: Any = {"precision": settings.precision, "preferred_element_type": dtype}
+        if form == "contracted":
+            return jax.lax.ragged_dot_general(taken(left), taken(right), sizes, _CONTRACT_ROWS, **options)
+        matrices: Any = right
+        return (_by_transposed if form == "transposed" else _by_xla)(left, matrices, sizes, **options)
+
+    left, right, sizes = _batched_alike((left, right, sizes))
+    if form == "contracted":
+        call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes) if dtype == left.dtype else by_xla
+    else:
+        transposed = {"transpose_rhs": True} if form == "transposed" else {}
+        call = _by("grouped_matmul", by_xla, settings, dtype, left, right, sizes, **transposed)
+    return call(left, right, sizes)
+
+
+product = jax.custom_jvp(_multiplied, nondiff_argnums=(0, 1, 2))
+
+
+@product.defjvp
+def _product_jvp(
+    form: Form, settings: Settings, dtype: Any, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The derivatives of the three forms are of the three forms."""
+
+    def inside(rows: Rows, matrix: jax.Array) -> Rows:
+        return dataclasses.replace(rows, matrix=matrix) if isinstance(rows, GatheredRows) else matrix
+
+    def home(rows: Rows, d_rows: jax.Array) -> jax.Array:
+        return sum_rows(d_rows, rows.indices, rows.matrix.shape[0]) if isinstance(rows, GatheredRows) else d_rows
+
     def forward(residuals: Any, changes: Any) -> jax.Array:
-        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, changes
-        moved = dataclasses.replace(lhs, matrix=d_lhs) if isinstance(lhs, GatheredRows) else d_lhs
-        by_lhs = _grouped_matmul(settings, dtype, moved, rhs, group_sizes)
-        return by_lhs + _grouped_matmul(settings, dtype, lhs, d_rhs, group_sizes)
+        (left, right, sizes), (d_left, d_right) = residuals, changes
+        by_left = product(form, settings, dtype, inside(left, d_left), right, sizes)
+        return by_left + product(form, settings, dtype, left, inside(right, d_right), sizes)
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lhs, rhs, group_sizes = residuals
-        cotangent = cotangent.astype(rhs.dtype)
-        d_lhs = lhs_gradient(cotangent, rhs, group_sizes, settings)
-        if isinstance(lhs, GatheredRows):
-            d_lhs = sum_rows(d_lhs, lhs.indices, lhs.matrix.shape[0])
-        return d_lhs, rhs_gradient(lhs, cotangent, group_sizes, settings)
+        left, right, sizes = residuals
+        c = cotangent.astype(right.dtype)
+        of_both: dict[Form, Any] = {
+            "plain": (("transposed", c, right), ("contracted", left, c)),
+            "transposed": (("plain", c, right), ("contracted", c, left)),
+            "contracted": (("transposed", right, c), ("plain", left, c)),
+        }
+        d_left, d_right = (_grouped(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
+        return home(left, d_left), home(right, d_right)
 
-    d_lhs = tangents[0].matrix if isinstance(primals[0], GatheredRows) else tangents[0]
-    return _grouped_matmul(settings, dtype, *primals), linear(forward, backward, primals, (d_lhs, tangents[1]))
+    changes = tuple(parts(d)[0] for d in tangents[:2])
+    return product(form, settings, dtype, *primals), linear(forward, backward, primals, changes)

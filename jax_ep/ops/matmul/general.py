@@ -1,17 +1,15 @@
 """`jax.lax.ragged_dot_general` by the kernels of `ragged_dot`, which read a transposed matrix as it lies."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep._kit.batches import batched_alike
-from jax_ep._kit.linear import linear
-from jax_ep.ops.matmul.api import Settings, check_operands, multiplier, ragged_dot
+from jax_ep.ops.matmul.api import Form, Settings, check_operands, product
 
-Form = Literal["plain", "transposed", "contracted"]
 FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
     "plain": ((1,), (1,), (), (), (0,), (0,)),
     "transposed": ((1,), (2,), (), (), (0,), (0,)),
@@ -55,41 +53,4 @@ def ragged_dot_general(
     operands = vary.vary_alike(None, *operands)
     dtype = jax.eval_shape(by_xla, *operands).dtype  # with all its checks
     settings = Settings(precision=precision)
-    return _product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _product(form: Form, settings: Settings, dtype: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    if form == "plain":
-        return ragged_dot(lhs, rhs, sizes, settings.precision, dtype)
-    contracted_lhs, contracted_rhs, _, _, ragged, groups = FORMS[form]
-    numbers = jax.lax.RaggedDotDimensionNumbers(((contracted_lhs, contracted_rhs), ((), ())), ragged, groups)
-    options = {"precision": settings.precision, "preferred_element_type": dtype}
-    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options)
-    if form == "contracted":  # kernels store it in the dtype of the operands
-        call = multiplier("grouped_outer", by_xla, settings, dtype, lhs, rhs, sizes) if dtype == lhs.dtype else by_xla
-    else:
-        call = multiplier("grouped_matmul", by_xla, settings, dtype, lhs, rhs, sizes, transpose_rhs=True)
-    return call(lhs, rhs, sizes)
-
-
-@_product.defjvp
-def _product_jvp(
-    form: Form, settings: Settings, dtype: Any, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    def forward(residuals: Any, changes: Any) -> jax.Array:
-        (lhs, rhs, sizes), (d_lhs, d_rhs) = residuals, changes
-        by_lhs = _product(form, settings, dtype, d_lhs, rhs, sizes)
-        return by_lhs + _product(form, settings, dtype, lhs, d_rhs, sizes)
-
-    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lhs, rhs, sizes = residuals
-        c = cotangent.astype(rhs.dtype)
-        of_lhs, of_rhs = {
-            "plain": (("transposed", c, rhs), ("contracted", lhs, c)),
-            "transposed": (("plain", c, rhs), ("contracted", c, lhs)),
-            "contracted": (("transposed", rhs, c), ("plain", lhs, c)),
-        }[form]
-        return tuple(_product(f, settings, rhs.dtype, left, right, sizes) for f, left, right in (of_lhs, of_rhs))
-
-    return _product(form, settings, dtype, *primals), linear(forward, backward, primals, tangents[:2])
+    return product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))

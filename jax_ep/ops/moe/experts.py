@@ -35,7 +35,6 @@ from jax_ep.ops.matmul.api import (
     gated_gradient,
     gated_product,
     lhs_gradient,
-    plain_ragged_dot,
     ragged_dot,
     rhs_gradient,
     rows_product,
@@ -146,7 +145,7 @@ def plain_answers(
     call: ExpertsCall, rows: jax.Array, sizes: jax.Array, routing: Routing, experts: Experts
 ) -> tuple[jax.Array, Routing]:
     """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
-    multiply: Any = call.product or (ragged_dot if call.dispatch.by_kernels else plain_ragged_dot)
+    multiply: Any = call.product or partial(ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla")
     if call.in_float8:  # rows were dequantized, and are quantized again
         multiply = partial(product, np.dtype(rows.dtype), call.float8_dgrad)
     if call.weigh_inputs:
