@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Group
+from jax_ep import Group, __version__
 from jax_ep._kit import ffi, vary
 
 pytestmark = pytest.mark.usefixtures("native")
 
 RANKS = 2
+RELEASE = {"release": __version__}  # of every call
 SIZES = {"num_tokens": 3, "top_k": 2, "hidden": 4, "capacity": 8, "alignment": 1}
 SCATTER = {**SIZES, "local_experts": 1}
 SCATTER_OPTIONS = {"dtype": "float32", "onto": False, "zero_unused": True}
@@ -136,7 +137,7 @@ def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], *
 
     def body(*operands: jax.Array) -> jax.Array:
         target = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
-        return target(*operands, group=np.int64(group._native_id), **sizes, **SCATTER_OPTIONS)
+        return target(*operands, group=np.int64(group._native_id), **sizes, **SCATTER_OPTIONS, **RELEASE)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
 
@@ -186,7 +187,9 @@ def call_sparse(group: Group, name: str, results: tuple[str, ...], operands: lis
 
     def body(*operands: jax.Array) -> dict[str, jax.Array]:
         wanted = [vary.result_type(tuple(shape), dtype, operands[0]) for _, dtype, shape in types]
-        found = jax.ffi.ffi_call(f"jax_ep_{name}", wanted)(*operands, group=np.int64(group._native_id), **sizes)
+        found = jax.ffi.ffi_call(f"jax_ep_{name}", wanted)(
+            *operands, group=np.int64(group._native_id), **sizes, **RELEASE
+        )
         return {key: value for (key, _, _), value in zip(types, found, strict=True) if key in results}
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
@@ -226,7 +229,9 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
         target = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
         numbers = {name: np.int64(size) for name, size in sizes.items()}
-        return target(rows, offsets, offsets, offsets, offsets, rows + 1, group=np.int64(group._native_id), **numbers)
+        return target(
+            rows, offsets, offsets, offsets, offsets, rows + 1, group=np.int64(group._native_id), **numbers, **RELEASE
+        )
 
     rows, offsets = np.zeros((RANKS, 4, 4), np.float32), np.zeros((RANKS, RANKS), np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
@@ -320,7 +325,9 @@ def call_grouped(case: str, operands: list[Any], result: Any) -> Any:
     workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if case in TILES_OFF_A_COUNTER else []
     attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings_of(case).items()}
     results = [result, *MORE_RESULTS.get(case, []), *workspace]
-    return jax.jit(lambda *x: jax.ffi.ffi_call("jax_ep_grouped_matmul", results)(*x, **attributes))(*operands)
+    return jax.jit(lambda *x: jax.ffi.ffi_call("jax_ep_grouped_matmul", results)(*x, **attributes, **RELEASE))(
+        *operands
+    )
 
 
 def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from jax import export
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep import Group
+from jax_ep import Group, __version__
+from jax_ep._kit import ffi
 
 EXPERTS = 8
+SERIES = __version__.rpartition(".")[0]  # of minor releases
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -115,6 +118,27 @@ def test_an_exported_program(open_group: OpenGroup) -> None:
     np.testing.assert_array_equal(helpers.fetch(jax.jit(export.deserialize(data).call)(*operands)), wanted)
     again.check()
     other.check()
+
+
+@pytest.mark.parametrize("release", [*(f"{SERIES}.{patch}" for patch in (0, 99)), "0.0.9", f"{SERIES}9.0"])
+def test_an_exported_program_of_another_release(
+    release: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = open_group(2)
+    program = helpers.per_rank(lambda *operands: helpers.round_trip(group, **OPTIONS)(*operands)[1], group.mesh)
+    operands = jax.device_put(tuple(case_of(2)), NamedSharding(group.mesh, PartitionSpec("ep")))
+    checks = [export.DisabledSafetyCheck.custom_call(f"jax_ep_{name}") for name in ("dispatch", "combine")]
+    monkeypatch.setattr(ffi, "__version__", release)
+    data = export.export(jax.jit(program), disabled_checks=checks)(*operands).serialize(vjp_order=0)
+    monkeypatch.undo()
+    loaded = jax.jit(export.deserialize(data).call)
+    if release.startswith(f"{SERIES}."):
+        helpers.fetch(loaded(*operands))
+        return
+    says = rf"made with jax_ep {re.escape(release)}, but jax_ep {re.escape(__version__)} is installed"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        helpers.fetch(loaded(*operands))
+    group.check()
 
 
 def test_a_new_group_serves_programs_of_a_closed_one(open_group: OpenGroup) -> None:

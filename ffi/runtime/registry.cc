@@ -97,8 +97,20 @@ xla::ffi::Error to_ffi(const GroupError& error) {
 
 namespace {
 
-// `attributes`: of the op. A local op has neither group nor site.
+// 0.1 of 0.1.2.
+std::string_view minor_of(std::string_view release) { return release.substr(0, release.rfind('.')); }
+
+// `attributes`: of the op. A local op has neither group nor site. The attributes and buffers of every target are those
+// of a minor release, so a saved program of another one is rejected before anything of it is read.
 ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attributes) {
+  const auto release = attributes.get<std::string_view>("release");
+  const std::string maker(release.has_value() ? *release : "before 0.1");
+  if (minor_of(maker) != minor_of(JAX_EP_VERSION))
+    return ffi::Unexpected(ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        "this program was made with jax_ep " + maker +
+            ", but jax_ep " JAX_EP_VERSION
+            " is installed, whose calls differ: make the program again, or install the jax_ep that made it"));
   auto made = std::make_unique<CallSite>();
   if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
   if (const auto site = attributes.get<std::string_view>("site"); site.has_value()) remember_site(*site);

@@ -204,7 +204,8 @@ def _plain(value: bool | int | float | str | np.dtype) -> bool | int | float | s
 
 
 def _attributes(plain: dict[str, bool | int | float | str]) -> dict[str, Any]:
-    return {key: _attribute(value) for key, value in plain.items()}
+    """The settings, and the release whose calls they are: a saved program may meet a library of another one."""
+    return {"release": __version__} | {key: _attribute(value) for key, value in plain.items()}
 
 
 def _attribute(value: bool | int | float | str) -> Any:
