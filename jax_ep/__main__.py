@@ -127,7 +127,7 @@ def load(package: str, module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:
             raise
-        sys.exit(f'{error.name} is missing: run python -m pip install "jax_ep[demo]"')
+        sys.exit(f"{error.name} is missing: run python -m pip install {' '.join(_DEMO_EXTRAS)}")
 
 
 if __name__ == "__main__":

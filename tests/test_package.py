@@ -16,6 +16,7 @@ from jax_ep._kit import ffi
 
 def test_the_version_stands_in_one_place() -> None:
     assert importlib.metadata.version("jax_ep") == jax_ep.__version__
+    assert f"version: {jax_ep.__version__}\n" in (gpu.ROOT / "CITATION.cff").read_text()
 
 
 def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
