@@ -1,15 +1,24 @@
 """When, where and with what figures were measured: everything a reader needs to repeat them."""
 
+import argparse
+import contextlib
 import datetime
 import importlib.metadata
+import io
+import json
 import os
 import platform
+import re
 import shlex
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax_ep
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu_name() -> str:
@@ -32,3 +41,64 @@ def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: 
             f"- command: `{shlex.join(['python', '-m', 'jax_ep', 'bench', *command])}`",
         )
     )
+
+
+def parse(text: str) -> dict[str, Any]:
+    """What a benchmark printed: the entries of its header, its notes, and its tables with the line before each."""
+    entries = re.findall(r"^- (?:(date|hardware|versions|command): )?(.*)$", text, re.MULTILINE)
+    found: dict[str, Any] = {name: value for name, value in entries if name}
+    found["notes"] = [value for name, value in entries if not name]
+    found["tables"] = []
+    for title, table in re.findall(r"(?:^([^|\n]*)\n\n?)?((?:^\|.*\n)+)", text + "\n", re.MULTILINE):
+        columns, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+        title = "" if title.startswith("- ") else title.strip("* ")
+        found["tables"].append({"title": title, "columns": columns, "rows": rows})
+    return found
+
+
+def git(*arguments: str) -> str:
+    """What git prints in the checkout that this file is in; nothing where there is none."""
+    if not (_ROOT / ".git").exists():
+        return ""
+    command = ["git", "-C", str(_ROOT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+class _Tee(io.StringIO):
+    def __init__(self, shown: Any):
+        super().__init__()
+        self._shown = shown
+
+    def write(self, text: str, /) -> int:
+        self._shown.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._shown.flush()
+
+
+def run(what: str, main: Callable[[list[str]], int], arguments: Sequence[str]) -> int:
+    """Runs a benchmark. With `--json [FILE]` it also writes what was printed as JSON, by default into a file named as
+    those in benchmarks/results/. `--commit` names the sources where there is no git.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", nargs="?", type=Path, const=Path())
+    parser.add_argument("--commit", default="")
+    options, rest = parser.parse_known_args(arguments)
+    printed = _Tee(sys.stdout)
+    with contextlib.redirect_stdout(printed):
+        ended = main(rest)
+    if options.json is None or ended:
+        return ended
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    record = {"commit": options.commit or git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")}
+    record |= parse(printed.getvalue())
+    devices = re.search(r"(\d+) x .*?\b([A-Z]+\d+\w*)", record["hardware"].rpartition(";")[2])
+    where = f"{devices[2].lower()}x{devices[1]}" if devices else "cpu"
+    path = options.json if options.json.name else Path(f"{record['date']}-{where}-{what.replace('_', '-')}.json")
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nwrote {path}")
+    return ended

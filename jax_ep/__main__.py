@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="built platforms, devices, links, versions")
     report = commands.add_parser("report", help="merge the flight records of a folder, and name the first divergence")
     report.add_argument("folder", type=Path, help="that of JAX_EP_DUMP; touch its file `request` for records of a job")
-    bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives")
+    bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives; --json [FILE] keeps it")
     kinds = bench.add_subparsers(dest="what", required=True)
     kinds.add_parser("moe", add_help=False, help="dispatch and combine")
     kinds.add_parser("layer", add_help=False, help="moe_mlp beside its products alone")
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds.add_parser("phases", add_help=False, help="where the time of dispatch, combine and sparse_all_reduce goes")
     kinds.add_parser("overlap", add_help=False, help="ops beside other work, in order and asynchronous")
     kinds.add_parser("nodes", add_help=False, help="dispatch and combine over several nodes")
+    kinds.add_parser("report", add_help=False, help="the tables of docs/performance.md, and which results are old")
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command in ("info", "report"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -70,7 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
     demo = _DEMOS.get(options.command)
     if demo and not {"-h", "--help"}.isdisjoint(rest):
         _stand_in_for_extras()
-    return (load("examples", demo) if demo else load("benchmarks", options.what)).main(rest)
+    if demo:
+        return load("examples", demo).main(rest)
+    return load("benchmarks", "provenance").run(options.what, load("benchmarks", options.what).main, rest)
 
 
 def info() -> int:
