@@ -39,8 +39,8 @@ class CallingGroup(Protocol):
     def _keep_error(self, error: JaxEpError) -> None: ...
 
 
-class Call:
-    """A call of an op by all ranks along an axis, around what XLA's collectives exchange.
+class Agreement:
+    """The agreement of all ranks along an axis on a call of an op, before XLA's collectives exchange its operands.
 
     Does nothing where ranks are compared otherwise.
 

@@ -1,7 +1,7 @@
 """Where the processes of a group across nodes are: how many ops each has begun and ended, and the last one's name.
 
 XLA's collectives wait for ever for a process that lives and does not come. Therefore CPU processes mark the beginning
-and the end of each op (`agreement.Call`), and heartbeats carry the marks. A process whose op does not end for the
+and the end of each op (`agreement`), and heartbeats carry the marks. A process whose op does not end for the
 group's timeout compares: one that has begun fewer ops, or has closed the group before this one, is the reason.
 """
 

@@ -19,7 +19,7 @@ from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels, xla
 from jax_ep.ops.collective_matmul.kernels import Config
-from jax_ep.runtime.agreement import Call
+from jax_ep.runtime.agreement import Agreement
 
 
 def matmul_all_reduce(
@@ -112,9 +112,9 @@ def _call(
         raise ValueError(f"{op}: lhs must have fewer than 2**31 / {group.size} rows, got {lhs.shape}")
     lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
     if _resolve(op, group, implementation, lhs, rhs) == "xla":
-        alike = Call(group, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
-        by_xla, (lhs, rhs) = getattr(xla, op), alike.enter((lhs, rhs))
-        out: jax.Array = alike.leave(by_xla(lhs, rhs, dtype=dtype, axis_name=group.axis_name))
+        agreement = Agreement(group, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
+        by_xla, (lhs, rhs) = getattr(xla, op), agreement.enter((lhs, rhs))
+        out: jax.Array = agreement.leave(by_xla(lhs, rhs, dtype=dtype, axis_name=group.axis_name))
     elif op == "all_gather_matmul":
         out = _gather(Config(group, dtype), lhs, rhs)
     else:

@@ -17,7 +17,7 @@ from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, runs_kernels, validated
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
-from jax_ep.runtime.agreement import Call
+from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
@@ -145,7 +145,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
         if stays_in_place(group, config, expert_ids.size):
             return dispatch_in_place(config, tokens, expert_ids, weights)
         return gradients.dispatch(group, config, tokens, expert_ids, weights)
-    alike = Call(
+    agreement = Agreement(
         group,
         "dispatch",
         num_tokens=num_tokens,
@@ -157,14 +157,14 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
         by_kernels=call.by_kernels,
         **dataclasses.asdict(config),
     )
-    tokens, expert_ids, weights = alike.enter((tokens, expert_ids, weights))
+    tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     if group.intranode is not None:
         out = node_ops.dispatch(call, tokens, expert_ids, weights)
     else:
         out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
         if not config.drop:
             out = out._replace(rows=nan_on_overflow("dispatch", needed, config.capacity, out.rows, group._keep_error))
-    return checkpoint_name(alike.leave(out), DISPATCHED)
+    return checkpoint_name(agreement.leave(out), DISPATCHED)
 
 
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
@@ -174,10 +174,10 @@ def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by
     (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
     chunks = min(routing.chunks, came) if isinstance(routing, NodeRouting) else 1
     settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
-    alike = Call(group, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
-    expert_outputs, routing = alike.enter((expert_outputs, routing))
+    agreement = Agreement(group, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
+    expert_outputs, routing = agreement.enter((expert_outputs, routing))
     if isinstance(routing, NodeRouting):
         combined = node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)
     else:
         combined = xla.combine(expert_outputs, routing, axis_name=group.axis_name)
-    return checkpoint_name(alike.leave(combined), COMBINED)
+    return checkpoint_name(agreement.leave(combined), COMBINED)

@@ -15,7 +15,7 @@ from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts, split_biases, with_bias
 from jax_ep.ops.moe.xla import count_invalid
-from jax_ep.runtime.agreement import Call
+from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
@@ -35,8 +35,8 @@ def sums_of_shared_tokens(
     group, config = call.dispatch.group, call.dispatch.config
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
-    alike = Call(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
-    tokens, expert_ids, weights = alike.enter((tokens, expert_ids, weights))
+    agreement = Agreement(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
+    tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
     valid = (expert_ids >= 0) & (expert_ids < config.num_experts)
     mine = jnp.where(valid & (expert_ids // local == rank), expert_ids - rank * local, -1)
@@ -55,7 +55,7 @@ def sums_of_shared_tokens(
     else:
         answers, weighed = plain_answers(call, taken(rows), sizes, routing, experts)
     own = kernels.combine_here(answers, weighed, weighed.weights)["combined"]
-    total = alike.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
+    total = agreement.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
     if not always_fits(alone, num_tokens * top_k):
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)

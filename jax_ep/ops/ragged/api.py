@@ -13,7 +13,7 @@ from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged import gradients, xla
 from jax_ep.runtime import open_groups
-from jax_ep.runtime.agreement import Call
+from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import undelivered_if
 
 OUTSIDE = (
@@ -82,10 +82,10 @@ def ragged_all_to_all(
     operand, output, *indices = vary.vary_alike(group.axis_name, operand, output, *indices)
     if group._resolve(op, implementation) == "xla":
         settings = {"slices": len(indices[0]), "operand": operand.shape, "output": output.shape, "dtype": operand.dtype}
-        alike = Call(group, op, **settings)
-        operand, output, *indices = alike.enter((operand, output, *indices))
+        agreement = Agreement(group, op, **settings)
+        operand, output, *indices = agreement.enter((operand, output, *indices))
         result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
-        return alike.leave(undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group._keep_error))
+        return agreement.leave(undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group._keep_error))
     return gradients.ragged_all_to_all(group, operand, output, *indices)
 
 

@@ -18,7 +18,7 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, nodes, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
 from jax_ep.pallas_kernels import index_match
-from jax_ep.runtime.agreement import Call
+from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 OPS: tuple[SparseOp, ...] = get_args(SparseOp)
@@ -89,9 +89,9 @@ def sparse_all_reduce(
         rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
     entries, row_values = rows.values.shape
     settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": native}
-    alike = Call(group, name, **settings, **dataclasses.asdict(config))
+    agreement = Agreement(group, name, **settings, **dataclasses.asdict(config))
     leaves, treedef = jax.tree.flatten(rows)
-    leaves = alike.enter(vary.vary_alike(group.axis_name, *map(jnp.asarray, leaves)))
+    leaves = agreement.enter(vary.vary_alike(group.axis_name, *map(jnp.asarray, leaves)))
     rows = jax.tree.unflatten(treedef, leaves)
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
@@ -103,7 +103,7 @@ def sparse_all_reduce(
         values = xla.reduce(config, group.axis_name, rows.values, union)
     if not config.drop and not (native and group.intranode is None):  # those kernels report it
         values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
-    values = alike.leave(values)
+    values = agreement.leave(values)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
     return SparseRows(
         indices=union.indices.astype(rows.indices.dtype),
