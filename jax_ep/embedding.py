@@ -5,7 +5,7 @@
     updates, state = optimizer.update(gradients, state, table)  # optimizer = by_rows(optax.adam(1e-3)), say
     table = apply_updates(table, updates)
 
-Wherever one table [V, D] is expected there may be a pytree of tables. A table that exceeds a device is spread over the
+Wherever one table [V, D] is expected there may be a pytree of tables. A table that exceeds a device is sharded over the
 ranks: `sparse_value_and_grad(loss, group=group)` looks its rows up at their owners, and its gradients need no sum.
 Donate tables and states to the jitted step, or carry them through `jax.lax.scan`: then they change in place. A learning
 rate may be traced, so an optimizer may be made inside the step, with the rate of that step.

@@ -142,13 +142,13 @@ class Group:
         self.intranode = Group(self.mesh, axes[-1], **waits, **options)
         open_groups.discard(self.intranode)
         try:
-            leave = partial(watchdog.leave, self.intranode._native, repr(self))
+            exit_process = partial(watchdog.exit_with_record, self.intranode._native, repr(self))
             self._liveness = opening.open_liveness(
                 repr(self),
                 self.platform,
                 self.mesh,
                 self.axis_name,
-                on_lost=leave if on_lost == "exit" else lambda error: None,
+                on_lost=exit_process if on_lost == "exit" else lambda error: None,
                 **waits,
             )
         except BaseException:
@@ -276,16 +276,16 @@ class Group:
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
-            return _chosen(op, "xla", "it was asked for")
+            return _logged(op, "xla", "it was asked for")
         if self.intranode is not None:
             if serves_nodes:
                 return self.intranode._resolve(op, implementation)
             if implementation == "auto":
-                return _chosen(op, "xla", "its kernels do not leave a node")
+                return _logged(op, "xla", "its kernels do not leave a node")
             raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
         if self._needs_xla:
             if implementation == "auto":
-                return _chosen(op, "xla", "kernels on a CPU do not leave their process")
+                return _logged(op, "xla", "kernels on a CPU do not leave their process")
             raise PlatformError(
                 f"{op}: CPU groups of several processes need implementation='xla', got {implementation!r}"
             )
@@ -294,7 +294,7 @@ class Group:
                 f"{op}: no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
                 "install jax_ep on a machine with its compiler, or pass implementation='xla'"
             )
-        return _chosen(op, "ffi", f"there are kernels for {self.platform}")
+        return _logged(op, "ffi", f"there are kernels for {self.platform}")
 
     @property
     def _native_id(self) -> int:
@@ -342,7 +342,7 @@ class Group:
         return f"Group({text}{', closed=True' if self._closed else ''})"
 
 
-def _chosen(op: str, implementation: Chosen, why: str) -> Chosen:
+def _logged(op: str, implementation: Chosen, why: str) -> Chosen:
     LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
     return implementation
 

@@ -44,7 +44,7 @@ def intruder(secret: str, handshake: bytes | None = None) -> socket.socket:
     """Connected to process 0, to which it says something or nothing."""
     caller = bootstrap._new_socket()
     caller.settimeout(TIMEOUT)
-    caller.connect(bootstrap._name(secret, 0))
+    caller.connect(bootstrap._socket_name(secret, 0))
     if handshake is not None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             caller.send(handshake)
@@ -148,7 +148,7 @@ def test_where_nobody_is_free_callers_wait(monkeypatch: pytest.MonkeyPatch) -> N
         crowd = [stack.enter_context(bootstrap._new_socket()) for _ in range(8)]
         for each in crowd:
             each.setblocking(False)
-        assert errno.EAGAIN in [each.connect_ex(bootstrap._name(secret, 0)) for each in crowd]
+        assert errno.EAGAIN in [each.connect_ex(bootstrap._socket_name(secret, 0)) for each in crowd]
         busy = threading.Timer(0.3, lambda: [listener.poll(0.05) for _ in range(20)])
         busy.start()
         with bootstrap.connect(secret, 1, 0, timeout=TIMEOUT):

@@ -144,7 +144,7 @@ def call(
       Its results by name.
     """
     operands = (*operands, updated) if updated is not None else operands
-    plain = {key: _plain(value) for key, value in settings.items()}
+    plain = {key: _python_value(value) for key, value in settings.items()}
     known_as, types = _call_types(group.platform, name, group.size, **plain)
     operands = tuple(meshes.on_these_devices(op or known_as, x, group.mesh) for x in operands)
     names = [result for result, *_ in types if result != WORKSPACE]
@@ -185,7 +185,7 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
     Returns:
       Its results by name.
     """
-    plain = {key: _plain(value) for key, value in settings.items()}
+    plain = {key: _python_value(value) for key, value in settings.items()}
     _, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # both know them
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -196,7 +196,7 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
     return {result: array for (result, *_), array in zip(types, called, strict=True) if result != WORKSPACE}
 
 
-def _plain(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
+def _python_value(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
     """A setting as a value of Python's own types, also if the user gave one of numpy's."""
     if isinstance(value, np.dtype):
         return value.name

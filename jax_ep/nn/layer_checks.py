@@ -47,7 +47,7 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
     return dataclasses.replace(experts, **frozen, biases=experts.biases or NO_BIASES)
 
 
-def local_experts(experts: Experts) -> int:
+def experts_per_rank(experts: Experts) -> int:
     """E / R, of experts that were checked."""
     return jax.tree.leaves(experts.down)[0].shape[0]
 

@@ -83,7 +83,7 @@ def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> 
 
 def _begun(group: CallingGroup, text: str, operands: Any) -> jax.Array:
     """0, as int32, if all ranks give the same text, which is not exchanged before the operands are there."""
-    words, progress = _described(text), group._progress
+    words, progress = _encoded(text), group._progress
 
     def begin(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         progress.begin(int(rank), text)
@@ -123,7 +123,7 @@ def _once(agreed: jax.Array, arrays: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(agreed == 0, x, jnp.zeros_like(x)), arrays)
 
 
-def _described(text: str) -> np.ndarray:
+def _encoded(text: str) -> np.ndarray:
     """[n] int32: of the same size for all texts."""
     given = text.encode()
     start = given[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")

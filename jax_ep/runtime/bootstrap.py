@@ -62,7 +62,7 @@ class Listener:
         self._socket = _new_socket()
         self._socket.setblocking(False)
         try:
-            self._socket.bind(_name(secret, process))
+            self._socket.bind(_socket_name(secret, process))
             self._socket.listen(_BACKLOG)
         except OSError:
             self.__exit__()
@@ -170,7 +170,7 @@ def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeo
     with contextlib.ExitStack() as on_failure:
         connection = on_failure.enter_context(_new_socket())
         try:
-            _connect_socket(connection, _name(secret, peer), deadline)
+            _connect_socket(connection, _socket_name(secret, peer), deadline)
             if peer_uid(connection) != os.getuid():
                 raise PeerLostError(f"process {peer} belongs to another user")
             connection.settimeout(_left(deadline))
@@ -245,7 +245,7 @@ def _close(connection: socket.socket) -> None:
     connection.close()
 
 
-def _name(secret: str, process: int) -> str:
+def _socket_name(secret: str, process: int) -> str:
     """The name of the socket, a hash of the secret, as every user of the host can read it."""
     return "\0jax_ep-" + hashlib.sha256(f"name {secret} {process}".encode()).hexdigest()[:32]
 

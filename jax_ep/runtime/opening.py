@@ -40,7 +40,7 @@ def open_native(
     ffi.library(platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
     processes = topology.processes(mesh, axes)
     everyone = {process for line in processes for process in line}
-    what = _described(platform, mesh, axis_name) + (", async_ops" if async_ops else "")
+    what = _identity(platform, mesh, axis_name) + (", async_ops" if async_ops else "")
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
     create = partial(
@@ -74,10 +74,10 @@ def open_liveness(
     others = topology.other_processes(mesh, checks.axes_of(axis_name))
     if not others:
         return None
-    over = _described(platform, mesh, axis_name)
+    over = _identity(platform, mesh, axis_name)
     return Liveness(name, over, others, timeout, open_timeout, liveness.heartbeat_thread(), on_lost)
 
 
-def _described(platform: str, mesh: Mesh, axis_name: AxisName) -> str:
+def _identity(platform: str, mesh: Mesh, axis_name: AxisName) -> str:
     """A text that identifies the devices, mesh and axis of a group: the same in all its processes."""
     return f"{platform} {[(d.id, d.process_index) for d in mesh.devices.flat]} {dict(mesh.shape)} {axis_name}"

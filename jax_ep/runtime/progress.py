@@ -71,11 +71,11 @@ class HangDetector:
             if part is None or (part.state == CLOSED and part.begun < marks.begun):
                 return PeerLostError(f"{who} has closed the group; {here}")
             if part.state == OPEN and part.begun < marks.begun and self._lives(process):
-                behind.append((part.begun, f"{who} {_place(part)}"))
+                behind.append((part.begun, f"{who} {_position(part)}"))
         return PeerTimeoutError(f"{min(behind)[1]}; {here}") if behind else None
 
 
-def _place(part: Part) -> str:
+def _position(part: Part) -> str:
     if part.begun == 0:
         return "has begun no op"
     return f"{'is in' if part.ended < part.begun else 'has ended'} its op {part.begun}, {part.last}"

@@ -55,11 +55,11 @@ def _of_group(records: list[Record]) -> Iterator[str]:
     yield records[0]["group"]
     for process, record in latest.items():
         if process in earlier:
-            yield f"  {_name(process)}: of an earlier run, left out"
+            yield f"  {_process_name(process)}: of an earlier run, left out"
             continue
-        when, where = time.strftime("%H:%M:%S", time.localtime(record["time"])), _place(record["stack"])
+        when, where = time.strftime("%H:%M:%S", time.localtime(record["time"])), _innermost_call(record["stack"])
         what = f"{record['error']}: {record['message']}" if record["error"] else "was asked for its record"
-        yield f"  {_name(process)}, {_ranks(_own_ranks(record))}, at {when}, main thread in {where}: {what}"
+        yield f"  {_process_name(process)}, {_ranks(_own_ranks(record))}, at {when}, main thread in {where}: {what}"
     sizes = {each["line"]: len(each["waited_ns"]) for record in latest.values() for each in record["ranks"]}
     ranks = [(line, rank) for line, size in sizes.items() for rank in range(size)]
     if missing := [rank for rank in ranks if owners.get(rank) in {None, *earlier}]:
@@ -73,7 +73,7 @@ def _divergence(ops: Mapping[Rank, Ops]) -> Iterator[str]:
     for number in range(first, max((max(known, default=0) for known in ops.values()), default=0) + 1):
         ranks: dict[str, list[Rank]] = {}
         for rank, known in ops.items():
-            ranks.setdefault(_state(known, number), []).append(rank)
+            ranks.setdefault(_state_of_op(known, number), []).append(rank)
         if len(ranks) > 1 or not next(iter(ranks)).endswith(", delivered"):
             yield f"  first divergence: op {number}"
             for state, of in sorted(ranks.items(), key=lambda item: ("not begun" not in item[0], len(item[1]))):
@@ -82,7 +82,7 @@ def _divergence(ops: Mapping[Rank, Ops]) -> Iterator[str]:
     yield "  no divergence: every recorded op was delivered, and was the same on all ranks"
 
 
-def _state(known: Ops, number: int) -> str:
+def _state_of_op(known: Ops, number: int) -> str:
     if number in known:
         return f"{known[number]['call']}, {known[number]['outcome']}"
     last = max(known, default=0)
@@ -103,11 +103,11 @@ def _ranks(ranks: Iterable[Rank]) -> str:
     return "; ".join(f"line {line} rank {', '.join(its)}" for line, its in by_line.items())
 
 
-def _name(process: tuple[str, int]) -> str:
+def _process_name(process: tuple[str, int]) -> str:
     return f"process {process[1]} of {process[0]}"
 
 
-def _place(stack: list[tuple[str, int, str]]) -> str:
+def _innermost_call(stack: list[tuple[str, int, str]]) -> str:
     """The innermost call of code that is not installed."""
     own = [call for call in stack if "site-packages" not in call[0]] or stack or [("?", 0, "?")]
     file, line, function = own[-1]

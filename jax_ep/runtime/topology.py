@@ -76,10 +76,10 @@ def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
             if process in others:
                 ranks.setdefault(process, set()).add(rank)
     inside = mesh.shape[axes[-1]]
-    return {process: f"process {process} ({_place(sorted(its), inside)})" for process, its in ranks.items()}
+    return {process: f"process {process} ({_node_and_rank(sorted(its), inside)})" for process, its in ranks.items()}
 
 
-def _place(ranks: Sequence[int], inside: int) -> str:
+def _node_and_rank(ranks: Sequence[int], inside: int) -> str:
     def names(numbers: Iterable[int]) -> str:
         return ", ".join(map(str, sorted(set(numbers))))
 
@@ -111,11 +111,11 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
         return False
     nodes = _nodes_of(platform, {device.process_index for device in mesh.devices.flat}, timeout)
 
-    def spread(axes: Sequence[str]) -> list[bool]:
+    def several_nodes(axes: Sequence[str]) -> list[bool]:
         """For every line, whether it is of several nodes."""
         return [len({nodes[process] for process in line}) > 1 for line in processes(mesh, axes)]
 
-    return any(spread(axes)) and not any(spread(axes[-1:]))
+    return any(several_nodes(axes)) and not any(several_nodes(axes[-1:]))
 
 
 def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> dict[int, str]:

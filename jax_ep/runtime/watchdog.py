@@ -48,7 +48,7 @@ def _end_all() -> None:
         thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def leave(native: NativeGroup | None, name: str, error: JaxEpError) -> None:
+def exit_with_record(native: NativeGroup | None, name: str, error: JaxEpError) -> None:
     """Ends the process, after another flight record of its ranks: its main thread may wait in XLA's collectives."""
     if native is not None:
         flight_records.write(native, name, type(error).__name__, str(error))

@@ -74,7 +74,7 @@ def validated(
         )
     sources = 1 if shared_tokens else group.size
     most = worst_case_capacity(sources, num_tokens, top_k, local_experts, alignment)
-    room = _rows(op, capacity, -(-sources * num_tokens * top_k // group.size), alignment, most)
+    room = _capacity_in_rows(op, capacity, -(-sources * num_tokens * top_k // group.size), alignment, most)
     if group.size * room >= 2**31:
         given, way_out = ("the default capacity", "; pass capacity=") if capacity is None else ("capacity", "")
         raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {room}{way_out}")
@@ -105,7 +105,7 @@ def runs_kernels(op: str, group: Group, implementation: Implementation, num_toke
     return group._resolve(op, implementation, serves_nodes=True) == "ffi" and num_tokens > 0
 
 
-def _rows(op: str, capacity: Any, even: int, alignment: int, most: int) -> int:
+def _capacity_in_rows(op: str, capacity: Any, even: int, alignment: int, most: int) -> int:
     """The capacity in rows.
 
     Args:

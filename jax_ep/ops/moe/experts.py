@@ -100,7 +100,7 @@ def experts_of_tokens(
     """
     operands = (tokens, expert_ids, weights, experts)
     if not call.has_own_derivative:
-        return _plain(call, *operands, overlapped)
+        return _plain_chain(call, *operands, overlapped)
     config = call.dispatch.config
     shape = (config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
@@ -124,7 +124,7 @@ def _zeroes_unused(call: ExpertsCall) -> bool:
     return others_multiply or jax.debug_nans.value or jax.debug_infs.value
 
 
-def _plain(
+def _plain_chain(
     call: ExpertsCall,
     tokens: jax.Array,
     expert_ids: jax.Array,

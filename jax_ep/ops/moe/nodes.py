@@ -41,7 +41,7 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
     if call.node_capacity is not None and call.node_capacity < expert_ids.shape[0]:
-        sent, most = _chosen(of_nodes, call.node_capacity)
+        sent, most = _tokens_to_send(of_nodes, call.node_capacity)
         of_nodes = of_nodes.at[jnp.arange(group.nodes)[:, None], sent].get(mode="fill", fill_value=-1)
     ids = jax.lax.all_to_all(of_nodes, group.node_axes, 0, 0)
     [weights] = _to_nodes(group, weights, sent)
@@ -75,7 +75,7 @@ def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
     return jnp.where((expert_ids >= first) & (expert_ids < first + experts), expert_ids - first, -1)
 
 
-def _chosen(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Array]:
+def _tokens_to_send(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Array]:
     """For each node the first B tokens with an expert there, padded with T: [N, B]; and the most that a node needs."""
     nodes, num_tokens, _ = of_nodes.shape
     wanted = (of_nodes >= 0).any(axis=2)
@@ -180,7 +180,7 @@ def _moved(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _float8_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Float8Rows:
-    return _unpacked(_moved(call, _packed(tokens), sent, local))
+    return _from_floats(_moved(call, _as_floats(tokens), sent, local))
 
 
 @_float8_rows.defjvp
@@ -201,14 +201,14 @@ def _dequantized_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> An
     return _dequantized_rows(call, tokens, sent, local), moved
 
 
-def _packed(tokens: jax.Array) -> jax.Array:
+def _as_floats(tokens: jax.Array) -> jax.Array:
     """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales."""
     rows = quantize_rows(tokens)
     words = jax.lax.bitcast_convert_type(rows.bits.reshape(tokens.shape[0], tokens.shape[1] // 4, 4), jnp.float32)
     return jnp.concatenate([words, rows.scales], axis=1)
 
 
-def _unpacked(rows: jax.Array) -> Float8Rows:
+def _from_floats(rows: jax.Array) -> Float8Rows:
     words, scales = jnp.split(rows, [rows.shape[1] * BLOCK // (BLOCK + 4)], axis=1)
     return Float8Rows(jax.lax.bitcast_convert_type(words, BITS).reshape(rows.shape[0], words.shape[1] * 4), scales)
 
@@ -218,10 +218,10 @@ def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks
     num_tokens = x.shape[0]
 
     def forward(sent: jax.Array | None, x: jax.Array) -> list[jax.Array]:
-        return _spread(group, x, sent, chunks)
+        return _send_to_nodes(group, x, sent, chunks)
 
     def backward(sent: jax.Array | None, cotangents: list[jax.Array]) -> jax.Array:
-        return _summed(group, cotangents, sent, num_tokens)
+        return _sum_from_nodes(group, cotangents, sent, num_tokens)
 
     return linear(forward, backward, sent, x)
 
@@ -230,15 +230,15 @@ def _from_nodes(group: Group, x: list[jax.Array], sent: jax.Array | None, num_to
     """Sends [N B, H] of each chunk back to the nodes of its tokens; returns [T, H], each token's sum over the nodes."""
 
     def forward(sent: jax.Array | None, x: list[jax.Array]) -> jax.Array:
-        return _summed(group, x, sent, num_tokens)
+        return _sum_from_nodes(group, x, sent, num_tokens)
 
     def backward(sent: jax.Array | None, cotangent: jax.Array) -> list[jax.Array]:
-        return _spread(group, cotangent, sent, chunks)
+        return _send_to_nodes(group, cotangent, sent, chunks)
 
     return linear(forward, backward, sent, x)
 
 
-def _spread(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks) -> list[jax.Array]:
+def _send_to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks) -> list[jax.Array]:
     taken_in: list[jax.Array] = []
     for chunk in chunks.slices(x.shape[0] if sent is None else sent.shape[1]):
         part = x[chunk] if sent is None else x.at[sent[:, chunk]].get(mode="fill", fill_value=0)
@@ -252,7 +252,7 @@ def _spread(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks) 
     return taken_in
 
 
-def _summed(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_tokens: int) -> jax.Array:
+def _sum_from_nodes(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_tokens: int) -> jax.Array:
     nodes = group.nodes
     parts = [x.reshape(nodes, x.shape[0] // nodes, x.shape[1]) for x in chunks]
     if sent is None:

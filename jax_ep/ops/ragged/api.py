@@ -156,7 +156,7 @@ def _among_all(axis_name: AxisName, parts: np.ndarray, *indices: jax.Array) -> t
     members = jnp.asarray(parts)[jax.lax.axis_index(axis_name)]
     each = indices[0].shape[0] // of_part
 
-    def spread(x: jax.Array) -> jax.Array:
+    def among_all(x: jax.Array) -> jax.Array:
         return jnp.zeros((size, each), x.dtype).at[members].set(x.reshape(of_part, each)).reshape(-1)
 
-    return tuple(spread(x) for x in indices)
+    return tuple(among_all(x) for x in indices)

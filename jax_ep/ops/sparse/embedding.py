@@ -25,10 +25,10 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     """
     check_table("lookup", table)
     checks.check_dtype("lookup", "ids", ids, INDEX_DTYPES)
-    return _rows(table, ids)
+    return _read(table, ids)
 
 
-def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+def _read(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
@@ -41,7 +41,7 @@ def sharded_lookup(
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
 ) -> Tree:
-    """`lookup` in a table that is spread over the ranks: rank r holds the rows [r B, (r + 1) B).
+    """`lookup` in a table that is sharded over the ranks: rank r holds the rows [r B, (r + 1) B).
 
     Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
     and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`, whose
@@ -69,7 +69,7 @@ def sharded_lookup(
     check_group(op, group)
     options: dict[str, Any] = {"capacity": capacity, "on_overflow": on_overflow, "implementation": implementation}
     entries = _entries(op, table, ids, group, options)
-    return entries.spread(_rows(table, entries.indices))
+    return entries.rows_of_ids(_read(table, entries.indices))
 
 
 def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options: dict[str, Any]) -> Entries:
@@ -89,7 +89,7 @@ def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options:
     if group is None:
         return Entries(flat, jnp.int32(flat.size), jnp.int32(0), apart)
     found = entries_at_owners(op, flat, table.shape[0], group, options)
-    return found._replace(spread=lambda rows: apart(found.spread(rows)))
+    return found._replace(rows_of_ids=lambda rows: apart(found.rows_of_ids(rows)))
 
 
 def sparse_value_and_grad(
@@ -108,7 +108,7 @@ def sparse_value_and_grad(
     `sparse_all_reduce(..., op="sum")` or "mean" do what `jax.lax.psum` or `pmean` would do to the loss. The gradients
     of `argnums` are those of `jax.grad` there, which sums them over the ranks if check_vma=True.
 
-    With `group`, tables are spread over its ranks as in `sharded_lookup`. Their gradients are those of the sum of all
+    With `group`, tables are sharded over its ranks as in `sharded_lookup`. Their gradients are those of the sum of all
     ranks' losses for the rows of this rank, so nothing remains to be added up; `scale` makes means of them.
 
     Args:
@@ -142,10 +142,10 @@ def sparse_value_and_grad(
         named = [_entries(op, *one, group, options) for one in zip(tables, structure.flatten_up_to(ids), strict=True)]
 
         def of_rows(rows: list[jax.Array], *args: Any) -> Any:
-            spread = [entries.spread(x) for entries, x in zip(named, rows, strict=True)]
-            return loss(structure.unflatten(spread), *args, **keywords)
+            looked_up = [entries.rows_of_ids(x) for entries, x in zip(named, rows, strict=True)]
+            return loss(structure.unflatten(looked_up), *args, **keywords)
 
-        rows = [_rows(one, entries.indices) for one, entries in zip(tables, named, strict=True)]
+        rows = [_read(one, entries.indices) for one, entries in zip(tables, named, strict=True)]
         differentiated = jax.value_and_grad(of_rows, argnums=(0, *further), has_aux=has_aux)
         value, (by_row, *others) = differentiated(rows, *args)
         gradient = structure.unflatten(

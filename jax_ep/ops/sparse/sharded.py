@@ -1,4 +1,4 @@
-"""Lookups in a table that is spread over the ranks: a `dispatch` of ids to their owners, a `combine` of their rows."""
+"""Lookups in a table that is sharded over the ranks: a `dispatch` of ids to their owners, a `combine` of their rows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,19 +20,19 @@ class Entries(NamedTuple):
       indices: [N] row ids; outside the table where none is read.
       used: int32 scalar. Entries beyond it are padding.
       dropped: int32 scalar. This rank's ids that found no room at their owners.
-      spread: a function from rows [N, D] of the entries to those that the lookup returns.
+      rows_of_ids: a function from rows [N, D] of the entries to those that the lookup returns.
     """
 
     indices: jax.Array
     used: jax.Array
     dropped: jax.Array
-    spread: Callable[[jax.Array], Tree]
+    rows_of_ids: Callable[[jax.Array], Tree]
 
 
 def entries_at_owners(op: str, ids: jax.Array, height: int, group: Group, options: dict[str, Any]) -> Entries:
-    """The rows of this rank's part of the table, of `height` rows, that all ranks' ids [N] name; `spread` gives [N, D].
+    """The rows of this rank's part of the table, of `height` rows, that all ranks' ids [N] name.
 
-    Each rank asks for each row once, so at most R entries name one row.
+    `rows_of_ids` returns [N, D]. Each rank asks for each row once, so at most R entries name one row.
     """
     check_group(op, group)
     num_rows = group.size * height
@@ -49,8 +49,8 @@ def entries_at_owners(op: str, ids: jax.Array, height: int, group: Group, option
     indices = jnp.where(present, received[:, 0] * _HALF + received[:, 1], height)
     failed = jnp.where(jnp.isnan(sent.rows[:, :1]), jnp.nan, 0)  # so that rows are NaN where no id was delivered
 
-    def spread(rows: jax.Array) -> jax.Array:
+    def rows_of_ids(rows: jax.Array) -> jax.Array:
         home = combine(rows + failed.astype(rows.dtype), sent.routing, **given)
         return home.at[place].get(mode="clip")
 
-    return Entries(indices, sent.group_sizes[0], sent.routing.dropped[0], spread)
+    return Entries(indices, sent.group_sizes[0], sent.routing.dropped[0], rows_of_ids)
