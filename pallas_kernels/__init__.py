@@ -1,4 +1,9 @@
 """Pallas kernels: arrays in, arrays out; no runtime, no globals."""
 
-from .grouped_matmul import grouped_matmul as grouped_matmul, grouped_outer as grouped_outer
+from .grouped_matmul import (
+    ACTIVATIONS as ACTIVATIONS,
+    ActivationName as ActivationName,
+    grouped_matmul as grouped_matmul,
+    grouped_outer as grouped_outer,
+)
 from .index_match import index_match as index_match

@@ -7,7 +7,7 @@ group's result. Rows may be gathered: row i is row indices[i] of an operand, and
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from .varying import result_type, vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
 
+# Of gated products (Shazeer, "GLU Variants Improve Transformer", 2020): SwiGLU, GEGLU by tanh, and ReGLU.
+ActivationName = Literal["silu", "gelu", "relu"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": lambda x: x / (1 + jnp.exp(-x)),
-    "gelu": lambda x: x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
-    "relu": lambda x: jnp.maximum(x, 0),
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from matrix_forms import ACTIVATIONS
 from test_index_match import H200, INTERPRET
 
+from jax_ep import pallas_kernels
 from jax_ep.pallas_kernels import grouped_matmul, grouped_outer
 
 SIZES = (13, 0, 50, 20)
@@ -55,14 +56,14 @@ def test_matrices_of_groups_without_rows_are_zero(rng: np.random.Generator) -> N
     assert np.asarray(out[0]).any()
 
 
-@pytest.mark.parametrize("name", ["rows", "gated", "outer"])
+@pytest.mark.parametrize("name", ["rows", "outer", *pallas_kernels.ACTIVATIONS])
 def test_they_lower_for_gpus_inside_shard_map(name: str) -> None:
     def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
         if name == "outer":
             return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
         if name == "rows":
             return grouped_matmul(lhs, (rhs,), sizes, indices=indices, transpose_rhs=True)
-        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, activation="silu", keep_products=True)
+        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, activation=name, keep_products=True)
 
     shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
     operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]

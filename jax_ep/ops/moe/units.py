@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,11 @@ import jax.numpy as jnp
 from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Weights
 from jax_ep.ops.moe.shares import expert_of_rows
+from jax_ep.pallas_kernels import ACTIVATIONS, ActivationName
 
 Activation = Callable[[jax.Array], jax.Array]
 Matrix = jax.Array | Float8Weights
 Biases = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # of gate, up, down
-
-# Those that the GEMM core knows in gated units (Shazeer, "GLU Variants Improve Transformer", 2020): SwiGLU, GEGLU by
-# tanh, and ReGLU.
-ActivationName = Literal["silu", "gelu", "relu"]
-ACTIVATIONS: dict[ActivationName, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Unit(NamedTuple):
     function: Callable[..., jax.Array]  # of the products by gate and up, or of the one by up; elementwise
     operands: int  # how many products that takes
     splits: bool  # gate and up come as one product
-    known: ActivationName | None  # by which name the GEMM core knows it
+    known: str | None  # by which name kernels of gated products know it
 
     def __call__(
         self,
@@ -120,7 +116,7 @@ def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
     elif not callable(activation):
         names = ", ".join(map(repr, ACTIVATIONS))
         raise TypeError(f"{op}: {name}.activation must be a function, Gated or one of {names}, got {activation!r}")
-    known: ActivationName | None = next(
+    known: str | None = next(
         (known for known, function in ACTIVATIONS.items() if activation in (known, function)), None
     )
     given: Any = activation
