@@ -8,27 +8,15 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import jax
 
 from jax_ep._kit.ffi import Ranks
 from jax_ep.runtime.native import NativeGroup, Recording, Span, stop_recording
 
-
-class RankedGroup(Ranks, Protocol):
-    """What a trace says of a group: a `jax_ep.Group` is one."""
-
-    @property
-    def axis_name(self) -> str | tuple[str, ...]: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-
-
 _lock = threading.RLock()
-_groups: weakref.WeakKeyDictionary[RankedGroup, NativeGroup] = weakref.WeakKeyDictionary()  # open, with kernels
+_groups: weakref.WeakKeyDictionary[Ranks, NativeGroup] = weakref.WeakKeyDictionary()  # open, with kernels
 _profile: "_Profile | None" = None
 
 
@@ -75,18 +63,18 @@ class _Profile:
     def __init__(self, path: Path):
         self.path = path
         self.file = _open_trace(_path_of_process(path))
-        self.groups: dict[RankedGroup, NativeGroup] = {}  # recorded now; kept alive until they are read
-        self.recordings: list[tuple[RankedGroup, list[Recording]]] = []
+        self.groups: dict[Ranks, NativeGroup] = {}  # recorded now; kept alive until they are read
+        self.recordings: list[tuple[Ranks, list[Recording]]] = []
 
-    def start(self, group: RankedGroup, native: NativeGroup) -> None:
+    def start(self, group: Ranks, native: NativeGroup) -> None:
         native.start_recording()
         self.groups[group] = native
 
-    def stop(self, group: RankedGroup) -> None:
+    def stop(self, group: Ranks) -> None:
         self.recordings.append((group, stop_recording(self.groups.pop(group))))
 
 
-def group_opened(group: RankedGroup, native: NativeGroup) -> None:
+def group_opened(group: Ranks, native: NativeGroup) -> None:
     """Called when a group with kernels has been opened."""
     with _lock:
         _groups[group] = native
@@ -94,7 +82,7 @@ def group_opened(group: RankedGroup, native: NativeGroup) -> None:
             _profile.start(group, native)
 
 
-def group_closing(group: RankedGroup) -> None:
+def group_closing(group: Ranks) -> None:
     """Called before such a group closes."""
     with _lock:
         _groups.pop(group, None)
@@ -158,7 +146,7 @@ def _events(current: _Profile) -> Iterator[dict[str, Any]]:
         first_pid += len(recordings)
 
 
-def _names(group: RankedGroup, recording: Recording, pid: int) -> Iterator[dict[str, Any]]:
+def _names(group: Ranks, recording: Recording, pid: int) -> Iterator[dict[str, Any]]:
     def metadata(what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 

@@ -164,15 +164,8 @@ def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Arr
     return "xla"
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _reduce(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return kernels.matmul_reduce(config, lhs, rhs)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gather_both(config: Config, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The product, and the gathered rows."""
-    return kernels.gather_matmul(config, lhs, rhs)
+_reduce = jax.custom_jvp(kernels.matmul_reduce, nondiff_argnums=(0,))
+_gather_both = jax.custom_jvp(kernels.gather_matmul, nondiff_argnums=(0,))  # the product, and the gathered rows
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -16,7 +16,7 @@ from jax_ep._kit import checks, float8, gemm, vary
 from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep.ops.matmul import kernels
-from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize, describe
+from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
@@ -54,7 +54,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
     for name, operand, kind in (("lhs", lhs, Float8Rows), ("rhs", rhs, Float8Weights)):
         if not isinstance(operand, kind):
             raise TypeError(
-                f"{op}: {name} must be {kind.__name__} as the other one is in float8, got {describe(operand)}"
+                f"{op}: {name} must be {kind.__name__} as the other one is in float8, got {checks.describe(operand)}"
             )
     check_rows(op, "lhs", lhs)
     checks.check_rank(op, "rhs.bits", rhs.bits, ndim, "[G, N, K]" if ndim == 3 else "[N, K]")

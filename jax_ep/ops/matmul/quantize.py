@@ -112,10 +112,6 @@ def _no_gradient_of_float8(op: str, name: str, *_: Any) -> Any:
     raise TypeError(f"{op}: {name} in float8 has no gradient: differentiate one of another dtype")
 
 
-def describe(operand: Any) -> str:
-    return type(operand).__name__ if isinstance(operand, Float8) else checks.describe(operand)
-
-
 def check_blocks(op: str, name: str, shape: tuple[int, ...]) -> None:
     if any(size % BLOCK for size in shape):
         raise ValueError(f"{op}: {name} must have sizes that are multiples of {BLOCK}, got {shape}")

@@ -49,7 +49,6 @@ from jax_ep.ops.moe.gradients import (
     combine_tangent,
     inner_products,
     of_assignments,
-    of_rows,
     return_rows,
     scatter,
     scatter_in_float8,
@@ -149,7 +148,7 @@ def plain_answers(
     if call.in_float8:  # rows were dequantized, and are quantized again
         multiply = partial(product, np.dtype(rows.dtype), call.float8_dgrad)
     if call.weigh_inputs:
-        rows = weighed(rows, of_rows(routing.weights, routing))
+        rows = weighed(rows, routing.by_row(routing.weights, 0))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
     products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first), PRODUCTS)
     first_biases, down_bias = split_biases(experts, experts.biases)
@@ -318,7 +317,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
         d_answers = scatter(group, d_combined, routing)
     if d_overlapped is not None:
         d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
-    dtype, row_weights = d_combined.dtype, of_rows(routing.weights, routing)
+    dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
     weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
         call, kept, d_answers, row_weights, dtype
     )

@@ -72,25 +72,6 @@ def combine_chunks(
     return [kernels.combine(group, expert_outputs, part.weights, part) for part in routings]
 
 
-def combine_gradient(
-    group: Group,
-    expert_outputs: jax.Array,
-    weights: jax.Array,
-    routing: Routing,
-    *cotangents: jax.Array,
-    chunks: Chunks = WHOLE,
-) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of rows [C, H'] and of `weights` [R, T, K], from the cotangents [T, H'] of a combine's chunks."""
-    d_rows = scatter_all(group, cotangents, chunks.cut(routing))
-    d_outputs = weighed(d_rows, of_rows(weights, routing))
-    return d_outputs, of_assignments(inner_products(d_rows, expert_outputs), routing)
-
-
-def of_rows(weights: jax.Array, routing: Routing) -> jax.Array:
-    """Weights [R, T, K] by the row that each belongs to: [C] float32, 0 where there is none."""
-    return routing.by_row(weights, 0)
-
-
 def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
     """Values [C] of rows by the assignments that have one: [R, T, K], 0 for the others."""
     return jnp.where(routing.row_of >= 0, by_row.at[routing.row_of].get(mode="clip"), 0)
@@ -121,30 +102,21 @@ def combine_tangent(
     return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
 
 
-def dispatch_tangent(
-    group: Group, d_tokens: jax.Array, d_weights: jax.Array, routing: Routing
-) -> tuple[jax.Array, jax.Array]:
-    """The tangents of rows and of their weights [R, T, K], from the tangents of a rank's tokens and weights."""
-    send = scatter if routing.config.expand else to_slots
-    return send(group, d_tokens, routing), sent_weights(group, d_weights, routing)
-
-
 def to_slots(group: Group, tokens: jax.Array, routing: Routing) -> jax.Array:
     """Tokens [T, H] to their slots [R T, H] at the ranks that have rows of theirs; other slots may hold anything."""
-    return tokens if group.size == 1 else scatter(group, tokens, _slots(group, routing))
+    if group.size == 1:
+        return tokens
+    return scatter(group, tokens, routing.of_slots(jax.lax.axis_index(group.axis_name)))
 
 
 def from_slots(group: Group, slots: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """The transpose of `dispatch_tangent` where tokens stay in slots."""
+    """The transpose of `to_slots`, for tokens, and of `sent_weights`."""
     arrived = jnp.where(routing.row_of >= 0, weights, 0)
     if group.size == 1:
         return slots, arrived[0]
-    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), _slots(group, routing))
+    along = routing.of_slots(jax.lax.axis_index(group.axis_name))
+    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), along)
     return tokens, jax.lax.psum_scatter(arrived, group.axis_name)
-
-
-def _slots(group: Group, routing: Routing) -> Routing:
-    return routing.to_slots(jax.lax.axis_index(group.axis_name))
 
 
 def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
@@ -179,7 +151,8 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
 
     def forward(routing: Routing, sent: Any) -> Any:
         d_tokens, d_weights = sent
-        return dispatch_tangent(group, d_tokens, d_weights, routing)
+        send = scatter if config.expand else to_slots
+        return send(group, d_tokens, routing), sent_weights(group, d_weights, routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_rows, d_arrived = cotangents
@@ -200,7 +173,9 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> A
 
     def backward(known: Any, cotangents: list[jax.Array]) -> Any:
         outputs, weights, routing = known
-        return combine_gradient(group, outputs, weights, routing, *cotangents, chunks=chunks)
+        d_rows = scatter_all(group, cotangents, chunks.cut(routing))
+        d_outputs = weighed(d_rows, routing.by_row(weights, 0))
+        return d_outputs, of_assignments(inner_products(d_rows, outputs), routing)
 
     return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
 

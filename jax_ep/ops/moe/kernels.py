@@ -7,6 +7,7 @@ from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.xla import add_rows_of_tokens
 
 
 def dispatch(
@@ -70,30 +71,27 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
 
 
 def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    return _combine("combine", group, expert_outputs, routing, weights=weights)["combined"]
+    if _exchanges_nothing(group):
+        return combine_here(expert_outputs, routing, weights)
+    return _combine("combine", group, expert_outputs, weights, routing, weighted=True)["combined"]
 
 
 def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
-    called = _combine("dispatch's backward pass", group, rows, routing, scalars=weights)
+    if _exchanges_nothing(group):
+        return combine_here(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
+    called = _combine("dispatch's backward pass", group, rows, weights, routing, weighted=False)
     return called["combined"], called["returned"]
 
 
 def _combine(
-    op: str,
-    group: Group,
-    rows: jax.Array,
-    routing: Routing,
-    *,
-    weights: jax.Array | None = None,
-    scalars: jax.Array | None = None,
+    op: str, group: Group, rows: jax.Array, weights: jax.Array, routing: Routing, *, weighted: bool
 ) -> dict[str, jax.Array]:
-    if group.size == 1 and group.platform != "cpu":
-        return combine_here(rows, routing, weights, scalars)
+    """The sums of rows times `weights` if `weighted`; otherwise of rows alone, and `weights` are returned."""
     return ffi.call(
         "combine",
         rows,
-        *(x for x in (weights, scalars) if x is not None),
+        weights,
         routing.targets,
         routing.row_of,
         op=op,
@@ -103,27 +101,20 @@ def _combine(
         top_k=routing.targets.shape[1],
         hidden=rows.shape[1],
         capacity=rows.shape[0],
-        weighted=weights is not None,
-        returning=scalars is not None,
+        weighted=weighted,
+        returning=not weighted,
     )
 
 
-def combine_here(
-    rows: jax.Array, routing: Routing, weights: jax.Array | None, scalars: jax.Array | None = None
-) -> dict[str, jax.Array]:
-    """The op of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
+def combine_here(rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
+    """`combine` of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
 
-    A row out of bounds makes its token NaN, and so does a dispatch that failed.
+    The tokens of a dispatch that failed become NaN.
     """
     row_of, failed = routing.row_of[0], routing.targets[:, :1] < -1
     total = jnp.where(failed, jnp.nan, jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32))
-    for k in range(row_of.shape[1]):
-        row = row_of[:, k]
-        weight = 1.0 if weights is None else weights[0, :, k]
-        weight = jnp.where(row < rows.shape[0], weight, jnp.nan)[:, None]
-        values = rows.at[row].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
-        total += jnp.where((row >= 0)[:, None], weight * values, 0)
-    results = {"combined": total.astype(rows.dtype)}
-    if scalars is not None:
-        results["returned"] = jnp.where(row_of >= 0, scalars[0], 0)
-    return results
+    return add_rows_of_tokens(total, rows, row_of, None if weights is None else weights[0]).astype(rows.dtype)
+
+
+def _exchanges_nothing(group: Group) -> bool:
+    return group.size == 1 and group.platform != "cpu"

@@ -54,7 +54,7 @@ def sums_of_shared_tokens(
         answers, weighed = with_bias(ragged_dot(inner, experts.down, sizes), down_bias, sizes), routing
     else:
         answers, weighed = plain_answers(call, taken(rows), sizes, routing, experts)
-    own = kernels.combine_here(answers, weighed, weighed.weights)["combined"]
+    own = kernels.combine_here(answers, weighed, weighed.weights)
     total = agreement.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
     if not always_fits(alone, num_tokens * top_k):
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)

@@ -174,7 +174,7 @@ class Routing:
         row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)
         return jnp.full_like(values, nothing, shape=(self.config.capacity,)).at[row].set(values, mode="drop")
 
-    def to_slots(self, rank: jax.Array | int) -> "Routing":
+    def of_slots(self, rank: jax.Array | int) -> "Routing":
         """The routing of the tokens of this rank to their slots (`DispatchConfig`), one at each rank that has a row."""
         ranks, tokens, top_k = self.row_of.shape
         slots = jnp.arange(ranks * tokens, dtype=jnp.int32).reshape(ranks, tokens, 1)

@@ -145,15 +145,26 @@ def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.
 
 def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """`jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partial sums in rank order."""
-    size, num_tokens, top_k = routing.row_of.shape
-    partial = jnp.zeros((size, num_tokens, expert_outputs.shape[1]), jnp.float32)
-    for k in range(top_k):
-        rows = routing.row_of[:, :, k]
-        values = expert_outputs.at[rows].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
-        weights = jnp.where(rows < routing.config.capacity, routing.weights[:, :, k], jnp.nan)  # there is no such row
-        partial += jnp.where((rows >= 0)[..., None], weights[..., None] * values, 0)
+    zeros = jnp.zeros((*routing.row_of.shape[:2], expert_outputs.shape[1]), jnp.float32)
+    partial = add_rows_of_tokens(zeros, expert_outputs, routing.row_of, routing.weights)
     partials = jax.lax.all_to_all(partial.astype(expert_outputs.dtype), axis_name, 0, 0)
     total = jnp.zeros(partials.shape[1:], jnp.float32)
-    for rank in range(size):
+    for rank in range(partials.shape[0]):
         total += partials[rank].astype(jnp.float32)
     return total.astype(expert_outputs.dtype)
+
+
+def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """`total` [..., T, N] float32 plus each token's rows, times their weights.
+
+    Args:
+      rows: [C, N].
+      row_of: [..., T, K]; -1 is no row, and a row from C on makes its token NaN.
+      weights: as `row_of`, or None for 1.
+    """
+    for k in range(row_of.shape[-1]):
+        row = row_of[..., k]
+        values = rows.at[row].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
+        weight = jnp.where(row < rows.shape[0], 1.0 if weights is None else weights[..., k], jnp.nan)
+        total += jnp.where((row >= 0)[..., None], weight[..., None] * values, 0)
+    return total
