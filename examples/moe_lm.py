@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -175,6 +174,7 @@ def loss(params: Params, batch: jax.Array, config: Config, group: jax_ep.Group) 
 
     The mean over all devices makes the result replicated, so the gradients of replicated weights arrive summed.
     """
+    import optax  # here, so that --help needs no extras
 
     def per_device(params: Params, batch: jax.Array) -> tuple[jax.Array, Metrics]:
         batch = batch.astype(jnp.int32)

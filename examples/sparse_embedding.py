@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from tqdm import tqdm
 
 import jax_ep
 from jax_ep import Implementation, embedding
@@ -102,6 +101,8 @@ def make_train_step(group: jax_ep.Group, implementation: Implementation) -> Step
 
 def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: Implementation) -> tuple[Tables, Metrics]:
     """Trains with a progress bar; returns the tables and the metrics of every step, stacked."""
+    from tqdm import tqdm  # here, so that --help needs no extras
+
     step = make_train_step(group, implementation)
     place = partial(jax.device_put, device=jax.sharding.NamedSharding(group.mesh, P()))
     tables = place(init_tables(jax.random.key(SEED), len(corpus.vocabulary)))

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from tqdm import tqdm
 
 import jax_ep
 
@@ -62,6 +60,7 @@ def loss(
     params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
 ) -> jax.Array:
     """Mean cross-entropy in nats of the last byte of each row of `batch` [ROWS, CONTEXT + 1], given those before it."""
+    import optax  # here, so that --help needs no extras
 
     def per_device(params: Params, batch: jax.Array) -> jax.Array:
         ops = {"group": group, "implementation": implementation}
@@ -84,6 +83,9 @@ def train(
     params: Params, text: np.ndarray, steps: int, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
 ) -> tuple[Params, list[float]]:
     """Trains with a progress bar; returns the weights and the loss of every step."""
+    import optax
+    from tqdm import tqdm
+
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
     state = optimizer.init(params)
 

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from matplotlib.figure import Figure
-from tqdm import tqdm
 
 import jax_ep
 
@@ -31,13 +29,15 @@ SEQUENCES, LENGTH = 8, 128  # of a batch, over all devices
 SAMPLE_PROMPT, SAMPLE_LENGTH = b"def ", 192
 SMOOTHING = 20  # steps over which the reported losses and loads are averaged
 
-TrainStep = Callable[[moe_lm.Params, optax.OptState, np.ndarray], tuple[moe_lm.Params, optax.OptState, moe_lm.Metrics]]
+TrainStep = Callable[[moe_lm.Params, Any, np.ndarray], tuple[moe_lm.Params, Any, moe_lm.Metrics]]
 
 
 def make_train_step(
     params: moe_lm.Params, steps: int, config: moe_lm.Config, group: jax_ep.Group
-) -> tuple[optax.OptState, TrainStep]:
+) -> tuple[Any, TrainStep]:
     """The state of the optimizer, placed like the parameters, and one jitted step of training."""
+    import optax  # here, so that --help needs no extras
+
     warmup = min(20, steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, warmup, max(steps, warmup + 1), end_value=2e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
@@ -45,7 +45,7 @@ def make_train_step(
     state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(params))
     placement = jax.tree.map(lambda x: x.sharding, (params, state))
 
-    def train_step(params: moe_lm.Params, state: optax.OptState, batch: jax.Array):
+    def train_step(params: moe_lm.Params, state: Any, batch: jax.Array):
         gradients, metrics = jax.grad(moe_lm.loss, has_aux=True)(params, batch, config, group)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, metrics
@@ -57,6 +57,8 @@ def train(
     params: moe_lm.Params, text: np.ndarray, steps: int, config: moe_lm.Config, group: jax_ep.Group
 ) -> tuple[moe_lm.Params, moe_lm.Metrics]:
     """Trains with a progress bar; returns the weights and the metrics of every step, stacked."""
+    from tqdm import tqdm
+
     state, train_step = make_train_step(params, steps, config, group)
     rng = np.random.default_rng(SEED)
     history: list[moe_lm.Metrics] = []
@@ -110,6 +112,8 @@ def agrees_with_reference(
 
 def plot(metrics: moe_lm.Metrics, in_float8: moe_lm.Metrics | None, size: int, path: Path) -> None:
     """Writes the loss curves and the expert load, at the start and at the end of training, as a PNG."""
+    from matplotlib.figure import Figure
+
     steps, experts = metrics.load.shape
     last = min(SMOOTHING, steps)
     figure = Figure(figsize=(11, 4), layout="constrained")

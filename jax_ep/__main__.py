@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import MagicMock
 
 import jax
 
@@ -69,11 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         return info()
     _avoid_unbuilt_gpus()
     demo = _DEMOS.get(options.command)
-    if demo and not {"-h", "--help"}.isdisjoint(rest):
-        _stand_in_for_extras()
-    if demo:
-        return load("examples", demo).main(rest)
-    return load("benchmarks", "provenance").run(options.what, load("benchmarks", options.what).main, rest)
+    try:
+        return (load("examples", demo) if demo else load("benchmarks", options.what)).main(rest)
+    except ModuleNotFoundError as error:
+        if error.name not in _DEMO_EXTRAS:
+            raise
+        sys.exit(f'{error.name} is missing: run python -m pip install "jax_ep[demo]"')
 
 
 def info() -> int:
@@ -115,22 +115,10 @@ def _avoid_unbuilt_gpus() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _stand_in_for_extras() -> None:
-    """For `--help`, which needs the parser of a demo and nothing of what the demo imports."""
-    names = (*_DEMO_EXTRAS, "matplotlib.figure")
-    missing = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is None]
-    sys.modules.update((name, MagicMock()) for name in missing)
-
-
 def load(package: str, module: str) -> ModuleType:
     """Imports a script of `package`, which is a part of the installed jax_ep, and lies beside it in a source tree."""
     installed = f"jax_ep.{package}"
-    try:
-        return importlib.import_module(f"{installed if importlib.util.find_spec(installed) else package}.{module}")
-    except ModuleNotFoundError as error:
-        if error.name not in _DEMO_EXTRAS:
-            raise
-        sys.exit(f"{error.name} is missing: run python -m pip install {' '.join(_DEMO_EXTRAS)}")
+    return importlib.import_module(f"{installed if importlib.util.find_spec(installed) else package}.{module}")
 
 
 if __name__ == "__main__":
