@@ -154,7 +154,7 @@ class SparseBytes(NamedTuple):
     """What a rank sends to other nodes in a `sparse_all_reduce`."""
 
     ids: int  # and which of them begin a row: to every rank of the other nodes
-    sums: int  # float32, of each slot to the rank that adds it up
+    sums: int  # float32, of each place to the rank that adds it up
     gathered: int  # once to each other node, as NCCL's rings do; a collective that sends to each rank: `ranks` times
 
 
@@ -163,9 +163,9 @@ def sparse_bytes(
 ) -> SparseBytes:
     """For `entries` rows of each rank, `width` values of `itemsize` bytes, and a result of `capacity` rows."""
     others = nodes - 1
-    slots = capacity if sharded else -(-capacity // (nodes * ranks))
+    places = capacity if sharded else -(-capacity // (nodes * ranks))
     ids = 2 * others * ranks * entries * INDEX
-    return SparseBytes(ids, others * slots * width * 4, 0 if sharded else others * slots * width * itemsize)
+    return SparseBytes(ids, others * places * width * 4, 0 if sharded else others * places * width * itemsize)
 
 
 def planned(exchange: Exchange) -> Exchange:

@@ -37,21 +37,21 @@ def gather_and_segment_sum(num_rows: int, capacity: int) -> Formulation:
         values = jax.lax.all_gather(values, AXIS, tiled=True)
         order = jnp.argsort(ids)
         first = jnp.diff(ids[order], prepend=-1) > 0
-        slots = jnp.zeros_like(order).at[order].set(jnp.cumsum(first) - 1)
-        indices = jnp.full(capacity, num_rows, ids.dtype).at[slots].set(ids, mode="drop")
-        return indices, jax.ops.segment_sum(values, slots, capacity)
+        places = jnp.zeros_like(order).at[order].set(jnp.cumsum(first) - 1)
+        indices = jnp.full(capacity, num_rows, ids.dtype).at[places].set(ids, mode="drop")
+        return indices, jax.ops.segment_sum(values, places, capacity)
 
     return Formulation("all-gather, segment_sum", run)
 
 
 def union_and_psum(num_rows: int, capacity: int) -> Formulation:
-    """The union of a mask per rank gives every id its slot; then `psum` of all slots, most of them zero on a rank."""
+    """The union of a mask per rank gives every id its place; then `psum` of all places, most of them zero on a rank."""
 
     def run(ids: jax.Array, values: jax.Array) -> Result:
         mask = jax.lax.pmax(jnp.zeros(num_rows, jnp.int8).at[ids].set(1), AXIS)
-        slots = jnp.cumsum(mask, dtype=jnp.int32)[ids] - 1
+        places = jnp.cumsum(mask, dtype=jnp.int32)[ids] - 1
         indices = jnp.nonzero(mask, size=capacity, fill_value=num_rows)[0].astype(ids.dtype)
-        rows = jnp.zeros((capacity, values.shape[1]), values.dtype).at[slots].add(values, mode="drop")
+        rows = jnp.zeros((capacity, values.shape[1]), values.dtype).at[places].add(values, mode="drop")
         return indices, jax.lax.psum(rows, AXIS)
 
     return Formulation("union, psum", run)

@@ -48,7 +48,7 @@ def test_results_follow_from_the_settings() -> None:
 
 
 UNION = {"entries": 3, "num_rows": 7, "capacity": 4}
-ALIKE = {"slots", "bounds", "all_missing"}
+ALIKE = {"places", "bounds", "all_missing"}
 
 
 @pytest.mark.parametrize(
@@ -199,22 +199,22 @@ def test_ids_out_of_bounds_are_no_ids(open_group: OpenGroup) -> None:
     ids = np.array([3, -(2**31), 2**31 - 1, TABLE], np.int32)
     union = {"entries": ENTRIES, "num_rows": TABLE, "capacity": ENTRIES, "sharded": False}
     group = open_group(RANKS)
-    found = call_sparse(group, "sparse_union", ("indices", "slots", "bounds"), [ids, np.zeros(2, np.int32)], **union)
+    found = call_sparse(group, "sparse_union", ("indices", "places", "bounds"), [ids, np.zeros(2, np.int32)], **union)
     found = helpers.fetch(found)
     for rank in range(RANKS):
         np.testing.assert_array_equal(found["indices"][rank], [3, TABLE, TABLE, TABLE])
-        np.testing.assert_array_equal(found["slots"][rank], [[0, 1, 1, 1]] * RANKS)
+        np.testing.assert_array_equal(found["places"][rank], [[0, 1, 1, 1]] * RANKS)
         np.testing.assert_array_equal(found["bounds"][rank], [0, 1, 1])
     group.check()
 
 
 @pytest.mark.parametrize(("sharded", "drop"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("bounds", [[0, 2**30, 2**30], [-(2**31), 2**31 - 1, 8], [5, 0, -3], [2**30, 0, 2**31 - 1]])
-def test_bounds_and_slots_that_cannot_be(bounds: list[int], sharded: bool, drop: bool, open_group: OpenGroup) -> None:
-    slots = np.array([[0, 2**30, -1, -(2**31)]] * RANKS, np.int32)
-    reduce = {"entries": ENTRIES, "hidden": WIDTH, "capacity": 4, "slots_kept": 8, "scale": 1.0}
+def test_bounds_and_places_that_cannot_be(bounds: list[int], sharded: bool, drop: bool, open_group: OpenGroup) -> None:
+    places = np.array([[0, 2**30, -1, -(2**31)]] * RANKS, np.int32)
+    reduce = {"entries": ENTRIES, "hidden": WIDTH, "capacity": 4, "places_kept": 8, "scale": 1.0}
     reduce |= {"sharded": sharded, "drop": drop, "by_count": False, "dtype": "float32"}
-    operands = [np.ones((ENTRIES, WIDTH), np.float32), slots, np.array(bounds, np.int32)]
+    operands = [np.ones((ENTRIES, WIDTH), np.float32), places, np.array(bounds, np.int32)]
     group = open_group(RANKS)
     with helpers.awaiting_failure(group, "CapacityError") if not drop and bounds[-1] > 4 else contextlib.nullcontext():
         found = helpers.fetch(call_sparse(group, "sparse_reduce", ("sums",), operands, **reduce))

@@ -171,24 +171,24 @@ void add_sparse(std::vector<Case>& cases, int ranks) {
   on_each(ranks, [&](int) {
     SparseUnionArgs u{};
     u.entries = kEntries, u.num_rows = kRows, u.capacity = kCapacity;
-    const Array indices(kCapacity * 4), slots(ranks * kEntries * 4), bounds((ranks + 1) * 4),
+    const Array indices(kCapacity * 4), places(ranks * kEntries * 4), bounds((ranks + 1) * 4),
         result(size_t{kCapacity} * kHidden * 4);
     u.ids = Array(integers(kEntries, kRows / 4)).as<int32_t>();
     u.missing = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
-    u.indices = indices.as<int32_t>(), u.slots = slots.as<int32_t>(), u.bounds = bounds.as<int32_t>();
+    u.indices = indices.as<int32_t>(), u.places = places.as<int32_t>(), u.bounds = bounds.as<int32_t>();
     u.all_missing = ints(2), u.scratch = ints(bitmap_scratch_ints(kRows));
     SparseReduceArgs r{};
     r.dtype = DType::float32;
-    r.entries = kEntries, r.hidden = kHidden, r.capacity = kCapacity, r.slots_kept = kCapacity, r.scale = 1;
+    r.entries = kEntries, r.hidden = kHidden, r.capacity = kCapacity, r.places_kept = kCapacity, r.scale = 1;
     r.landing_room = landing_room(kEntries, ranks, /*sharded=*/false);
-    r.values = Array(floats(size_t{kEntries} * kHidden)).as<char>(), r.slots = u.slots, r.bounds = u.bounds;
+    r.values = Array(floats(size_t{kEntries} * kHidden)).as<char>(), r.places = u.places, r.bounds = u.bounds;
     r.result = result.as<char>(), r.runs = Array(ranks * kCapacity * sizeof(Run)).as<Run>();
     r.heads = ints(kCapacity), r.next = ints(kEntries), r.members = ints(kEntries), r.begins = ints(kCapacity);
-    r.listed = ints(1), r.long_slots = ints(kEntries), r.long_lists = ints(1), r.sent = ints(ranks);
+    r.listed = ints(1), r.long_places = ints(kEntries), r.long_lists = ints(1), r.sent = ints(ranks);
     r.landing = Array(landing_bytes(ranks, kCapacity, r.landing_room, kHidden * 4)).as<char>();
     r.partials = Array(size_t{kEntries} * kHidden * 4).as<float>();
     united.launches.push_back([u](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, u); });
-    united.results.push_back({indices, slots, bounds});
+    united.results.push_back({indices, places, bounds});
     summed.launches.push_back([r](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, r); });
     summed.results.push_back({result});
   });

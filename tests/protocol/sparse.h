@@ -10,22 +10,22 @@
 
 namespace jax_ep {
 
-constexpr int kEntries = 300, kTableRows = 500, kWidth = 8, kSlots = kTableRows;
+constexpr int kEntries = 300, kTableRows = 500, kWidth = 8, kPlaces = kTableRows;
 
 // One rank's buffers. Entries are whole numbers, so that sums are exact in any order.
 struct SparseRank {
   std::vector<int32_t> ids = std::vector<int32_t>(kEntries);
   std::vector<float> values = std::vector<float>(kEntries * kWidth);
   int32_t missing[2] = {1, 2}, all_missing[2] = {};
-  std::vector<int32_t> indices = std::vector<int32_t>(kSlots), bounds = std::vector<int32_t>(kRanks + 1);
-  std::vector<int32_t> slots = std::vector<int32_t>(kRanks * kEntries);
+  std::vector<int32_t> indices = std::vector<int32_t>(kPlaces), bounds = std::vector<int32_t>(kRanks + 1);
+  std::vector<int32_t> places = std::vector<int32_t>(kRanks * kEntries);
   std::vector<int32_t> scratch = std::vector<int32_t>(bitmap_scratch_ints(kTableRows));
-  std::vector<float> result = std::vector<float>(kSlots * kWidth);
-  std::vector<Run> runs = std::vector<Run>(kRanks * kSlots);
-  std::vector<int32_t> heads = std::vector<int32_t>(kSlots), next = ids, members = ids, begins = heads, listed = {0},
-                       long_slots = ids, long_lists = {0}, sent = std::vector<int32_t>(kRanks);
+  std::vector<float> result = std::vector<float>(kPlaces * kWidth);
+  std::vector<Run> runs = std::vector<Run>(kRanks * kPlaces);
+  std::vector<int32_t> heads = std::vector<int32_t>(kPlaces), next = ids, members = ids, begins = heads, listed = {0},
+                       long_places = ids, long_lists = {0}, sent = std::vector<int32_t>(kRanks);
   std::vector<char> landing =
-      std::vector<char>(landing_bytes(kRanks, kSlots, landing_room(kEntries, kRanks, false), kWidth * 4));
+      std::vector<char>(landing_bytes(kRanks, kPlaces, landing_room(kEntries, kRanks, false), kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
 
   // One id or two are often drawn, so that their runs are long.
@@ -37,20 +37,20 @@ struct SparseRank {
 
   SparseUnionArgs union_args(bool sharded) {
     SparseUnionArgs a{};
-    a.entries = kEntries, a.num_rows = kTableRows, a.capacity = kSlots, a.sharded = sharded;
+    a.entries = kEntries, a.num_rows = kTableRows, a.capacity = kPlaces, a.sharded = sharded;
     a.ids = ids.data(), a.missing = missing, a.indices = indices.data();
-    a.slots = slots.data(), a.bounds = bounds.data(), a.all_missing = all_missing;
+    a.places = places.data(), a.bounds = bounds.data(), a.all_missing = all_missing;
     a.scratch = scratch.data();
     return a;
   }
 
   SparseReduceArgs reduce_args(bool sharded, bool landing_used = true) {
     SparseReduceArgs a{};
-    a.entries = kEntries, a.hidden = kWidth, a.capacity = kSlots, a.slots_kept = kSlots, a.sharded = sharded;
-    a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.slots = slots.data();
+    a.entries = kEntries, a.hidden = kWidth, a.capacity = kPlaces, a.places_kept = kPlaces, a.sharded = sharded;
+    a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.places = places.data();
     a.bounds = bounds.data(), a.result = reinterpret_cast<char*>(result.data()), a.runs = runs.data();
     a.heads = heads.data(), a.next = next.data(), a.members = members.data(), a.begins = begins.data();
-    a.listed = listed.data(), a.long_slots = long_slots.data(), a.long_lists = long_lists.data();
+    a.listed = listed.data(), a.long_places = long_places.data(), a.long_lists = long_lists.data();
     a.landing_room = landing_used ? landing_room(kEntries, kRanks, sharded) : 0;
     a.sent = sent.data(), a.landing = landing.data();
     a.partials = partials.data();
@@ -82,7 +82,7 @@ inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
       expect(ranks[r].result[next_row * kWidth] == value, "rows are sums");
       ++next_row;
     }
-    for (; next_row < kSlots; ++next_row)
+    for (; next_row < kPlaces; ++next_row)
       expect(ranks[r].indices[next_row] == kTableRows && ranks[r].result[next_row * kWidth] == 0,
              "the rest is padding");
     expect(ranks[r].all_missing[0] == kRanks && ranks[r].all_missing[1] == 2 * kRanks, "counters are added up");

@@ -1,5 +1,6 @@
-// sparse_reduce of slots and bounds that no union gives, as a program from a file may hand it: with parts that are sent
-// ahead to the landing, as on GPUs, or fetched. Nothing is read or written out of bounds: run under AddressSanitizer.
+// sparse_reduce of places and bounds that no union gives, as a program from a file may hand it: with parts that are
+// sent ahead to the landing, as on GPUs, or fetched. Nothing is read or written out of bounds: run under
+// AddressSanitizer.
 #include <algorithm>
 #include <climits>
 
@@ -8,21 +9,21 @@
 namespace jax_ep {
 namespace {
 
-constexpr int kOdd[] = {INT_MIN, -1, kSlots, kSlots + 1, 1 << 30, INT_MAX};
+constexpr int kOdd[] = {INT_MIN, -1, kPlaces, kPlaces + 1, 1 << 30, INT_MAX};
 
 int odd(std::mt19937& random) { return kOdd[random() % std::size(kOdd)]; }
 
 // All ranks have the same ones, as they have from a file.
 void spoil(std::vector<SparseRank>& ranks, std::mt19937& random) {
-  for (int32_t& slot : ranks[0].slots)
-    if (random() % 3 == 0) slot = random() % 2 ? odd(random) : static_cast<int>(random() % kSlots);
+  for (int32_t& place : ranks[0].places)
+    if (random() % 3 == 0) place = random() % 2 ? odd(random) : static_cast<int>(random() % kPlaces);
   if (random() % 2)
-    for (int32_t& bound : ranks[0].bounds) bound = random() % 2 ? odd(random) : static_cast<int>(random() % kSlots);
-  for (SparseRank& rank : ranks) rank.slots = ranks[0].slots, rank.bounds = ranks[0].bounds;
+    for (int32_t& bound : ranks[0].bounds) bound = random() % 2 ? odd(random) : static_cast<int>(random() % kPlaces);
+  for (SparseRank& rank : ranks) rank.places = ranks[0].places, rank.bounds = ranks[0].bounds;
 }
 
 // Whether a rank has no room depends on the bounds, and is told.
-void bad_slots(int times) {
+void bad_places(int times) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
   std::mt19937 random(8);
   for (int i = 0; i < times; ++i) {
@@ -44,7 +45,7 @@ void bad_slots(int times) {
 }
 
 TEST_CASE("a rank's share ends though its stride passes 2^31") { shares_end(); }
-TEST_CASE("slots and bounds that no union gives stay inside the buffers") { bad_slots(48); }
+TEST_CASE("places and bounds that no union gives stay inside the buffers") { bad_places(48); }
 
 }  // namespace
 }  // namespace jax_ep

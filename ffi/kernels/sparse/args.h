@@ -1,6 +1,6 @@
 // The arguments of the two ops of sparse_all_reduce. Shapes: R ranks, N entries a rank, D values a row, C capacity.
 //
-// Slots 0 .. U - 1 are the row ids of all ranks, each once, in order. An entry without a row has the slot U.
+// Places 0 .. U - 1 are the row ids of all ranks, each once, in order. An entry without a row has the place U.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct SparseUnionArgs {
   const int32_t* ids;      // [N] in any order; num_rows where there is none
   const int32_t* missing;  // [2] entries ignored and ids dropped before, for the user
   int32_t* indices;        // [C] of this rank's result
-  int32_t* slots;          // [R, N] of the entries of all ranks
+  int32_t* places;         // [R, N] of the entries of all ranks
   int32_t* bounds;         // [R + 1] ids below the range of each rank, and all ids
   int32_t* all_missing;    // [2] over all ranks
   int32_t* scratch;
@@ -36,22 +36,22 @@ constexpr int32_t kNoEntry = INT32_MAX;
 struct SparseReduceArgs {
   DType dtype;
   int entries, hidden, capacity;
-  int slots_kept;    // most slots that a result can use: the length of the table of runs
+  int places_kept;   // most places that a result can use: the length of the table of runs
   int landing_room;  // rows that each peer may push to the landing; 0: owners fetch all rows
   bool sharded, drop;
   bool by_count;          // rows are divided by their number of entries ...
   float scale;            // ... or else multiplied by this
   const char* values;     // [N, D]
-  const int32_t* slots;   // [R, N]
+  const int32_t* places;  // [R, N]
   const int32_t* bounds;  // [R + 1]
   char* result;           // [C, D]
-  Run* runs;              // [R, slots_kept]
-  int32_t* heads;         // [slots_kept] where the chain of this rank's entries of a row begins
+  Run* runs;              // [R, places_kept]
+  int32_t* heads;         // [places_kept] where the chain of this rank's entries of a row begins
   int32_t* next;          // [N] in that chain
   int32_t* members;       // [N] lists of the entries of each row that has several on this rank, in order
-  int32_t* begins;        // [slots_kept] where the list of a row begins
+  int32_t* begins;        // [places_kept] where the list of a row begins
   int32_t* listed;        // [1] the length of all lists
-  int32_t* long_slots;    // [N] the slots of rows with long lists
+  int32_t* long_places;   // [N] the places of rows with long lists
   int32_t* long_lists;    // [1] the number of long lists
   int32_t* sent;          // [R] parts that were sent to each owner
   char* landing;          // of parts from peers
@@ -67,16 +67,16 @@ JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_wo
 JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
 JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
 
-// The landing of sparse_reduce: a table of the places of the holders' parts by slot, then room for parts of every other
+// The landing of sparse_reduce: a table of where the holders' parts are, by place, then room for parts of every other
 // rank. A sharded result has no landing, as its owners would only wait.
 JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
   return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
 }
-JAX_EP_CONSTANT_FN int64_t landing_table_bytes(int ranks, int slots) {
-  return (int64_t{ranks} * slots * 4 + 127) / 128 * 128;
+JAX_EP_CONSTANT_FN int64_t landing_table_bytes(int ranks, int places) {
+  return (int64_t{ranks} * places * 4 + 127) / 128 * 128;
 }
-JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int slots, int room, int64_t row_bytes) {
-  return landing_table_bytes(ranks, slots) + int64_t{room} * (ranks - 1) * row_bytes;
+JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int places, int room, int64_t row_bytes) {
+  return landing_table_bytes(ranks, places) + int64_t{room} * (ranks - 1) * row_bytes;
 }
 
 template <class Args>
@@ -107,7 +107,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
     visit(operand("ids", Values::int32, a.entries), &Args::ids);
     visit(operand("missing", Values::int32, kMissing), &Args::missing);
     visit(result("indices", Values::int32, a.capacity).alike(!a.sharded), &Args::indices);
-    visit(result("slots", Values::int32, ranks, a.entries).for_peers().alike(), &Args::slots);
+    visit(result("places", Values::int32, ranks, a.entries).for_peers().alike(), &Args::places);
     visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size).alike(), &Args::bounds);
     visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size).alike(), &Args::all_missing);
     visit(scratch("scratch", Values::int32, bitmap_scratch_ints(a.num_rows)), &Args::scratch);
@@ -127,7 +127,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit("entries", "N", &Args::entries);
     visit("hidden", "D", &Args::hidden);
     visit("capacity", "capacity", &Args::capacity);
-    visit("slots_kept", "slots", &Args::slots_kept);
+    visit("places_kept", "places", &Args::places_kept);
     visit("scale", "scale bits", &Args::scale);
     visit("sharded", "sharded", &Args::sharded);
     visit("drop", "drop", &Args::drop);
@@ -142,20 +142,20 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const Values values = values_of(a.dtype);
-    const int64_t landing = landing_bytes(ranks, a.slots_kept, a.landing_room, int64_t{a.hidden} * size_of(a.dtype));
+    const int64_t landing = landing_bytes(ranks, a.places_kept, a.landing_room, int64_t{a.hidden} * size_of(a.dtype));
     visit(operand("values", values, a.entries, a.hidden).for_peers(), &Args::values);
-    visit(operand("slots", Values::int32, ranks, a.entries), &Args::slots);
+    visit(operand("places", Values::int32, ranks, a.entries), &Args::places);
     visit(operand("bounds", Values::int32, ranks + 1), &Args::bounds);
     visit(result("sums", values, a.capacity, a.hidden).for_peers().alike(!a.sharded), &Args::result);
     visit(scratch("partials", Values::float32, a.entries, a.hidden).for_peers(), &Args::partials);
     visit(scratch("landing", Values::uint8, landing).for_peers(), &Args::landing);
-    visit(scratch("runs", Values::int32, ranks, a.slots_kept, 2), &Args::runs);
-    visit(scratch("heads", Values::int32, a.slots_kept), &Args::heads);
+    visit(scratch("runs", Values::int32, ranks, a.places_kept, 2), &Args::runs);
+    visit(scratch("heads", Values::int32, a.places_kept), &Args::heads);
     visit(scratch("next", Values::int32, a.entries), &Args::next);
     visit(scratch("members", Values::int32, a.entries), &Args::members);
-    visit(scratch("begins", Values::int32, a.slots_kept), &Args::begins);
+    visit(scratch("begins", Values::int32, a.places_kept), &Args::begins);
     visit(scratch("listed", Values::int32, 1), &Args::listed);
-    visit(scratch("long_slots", Values::int32, a.entries), &Args::long_slots);
+    visit(scratch("long_places", Values::int32, a.entries), &Args::long_places);
     visit(scratch("long_lists", Values::int32, 1), &Args::long_lists);
     visit(scratch("sent", Values::int32, ranks), &Args::sent);
   }

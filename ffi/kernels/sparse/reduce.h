@@ -1,5 +1,5 @@
 // sparse_reduce: one of the ranks that hold a row owns it. The others send their parts to the owner, which sums them
-// and writes the sum into the row's slot of the result on every rank.
+// and writes the sum into the row's place of the result on every rank.
 //
 // A rank first sums its own entries of a row, so that each row crosses the wire once.
 #pragma once
@@ -15,10 +15,10 @@
 
 namespace jax_ep {
 
-// The owner of a row among its holders, which have a bit per rank. A hash of the slot picks it, so that no pattern of
+// The owner of a row among its holders, which have a bit per rank. A hash of the place picks it, so that no pattern of
 // ids gives one rank more rows.
-JAX_EP_FN int pick_owner(uint64_t holders, int slot) {
-  const uint32_t mixed = static_cast<uint32_t>(slot) * 0x9e3779b1u;
+JAX_EP_FN int pick_owner(uint64_t holders, int place) {
+  const uint32_t mixed = static_cast<uint32_t>(place) * 0x9e3779b1u;
   int left = static_cast<int>((uint64_t{mixed} * static_cast<uint32_t>(count_bits(holders))) >> 32);
   for (; left > 0; --left) holders &= holders - 1;
   return lowest_bit(holders);
@@ -37,37 +37,37 @@ class SparseLanding {
   JAX_EP_FN void clear() const {
     if (!op_.ok() || !has_room()) return;
     auto* table = reinterpret_cast<int32_t*>(args_.landing);
-    const int64_t all = int64_t{op_.comm.size} * args_.slots_kept, step = op_.coop.count * Coop::lanes;
+    const int64_t all = int64_t{op_.comm.size} * args_.places_kept, step = op_.coop.count * Coop::lanes;
     for (int64_t i = op_.coop.index * Coop::lanes + op_.coop.lane; i < all; i += step) table[i] = -1;
     if (op_.coop.index == 0)
       for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes) args_.sent[rank] = 0;
   }
 
   // Where this rank may put its part of a row at the owner, or null. All lanes ask together.
-  JAX_EP_FN char* claim(int owner, int slot) const {
+  JAX_EP_FN char* claim(int owner, int place) const {
     int row_in_room = 0;
     if (op_.coop.lane == 0) row_in_room = atomic_add(&args_.sent[owner], 1);
     row_in_room = op_.coop.broadcast(row_in_room);
     if (row_in_room >= room_) return nullptr;
     char* const landing = Window<char>(op_, kWindow<&SparseReduceArgs::landing>).peer(owner);
-    if (op_.coop.lane == 0) *table_entry(landing, op_.comm.rank, slot) = row_in_room;
+    if (op_.coop.lane == 0) *table_entry(landing, op_.comm.rank, place) = row_in_room;
     return row(landing, owner, op_.comm.rank, row_in_room);
   }
 
   // The part of another holder, or null if it is not in the landing. Called after all ranks have delivered their parts.
-  JAX_EP_FN const char* find(int holder, int slot) const {
+  JAX_EP_FN const char* find(int holder, int place) const {
     if (!has_room()) return nullptr;
-    const int row_in_room = *table_entry(args_.landing, holder, slot);
+    const int row_in_room = *table_entry(args_.landing, holder, place);
     return row_in_room < 0 ? nullptr : row(args_.landing, op_.comm.rank, holder, row_in_room);
   }
 
  private:
-  JAX_EP_FN int32_t* table_entry(char* landing, int holder, int slot) const {
-    return reinterpret_cast<int32_t*>(landing) + int64_t{holder} * args_.slots_kept + slot;
+  JAX_EP_FN int32_t* table_entry(char* landing, int holder, int place) const {
+    return reinterpret_cast<int32_t*>(landing) + int64_t{holder} * args_.places_kept + place;
   }
   JAX_EP_FN char* row(char* landing, int owner, int holder, int row_in_room) const {
     const int region = (holder - owner - 1 + op_.comm.size) % op_.comm.size;
-    return landing + landing_table_bytes(op_.comm.size, args_.slots_kept) +
+    return landing + landing_table_bytes(op_.comm.size, args_.places_kept) +
            (int64_t{region} * room_ + row_in_room) * row_bytes_;
   }
 
@@ -136,68 +136,68 @@ class SparseReduce {
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
-  // Zeroes the slots of the result without a row.
+  // Zeroes the places of the result without a row.
   JAX_EP_FN void pad() const {
     const Part receiver = op_.coop.receiver;
     if (!op_.ok() || receiver.empty()) return;
     op_.enter(Phase::pad);
-    const Range slots = slots_of(op_.comm.rank);
-    for (int row = slots.end - slots.begin + receiver.index; row < args_.capacity; row += receiver.count)
+    const Range places = places_of(op_.comm.rank);
+    for (int row = places.end - places.begin + receiver.index; row < args_.capacity; row += receiver.count)
       fill_row(op_.coop, args_.result + row * row_bytes_, 0, row_bytes_);
   }
 
  private:
-  // Batches for each coop, so that all coops have work to the end, and the most slots of a batch. Tuned with
+  // Batches for each coop, so that all coops have work to the end, and the most places of a batch. Tuned with
   // `bench sparse`.
   static constexpr int kBatchesPerCoop = 8;
-  static constexpr int kBatchSlots = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
+  static constexpr int kBatchPlaces = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
   static constexpr int kParts = 0, kSums = 1;  // what is delivered
   static constexpr bool kFloats = std::is_same_v<T, float>;
 
   // A row: its holders, its owner, and the rank that wants it if the result is sharded.
   struct Row {
-    int slot;
+    int place;
     Holding held;
     int owner, home;
   };
 
-  // The slots of a rank's result, within the slots that exist, even if the bounds are wrong.
-  JAX_EP_FN Range slots_of(int rank) const {
-    const int begin = args_.sharded ? smaller(larger(0, args_.bounds[rank]), runs_.slots()) : 0;
-    return {begin, begin + larger(0, smaller(smaller(rows_of(rank), args_.capacity), runs_.slots() - begin))};
+  // The places of a rank's result, within the places that exist, even if the bounds are wrong.
+  JAX_EP_FN Range places_of(int rank) const {
+    const int begin = args_.sharded ? smaller(larger(0, args_.bounds[rank]), runs_.places()) : 0;
+    return {begin, begin + larger(0, smaller(smaller(rows_of(rank), args_.capacity), runs_.places() - begin))};
   }
 
-  // Coops take slots in batches. Batches of different results alternate: if all ranks began with the same result, they
+  // Coops take places in batches. Batches of different results alternate: if all ranks began with the same result, they
   // would use only that rank's links.
   struct Batches {
-    int slots, homes, count;
+    int places, homes, count;
   };
-  JAX_EP_FN Batches slot_batches() const {
+  JAX_EP_FN Batches place_batches() const {
     const int homes = args_.sharded ? op_.comm.size : 1;
     int longest = 0;
     for (int home = 0; home < homes; ++home) longest = larger(longest, smaller(rows_of(home), args_.capacity));
-    const int slots = larger(1, smaller(kBatchSlots, longest / larger(1, op_.coop.count * kBatchesPerCoop / homes)));
-    return {slots, homes, (longest + slots - 1) / slots * homes};
+    const int places = larger(1, smaller(kBatchPlaces, longest / larger(1, op_.coop.count * kBatchesPerCoop / homes)));
+    return {places, homes, (longest + places - 1) / places * homes};
   }
 
-  // Coops take batches of slots by ticket. First look(row) is called, by each lane for a row of its own, which may be
+  // Coops take batches of places by ticket. First look(row) is called, by each lane for a row of its own, which may be
   // held by no rank. Then visit(row) is called, by all lanes together, for each row for which wanted(row) holds. On
   // return the results of visit() are written.
   template <class Ask, class Wanted, class Visit, class Look>
   JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
-    const Batches batches = slot_batches();
+    const Batches batches = place_batches();
     for (uint64_t asked = ask(); op_.may_push();) {
       const int ticket = op_.take_ticket(asked);
       if (ticket >= batches.count) break;
       asked = ask();
       const int home = (op_.comm.rank + 1 + ticket) % batches.homes;
-      const Range all = slots_of(home);
-      const int begin = all.begin + ticket / batches.homes * batches.slots,
-                end = smaller(begin + batches.slots, all.end);
+      const Range all = places_of(home);
+      const int begin = all.begin + ticket / batches.homes * batches.places,
+                end = smaller(begin + batches.places, all.end);
       for (int first = begin; first < end; first += Coop::lanes) {
-        const int slot = first + op_.coop.lane;
-        Row mine{slot, slot < end ? runs_.holding(slot) : Holding{0, 0, 0}, -1, home};
+        const int place = first + op_.coop.lane;
+        Row mine{place, place < end ? runs_.holding(place) : Holding{0, 0, 0}, -1, home};
         if (mine.held.ranks) mine.owner = owner_of(mine);
         look(mine);
         for (uint64_t left = op_.coop.ballot(mine.held.ranks && wanted(mine)); left && op_.may_push(); left &= left - 1)
@@ -213,7 +213,7 @@ class SparseReduce {
 
   // The holder that sums a row. In a sharded result it is the rank that wants the row, if that rank holds it.
   JAX_EP_FN int owner_of(const Row& row) const {
-    return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.slot);
+    return args_.sharded && row.held.ranks >> row.home & 1 ? row.home : pick_owner(row.held.ranks, row.place);
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
 
@@ -237,16 +237,16 @@ class SparseReduce {
   }
   JAX_EP_FN void send(const Row& row) {
     if (!is_shared(row)) return sum(row);
-    char* there = landing_.claim(row.owner, row.slot);
+    char* there = landing_.claim(row.owner, row.place);
     if (!there) return;  // the owner fetches the part
-    sums_.sum(line_up<const T>(op_.coop, 1, [&](int) { return own_term(row.slot); }),
+    sums_.sum(line_up<const T>(op_.coop, 1, [&](int) { return own_term(row.place); }),
               line_up<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
   }
 
   JAX_EP_FN void sum(const Row& row) {
     const Coop& coop = op_.coop;
     const int ranks = op_.comm.size;
-    const int64_t offset = int64_t{row.slot - slots_of(row.home).begin} * row_bytes_;
+    const int64_t offset = int64_t{row.place - places_of(row.home).begin} * row_bytes_;
     const auto sinks = line_up<char>(coop, args_.sharded ? 1 : ranks, [&](int i) {
       const int rank = args_.sharded ? row.home : (op_.comm.rank + i) % ranks;
       return Term<char>{results_.peer(rank) + offset, 1.0f};
@@ -257,25 +257,25 @@ class SparseReduce {
                 args_.hidden);
     else
       DirectSum<float, T>(coop, words_)
-          .sum(ranks, [&](int rank) { return partial_of(rank, row.slot); }, args_.hidden, sinks, scale);
+          .sum(ranks, [&](int rank) { return partial_of(rank, row.place); }, args_.hidden, sinks, scale);
   }
 
   // The part that a rank adds to a row, wherever it lies.
   JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
     if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
-    const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.slot);
-    return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.slot), weight};
+    const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.place);
+    return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.place), weight};
   }
   // The part at its holder: its only entry, or the sum of several.
-  JAX_EP_FN const T* held_by(int rank, int slot) const {
+  JAX_EP_FN const T* held_by(int rank, int place) const {
     if constexpr (kFloats)
-      if (runs_.entries(rank, slot) > 1) return partial_of(rank, slot);
-    return values_.peer(rank) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+      if (runs_.entries(rank, place) > 1) return partial_of(rank, place);
+    return values_.peer(rank) + int64_t{runs_.first(rank, place)} * args_.hidden;
   }
-  JAX_EP_FN Term<const T> own_term(int slot) const { return {held_by(op_.comm.rank, slot), 1.0f}; }
-  JAX_EP_FN const float* partial_of(int rank, int slot) const {
-    if (runs_.entries(rank, slot) == 0) return nullptr;
-    return partials_.peer(rank) + int64_t{runs_.first(rank, slot)} * args_.hidden;
+  JAX_EP_FN Term<const T> own_term(int place) const { return {held_by(op_.comm.rank, place), 1.0f}; }
+  JAX_EP_FN const float* partial_of(int rank, int place) const {
+    if (runs_.entries(rank, place) == 0) return nullptr;
+    return partials_.peer(rank) + int64_t{runs_.first(rank, place)} * args_.hidden;
   }
 
   Op& op_;

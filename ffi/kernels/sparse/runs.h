@@ -1,4 +1,4 @@
-// The holders of each row. SparseRuns finds the entries of every rank by slot. RunLists finds this rank's entries of
+// The holders of each row. SparseRuns finds the entries of every rank by place. RunLists finds this rank's entries of
 // the same row, and RunSums sums them.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace jax_ep {
 
-// The holders of a slot's row.
+// The holders of a place's row.
 struct Holding {
   uint64_t ranks;  // a bit for each holder
   int entries;     // of all ranks
@@ -18,22 +18,22 @@ struct Holding {
 class SparseRuns {
  public:
   JAX_EP_FN SparseRuns(const Op& op, const SparseReduceArgs& args)
-      : op_(op), args_(args), slots_(smaller(args.slots_kept, larger(0, args.bounds[op.comm.size]))) {}
+      : op_(op), args_(args), places_(smaller(args.places_kept, larger(0, args.bounds[op.comm.size]))) {}
 
-  // The number of slots that a result keeps. Later slots are dropped.
-  JAX_EP_FN int slots() const { return slots_; }
-  JAX_EP_FN bool has(int slot) const { return slot >= 0 && slot < slots_; }
-  JAX_EP_FN Run run(int rank, int slot) const { return args_.runs[int64_t{rank} * args_.slots_kept + slot]; }
-  JAX_EP_FN int first(int rank, int slot) const { return run(rank, slot).first; }
-  JAX_EP_FN int entries(int rank, int slot) const { return run(rank, slot).entries; }
+  // The number of places that a result keeps. Later places are dropped.
+  JAX_EP_FN int places() const { return places_; }
+  JAX_EP_FN bool has(int place) const { return place >= 0 && place < places_; }
+  JAX_EP_FN Run run(int rank, int place) const { return args_.runs[int64_t{rank} * args_.places_kept + place]; }
+  JAX_EP_FN int first(int rank, int place) const { return run(rank, place).first; }
+  JAX_EP_FN int entries(int rank, int place) const { return run(rank, place).entries; }
 
-  // The slot of the i-th entry of a rank.
-  JAX_EP_FN int slot_of(int rank, int i) const { return args_.slots[int64_t{rank} * args_.entries + i]; }
+  // The place of the i-th entry of a rank.
+  JAX_EP_FN int place_of(int rank, int i) const { return args_.places[int64_t{rank} * args_.entries + i]; }
 
-  JAX_EP_FN Holding holding(int slot) const {
+  JAX_EP_FN Holding holding(int place) const {
     Holding found{0, 0, 0};
     for (int rank = 0; rank < op_.comm.size; ++rank) {
-      const int entries = run(rank, slot).entries;
+      const int entries = run(rank, place).entries;
       found.ranks |= uint64_t{entries > 0} << rank;
       found.entries += entries;
       found.crowded |= entries > 1;
@@ -45,19 +45,19 @@ class SparseRuns {
   // this rank, in no order.
   JAX_EP_FN void clear() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
-      for_my_share(slots_, [&](int slot) { args_.runs[int64_t{rank} * args_.slots_kept + slot] = {kNoEntry, 0}; });
-    for_my_share(slots_, [&](int slot) { args_.heads[slot] = kNoEntry; });
+      for_my_share(places_, [&](int place) { args_.runs[int64_t{rank} * args_.places_kept + place] = {kNoEntry, 0}; });
+    for_my_share(places_, [&](int place) { args_.heads[place] = kNoEntry; });
     for_my_share(1, [&](int) { *args_.listed = *args_.long_lists = 0; });
   }
   JAX_EP_FN void fill() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
       for_my_share(args_.entries, [&](int i) {
-        const int slot = slot_of(rank, i);
-        if (!has(slot)) return;
-        Run& held = args_.runs[int64_t{rank} * args_.slots_kept + slot];
+        const int place = place_of(rank, i);
+        if (!has(place)) return;
+        Run& held = args_.runs[int64_t{rank} * args_.places_kept + place];
         atomic_min(&held.first, i);
         atomic_add(&held.entries, 1);
-        if (rank == op_.comm.rank) args_.next[i] = atomic_exchange(&args_.heads[slot], i);
+        if (rank == op_.comm.rank) args_.next[i] = atomic_exchange(&args_.heads[place], i);
       });
   }
 
@@ -73,7 +73,7 @@ class SparseRuns {
  private:
   const Op& op_;
   const SparseReduceArgs& args_;
-  const int slots_;
+  const int places_;
 };
 
 // Lists of the entries of this rank for the same row. The entries of a list are neighbours in `members`, in order.
@@ -90,13 +90,13 @@ class RunLists {
   // if another rank has several entries.
   JAX_EP_FN void allocate(bool single) const {
     runs_.for_my_share(args_.entries, [&](int i) {
-      const int slot = runs_.slot_of(op_.comm.rank, i);
-      if (!runs_.has(slot)) return;
-      const Run run = runs_.run(op_.comm.rank, slot);
+      const int place = runs_.place_of(op_.comm.rank, i);
+      if (!runs_.has(place)) return;
+      const Run run = runs_.run(op_.comm.rank, place);
       if (run.first != i) return;
-      const bool listed = run.entries > 1 || (single && runs_.holding(slot).crowded);
-      args_.begins[slot] = listed ? atomic_add(args_.listed, run.entries) : kNoEntry;
-      if (run.entries > kShort) args_.long_slots[atomic_add(args_.long_lists, 1)] = slot;
+      const bool listed = run.entries > 1 || (single && runs_.holding(place).crowded);
+      args_.begins[place] = listed ? atomic_add(args_.listed, run.entries) : kNoEntry;
+      if (run.entries > kShort) args_.long_places[atomic_add(args_.long_lists, 1)] = place;
     });
   }
 
@@ -106,49 +106,49 @@ class RunLists {
     // Each coop takes one slice of one long list at a time.
     const int lists = count_long(), slices = larger(1, op_.coop.count / larger(1, lists));
     for (int i = op_.coop.index; op_.ok() && i < lists * slices; i += op_.coop.count)
-      list_slice(long_slot(i / slices), share(args_.entries, i % slices, slices));
+      list_slice(long_place(i / slices), share(args_.entries, i % slices, slices));
   }
 
-  // The number of entries in all lists; the number of long lists, and the slot of each.
+  // The number of entries in all lists; the number of long lists, and the place of each.
   JAX_EP_FN int count() const { return *args_.listed; }
   JAX_EP_FN int count_long() const { return *args_.long_lists; }
-  JAX_EP_FN int long_slot(int i) const { return args_.long_slots[i]; }
+  JAX_EP_FN int long_place(int i) const { return args_.long_places[i]; }
 
   JAX_EP_FN int member(int position) const { return args_.members[position]; }
-  // The list of a slot, and the list that contains a position.
-  JAX_EP_FN Range of(int slot) const {
-    const int begin = args_.begins[slot];
-    return {begin, begin + runs_.entries(op_.comm.rank, slot)};
+  // The list of a place, and the list that contains a position.
+  JAX_EP_FN Range of(int place) const {
+    const int begin = args_.begins[place];
+    return {begin, begin + runs_.entries(op_.comm.rank, place)};
   }
-  JAX_EP_FN Range at(int position) const { return of(runs_.slot_of(op_.comm.rank, member(position))); }
+  JAX_EP_FN Range at(int position) const { return of(runs_.place_of(op_.comm.rank, member(position))); }
 
  private:
   static constexpr int kAhead =
-      Coop::lanes == 1 ? 16 : 64;  // slots of a lane in flight, where a coop looks through all
+      Coop::lanes == 1 ? 16 : 64;  // places of a lane in flight, where a coop looks through all
 
   // Every entry of a short list counts the smaller entries in its chain: that is its position.
   JAX_EP_FN void list_entry(int i) const {
-    const int slot = runs_.slot_of(op_.comm.rank, i);
-    if (!runs_.has(slot) || runs_.entries(op_.comm.rank, slot) > kShort) return;
-    const int begin = args_.begins[slot];
+    const int place = runs_.place_of(op_.comm.rank, i);
+    if (!runs_.has(place) || runs_.entries(op_.comm.rank, place) > kShort) return;
+    const int begin = args_.begins[place];
     if (begin == kNoEntry) return;
     int smaller_ones = 0;
-    for (int j = args_.heads[slot]; j != kNoEntry; j = args_.next[j]) smaller_ones += j < i;
+    for (int j = args_.heads[place]; j != kNoEntry; j = args_.next[j]) smaller_ones += j < i;
     args_.members[begin + smaller_ones] = i;
   }
 
   // Writes the members of a long list that lie in a slice of all entries. Members before the slice are only counted.
-  JAX_EP_FN void list_slice(int slot, Range slice) const {
+  JAX_EP_FN void list_slice(int place, Range slice) const {
     const Coop& coop = op_.coop;
     int before = 0;
-    look_through({0, slice.begin}, [&](int, const int(&slots)[kAhead]) {
-      for (const int each : slots) before += each == slot;
+    look_through({0, slice.begin}, [&](int, const int(&places)[kAhead]) {
+      for (const int each : places) before += each == place;
     });
-    int position = args_.begins[slot] + coop.sum(before);
-    look_through(slice, [&](int first, const int(&slots)[kAhead]) {
+    int position = args_.begins[place] + coop.sum(before);
+    look_through(slice, [&](int first, const int(&places)[kAhead]) {
       for (int w = 0; w < kAhead; ++w) {
-        const uint64_t found = coop.ballot(slots[w] == slot);
-        if (slots[w] == slot)
+        const uint64_t found = coop.ballot(places[w] == place);
+        if (places[w] == place)
           args_.members[position + count_bits(found & ((uint64_t{1} << coop.lane) - 1))] =
               first + w * Coop::lanes + coop.lane;
         position += count_bits(found);
@@ -156,17 +156,17 @@ class RunLists {
     });
   }
 
-  // Calls visit(first, slots) for one part of the entries after another. Each lane has the slots of every
+  // Calls visit(first, places) for one part of the entries after another. Each lane has the places of every
   // Coop::lanes-th entry of the part, or -1.
   template <class Visit>
   JAX_EP_FN void look_through(Range entries, Visit visit) const {
     for (int first = entries.begin; first < entries.end; first += kAhead * Coop::lanes) {
-      int slots[kAhead];
+      int places[kAhead];
       for (int w = 0; w < kAhead; ++w) {
         const int i = first + w * Coop::lanes + op_.coop.lane;
-        slots[w] = i < entries.end ? runs_.slot_of(op_.comm.rank, i) : -1;
+        places[w] = i < entries.end ? runs_.place_of(op_.comm.rank, i) : -1;
       }
-      visit(first, slots);
+      visit(first, places);
     }
   }
 
@@ -245,7 +245,7 @@ class RunSums {
     op_.enter(Phase::reduce);
     const int ranges = column_ranges<LongSum>();
     for (int64_t i = op_.coop.index; op_.ok() && i < int64_t{lists_.count_long()} * ranges; i += op_.coop.count) {
-      const Range list = lists_.of(lists_.long_slot(static_cast<int>(i / ranges)));
+      const Range list = lists_.of(lists_.long_place(static_cast<int>(i / ranges)));
       const int parts = (list.end - list.begin + kPart - 1) / kPart;
       sum_rows<LongSum>(args_.partials, list.begin, parts, kPart, columns<LongSum>(i % ranges));
     }

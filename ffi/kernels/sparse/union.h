@@ -1,6 +1,6 @@
 // sparse_union: every rank sends its row ids to all ranks, and each rank marks all ids in a bitmap of its own. Prefix
-// sums of the bitmap's popcounts are the slots of the ids. There is no sort and no search, and all ranks get the same
-// slots.
+// sums of the bitmap's popcounts are the places of the ids. There is no sort and no search, and all ranks get the same
+// places.
 #pragma once
 
 #include "comm/ctas.h"
@@ -48,7 +48,7 @@ class SparseUnion {
     number_ids();
     op_.barrier();
     op_.enter(Phase::place);
-    write_slots();
+    write_places();
   }
 
  private:
@@ -71,8 +71,8 @@ class SparseUnion {
     if (!op_.may_push() || sender.empty()) return;
     op_.enter(Phase::send);
     const Range mine = share(args_.entries, sender.index, sender.count);
-    const int64_t first_slot = int64_t{op_.comm.rank} * args_.entries;
-    const Window<int32_t> slots(op_, kWindow<&SparseUnionArgs::slots>);
+    const int64_t first_place = int64_t{op_.comm.rank} * args_.entries;
+    const Window<int32_t> places(op_, kWindow<&SparseUnionArgs::places>);
     for (int first = mine.begin; first < mine.end && op_.may_push(); first += Coop::lanes) {
       const int i = first + op_.coop.lane;
       if (i >= mine.end) continue;
@@ -80,7 +80,7 @@ class SparseUnion {
       const bool exists = static_cast<uint32_t>(given) < static_cast<uint32_t>(args_.num_rows);
       const int32_t id = exists ? given : args_.num_rows;  // peers use it as an index
       for (int step = 0; step < op_.comm.size; ++step) {
-        slots.peer((op_.comm.rank + step) % op_.comm.size)[first_slot + i] = id;
+        places.peer((op_.comm.rank + step) % op_.comm.size)[first_place + i] = id;
       }
     }
     op_.coop.sync();
@@ -89,7 +89,7 @@ class SparseUnion {
 
   JAX_EP_FN void mark_ids() {
     for_my_entries([&](int64_t i) {
-      const int id = args_.slots[i];
+      const int id = args_.places[i];
       if (id < args_.num_rows) atomic_or(&bits_[id / 32], 1u << id % 32);
     });
   }
@@ -116,22 +116,22 @@ class SparseUnion {
     }
   }
 
-  // The slot of an id: how many ids lie below it. The id is at most num_rows.
+  // The place of an id: how many ids lie below it. The id is at most num_rows.
   JAX_EP_FN int ids_below(int id) const {
     return prefix_[id / 32] + count_bits(bits_[id / 32] & ((1u << id % 32) - 1));
   }
 
-  JAX_EP_FN void write_slots() {
+  JAX_EP_FN void write_places() {
     if (!op_.ok()) return;
-    for_my_entries([&](int64_t i) { args_.slots[i] = ids_below(args_.slots[i]); });
+    for_my_entries([&](int64_t i) { args_.places[i] = ids_below(args_.places[i]); });
     const Range range =
         args_.sharded ? row_range(args_.num_rows, op_.comm.rank, op_.comm.size) : Range{0, args_.num_rows};
     const Range mine{ids_below(range.begin), ids_below(range.end)};
     for_my_words([&](int word) {
-      int slot = prefix_[word];
-      for (uint32_t left = bits_[word]; left; left &= left - 1, ++slot)
-        if (slot >= mine.begin && slot < mine.end && slot - mine.begin < args_.capacity)
-          args_.indices[slot - mine.begin] = word * 32 + lowest_bit(left);
+      int place = prefix_[word];
+      for (uint32_t left = bits_[word]; left; left &= left - 1, ++place)
+        if (place >= mine.begin && place < mine.end && place - mine.begin < args_.capacity)
+          args_.indices[place - mine.begin] = word * 32 + lowest_bit(left);
     });
     const int step = op_.coop.count * Coop::lanes;
     for (int64_t i = int64_t{mine.end} - mine.begin + op_.coop.index * Coop::lanes + op_.coop.lane; i < args_.capacity;

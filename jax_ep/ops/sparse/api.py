@@ -1,6 +1,6 @@
 """sparse_all_reduce: adds up the ranks' rows of a large table, of which each rank holds a few.
 
-There are two steps. The union of all ranks' row ids gives every row its slot in the result. Then one holder of each
+There are two steps. The union of all ranks' row ids gives every row its place in the result. Then one holder of each
 row, its owner, gets the parts of the other holders, and writes the sum into every rank's result.
 """
 
@@ -55,7 +55,7 @@ def sparse_all_reduce(
         entries of its row.
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
         Otherwise all ranks have the same result, which does not vary over the group's axis.
-      method: how slots are found. "bitmap": by prefix sums over a bitmap of the table's rows. "match": by sorting the
+      method: how places are found. "bitmap": by prefix sums over a bitmap of the table's rows. "match": by sorting the
         ids of all ranks and searching each id, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap" if the bitmap
         has at most 4 MiB or an eighth of the bytes of all ranks' rows. The results are the same. "xla" and groups
         across nodes always take "match".
@@ -153,7 +153,7 @@ def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method,
 def _reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
     if group.intranode is not None:
         return nodes.reduce(group, config, values, union)
-    return kernels.sparse_reduce(group, config, values, union, config.slots_kept(values.shape[0]))
+    return kernels.sparse_reduce(group, config, values, union, config.places_kept(values.shape[0]))
 
 
 @_reduce.defjvp
@@ -169,21 +169,21 @@ def _reduce_jvp(group: Group, config: SparseConfig, primals: Any, tangents: Any)
 def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:
     """The cotangent of every entry: that of its row, from the rank that has the row."""
     axis_name, dtype = group.axis_name, cotangent.dtype
-    slots = xla.slots_of_entries(union, axis_name)
+    places = xla.places_of_entries(union, axis_name)
     if config.sharded:
         cotangent = jax.lax.all_gather(cotangent, axis_name)
-        owner = jnp.minimum(jnp.searchsorted(union.bounds, slots, side="right") - 1, group.size - 1)
-        rows = slots - union.bounds[owner]
+        owner = jnp.minimum(jnp.searchsorted(union.bounds, places, side="right") - 1, group.size - 1)
+        rows = places - union.bounds[owner]
         taken = cotangent.at[owner, rows].get(mode="clip")
     else:
         if not vary.tracks_varying(axis_name):  # then ranks have parts of the cotangent, as in the transpose of psum
             cotangent = jax.lax.psum(cotangent.astype(jnp.float32), axis_name)
-        rows = slots
-        taken = cotangent.at[slots].get(mode="clip")
-    present = (slots < union.bounds[-1]) & (rows < config.capacity)
+        rows = places
+        taken = cotangent.at[places].get(mode="clip")
+    present = (places < union.bounds[-1]) & (rows < config.capacity)
     taken = jnp.where(present[:, None], taken.astype(jnp.float32) * config.scale, 0)
     if config.by_count:
-        kept = config.slots_kept(slots.shape[0])
-        counts = xla.entries_of_slots(union, kept).at[slots].get(mode="clip")
+        kept = config.places_kept(places.shape[0])
+        counts = xla.entries_of_places(union, kept).at[places].get(mode="clip")
         taken = taken / jnp.maximum(counts, 1)[:, None]
     return taken.astype(dtype)

@@ -30,13 +30,13 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     checks.check_int(op, "capacity", capacity, least=1 if rows.indices.shape[0] else 0, below_32_bits=True)
     order = jnp.argsort(rows.masked_indices, stable=True)
     ids = rows.masked_indices[order]
-    slots, unique = slots_of_sorted(ids, rows.num_rows)
+    places, unique = places_of_sorted(ids, rows.num_rows)
     summed = jax.ops.segment_sum(
-        rows.values[order].astype(jnp.float32), slots, capacity, indices_are_sorted=True, mode="drop"
+        rows.values[order].astype(jnp.float32), places, capacity, indices_are_sorted=True, mode="drop"
     )
     return replace(
         rows,
-        indices=jnp.full((capacity,), rows.num_rows, ids.dtype).at[slots].set(ids, mode="drop"),
+        indices=jnp.full((capacity,), rows.num_rows, ids.dtype).at[places].set(ids, mode="drop"),
         values=summed.astype(rows.values.dtype),
         count=jnp.minimum(unique, capacity),
         ignored=rows.ignored + rows.count_outside(),
@@ -44,15 +44,15 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     )
 
 
-def slots_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The slots of sorted ids [N] among the different ids, and the number of different ids.
+def places_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """The places of sorted ids [N] among the different ids, and the number of different ids.
 
-    An id `num_rows`, which stands for no row, has the slot 2**31 - 1.
+    An id `num_rows`, which stands for no row, has the place 2**31 - 1.
     """
     valid = ids < num_rows
     first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])
-    slots = jnp.cumsum(first, dtype=jnp.int32) - 1
-    return jnp.where(valid, slots, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)
+    places = jnp.cumsum(first, dtype=jnp.int32) - 1
+    return jnp.where(valid, places, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)
 
 
 def with_different_ids(rows: SparseRows) -> SparseRows:

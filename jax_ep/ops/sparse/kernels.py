@@ -19,26 +19,26 @@ def sparse_union(group: Group, config: SparseConfig, ids: jax.Array, missing: ja
         capacity=config.capacity,
         sharded=config.sharded,
     )
-    return Union(called["indices"], called["slots"], called["bounds"], called["all_missing"])
+    return Union(called["indices"], called["places"], called["bounds"], called["all_missing"])
 
 
-def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union, slots_kept: int) -> jax.Array:
-    """Adds up rows [N, D] of every rank in the slots of the union: [capacity, D].
+def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union, places_kept: int) -> jax.Array:
+    """Adds up rows [N, D] of every rank in the places of the union: [capacity, D].
 
-    Slots from `slots_kept` on are dropped. A slot without an entry on any rank is undefined.
+    Places from `places_kept` on are dropped. A place without an entry on any rank is undefined.
     """
     entries, hidden = values.shape
     called = ffi.call(
         "sparse_reduce",
         values,
-        union.slots,
+        union.places,
         union.bounds,
         group=group,
         dtype=values.dtype,
         entries=entries,
         hidden=hidden,
         capacity=config.capacity,
-        slots_kept=slots_kept,
+        places_kept=places_kept,
         scale=float(config.scale),
         sharded=config.sharded,
         drop=config.drop,

@@ -1,12 +1,12 @@
 """sparse_all_reduce over several nodes: kernels add up inside nodes, XLA's collectives carry the sums between them.
 
-Each slot of the union has one owner. If the result is sharded, the rank that holds the slot owns it. Otherwise rank r
-owns slots [r S, (r + 1) S). One kernel call adds up the rows of a node: the sum of a slot lands on the rank with the
+Each place of the union has one owner. If the result is sharded, the rank that holds the place owns it. Otherwise rank r
+owns places [r S, (r + 1) S). One kernel call adds up the rows of a node: the sum of a place lands on the rank with the
 owner's index. Ranks of the same index exchange these sums between nodes, and the owner adds them up in the order of the
 nodes. A replicated result is then gathered from all owners.
 
 Sums travel to their owner as float32, so that a row in 16 bits is rounded once, as in a group of one node. Owners round
-sums before they are gathered. Shapes are fixed, so sums travel for all slots that a rank can own; a tight capacity
+sums before they are gathered. Shapes are fixed, so sums travel for all places that a rank can own; a tight capacity
 saves time.
 """
 
@@ -24,7 +24,7 @@ from jax_ep.runtime.topology import sum_over_nodes
 
 
 def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
-    """Adds up rows [N, D] of every rank in the slots of the union: [capacity, D], as in a group of one node.
+    """Adds up rows [N, D] of every rank in the places of the union: [capacity, D], as in a group of one node.
 
     Rows without room are left out, even if `config.drop` is False.
     """
@@ -44,12 +44,12 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
 
 
 class _AtOwners(NamedTuple):
-    """The places where the entries of all ranks are added up.
+    """Where the entries of all ranks are added up.
 
     Attributes:
-      owner: [R, N] int32. The rank that owns the slot of an entry.
-      row: [R, N] int32. The number of the slot among the slots of its owner; S if it has no owner.
-      rows: S, the most slots that a rank owns.
+      owner: [R, N] int32. The rank that owns the place of an entry.
+      row: [R, N] int32. The number of the place among the places of its owner; S if it has no owner.
+      rows: S, the most places that a rank owns.
     """
 
     owner: jax.Array
@@ -58,38 +58,38 @@ class _AtOwners(NamedTuple):
 
 
 def _at_owners(config: SparseConfig, union: Union) -> _AtOwners:
-    slots = union.slots
+    places = union.places
     if config.sharded:
-        rows = min(config.capacity, config.rank_rows, slots.size)
-        owner = jnp.searchsorted(union.bounds, slots, side="right", method="compare_all").astype(jnp.int32) - 1
-        row = slots - union.bounds[owner]
+        rows = min(config.capacity, config.rank_rows, places.size)
+        owner = jnp.searchsorted(union.bounds, places, side="right", method="compare_all").astype(jnp.int32) - 1
+        row = places - union.bounds[owner]
     else:
-        rows = -(-min(config.capacity, config.num_rows, slots.size) // config.size)
-        owner, row = slots // rows, slots % rows
-    present = (slots < union.bounds[-1]) & (owner < config.size) & (row < rows)
+        rows = -(-min(config.capacity, config.num_rows, places.size) // config.size)
+        owner, row = places // rows, places % rows
+    present = (places < union.bounds[-1]) & (owner < config.size) & (row < rows)
     return _AtOwners(owner, jnp.where(present, row, rows), rows)
 
 
 def _entries_owned(group: Group, at: _AtOwners) -> jax.Array:
-    """[nodes, S] int32: the entries of each node in each slot that this rank owns."""
+    """[nodes, S] int32: the entries of each node in each place that this rank owns."""
     mine = jnp.where(at.owner == jax.lax.axis_index(group.axis_name), at.row, at.rows)
     node = jnp.arange(group.nodes)[:, None]
     return jnp.zeros((group.nodes, at.rows), jnp.int32).at[node, mine.reshape(group.nodes, -1)].add(1, mode="drop")
 
 
 def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, union: Union, at: _AtOwners) -> jax.Array:
-    """[nodes, S, D] float32: for each node, this node's sums in the slots that its rank of this index owns.
+    """[nodes, S, D] float32: for each node, this node's sums in the places that its rank of this index owns.
 
-    A slot without an entry of this node is undefined.
+    A place without an entry of this node is undefined.
     """
     assert group.intranode is not None
     size, nodes, rows = group.intranode.size, group.nodes, at.rows
     of_rank = at.owner % size * nodes + at.owner // size  # by index, then by node
-    slots = jnp.where(at.row < rows, of_rank * rows + at.row, group.size * rows)
-    slots = slots.reshape(nodes, size, -1)[jax.lax.axis_index(group.node_axes)]
+    places = jnp.where(at.row < rows, of_rank * rows + at.row, group.size * rows)
+    places = places.reshape(nodes, size, -1)[jax.lax.axis_index(group.node_axes)]
     bounds = jnp.arange(size + 1, dtype=jnp.int32) * (nodes * rows)
-    values, slots, bounds = vary.vary_alike(group.axis_name, values.astype(jnp.float32), slots, bounds)
-    here = union._replace(slots=slots, bounds=bounds)
+    values, places, bounds = vary.vary_alike(group.axis_name, values.astype(jnp.float32), places, bounds)
+    here = union._replace(places=places, bounds=bounds)
     inside = dataclasses.replace(config, size=size, capacity=nodes * rows, op="sum", sharded=True, drop=True)
     sums = kernels.sparse_reduce(group.intranode, inside, values, here, group.size * rows)
     return sums.reshape(nodes, rows, -1)

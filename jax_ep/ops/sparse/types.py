@@ -176,24 +176,24 @@ class SparseConfig:
     def by_count(self) -> bool:
         return self.op == "mean_by_count"
 
-    def slots_kept(self, entries: int) -> int:
-        """The slots of the union that a result may use: a replicated result has at most its capacity."""
+    def places_kept(self, entries: int) -> int:
+        """The places of the union that a result may use: a replicated result has at most its capacity."""
         return min(self.size * entries, self.num_rows) if self.sharded else self.capacity
 
 
 class Union(NamedTuple):
-    """The union of all ranks' row ids: the U different ids have the slots 0 .. U - 1. For R ranks, N entries, capacity
+    """The union of all ranks' row ids: the U different ids have the places 0 .. U - 1. For R ranks, N entries, capacity
     C.
 
     Attributes:
       indices: [C] int32. The sorted ids of this rank's result, padded with `num_rows`.
-      slots: [R, N] int32. The slot of each entry of each rank; U where it stands for no row.
+      places: [R, N] int32. The place of each entry of each rank; U where it stands for no row.
       bounds: [R + 1] int32. How many ids lie below the range of each rank; at last U.
       missing: [2] int32. `SparseRows.ignored` and `.dropped`, over all ranks.
     """
 
     indices: jax.Array
-    slots: jax.Array
+    places: jax.Array
     bounds: jax.Array
     missing: jax.Array
 

@@ -16,7 +16,7 @@ from jax_ep.ops.sparse.types import SparseConfig, Union
 
 @sequential_vmap  # jnp.searchsorted has no batch with spmd_axis_name
 def search(union: jax.Array, ids: jax.Array) -> jax.Array:
-    """[N] int32: the slot of each id, its number in the sorted union. Padding has the slot where it begins."""
+    """[N] int32: the place of each id, its number in the sorted union. Padding has the place where it begins."""
     return jnp.searchsorted(union, ids).astype(jnp.int32)
 
 
@@ -31,29 +31,29 @@ def match(
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
     first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)
-    slot_of_id = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
-    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[slot_of_id].set(all_ids, mode="drop")
+    place_of_id = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
+    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[place_of_id].set(all_ids, mode="drop")
 
     starts = jnp.minimum(jnp.arange(config.size + 1, dtype=jnp.uint32) * config.rank_rows, config.num_rows)
     bounds = jnp.sum(union < starts.astype(jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     me = jax.lax.axis_index(axis_name) if config.sharded else 0
     begin, end = (bounds[me], bounds[me + 1]) if config.sharded else (0, bounds[-1])
-    slot = begin + jnp.arange(config.capacity, dtype=jnp.int32)
+    place = begin + jnp.arange(config.capacity, dtype=jnp.int32)
     return Union(
-        indices=jnp.where(slot < end, union.at[slot].get(mode="clip"), config.num_rows),
-        slots=gather(find(union, ids)),
+        indices=jnp.where(place < end, union.at[place].get(mode="clip"), config.num_rows),
+        places=gather(find(union, ids)),
         bounds=bounds,
         missing=jax.lax.psum(missing, axis_name),
     )
 
 
 def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: Union) -> jax.Array:
-    """As the kernel: every rank adds up its rows in float32 in an array of all slots, and `psum` adds the arrays."""
-    slots = slots_of_entries(union, axis_name)
-    kept = config.slots_kept(values.shape[0])
+    """As the kernel: every rank adds up its rows in float32 in an array of all places, and `psum` adds the arrays."""
+    places = places_of_entries(union, axis_name)
+    kept = config.places_kept(values.shape[0])
     rows = jnp.zeros((kept, values.shape[1]), jnp.float32)
-    rows = jax.lax.psum(rows.at[slots].add(values.astype(jnp.float32), mode="drop"), axis_name)
-    rows = rows * (1 / jnp.maximum(entries_of_slots(union, kept), 1)[:, None] if config.by_count else config.scale)
+    rows = jax.lax.psum(rows.at[places].add(values.astype(jnp.float32), mode="drop"), axis_name)
+    rows = rows * (1 / jnp.maximum(entries_of_places(union, kept), 1)[:, None] if config.by_count else config.scale)
     if config.sharded:
         row = jnp.arange(config.capacity, dtype=jnp.int32)
         mine = rows.at[union.bounds[jax.lax.axis_index(axis_name)] + row].get(mode="clip")
@@ -62,12 +62,12 @@ def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: 
     return rows.astype(values.dtype)
 
 
-def slots_of_entries(union: Union, axis_name: AxisName) -> jax.Array:
-    """[N] int32: the slot of each entry of this rank, in their own order; 2**31 - 1 if it stands for no row."""
-    slots = union.slots[jax.lax.axis_index(axis_name)]
-    return jnp.where(slots < union.bounds[-1], slots, 2**31 - 1)
+def places_of_entries(union: Union, axis_name: AxisName) -> jax.Array:
+    """[N] int32: the place of each entry of this rank, in their own order; 2**31 - 1 if it stands for no row."""
+    places = union.places[jax.lax.axis_index(axis_name)]
+    return jnp.where(places < union.bounds[-1], places, 2**31 - 1)
 
 
-def entries_of_slots(union: Union, slots: int) -> jax.Array:
-    """[slots] float32: the entries of all ranks in each of the first slots."""
-    return jnp.zeros(slots, jnp.float32).at[union.slots.reshape(-1)].add(1, mode="drop")
+def entries_of_places(union: Union, places: int) -> jax.Array:
+    """[places] float32: the entries of all ranks in each of the first places."""
+    return jnp.zeros(places, jnp.float32).at[union.places.reshape(-1)].add(1, mode="drop")
