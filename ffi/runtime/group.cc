@@ -49,28 +49,28 @@ void Group::open_line(int line, bool poison) {
   for (int rank = 0; rank < size(); ++rank)
     heaps_.push_back(is_seen ? static_cast<Heap*>(make_heap({line, rank})) : nullptr);
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
-    const RankSlot slot{line, comm.rank};
+    const RankSlot rank_slot{line, comm.rank};
     comms_.push_back(comm);
-    if (!is_local(slot)) continue;
+    if (!is_local(rank_slot)) continue;
     memory_.push_back(allocate_on_host(sizeof(Report), id_));
     comms_.back().report = static_cast<Report*>(memory_.back().get());
-    comms_.back().own_heap = heap(slot);
-    std::copy_n(&heaps_[slot.line * size()], size(), comms_.back().heaps);
-    if (sharing_) peer_offsets_[index_of(slot)] = std::make_unique<PeerOffsets>(device_of(slot), id_);
+    comms_.back().own_heap = heap(rank_slot);
+    std::copy_n(&heaps_[rank_slot.line * size()], size(), comms_.back().heaps);
+    if (sharing_) peer_offsets_[index_of(rank_slot)] = std::make_unique<PeerOffsets>(device_of(rank_slot), id_);
   }
 }
 
-void* Group::make_heap(RankSlot slot) {
-  const int device = device_of(slot), index = index_of(slot);
-  if (!is_local(slot)) return sharing_->await_heap(processes_[slot.line][slot.rank], index);
+void* Group::make_heap(RankSlot rank_slot) {
+  const int device = device_of(rank_slot), index = index_of(rank_slot);
+  if (!is_local(rank_slot)) return sharing_->await_heap(processes_[rank_slot.line][rank_slot.rank], index);
   if (!sharing_) {
     memory_.push_back(allocate_on_device(device, sizeof(Heap), id_));
     return memory_.back().get();
   }
-  regions_.push_back(allocate_region(device, sizeof(Heap), local_devices(slot.line), id_));
+  regions_.push_back(allocate_region(device, sizeof(Heap), local_devices(rank_slot.line), id_));
   const Region region = *regions_.back();
   clear_on_device(device, region.base, sizeof(Heap));
-  sharing_->share(region, processes_of(slot.line), index);
+  sharing_->share(region, processes_of(rank_slot.line), index);
   return region.base;
 }
 
@@ -90,31 +90,31 @@ std::vector<int> Group::local_devices() const {
   return all;
 }
 
-void* Group::reach(RankSlot slot, int mail_index, void* data, std::size_t bytes, Comm* comm) {
+void* Group::reach(RankSlot rank_slot, int mail_index, void* data, std::size_t bytes, Comm* comm) {
   if (bytes == 0 || (!sharing_ && !staging_all_)) return data;
   std::optional<Region> region;
-  if (!staging_all_) region = find_region(device_of(slot), data, bytes);
+  if (!staging_all_) region = find_region(device_of(rank_slot), data, bytes);
   if (!region) {
-    region = staging(slot, mail_index, bytes);
+    region = staging(rank_slot, mail_index, bytes);
     data = region->base;
   }
   if (!sharing_) return data;
-  const std::vector<char*> bases = sharing_->share(*region, processes_of(slot.line));
+  const std::vector<char*> bases = sharing_->share(*region, processes_of(rank_slot.line));
   std::vector<int64_t> peer_offsets;
-  for (const int process : processes_[slot.line]) peer_offsets.push_back(bases[process] - region->base);
-  comm->peer_offsets[mail_index] = peer_offsets_.at(index_of(slot))->row(region->id, peer_offsets);
+  for (const int process : processes_[rank_slot.line]) peer_offsets.push_back(bases[process] - region->base);
+  comm->peer_offsets[mail_index] = peer_offsets_.at(index_of(rank_slot))->row(region->id, peer_offsets);
   return data;
 }
 
 // Grows by doubling, so that there are few sizes. The old region stays, as a captured graph may still use it.
-Region Group::staging(RankSlot slot, int mail_index, std::size_t bytes) {
+Region Group::staging(RankSlot rank_slot, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
   if (released_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran", true});
-  Region& region = staging_[{index_of(slot), mail_index}];
+  Region& region = staging_[{index_of(rank_slot), mail_index}];
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
   while (enough < bytes) enough *= 2;
-  regions_.push_back(allocate_region(device_of(slot), enough, local_devices(slot.line), id_));
+  regions_.push_back(allocate_region(device_of(rank_slot), enough, local_devices(rank_slot.line), id_));
   return region = *regions_.back();
 }
 
@@ -146,33 +146,34 @@ void Group::lose(int process, const std::string& why) {
       }
 }
 
-void Group::give_up(RankSlot slot, GroupError error) {
+void Group::give_up(RankSlot rank_slot, GroupError error) {
   fail(std::move(error));
   for (int line = 0; line < line_count(); ++line) {
     int first = 0;  // of the ranks of this process
     while (first < size() && !is_local({line, first})) ++first;
     for (int rank = 0; first < size() && rank < size(); ++rank) {
       try {
-        raise_abort({line, is_local({line, rank}) ? rank : first}, rank, line == slot.line ? slot.rank : first);
+        raise_abort({line, is_local({line, rank}) ? rank : first}, rank,
+                    line == rank_slot.line ? rank_slot.rank : first);
       } catch (const std::exception&) {  // then the kernel ends by its deadline
       }
     }
   }
 }
 
-void Group::raise_abort(RankSlot slot, int rank, int culprit) {
+void Group::raise_abort(RankSlot rank_slot, int rank, int culprit) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;  // the heaps may be another group's by now
-  signal_device(device_of(slot), &heap({slot.line, rank})->abort, static_cast<uint8_t>(culprit + 1));
+  signal_device(device_of(rank_slot), &heap({rank_slot.line, rank})->abort, static_cast<uint8_t>(culprit + 1));
 }
 
-void Group::raise_acknowledged(RankSlot slot, int peer) {
+void Group::raise_acknowledged(RankSlot rank_slot, int peer) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;
-  signal_device(device_of(slot), &heap(slot)->acknowledged[peer], 1);
+  signal_device(device_of(rank_slot), &heap(rank_slot)->acknowledged[peer], 1);
 }
 
-std::optional<RankSlot> Group::find_slot(int ordinal) const {
+std::optional<RankSlot> Group::find_rank_slot(int ordinal) const {
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
       if (lines_[line][rank] == ordinal) return RankSlot{line, rank};
@@ -188,18 +189,18 @@ Epochs Group::local_epochs() const {
   Epochs epochs;
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
-      if (const RankSlot slot{line, rank}; is_local(slot))
-        epochs[index_of(slot)] = read_word(device_of(slot), &heap(slot)->epoch);
+      if (const RankSlot rank_slot{line, rank}; is_local(rank_slot))
+        epochs[index_of(rank_slot)] = read_word(device_of(rank_slot), &heap(rank_slot)->epoch);
   return epochs;
 }
 
-std::vector<Heartbeat> Group::heartbeats() const {
-  return sharing_ ? sharing_->heartbeats() : std::vector<Heartbeat>{};
+std::vector<PeerState> Group::peer_states() const {
+  return sharing_ ? sharing_->peer_states() : std::vector<PeerState>{};
 }
 
-std::string Group::state_of(RankSlot slot) const {
-  if (is_local(slot) || local_devices(slot.line).empty()) return "";
-  return sharing_->state_of(processes_[slot.line][slot.rank]);
+std::string Group::state_of(RankSlot rank_slot) const {
+  if (is_local(rank_slot) || local_devices(rank_slot.line).empty()) return "";
+  return sharing_->state_of(processes_[rank_slot.line][rank_slot.rank]);
 }
 
 }  // namespace jax_ep

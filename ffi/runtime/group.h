@@ -31,7 +31,7 @@ struct RankSlot {
 
 // The last ops of a rank, and how long it waited for each peer.
 struct RankHistory {
-  RankSlot slot;
+  RankSlot rank_slot;
   uint64_t finished;                                // ops
   std::string process;                              // as Group::state_of says
   std::vector<OpRecord> ops;                        // the last that the rank began, in order
@@ -65,20 +65,20 @@ class Group {
   int line_count() const { return static_cast<int>(lines_.size()); }
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
-  const Comm& comm(RankSlot slot) const { return comms_[index_of(slot)]; }
+  const Comm& comm(RankSlot rank_slot) const { return comms_[index_of(rank_slot)]; }
   // The heap of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks in the
   // line.
-  Heap* heap(RankSlot slot) const { return heaps_[index_of(slot)]; }
+  Heap* heap(RankSlot rank_slot) const { return heaps_[index_of(rank_slot)]; }
 
-  int device_of(RankSlot slot) const { return lines_[slot.line][slot.rank]; }
+  int device_of(RankSlot rank_slot) const { return lines_[rank_slot.line][rank_slot.rank]; }
   // Whether the device is of this process.
-  bool is_local(RankSlot slot) const { return device_of(slot) >= 0; }
+  bool is_local(RankSlot rank_slot) const { return device_of(rank_slot) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
   std::vector<int> local_devices() const;  // of all lines
 
-  // The slot of a device, if it has one.
-  std::optional<RankSlot> find_slot(int ordinal) const;
+  // The rank slot of a device, if it has one.
+  std::optional<RankSlot> find_rank_slot(int ordinal) const;
 
   // Ends the group. Later ops fail. May be called twice.
   virtual void close();
@@ -98,7 +98,7 @@ class Group {
   std::vector<RankHistory> history() const;
 
   // Fails the group because this rank cannot run its op, so that no peer waits until the timeout.
-  void give_up(RankSlot slot, GroupError error);
+  void give_up(RankSlot rank_slot, GroupError error);
 
   // The error for `check()`: the failure; or, once, an error that left the group usable.
   std::optional<GroupError> take_error();
@@ -106,20 +106,20 @@ class Group {
   // The error that a call of an op raises before its program runs: the failure; or, once, an error that left the group
   // usable and that take_error() has not returned. Each rank of this process asks before each of its calls, in one
   // order. All ranks get an error at the same call, so no rank waits for one that raised it earlier.
-  std::optional<GroupError> error_before(RankSlot slot);
+  std::optional<GroupError> error_before(RankSlot rank_slot);
 
   // The error that the kernel of the last op reported at this rank slot. Fails the group if the error is fatal.
-  std::optional<GroupError> reported(RankSlot slot);
+  std::optional<GroupError> reported(RankSlot rank_slot);
 
   // The address for peers of `data`, buffer `mail_index` of an op's mail: `data` itself if peers can reach it, or
   // staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
-  void* reach(RankSlot slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
+  void* reach(RankSlot rank_slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
   // The heartbeats of the other processes. Neither this nor state_of() blocks.
-  std::vector<Heartbeat> heartbeats() const;
+  std::vector<PeerState> peer_states() const;
 
   // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
-  std::string state_of(RankSlot slot) const;
+  std::string state_of(RankSlot rank_slot) const;
 
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
@@ -129,19 +129,19 @@ class Group {
   // memory.
   void release_regions();
 
-  // Tells the kernels of `rank` that the group has failed because `culprit` did not answer. `slot`: of a device that
-  // reaches the heap of `rank`.
-  void raise_abort(RankSlot slot, int rank, int culprit);
+  // Tells the kernels of `rank` that the group has failed because `culprit` did not answer, through a device that
+  // reaches the heap of `rank`: that of `rank_slot`.
+  void raise_abort(RankSlot rank_slot, int rank, int culprit);
 
  private:
-  int index_of(RankSlot slot) const { return slot.line * size() + slot.rank; }
+  int index_of(RankSlot rank_slot) const { return rank_slot.line * size() + rank_slot.rank; }
   void open_line(int line, bool poison);
-  void* make_heap(RankSlot slot);
+  void* make_heap(RankSlot rank_slot);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
-  Region staging(RankSlot slot, int mail_index, std::size_t bytes);
+  Region staging(RankSlot rank_slot, int mail_index, std::size_t bytes);
   // Acknowledges in place of a peer whose process has ended, as the peer writes no more.
-  void raise_acknowledged(RankSlot slot, int peer);
+  void raise_acknowledged(RankSlot rank_slot, int peer);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
@@ -173,7 +173,7 @@ class Group {
   const std::vector<std::vector<int>> processes_;
   const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
-  std::vector<Heap*> heaps_;  // by slot
+  std::vector<Heap*> heaps_;  // by rank slot
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::condition_variable failed_;
@@ -182,17 +182,17 @@ class Group {
   // By line: the epochs of the errors that take_error() and error_before() have returned. An error of one op is one
   // error of all its ranks.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;
-  std::vector<uint64_t> calls_asked_;             // by slot
+  std::vector<uint64_t> calls_asked_;             // by rank slot
   uint64_t calls_decided_ = 0;                    // the first rank that asks decides for all
   std::map<uint64_t, GroupError> calls_refused_;  // by call, until all ranks have asked
   std::atomic<bool> open_ = false;
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
-  std::vector<std::shared_ptr<const Region>> regions_;        // heaps, and all staging of the group's life
-  std::map<std::pair<int, int>, Region> staging_;             // by slot and index in the mail
-  std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by slot of this process, if there are other processes
-  std::unique_ptr<Sharing> sharing_;                          // none in a group of one process
+  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging of the group's life
+  std::map<std::pair<int, int>, Region> staging_;       // by rank slot and index in the mail
+  std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by own rank slot, if there are other processes
+  std::unique_ptr<Sharing> sharing_;  // none in a group of one process
 };
 
 }  // namespace jax_ep

@@ -149,12 +149,12 @@ std::optional<GroupError> Group::take_error() {
   return recoverable;
 }
 
-std::optional<GroupError> Group::error_before(RankSlot slot) {
+std::optional<GroupError> Group::error_before(RankSlot rank_slot) {
   if (std::optional<GroupError> failed = failure()) return failed;
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
   std::lock_guard lock(told_mutex_);
-  const uint64_t call = ++calls_asked_[index_of(slot)];
+  const uint64_t call = ++calls_asked_[index_of(rank_slot)];
   if (call > calls_decided_) {
     calls_decided_ = call;
     if (std::optional<GroupError> error = take_recoverable(&epochs_raised_)) calls_refused_.emplace(call, *error);
@@ -170,9 +170,9 @@ std::optional<GroupError> Group::error_before(RankSlot slot) {
   return error;
 }
 
-std::optional<GroupError> Group::reported(RankSlot slot) {
-  const std::optional<Told> mine = told_by(index_of(slot));
-  if (!mine || mine->report.epoch != heap(slot)->epoch) return std::nullopt;
+std::optional<GroupError> Group::reported(RankSlot rank_slot) {
+  const std::optional<Told> mine = told_by(index_of(rank_slot));
+  if (!mine || mine->report.epoch != heap(rank_slot)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
@@ -207,7 +207,7 @@ std::vector<RankHistory> Group::history() const {
 Group::SeenHeap Group::heap_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
-    if (const RankSlot slot{line, here}; is_local(slot)) return {heap({line, rank}), device_of(slot)};
+    if (const RankSlot rank_slot{line, here}; is_local(rank_slot)) return {heap({line, rank}), device_of(rank_slot)};
   return {};
 }
 

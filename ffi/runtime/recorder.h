@@ -26,7 +26,7 @@ struct Span {
 
 // The recording of one rank: its tracks one after another, each in order.
 struct Recording {
-  RankSlot slot;
+  RankSlot rank_slot;
   std::vector<Span> spans;
   uint64_t lost;        // phases that later phases have overwritten
   uint64_t unfinished;  // tracks that were inside an op when the recording ended
@@ -69,11 +69,11 @@ class Recorder {
   std::vector<Recording> stop();
 
   // The last event of the first track of a rank of this process, if there is one. May be called while ops run.
-  std::optional<Moment> last_of(RankSlot slot) const;
+  std::optional<Moment> last_of(RankSlot rank_slot) const;
 
  private:
   struct Rank {
-    RankSlot slot;
+    RankSlot rank_slot;
     int device;
     Heap* heap;
     Timeline* timeline;          // on the device
@@ -81,7 +81,7 @@ class Recorder {
     std::vector<uint64_t> seen;  // events of each track before the recording
     ClockSample begin;
   };
-  void add_rank(RankSlot slot);
+  void add_rank(RankSlot rank_slot);
   std::vector<Track> read_tracks(const Rank& rank) const;
   Recording read(const Rank& rank) const;
 

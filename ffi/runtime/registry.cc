@@ -122,9 +122,9 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
   if (!id.has_value()) return ffi::Error::Success();
   const std::shared_ptr<Group> group = find_group(*id);
   if (!group) return to_ffi(group_not_open());
-  const std::optional<RankSlot> slot = group->find_slot(device);
-  if (!slot) return ffi::Error::Success();  // the op itself reports it
-  const std::optional<GroupError> error = group->error_before(*slot);
+  const std::optional<RankSlot> rank_slot = group->find_rank_slot(device);
+  if (!rank_slot) return ffi::Error::Success();  // the op itself reports it
+  const std::optional<GroupError> error = group->error_before(*rank_slot);
   return error ? to_ffi(*error) : ffi::Error::Success();
 }
 

@@ -79,13 +79,13 @@ void drop_mapping(const RegionName& name) {
 Note note_of(Note::Kind kind) {
   Note note{};
   note.kind = kind;
-  note.slot = Sharing::kNoSlot;
+  note.rank_slot = Sharing::kNoRankSlot;
   return note;
 }
 
-Note request_of(const Region& region, int slot) {
+Note request_of(const Region& region, int rank_slot) {
   Note note = note_of(Note::Kind::share);
-  note.slot = slot;
+  note.rank_slot = rank_slot;
   note.owner = number_of_this_process();
   note.region = region.id;
   note.bytes = region.bytes;
@@ -133,13 +133,13 @@ void Sharing::unmap() {
   heaps_.clear();
 }
 
-std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int slot) {
+std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int rank_slot) {
   std::unique_lock lock(mutex_);
   std::vector<Answer>& answers = shared_.try_emplace(region.id, peers_.size()).first->second;
   for (const int process : processes) {
     if (!peers_[process].other || answers[process].asked) continue;
     answers[process].asked = true;
-    push(process, request_of(region, slot), region.descriptor);
+    push(process, request_of(region, rank_slot), region.descriptor);
     if (peers_[process].outbox.waiting()) wake();
   }
   std::vector<char*> bases(peers_.size());
@@ -152,10 +152,10 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
   return bases;
 }
 
-char* Sharing::await_heap(int process, int slot) {
+char* Sharing::await_heap(int process, int rank_slot) {
   std::unique_lock lock(mutex_);
-  await(lock, process, "share its heap", [&] { return heaps_.count(slot) > 0; });
-  return heaps_[slot];
+  await(lock, process, "share its heap", [&] { return heaps_.count(rank_slot) > 0; });
+  return heaps_[rank_slot];
 }
 
 void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char* doing,
@@ -176,7 +176,7 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
 // The thread's loop, until this process closes.
 void Sharing::serve() {
   name_thread("jax_ep sharing");
-  Clock::time_point next_beat = Clock::now() + Liveness::kPeriod;
+  Clock::time_point next_beat = Clock::now() + LastSeen::kPeriod;
   for (;;) {
     listen_until(next_beat);
     {
@@ -185,7 +185,7 @@ void Sharing::serve() {
     }
     if (Clock::now() < next_beat) continue;
     beat();
-    next_beat = Clock::now() + Liveness::kPeriod;
+    next_beat = Clock::now() + LastSeen::kPeriod;
   }
   say_goodbye();
 }
@@ -258,12 +258,12 @@ void Sharing::beat() {
   }
   std::lock_guard lock(mutex_);
   epochs_ = epochs;
-  if (epochs.empty()) epochs.emplace(kNoSlot, 0);
+  if (epochs.empty()) epochs.emplace(kNoRankSlot, 0);
   for (std::size_t process = 0; process < peers_.size(); ++process) {
     if (peers_[process].outbox.waiting()) continue;  // the process does not read
-    for (const auto& [slot, epoch] : epochs) {
+    for (const auto& [rank_slot, epoch] : epochs) {
       Note note = note_of(Note::Kind::heartbeat);
-      note.slot = slot;
+      note.rank_slot = rank_slot;
       note.epoch = epoch;
       push(static_cast<int>(process), note);
     }
@@ -282,12 +282,12 @@ void Sharing::handle(int process, const Note& note, const Descriptor& descriptor
   if (note.kind == Note::Kind::share) return map(process, note, descriptor);
   std::lock_guard lock(mutex_);
   Peer& peer = peers_[process];
-  peer.liveness.beat();
+  peer.last_seen.beat();
   if (note.kind == Note::Kind::goodbye) {
     peer.gone = "has left it";
     peer.outbox.clear();
   } else if (note.kind == Note::Kind::heartbeat) {
-    if (note.slot != kNoSlot) peer.liveness.note(note.slot, note.epoch);
+    if (note.rank_slot != kNoRankSlot) peer.last_seen.note(note.rank_slot, note.epoch);
     return;
   } else {
     Answer& answer = shared_[note.region][process];
@@ -314,12 +314,12 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
     std::snprintf(answer.text, sizeof(answer.text), "%s", error.what());
   }
   std::lock_guard lock(mutex_);
-  peers_[process].liveness.beat();
+  peers_[process].last_seen.beat();
   peers_[process].owner = request.owner;
   push(process, answer);  // before a thread of this process sees the heap, and may close the group
   if (!base) return;
   mapped_.insert(name);
-  if (request.slot != kNoSlot) heaps_[request.slot] = base;
+  if (request.rank_slot != kNoRankSlot) heaps_[request.rank_slot] = base;
   changed_.notify_all();
 }
 
@@ -337,10 +337,10 @@ void Sharing::lose(int process, const std::string& why) {
   changed_.notify_all();
 }
 
-bool Sharing::lives_at(int slot, int process) const {
-  if (slot < 0 || processes_.empty()) return false;
-  const std::size_t size = processes_.front().size(), line = slot / size;
-  return line < processes_.size() && processes_[line][slot % size] == process;
+bool Sharing::lives_at(int rank_slot, int process) const {
+  if (rank_slot < 0 || processes_.empty()) return false;
+  const std::size_t size = processes_.front().size(), line = rank_slot / size;
+  return line < processes_.size() && processes_[line][rank_slot % size] == process;
 }
 
 // The rule that a note breaks, or nothing.
@@ -356,7 +356,7 @@ std::string Sharing::breach_of(int process, const Note& note) const {
       return note.kind == Note::Kind::mapped && !note.base ? "it mapped memory at address zero" : "";
     }
     case Note::Kind::heartbeat:
-      return note.slot == kNoSlot || lives_at(note.slot, process)
+      return note.rank_slot == kNoRankSlot || lives_at(note.rank_slot, process)
                  ? ""
                  : "it told the epoch of a rank slot that it does not have";
     case Note::Kind::goodbye:
@@ -370,14 +370,14 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (note.owner == 0 || (known && note.owner != known)) return "it shared memory under a number that is not its own";
   if (note.bytes == 0) return "it shared no memory";
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
-  if (note.slot == kNoSlot) return "";
-  if (!lives_at(note.slot, process)) return "it shared the heap of a rank slot that it does not have";
-  return heaps_.count(note.slot) ? "it shared the heap of a rank slot twice" : "";
+  if (note.rank_slot == kNoRankSlot) return "";
+  if (!lives_at(note.rank_slot, process)) return "it shared the heap of a rank slot that it does not have";
+  return heaps_.count(note.rank_slot) ? "it shared the heap of a rank slot twice" : "";
 }
 
 double Sharing::seconds_silent(int process) const {
   std::lock_guard lock(mutex_);
-  return peers_.at(process).liveness.seconds_silent();
+  return peers_.at(process).last_seen.seconds_silent();
 }
 
 std::string Sharing::state_of(int process) const {
@@ -388,16 +388,16 @@ std::string Sharing::state_of(int process) const {
 std::string Sharing::state_here(int process) const {
   const Peer& peer = peers_.at(process);
   if (!peer.gone.empty()) return "it " + peer.gone;
-  return peer.liveness.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
+  return peer.last_seen.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
 }
 
-std::vector<Heartbeat> Sharing::heartbeats() const {
+std::vector<PeerState> Sharing::peer_states() const {
   std::lock_guard lock(mutex_);
-  std::vector<Heartbeat> all;
+  std::vector<PeerState> all;
   for (int process = 0; process < static_cast<int>(peers_.size()); ++process) {
-    const Liveness& liveness = peers_[process].liveness;
+    const LastSeen& last_seen = peers_[process].last_seen;
     if (peers_[process].other)
-      all.push_back({process, liveness.seconds_silent(), liveness.epochs(), state_here(process)});
+      all.push_back({process, last_seen.seconds_silent(), last_seen.epochs(), state_here(process)});
   }
   return all;
 }

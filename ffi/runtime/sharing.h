@@ -31,17 +31,17 @@ struct Neighbours {
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
 };
 
-// Ops that ranks have finished, by slot: line * size + rank.
+// Ops that ranks have finished, by rank slot: line * size + rank.
 using Epochs = std::map<int, uint64_t>;
 
 // When another process was last heard of, and how many ops its ranks had finished then.
-class Liveness {
+class LastSeen {
  public:
   static constexpr auto kPeriod = std::chrono::seconds(1);  // of a process that is alive
   static constexpr double kSilentSeconds = 2.5;             // after more than two lost heartbeats
 
   void beat() { heard_ = Clock::now(); }
-  void note(int slot, uint64_t epoch) { epochs_[slot] = epoch; }
+  void note(int rank_slot, uint64_t epoch) { epochs_[rank_slot] = epoch; }
 
   const Epochs& epochs() const { return epochs_; }
   double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
@@ -53,9 +53,10 @@ class Liveness {
     if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
     if (epochs_.empty() || ours.empty()) return "it is alive";
     int64_t behind = 0;
-    for (const auto& [their_slot, their_epoch] : epochs_)
-      for (const auto& [slot, epoch] : ours)
-        if (their_slot / size == slot / size) behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
+    for (const auto& [their_rank_slot, their_epoch] : epochs_)
+      for (const auto& [rank_slot, epoch] : ours)
+        if (their_rank_slot / size == rank_slot / size)
+          behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
     return "it is alive, " + std::to_string(behind) + (behind == 1 ? " op" : " ops") + " behind";
   }
 
@@ -66,7 +67,7 @@ class Liveness {
 };
 
 // The state of another process.
-struct Heartbeat {
+struct PeerState {
   int process;
   double seconds_silent;
   Epochs epochs;
@@ -78,7 +79,7 @@ using RegionName = std::pair<uint64_t, uint64_t>;
 
 class Sharing {
  public:
-  static constexpr int kNoSlot = -1;
+  static constexpr int kNoRankSlot = -1;
 
   // Called on the sharing thread.
   struct Hooks {
@@ -101,13 +102,13 @@ class Sharing {
   // Unmaps all regions. Called after close(), when this process uses the regions no more.
   void unmap();
 
-  // The region's address in each of `processes`, by process. Asks each process to map the region, once. `slot`: the
-  // rank slot whose heap the region is. The region must live until close(). Throws GroupException.
-  std::vector<char*> share(const Region& region, const std::set<int>& processes, int slot = kNoSlot);
+  // The region's address in each of `processes`, by process. Asks each process to map the region, once. `rank_slot`:
+  // the rank slot whose heap the region is. The region must live until close(). Throws GroupException.
+  std::vector<char*> share(const Region& region, const std::set<int>& processes, int rank_slot = kNoRankSlot);
 
   // The address of the heap of a rank slot of `process`. Waits until `process` has shared the heap. Throws
   // GroupException.
-  char* await_heap(int process, int slot);
+  char* await_heap(int process, int rank_slot);
 
   // Seconds since the last note of a process.
   double seconds_silent(int process) const;
@@ -116,14 +117,14 @@ class Sharing {
   std::string state_of(int process) const;
 
   // The states of all other processes. Neither this nor the two functions above block.
-  std::vector<Heartbeat> heartbeats() const;
+  std::vector<PeerState> peer_states() const;
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Peer {
     bool other;  // whether it is another process, which has, or had, a socket
     Outbox outbox;
-    Liveness liveness;
+    LastSeen last_seen;
     uint64_t owner;    // the number in its notes; zero before the first
     std::string gone;  // why its notes are no longer read
   };
@@ -145,7 +146,7 @@ class Sharing {
   void lose(int process, const std::string& why);
   std::string breach_of(int process, const Note& note) const;
   std::string breach_of_share(int process, const Note& note) const;
-  bool lives_at(int slot, int process) const;
+  bool lives_at(int rank_slot, int process) const;
   std::string state_here(int process) const;
   void await(std::unique_lock<std::mutex>& lock, int process, const char* doing, const std::function<bool()>& ready);
 
@@ -159,8 +160,8 @@ class Sharing {
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
   std::set<RegionName> mapped_;                     // of other processes
-  std::map<int, char*> heaps_;                      // of other processes, by slot
-  Epochs epochs_;                                   // of this process, by slot, at the last heartbeat
+  std::map<int, char*> heaps_;                      // of other processes, by rank slot
+  Epochs epochs_;                                   // of this process, by rank slot, at the last heartbeat
   bool closing_ = false;
   std::thread thread_;
 };

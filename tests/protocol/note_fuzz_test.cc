@@ -62,20 +62,20 @@ uint64_t next_region() {
   return ++last;
 }
 
-Note share_of(int slot) {
+Note share_of(int rank_slot) {
   Note note{};
   note.kind = Note::Kind::share;
-  note.slot = slot;
+  note.rank_slot = rank_slot;
   note.owner = kOwner;
   note.region = next_region();
   note.bytes = kBytes;
   return note;
 }
 
-Note note_of(Note::Kind kind, int slot = -1) {
+Note note_of(Note::Kind kind, int rank_slot = -1) {
   Note note{};
   note.kind = kind;
-  note.slot = slot;
+  note.rank_slot = rank_slot;
   return note;
 }
 
@@ -147,8 +147,8 @@ void every_breach() {
     std::memset(note.text, 'x', sizeof(note.text));
     v.send(note);
   });
-  for (const int slot : {0, 2, -2, 1 << 30})
-    expect_breach("a rank slot that it does not have", [&](Victim& v) { v.send(share_of(slot), {fd}); });
+  for (const int rank_slot : {0, 2, -2, 1 << 30})
+    expect_breach("a rank slot that it does not have", [&](Victim& v) { v.send(share_of(rank_slot), {fd}); });
   expect_breach("a rank slot that it does not have", [](Victim& v) { v.send(note_of(Note::Kind::heartbeat, 0)); });
   expect_breach("the heap of a rank slot twice", [&](Victim& v) {
     v.send(share_of(1), {fd});
@@ -221,7 +221,7 @@ void one_life(std::mt19937& random) {
   auto asking = std::async(std::launch::async, [&] {
     kind_of_error([&] { victim.sharing().share(*region, {1}); });
     kind_of_error([&] { victim.sharing().await_heap(1, 1); });
-    victim.sharing().heartbeats();
+    victim.sharing().peer_states();
   });
   for (int messages = static_cast<int>(random() % 6); messages > 0; --messages)
     send_something(victim, random, region->id);

@@ -45,8 +45,8 @@ inline void lines_of_different_processes() {
 inline void heartbeats() {
   const std::array<int, 2> sockets = socket_pair(), silent = socket_pair();
   const std::vector<std::vector<int>> line{{0, 1, 2}};
-  const auto hooks_of = [](int slot, uint64_t epoch) {
-    return Sharing::Hooks{kNoHooks.lost, [=] { return Epochs{{slot, epoch}}; }};
+  const auto hooks_of = [](int rank_slot, uint64_t epoch) {
+    return Sharing::Hooks{kNoHooks.lost, [=] { return Epochs{{rank_slot, epoch}}; }};
   };
   Sharing ahead({line, {-1, sockets[0], silent[0]}}, {0}, 3.2, hooks_of(0, 7));
   Sharing behind({line, {sockets[1], -1, -1}}, {0}, 3.2, hooks_of(1, 4));
@@ -61,7 +61,7 @@ inline void heartbeats() {
   expect(ahead.state_of(1) == "it is alive, 3 ops behind", "a slow process is told from a dead one");
   expect(behind.state_of(0) == "it is alive, 0 ops behind", "a process that is ahead is not behind");
   expect(ahead.seconds_silent(1) < 2 && ahead.seconds_silent(2) > 3, "it is known when a process was last heard of");
-  const std::vector<Heartbeat> all = ahead.heartbeats();
+  const std::vector<PeerState> all = ahead.peer_states();
   expect(all.size() == 2 && all[0].process == 1 && all[1].process == 2, "there is a heartbeat of every other process");
   expect(all[0].epochs == Epochs{{1, 4}} && all[1].epochs.empty(), "it tells the epochs");
   behind.close();

@@ -86,7 +86,7 @@ inline void recording_cut_short() {
       for (int peer = 0; peer < rank; ++peer)
         spin_until(&comm.own_heap->posted[peer], 1, &comm.own_heap->never, clock_ns() + comm.timeout_ns);
       for (const Recording& each : recorder.stop()) {
-        expect(each.unfinished > 0 || each.slot.rank == rank, "ops that go on are counted");
+        expect(each.unfinished > 0 || each.rank_slot.rank == rank, "ops that go on are counted");
         for (const Span& span : each.spans)
           expect(span.phase == Phase::count || span.phase == Phase::post, "only what ended is recorded");
       }

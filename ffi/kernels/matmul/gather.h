@@ -61,7 +61,7 @@ class RowParts {
 };
 
 // Pushes this rank's rows into `gathered` of every rank. Coops take parts by ticket.
-JAX_EP_FN void spread_rows(Op& op, const GatherMatmulArgs& args) {
+JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), base = op.comm.rank * args.m * row_bytes;
   const RowParts parts(args.m, row_bytes, op.coop.count);
   PushItems items(op, parts.count());
@@ -99,7 +99,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const 
   const Results<GatherMatmulArgs> results(args, comm.size);
   op.poison(results);
   op.post(posted(args, comm.size));
-  spread_rows(op, args);
+  push_rows(op, args);
   const RowBlocks row_blocks(args.m);
   for (int i = 0; i < comm.size * row_blocks.chunks && op.ok(); ++i) {
     const int source = (comm.rank + i / row_blocks.chunks) % comm.size;

@@ -122,7 +122,7 @@ struct AuxOf<GatherMatmulArgs> {
   using Type = Waiter;
 };
 
-// A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps spread this
+// A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps push this
 // rank's rows. These warps take parts by ticket, so peers get all rows even if few of these CTAs run. A tile reads this
 // rank's own rows from the operand, and other rows from `gathered`.
 struct GatherHooks {
@@ -154,7 +154,7 @@ struct GatherHooks {
     if (number == kWaiters)
       look_out(op, share);
     else
-      spread(op);
+      push(op);
     finish(op);
   }
   // Called by all warps that have a role.
@@ -181,9 +181,9 @@ struct GatherHooks {
     }
   }
 
-  JAX_EP_FN void spread(Op& op) const {
+  JAX_EP_FN void push(Op& op) const {
     op.post(posted(work.args, work.comm.size));
-    spread_rows(op, work.args);
+    push_rows(op, work.args);
   }
 };
 

@@ -16,24 +16,25 @@ CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, 
 
 CpuGroup::~CpuGroup() { close(); }
 
-void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done) {
+void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankSlot rank_slot, Task task,
+                      Completion done) {
   std::unique_lock lock(gather_mutex_);
   if (const std::optional<GroupError> error = failure()) {
     changed_.notify_one();  // watch() releases the parked ranks
     lock.unlock();
     return done(error);
   }
-  if (slot.rank == stalled_arrival_) {
+  if (rank_slot.rank == stalled_arrival_) {
     stalled_.push_back(std::move(done));
     return;
   }
-  const Key key{site, run, slot.line};
+  const Key key{site, run, rank_slot.line};
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds()));
-  Gathering& gathering = gatherings_.try_emplace(key, Gathering{what, Clock::now() + timeout, {}}).first->second;
-  gathering.arrivals.insert_or_assign(slot.rank, Arrival{std::move(task), std::move(done)});
-  if (gathering.arrivals.size() == local_devices(slot.line).size()) {
-    start(slot.line, std::move(gathering.arrivals));
-    gatherings_.erase(key);
+  WaitingOp& op = waiting_ops_.try_emplace(key, WaitingOp{what, Clock::now() + timeout, {}}).first->second;
+  op.arrivals.insert_or_assign(rank_slot.rank, Arrival{std::move(task), std::move(done)});
+  if (op.arrivals.size() == local_devices(rank_slot.line).size()) {
+    start(rank_slot.line, std::move(op.arrivals));
+    waiting_ops_.erase(key);
   }
   changed_.notify_one();
 }
@@ -43,9 +44,9 @@ void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankS
 void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
   for (auto& [rank, arrival] : arrivals) {
-    const RankSlot slot{line, rank};
+    const RankSlot rank_slot{line, rank};
     workers_[line * size() + rank]->enqueue(
-        [this, slot, running, arrival = std::move(arrival)] { run(slot, arrival, *running); });
+        [this, rank_slot, running, arrival = std::move(arrival)] { run(rank_slot, arrival, *running); });
   }
 }
 
@@ -60,15 +61,15 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
   }
 }
 
-std::optional<GroupError> CpuGroup::outcome(RankSlot slot, const Task& task) {
-  while (slot.rank == stalled_protocol_ && !failure() && !load_acquire(&heap(slot)->abort))
+std::optional<GroupError> CpuGroup::outcome(RankSlot rank_slot, const Task& task) {
+  while (rank_slot.rank == stalled_protocol_ && !failure() && !load_acquire(&heap(rank_slot)->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (std::optional<GroupError> error = perform(task)) {
-    give_up(slot, *error);
+    give_up(rank_slot, *error);
     return error;
   }
-  if (std::optional<GroupError> error = reported(slot)) return error;
-  const uint64_t abort = load_acquire(&heap(slot)->abort);
+  if (std::optional<GroupError> error = reported(rank_slot)) return error;
+  const uint64_t abort = load_acquire(&heap(rank_slot)->abort);
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) +
@@ -77,8 +78,8 @@ std::optional<GroupError> CpuGroup::outcome(RankSlot slot, const Task& task) {
   return failure();
 }
 
-void CpuGroup::run(RankSlot slot, const Arrival& arrival, Running& running) {
-  std::optional<GroupError> error = outcome(slot, arrival.task);
+void CpuGroup::run(RankSlot rank_slot, const Arrival& arrival, Running& running) {
+  std::optional<GroupError> error = outcome(rank_slot, arrival.task);
   const bool failed = error && error->fatal;
   std::function<void()> complete = [done = arrival.done, error = std::move(error)] { done(error); };
   std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
@@ -100,51 +101,51 @@ void CpuGroup::watch() {
   while (!closed_) {
     if (const std::optional<GroupError> error = failure()) release(*error);
     const auto late = [](const auto& a, const auto& b) { return a.second.deadline < b.second.deadline; };
-    const auto first = std::min_element(gatherings_.begin(), gatherings_.end(), late);
+    const auto first = std::min_element(waiting_ops_.begin(), waiting_ops_.end(), late);
     const Clock::time_point now = Clock::now();
-    if (first == gatherings_.end()) {
+    if (first == waiting_ops_.end()) {
       changed_.wait(lock);
     } else if (now >= first->second.deadline) {
       fail(nobody_came(first->first, first->second));
     } else {
-      const Clock::time_point look = std::min(first->second.deadline, now + kLook);  // others may erase the gathering
+      const Clock::time_point look = std::min(first->second.deadline, now + kLook);  // others may erase the op
       changed_.wait_until(lock, look);
       const Clock::duration away = Clock::now() - now - kLook;
       if (away < std::chrono::nanoseconds(kStoppedNs)) continue;
-      for (auto& [key, gathering] : gatherings_) gathering.deadline += away;
+      for (auto& [key, op] : waiting_ops_) op.deadline += away;
     }
   }
 }
 
 void CpuGroup::release(const GroupError& error) {
   const auto complete = [&](Completion done) { completions_.run([done = std::move(done), error] { done(error); }); };
-  for (auto& [key, gathering] : gatherings_)
-    for (auto& [rank, arrival] : gathering.arrivals) complete(std::move(arrival.done));
+  for (auto& [key, op] : waiting_ops_)
+    for (auto& [rank, arrival] : op.arrivals) complete(std::move(arrival.done));
   for (Completion& done : stalled_) complete(std::move(done));
-  gatherings_.clear();
+  waiting_ops_.clear();
   stalled_.clear();
 }
 
-// The other gathering of the line in which a rank waits, or null.
-const CpuGroup::Gathering* CpuGroup::elsewhere(const Key& key, int rank) const {
-  for (const auto& [other, gathering] : gatherings_)
-    if (other != key && std::get<2>(other) == std::get<2>(key) && gathering.arrivals.count(rank)) return &gathering;
+// The other op of the line in which a rank waits, or null.
+const CpuGroup::WaitingOp* CpuGroup::elsewhere(const Key& key, int rank) const {
+  for (const auto& [other, op] : waiting_ops_)
+    if (other != key && std::get<2>(other) == std::get<2>(key) && op.arrivals.count(rank)) return &op;
   return nullptr;
 }
 
-GroupError CpuGroup::nobody_came(const Key& key, const Gathering& gathering) const {
+GroupError CpuGroup::nobody_came(const Key& key, const WaitingOp& op) const {
   std::string missing, diverged;
   for (int rank = 0; rank < size(); ++rank) {
-    if (!is_local({std::get<2>(key), rank}) || gathering.arrivals.count(rank)) continue;
-    if (const Gathering* there = elsewhere(key, rank))
+    if (!is_local({std::get<2>(key), rank}) || op.arrivals.count(rank)) continue;
+    if (const WaitingOp* there = elsewhere(key, rank))
       diverged +=
           "; rank " + std::to_string(rank) + " waits in " + describe_call(there->what.signature, there->what.site);
     else
       missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
   }
   char text[64];
-  std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), gathering.arrivals.begin()->first);
-  const std::string call = describe_call(gathering.what.signature, gathering.what.site);
+  std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), op.arrivals.begin()->first);
+  const std::string call = describe_call(op.what.signature, op.what.site);
   if (missing.empty())
     return {ErrorKind::mismatch,
             call + ": not all ranks came" + text + diverged +

@@ -38,7 +38,7 @@ class CpuGroup final : public Group {
   // Takes the arrival of one rank at a call site, in a run of its program. When all local ranks of the line have
   // arrived, their tasks run. `done` is called exactly once, on a thread that may block. If the op has failed, `done`
   // is called when all these tasks have ended, as a slow task may still write into the buffers of other ranks.
-  void arrive(const void* site, int64_t run, const Arriving& what, RankSlot slot, Task task, Completion done);
+  void arrive(const void* site, int64_t run, const Arriving& what, RankSlot rank_slot, Task task, Completion done);
 
   // The most CTAs that an op has.
   int most_ctas() const { return 1; }
@@ -58,7 +58,7 @@ class CpuGroup final : public Group {
     Task task;
     Completion done;
   };
-  struct Gathering {
+  struct WaitingOp {
     Arriving what;
     Clock::time_point deadline;
     std::map<int, Arrival> arrivals;  // by rank
@@ -73,16 +73,16 @@ class CpuGroup final : public Group {
 
   void start(int line, std::map<int, Arrival> arrivals);
   static std::optional<GroupError> perform(const Task& task);
-  void run(RankSlot slot, const Arrival& arrival, Running& running);
-  std::optional<GroupError> outcome(RankSlot slot, const Task& task);
+  void run(RankSlot rank_slot, const Arrival& arrival, Running& running);
+  std::optional<GroupError> outcome(RankSlot rank_slot, const Task& task);
   void watch();
   void release(const GroupError& error);
-  GroupError nobody_came(const Key& key, const Gathering& gathering) const;
-  const Gathering* elsewhere(const Key& key, int rank) const;
+  GroupError nobody_came(const Key& key, const WaitingOp& op) const;
+  const WaitingOp* elsewhere(const Key& key, int rank) const;
 
   std::mutex gather_mutex_;
   std::condition_variable changed_;
-  std::map<Key, Gathering> gatherings_;
+  std::map<Key, WaitingOp> waiting_ops_;
   std::vector<Completion> stalled_;
   std::atomic<int> stalled_arrival_ = -1;
   std::atomic<int> stalled_protocol_ = -1;

@@ -24,7 +24,7 @@ struct Kept {
 };
 
 // Regions by their allocation. Each holds a reference to its allocation, whose number is then not used again.
-struct Known {
+struct KnownRegions {
   std::mutex mutex;
   std::map<gpu::Allocation, Kept> made;
   std::map<gpu::Allocation, Region> found;  // by find_region
@@ -33,8 +33,8 @@ struct Known {
 // A pool has few regions, so all are kept. An allocator with a region per buffer would fill this list.
 constexpr std::size_t kMostFound = 32;
 
-Known& known() {
-  static auto* const known = new Known;
+KnownRegions& known() {
+  static auto* const known = new KnownRegions;
   return *known;
 }
 
