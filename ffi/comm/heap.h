@@ -83,7 +83,7 @@ constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word 
 constexpr int kTagBits = 24;
 
 // All ops' flags live in this one struct because other processes map it: its layout is ABI. Only ops whose ranks first
-// exchange counts use `chosen`, `laid_out`, `placed` and the words of routers.
+// exchange counts use `chosen`, `laid_out`, `placed` and the words of routing coops.
 struct alignas(128) Heap {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank if the group has failed: 1 + the rank that did not answer
@@ -100,8 +100,8 @@ struct alignas(128) Heap {
   alignas(128) uint64_t placed[kMaxRanks];                     // by source: its assignments have their rows here
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
-  BarrierWords routers, everyone;                         // barriers among CTAs of this rank
-  alignas(128) uint64_t routers_begun, members;  // CTAs that have begun to route; CTAs or reducers that have begun
+  BarrierWords routing, everyone;                         // barriers among CTAs of this rank
+  alignas(128) uint64_t routing_begun, members;  // CTAs that have begun to route; CTAs or reducers that have begun
   alignas(128) uint64_t exited;                  // coops that are done with the op
   alignas(128) uint64_t ticket;                  // the next item of the work queue
   alignas(128) uint64_t push_ticket;             // the next row to push
@@ -114,10 +114,10 @@ struct alignas(128) Heap {
 
 // Clears the counts of an op. One lane calls, when no other coop is left in the op.
 JAX_EP_FN void clear_counts(Heap* heap) {
-  store_relaxed(&heap->routers.arrived, uint64_t{0});
+  store_relaxed(&heap->routing.arrived, uint64_t{0});
   store_relaxed(&heap->everyone.arrived, uint64_t{0});
   store_relaxed(&heap->exited, uint64_t{0});
-  store_relaxed(&heap->routers_begun, uint64_t{0});
+  store_relaxed(&heap->routing_begun, uint64_t{0});
   store_relaxed(&heap->members, uint64_t{0});
   store_relaxed(&heap->ticket, uint64_t{0});
   store_relaxed(&heap->push_ticket, uint64_t{0});

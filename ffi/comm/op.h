@@ -159,7 +159,7 @@ class Op {
     if (ctas == 1)
       coop.cta_sync();  // no other CTA takes part
     else
-      meet(&heap->routers, ctas);
+      meet(&heap->routing, ctas);
   }
 
   // ---- Work: tickets hand out items, counts say when a chunk is whole ----

@@ -1,4 +1,4 @@
-// dispatch of more rows than ranks have, where it may drop: max-min fair shares, the same by both routers.
+// dispatch of more rows than ranks have, where it may drop: max-min fair shares, the same by both ways of routing.
 #pragma once
 
 #include "moe.h"

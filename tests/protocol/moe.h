@@ -14,7 +14,7 @@ namespace jax_ep {
 
 constexpr int kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
-constexpr int kMostTokens = 530;  // more than one chunk, and routers enough for every coop
+constexpr int kMostTokens = 530;  // more than one chunk, and routing for every coop
 constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
 
 // How tokens travel. In `slots` they are not expanded, nor in `float8_slots`.

@@ -45,7 +45,7 @@ class Combine {
     op_.enter(Phase::send);
     const int rows = peers * args_.num_tokens;
     const int parts = parts_of_a_row(rows, op_.coop.sender.count);
-    const Schedule schedule(args_.num_tokens);
+    const TokenSchedule schedule(args_.num_tokens);
     Announcer announcer(op_, schedule, peers * parts);
     PushItems items(op_, rows * parts, args_.num_tokens <= kFewTokens);
     int item = items.next();
@@ -58,7 +58,7 @@ class Combine {
   // For every token of this rank: adds the rows of all ranks as they arrive.
   JAX_EP_FN void reduce() {
     wait_posted();  // for coops that have pushed nothing
-    const Schedule schedule(args_.num_tokens, 1, op_.coop.count);
+    const TokenSchedule schedule(args_.num_tokens, 1, op_.coop.count);
     const int parts = parts_of_a_row(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * parts;
     int latest_chunk = -1;
     for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {

@@ -334,9 +334,9 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   op.poison(results);
   post_dispatch(op, args);
   if (args.few)
-    FewRouter(op, args).route();
+    RoutingByChoices(op, args).run();
   else
-    Router(op, args).route();
+    RoutingByCounts(op, args).run();
   op.wait_posted();
   const Routed routed(op, args);
   Dispatch dispatch(op, args);

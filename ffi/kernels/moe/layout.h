@@ -19,8 +19,8 @@ constexpr int kMaxChunks = 16;      // of a source
 constexpr int kEagerTokens = 1024;  // travel before their rows are known
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 
-// Assignments per router CTA. Tuned with `kernels_bench 2`.
-constexpr int kRouterAssignments = Coop::lanes == 1 ? 256 : 2048;
+// Assignments per routing CTA. Tuned with `kernels_bench 2`.
+constexpr int kRoutingAssignments = Coop::lanes == 1 ? 256 : 2048;
 
 // A token's row at the rank that owns the expert, as one number; -1 stands for none.
 struct Target {
@@ -70,7 +70,7 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
   return start;
 }
 
-// Scratch of routing, in int32: a histogram for each coop of the router CTAs, and for each router CTA; per expert the
+// Scratch of routing, in int32: a histogram for each coop of the routing CTAs, and for each routing CTA; per expert the
 // first row of this rank's share, and the rows of all ranks; per rank the rows it needs. If rows may be dropped, three
 // tables [ranks, experts] follow (Overfull). A histogram has a bin per expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;

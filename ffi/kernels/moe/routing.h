@@ -1,5 +1,6 @@
-// Routing: some coops of a rank, the routers, work out the row of each assignment of a dispatch. The other coops wait
-// for the results that they need. Rows are ordered by (expert, source rank, token, k), whatever the number of coops.
+// Routing: some coops of a rank, the routing coops, work out the row of each assignment of a dispatch. The other coops
+// wait for the results that they need. Rows are ordered by (expert, source rank, token, k), whatever the number of
+// coops.
 #pragma once
 
 #include "comm/ctas.h"
@@ -17,8 +18,8 @@ struct Choice {
   float weight;
 };
 
-// Counts items by bin, and gives each item its position in its bin, whatever the number of coops. The routers are the
-// first CTAs of a rank that have begun. A CTA's coops keep their histograms in shared memory.
+// Counts items by bin, and gives each item its position in its bin, whatever the number of coops. The routing coops are
+// the first CTAs of a rank that have begun. A CTA's coops keep their histograms in shared memory.
 class Histogram {
  public:
   // Counts `items` assignments, with a bin for every expert, and one behind them for ids out of range. All coops of a
@@ -31,9 +32,9 @@ class Histogram {
         ctas_(coop_.cta.count),
         mine_(share_of(items)) {}
 
-  // Whether this coop is one of the routers.
+  // Whether this coop is one of the routing coops.
   JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
-  // Among the routers: whether this coop is the first, and its part.
+  // Among the routing coops: whether this coop is the first, and its part.
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
   JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
   // The last coop of the first CTA, which is the last to have work.
@@ -42,7 +43,7 @@ class Histogram {
   JAX_EP_FN void barrier() const { op_.router_barrier(ctas_); }
 
   // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. On return all
-  // routers see what take() wrote.
+  // routing coops see what take() wrote.
   template <class ChoiceOf, class Take>
   JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
     int32_t* mine = bins(coop_.member.index);
@@ -88,7 +89,7 @@ class Histogram {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
     if (wanted == 1) return as_member(coop, {0, 1});
-    return as_member(coop, join_cta(coop, &op.heap->routers_begun, wanted));
+    return as_member(coop, join_cta(coop, &op.heap->routing_begun, wanted));
   }
 
   // This coop's histogram, or that of another member of its CTA.
@@ -191,7 +192,7 @@ class Histogram {
   int ahead_from_ = -1;
 };
 
-// The results of the routers, for all coops of a rank.
+// The results of the routing coops, for all coops of a rank.
 class Routed {
  public:
   JAX_EP_FN Routed(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
@@ -245,8 +246,8 @@ class RoutedTokens {
   bool placed_ = false;
 };
 
-// Posts the buffers of a dispatch. The last coop of the last CTA does it, as the routers have other work. If that CTA
-// has no SM yet, a router posts (LatePost). Posting twice does no harm.
+// Posts the buffers of a dispatch. The last coop of the last CTA does it, as the routing coops have other work. If that
+// CTA has no SM yet, a routing coop posts (LatePost). Posting twice does no harm.
 JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool elected) {
   op.post_by(elected, posted(args, op.comm.size));
 }
@@ -257,8 +258,8 @@ JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   post_buffers(op, args, op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1));
 }
 
-// Lets a router post if the last CTA is late. The constructor, called when the peers' choices are here, starts the load
-// that asks; post_if_late(), called after the layout or the count, uses the answer.
+// Lets a routing coop post if the last CTA is late. The constructor, called when the peers' choices are here, starts
+// the load that asks; post_if_late(), called after the layout or the count, uses the answer.
 class LatePost {
  public:
   // One coop of the rank is `responsible`. A CPU thread has posted itself.
@@ -273,17 +274,17 @@ class LatePost {
 
 // Routes many tokens. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
 // of its assignments, while the eager tokens travel.
-class Router {
+class RoutingByCounts {
  public:
-  JAX_EP_FN Router(Op& op, const DispatchArgs& args)
+  JAX_EP_FN RoutingByCounts(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        histogram_(op, args, args.num_tokens * args.top_k, kRouterAssignments),
+        histogram_(op, args, args.num_tokens * args.top_k, kRoutingAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
   // The other coops wait for the results only where they need them: see Routed.
-  JAX_EP_FN void route() {
+  JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     count();
     op_.signal(&Heap::chosen, histogram_.is_first());
@@ -385,19 +386,19 @@ class Router {
 
 // Routes few tokens. Every rank sends its choices to all ranks, and each rank works out the whole routing. Ranks
 // exchange messages only once, while the tokens travel to landing slots.
-class FewRouter {
+class RoutingByChoices {
  public:
-  JAX_EP_FN FewRouter(Op& op, const DispatchArgs& args)
+  JAX_EP_FN RoutingByChoices(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
-        histogram_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRouterAssignments),
+        histogram_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRoutingAssignments),
         segments_(op, args),
         local_(args.num_experts / op.comm.size),
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 
   // The other coops wait for the results only where they need them: see Routed.
-  JAX_EP_FN void route() {
+  JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     send_choices();
     op_.wait(&Heap::chosen);

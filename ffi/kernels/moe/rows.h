@@ -17,12 +17,12 @@ constexpr int kBatchTokens = Coop::lanes == 1 ? 64 : 8;
 
 // How a rank's tokens are cut up. Each chunk has a flag of its own, so that peers can use it while later chunks travel.
 // A batch is the part of a chunk that one coop takes at a time. If tokens are few, each is a chunk.
-struct Schedule {
+struct TokenSchedule {
   int tokens, chunk_tokens, chunks, batch_tokens;
 
   // `sources`: the ranks from which batches are taken. `coops`: the coops that take them. Batches are cut so that all
   // coops have work to the end of a chunk.
-  JAX_EP_FN explicit Schedule(int tokens, int sources = 0, int coops = 1)
+  JAX_EP_FN explicit TokenSchedule(int tokens, int sources = 0, int coops = 1)
       : tokens(tokens),
         chunk_tokens(tokens <= kFewTokens ? 1 : larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
         chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)),
@@ -92,7 +92,7 @@ template <class Items, class Source, class Sink, class BeforeLast>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
                            Source source, Sink sink, BeforeLast before_last) {
   op.enter(Phase::send);
-  const Schedule schedule(num_tokens);
+  const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
@@ -122,7 +122,7 @@ template <class Items, class Sink, class Encoder, class Begin>
 JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
                           RowWriter& writer, Begin begin) {
   op.enter(Phase::send);
-  const Schedule schedule(num_tokens);
+  const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
   const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.coop.lane); };
   uint64_t raised = op.ask_abort();
@@ -146,7 +146,7 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
-  const Schedule schedule(num_tokens, sources, op.coop.count);
+  const TokenSchedule schedule(num_tokens, sources, op.coop.count);
   const int per_chunk = sources * schedule.batches();
   int latest = -1;               // chunk
   uint64_t arrived_sources = 0;  // a bit per source whose latest chunk is here
