@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from . import moe_sweep
+from . import moe
 from .in_jit_loop import (
     CarryingLoop,
     Loop,
@@ -187,7 +187,7 @@ def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh:
     results = [jax.block_until_ready(program(*operands)) for program in programs]  # one waits for no other
 
     def error(a: jax.Array, b: jax.Array) -> jax.Array:
-        return moe_sweep.relative_error(a, b)[None]
+        return moe.relative_error(a, b)[None]
 
     for name, result in zip(layers, results, strict=True):
         worst = float(np.max(on_ranks(error, mesh)(results[0], result)))
@@ -220,7 +220,7 @@ def loops_of_parts(
     room: int,
     group: jax_ep.Group,
     implementation: jax_ep.Implementation,
-    inputs: moe_sweep.Inputs,
+    inputs: moe.Inputs,
     matrices: Matrices,
     calls: int,
 ) -> dict[Pass, Loop]:
@@ -231,7 +231,7 @@ def loops_of_parts(
     loops: dict[Pass, Loop] = {
         (PRODUCTS, FORWARD): Loop(products, (state.group_sizes, *matrices, inner), state.rows, calls)
     }
-    alone = moe_sweep.our_candidates(shape, room, group, implementation, inputs, state)
+    alone = moe.our_candidates(shape, room, group, implementation, inputs, state)
     return loops | {(one.op, FORWARD): one.loop for one in alone if one.op in (DISPATCH, COMBINE)}
 
 
@@ -250,13 +250,13 @@ def measure(
     ids = make_ids(case, group.size)
     needed = load(ids, shape.experts, group.size)
     room = capacity(case, needed)
-    inputs, matrices = moe_sweep.make_inputs(shape, ids, group), draw_matrices(model, mesh)
+    inputs, matrices = moe.make_inputs(shape, ids, group), draw_matrices(model, mesh)
     operands = (*inputs[1:], *matrices, inputs[0])
 
     layers = {OURS: ours(group, room, implementation)}
     if implementation != "xla":
         layers[CHAIN] = by_exchange(jax_ep_ops(group, shape.experts, room, implementation))
-    layers[PADDED] = by_exchange(moe_sweep.choose(case, needed, group, implementation)[1])
+    layers[PADDED] = by_exchange(moe.choose(case, needed, group, implementation)[1])
     check_alike(layers, operands, mesh, shape.dtype)
 
     forward, step = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))

@@ -12,7 +12,7 @@ from jax_ep import float8
 from jax_ep.float8 import Float8Rows, quantize_rows, quantize_weights
 from jax_ep.lax import ragged_dot
 
-from . import layer, moe_sweep
+from . import layer, moe
 from .in_jit_loop import Loop, compile_loops, describe_pause, in_digits, median_microseconds, teraflops
 from .layer import Model
 from .moe_cases import Case, Shape, capacity, load, make_ids
@@ -53,7 +53,7 @@ def measure(model: Model, group: jax_ep.Group, repeats: int) -> tuple[float, dic
     ids = make_ids(case, group.size)
     needed = load(ids, model.shape.experts, group.size)
     room = capacity(case, needed)
-    inputs, matrices = moe_sweep.make_inputs(model.shape, ids, group), layer.draw_matrices(model, mesh)
+    inputs, matrices = moe.make_inputs(model.shape, ids, group), layer.draw_matrices(model, mesh)
     tokens, *routed = inputs
     quantized = layer.on_ranks(lambda *all_of_them: tuple(map(quantize_weights, all_of_them)), mesh)(*matrices)
     state = layer.on_ranks(jax_ep_ops(group, model.shape.experts, room, "auto").dispatch, mesh)(*inputs)

@@ -1,14 +1,10 @@
-"""dispatch and combine beside the capacity-padded all_to_all of XLA: `python -m jax_ep bench moe`."""
+"""dispatch and combine beside XLA's all_to_all, and beside the limit of the wire: `python -m jax_ep bench moe`."""
 
 import argparse
+import contextlib
 import dataclasses
-import math
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,145 +13,260 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from . import moe_formulations as forms, moe_sweep, padded_all_to_all as padded, token_sweep
-from .moe_cases import SEED, Shape
+from . import moe_formulations as forms, padded_all_to_all as padded, token_sweep
+from .device_events import kernel_microseconds
+from .in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
+from .moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
 from .moe_formulations import AXIS, Formulation
-from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 
-CPU_SHAPES = [Shape(512, 1024, 8, 64, "float32")]
+NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
+FP8_BLOCK = 128  # values that share a float32 scale
+FP8 = "dispatch, fp8"  # on the wire only
+FP8_ROWS = "dispatch, fp8 rows"  # left as they came
+NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
+SMALL = 512  # tokens up to which a call is so short that its loop needs many
+
+COLUMNS = (
+    "shape | op | jax_ep, us | kernel, us | remote GB/s | of the all_to_all limit | of 370 GB/s "
+    "| padded all_to_all, us | ragged_all_to_all, us | ratio to the best XLA"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Median microseconds per call of each formulation."""
+    """Microseconds per call, and the bytes the busiest rank must send or receive."""
 
-    shape: Shape
-    dispatch: dict[str, float]
-    combine: dict[str, float]
-
-
-def formulations(
-    shape: Shape, group: jax_ep.Group, implementation: jax_ep.Implementation
-) -> tuple[Formulation, Formulation]:
-    """Ours and the padded all_to_all, each as jitted functions of global arrays."""
-    mean_rows = shape.tokens * shape.top_k
-
-    def jitted(one: Formulation) -> Formulation:
-        wrap = partial(jax.shard_map, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-        return Formulation(one.name, jax.jit(wrap(one.dispatch)), jax.jit(wrap(one.combine)))
-
-    return (
-        jitted(forms.jax_ep_ops(group, shape.experts, math.ceil(1.25 * mean_rows), implementation)),
-        jitted(forms.padded_all_to_all(shape.experts, padded.block_rows(mean_rows / group.size))),
-    )
+    case: Case
+    op: str
+    ours: float
+    kernel: float | None  # of ours, by the device's events
+    others: dict[str, float]  # by formulation
+    remote_bytes: int
 
 
-def make_inputs(shape: Shape, group: jax_ep.Group) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, ids and weights of all ranks, routed uniformly to distinct experts."""
-    rng = np.random.default_rng(SEED)
-    total = group.size * shape.tokens
-    tokens = rng.standard_normal((total, shape.hidden), np.float32)
-    ids = np.argsort(rng.random((total, shape.experts)), axis=1)[:, : shape.top_k].astype(np.int32)
-    weights = rng.random((total, shape.top_k), np.float32)
-    place = partial(jax.device_put, device=NamedSharding(group.mesh, P(AXIS)))
-    return place(jnp.asarray(tokens, shape.dtype)), place(ids), place(weights)
+Inputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, ids and weights of all ranks
 
 
-def check_equal(states: list[Any], outputs: list[jax.Array], size: int, dtype: str) -> None:
-    """Raises unless the formulations delivered the same rows in the same order, and the same sums."""
-    (rows_a, sizes_a), (rows_b, sizes_b) = (map(np.asarray, jax.tree.leaves(state)[:2]) for state in states)
-    np.testing.assert_array_equal(sizes_a, sizes_b)
-    used = sizes_a.reshape(size, -1).sum(axis=1)
-    for count, a, b in zip(used, np.split(rows_a, size), np.split(rows_b, size), strict=True):
-        np.testing.assert_array_equal(a[:count], b[:count])
-    epsilon = float(jnp.finfo(dtype).eps)
-    a, b = (np.asarray(output, np.float32) for output in outputs)
-    np.testing.assert_allclose(a, b, rtol=16 * epsilon, atol=16 * epsilon * float(np.max(np.abs(b))))
+class Candidate(NamedTuple):
+    op: str  # "dispatch" or "combine", and how
+    formulation: str
+    loop: Loop
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
+def run(
+    group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int, quick: bool, name_contains: str
+) -> None:
+    """Measures the families chosen, and prints a table for each as it goes."""
+    on_cpu = group.platform == "cpu"
+    families = select(TINY_FAMILIES if on_cpu else FAMILIES, quick=quick, name_contains=name_contains)
+    if not families:
+        raise SystemExit(f"no shape's name has {name_contains!r}")
+    limit = all_to_all_limit(group, 2**20 if on_cpu else 2**28, repeats)
+    print(f"- all_to_all limit: {limit / 1e9:,.1f} GB/s of remote bytes, measured now")
+    print(f"- us: per call inside one jitted loop, median of {repeats} loops; kernel: median of the device's events")
+    print("- remote bytes: deduplicated, of the busiest rank")
+    for title, cases in families.items():
+        print(f"\n{title}\n\n| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
+        for case in cases:
+            for result in measure(case, group, implementation, repeats):
+                print(line(result, limit), flush=True)
 
 
-def measure(shape: Shape, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int) -> Result:
+def line(result: Result, limit: float) -> str:
+    rate = result.remote_bytes / result.ours * 1e6
+    others = [result.others.get(name) for name in ("padded all_to_all", "ragged_all_to_all")]
+    cells = [str(result.case), result.op, cell(result.ours), cell(result.kernel), f"{rate / 1e9:,.1f}"]
+    cells += [f"{rate / limit:.2f}", f"{rate / NVLINK:.2f}", *map(cell, others)]
+    return f"| {' | '.join(cells)} | {min(result.others.values()) / result.ours:.2f} |"
+
+
+def cell(microseconds: float | None) -> str:
+    return "-" if microseconds is None else f"{microseconds:,.1f}"
+
+
+def all_to_all_limit(group: jax_ep.Group, size: int, repeats: int) -> float:
+    """Remote bytes a second of each rank in a dense all_to_all of `size` bytes per rank."""
+    ranks = group.size
+    sharding = NamedSharding(group.mesh, P(AXIS))
+    blocks = jax.jit(partial(jnp.zeros, (ranks * ranks, size // ranks), jnp.uint8), out_shardings=sharding)()
+    loop = Loop(lambda own: jax.lax.all_to_all(own, AXIS, 0, 0), (), blocks, calls=20, unroll=2)
+    (time,) = microseconds([loop], group.mesh, repeats)
+    return size * (ranks - 1) / ranks / time * 1e6
+
+
+def measure(case: Case, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int) -> list[Result]:
     """Checks the formulations against each other, then times them in turns."""
-    tokens, ids, weights = make_inputs(shape, group)
-    both = formulations(shape, group, implementation)
-    states = [jax.block_until_ready(one.dispatch(tokens, ids, weights)) for one in both]
-    outputs = [jax.block_until_ready(one.combine(state, weights)) for one, state in zip(both, states, strict=True)]
-    check_equal(states, outputs, group.size, shape.dtype)
+    shape = case.shape
+    ids = make_ids(case, group.size)
+    needed = load(ids, shape.experts, group.size)
+    formulations = choose(case, needed, group, implementation)
+    inputs = make_inputs(shape, ids, group)
+    states = prepare(case, formulations, group, inputs)
 
-    dispatch_times: dict[str, list[float]] = {one.name: [] for one in both}
-    combine_times: dict[str, list[float]] = {one.name: [] for one in both}
-    for _ in range(repeats):
-        for one, state in zip(both, states, strict=True):
-            dispatch_times[one.name].append(seconds(partial(one.dispatch, tokens, ids, weights)))
-            combine_times[one.name].append(seconds(partial(one.combine, state, weights)))
-    group.check()
-
-    def medians(times: dict[str, list[float]]) -> dict[str, float]:
-        return {name: 1e6 * statistics.median(values) for name, values in times.items()}
-
-    return Result(shape, medians(dispatch_times), medians(combine_times))
-
-
-def table(result: Result) -> str:
-    """The result as a markdown table; the ratio says how many times faster ours is."""
-    names = list(result.dispatch)
-    total = {name: result.dispatch[name] + result.combine[name] for name in names}
-    lines = [f"| {result.shape} | " + " | ".join(f"{name}, us" for name in names) + " | ratio |", "|---|---|---|---|"]
-    for row, times in (("dispatch", result.dispatch), ("combine", result.combine), ("sum", total)):
-        ours, other = (times[name] for name in names)
-        lines.append(f"| {row} | {ours:,.0f} | {other:,.0f} | {other / ours:.2f} |")
-    return "\n".join(lines)
-
-
-def plot(results: list[Result], path: Path) -> None:
-    """One panel a shape."""
-
-    def bars(dispatch: float, combine: float) -> list[float]:
-        return [dispatch / 1e3, combine / 1e3, (dispatch + combine) / 1e3]
-
-    panels = [
-        Panel(
-            str(result.shape),
-            ["dispatch", "combine", "sum"],
-            {name: bars(result.dispatch[name], result.combine[name]) for name in result.dispatch},
+    with contextlib.ExitStack() as stack:
+        groups = {"": group}
+        for sms in case.few_sms:
+            groups[f", {sms} SMs"] = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=sms))
+        ours = [
+            candidate._replace(op=candidate.op + how)
+            for how, one in groups.items()
+            for candidate in our_candidates(shape, capacity(case, needed), one, implementation, inputs, states[0])
+        ]
+        others = [
+            candidate
+            for one, state in zip(formulations[1:], states[1:], strict=True)
+            for candidate in xla_candidates(one, inputs, state)
+        ]
+        loops = [candidate.loop for candidate in ours + others]
+        programs = compile_loops(loops, group.mesh)
+        times = median_microseconds(loops, programs, repeats)
+        kernels = [kernel_microseconds(program) for program in programs[: len(ours)]]
+        for one in groups.values():
+            one.check()
+    return [
+        Result(
+            case,
+            one.op,
+            time,
+            kernel,
+            competitors(one, others, times[len(ours) :]),
+            needed.remote_rows * row_bytes(one.op, shape),
         )
-        for result in results
+        for one, time, kernel in zip(ours, times[: len(ours)], kernels, strict=True)
     ]
-    grouped_bars(panels, "ms per call", path)
+
+
+def competitors(ours: Candidate, others: list[Candidate], times: list[float]) -> dict[str, float]:
+    """XLA's formulations have no other wire and no budget of SMs: they compete as they are."""
+    return {other.formulation: time for other, time in zip(others, times, strict=True) if ours.op.startswith(other.op)}
+
+
+def row_bytes(op: str, shape: Shape) -> int:
+    if op.startswith(FP8):
+        return shape.hidden + 4 * shape.hidden // FP8_BLOCK
+    return shape.hidden * jnp.dtype(shape.dtype).itemsize
+
+
+def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: jax_ep.Implementation) -> list[Formulation]:
+    """Ours first, each with just the room that this routing asks for."""
+    shape, room = case.shape, capacity(case, needed)
+    block = padded.block_rows(shape.tokens * shape.top_k / group.size) if case.routing == "uniform" else 0
+    found = [
+        forms.jax_ep_ops(group, shape.experts, room, implementation),
+        forms.padded_all_to_all(shape.experts, max(block, -(-needed.pair_rows // 8) * 8)),
+    ]
+    if case.ragged:  # jax.lax has none on the CPU
+        exchange = jax_ep.lax.ragged_all_to_all if group.platform == "cpu" else jax.lax.ragged_all_to_all
+        found.append(forms.ragged_all_to_all(shape.experts, room, exchange))
+    return found
+
+
+def our_candidates(
+    shape: Shape,
+    room: int,
+    group: jax_ep.Group,
+    implementation: jax_ep.Implementation,
+    inputs: Inputs,
+    state: jax_ep.Dispatched,
+) -> list[Candidate]:
+    """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
+    unroll = 10  # of the kernels of the loop itself, a call bears a tenth
+    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
+
+    def dispatch(**options: Any) -> Loop:
+        ours = forms.jax_ep_ops(group, shape.experts, room, implementation, **options)
+
+        def op(*operands: jax.Array) -> jax.Array:  # the kernel writes this small result itself
+            return ours.dispatch(*operands).routing.dropped
+
+        return Loop(op, inputs[:2], inputs[2], calls, unroll)
+
+    def combine(rows: jax.Array, routing: jax_ep.Routing, weights: jax.Array) -> jax.Array:
+        routing = dataclasses.replace(routing, weights=weights)
+        return jax_ep.combine(rows, routing, group=group, implementation=implementation)
+
+    loops = {"dispatch": dispatch(), f"dispatch, {NOT_EXPANDED}": dispatch(expand=False)}
+    if shape.hidden % FP8_BLOCK == 0:
+        loops[FP8] = dispatch(wire="float8")
+        loops[FP8_ROWS] = dispatch(wire="float8_rows")
+        loops[f"{FP8_ROWS}, {NOT_EXPANDED}"] = dispatch(wire="float8_rows", expand=False)
+    loops["combine"] = Loop(combine, (state.rows, state.routing), state.routing.weights, calls, unroll)
+    return [Candidate(op, "jax_ep", loop) for op, loop in loops.items()]
+
+
+def xla_candidates(formulation: Formulation, inputs: Inputs, state: Any) -> list[Candidate]:
+    calls = 2 if formulation.name == "ragged_all_to_all" else 20
+    return [
+        Candidate("dispatch", formulation.name, Loop(formulation.dispatch, inputs[:2], inputs[2], calls)),
+        Candidate("combine", formulation.name, Loop(formulation.combine, (state,), inputs[2], calls)),
+    ]
+
+
+def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> Inputs:
+    """Tokens, ids and weights of all ranks; the tokens are drawn where they stay."""
+    sharding = NamedSharding(group.mesh, P(AXIS))
+    total = group.size * shape.tokens
+    draw = partial(jax.random.normal, shape=(total, shape.hidden), dtype=shape.dtype)
+    tokens = jax.jit(draw, out_shardings=sharding)(jax.random.key(SEED))
+    weights = np.random.default_rng(SEED).random((total, shape.top_k), np.float32)
+    return tokens, jax.device_put(ids, sharding), jax.device_put(weights, sharding)
+
+
+def prepare(case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: Inputs) -> tuple[Any, ...]:
+    """The state of each after its dispatch; raises unless all deliver the same rows in the same order and sums."""
+    spec = P(AXIS)
+
+    def on_ranks(function: Any) -> Any:
+        return jax.jit(jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    def run(one: Formulation) -> tuple[Any, jax.Array]:
+        def both(*operands: jax.Array) -> tuple[Any, jax.Array]:
+            state = one.dispatch(*operands)
+            return state, one.combine(state, operands[2])
+
+        return jax.block_until_ready(on_ranks(both)(*inputs))  # alone: the formulations must not wait for each other
+
+    def compare(a: tuple[Any, jax.Array], b: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return rows_differ(a[0], b[0])[None], relative_error(a[1], b[1])[None]
+
+    results = [run(one) for one in formulations]
+    tolerance = 16 * float(jnp.finfo(case.shape.dtype).eps)
+    for one, result in zip(formulations[1:], results[1:], strict=True):
+        wrong, errors = map(np.asarray, on_ranks(compare)(results[0], result))
+        if np.any(wrong) or not np.all(errors < tolerance):
+            raise AssertionError(f"{case}: {one.name} disagrees with ours: rows {wrong}, sums {errors}")
+    return tuple(state for state, _ in results)
+
+
+def rows_differ(a: Any, b: Any) -> jax.Array:
+    (rows_a, sizes_a), (rows_b, sizes_b) = a[:2], b[:2]
+    shared = min(len(rows_a), len(rows_b))
+    used = jnp.arange(shared) < sizes_a.sum()
+    return jnp.any(sizes_a != sizes_b) | jnp.any(used[:, None] & (rows_a[:shared] != rows_b[:shared]))
+
+
+def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The largest difference, as a part of the largest value."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench moe", description=__doc__)
-    parser.add_argument("--repeats", type=int, help="timed calls of each (CPU, default 30) or loops of calls (GPU, 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="GPU: only T=128 and T=4096, uniform routing")
-    parser.add_argument("--shapes", default="", metavar="TEXT", help="GPU: only shapes whose name has TEXT")
+    parser.add_argument("--quick", action="store_true", help="only shapes that are compared with ragged_all_to_all")
+    parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
     parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
-    parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)  # the GPU's way of timing on the CPU
-    add_plot(parser, "moe")
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         implementation = group._resolve("bench", options.implementation)
         print(header(list(group.mesh.devices.flat), repr(implementation), ["moe", *arguments]), flush=True)
         if options.sweep:
-            for line in token_sweep.run(group, implementation, options.repeats or 5):
-                print(line, flush=True)
-            return 0
-        if options.loop or group.platform != "cpu":
-            swept = moe_sweep.run(group, implementation, options.repeats or 5, options.quick, options.shapes)
-            draw = partial(moe_sweep.plot, swept)
+            for line_of_tokens in token_sweep.run(group, implementation, options.repeats):
+                print(line_of_tokens, flush=True)
         else:
-            results = []
-            for shape in CPU_SHAPES:
-                results.append(measure(shape, group, options.implementation, options.repeats or 30))
-                print(f"\n{table(results[-1])}", flush=True)
-            draw = partial(plot, results)
-    write_plot(options.plot, draw)
+            run(group, implementation, options.repeats, options.quick, options.shapes)
     return 0

@@ -1,10 +1,8 @@
 """Ops beside other work, in order and asynchronous: `python -m jax_ep bench overlap`."""
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from . import moe_sweep, sparse, stream_trace
+from . import moe, sparse
 from .in_jit_loop import Loop, compile_loops, median_microseconds
 from .layer import Model, chosen_models, draw_matrices, gated, on_ranks, ours, training_step
 from .moe_cases import SEED, Case, capacity, load, make_ids
@@ -94,7 +92,7 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
     case = Case(shape)
     ids = make_ids(case, group.size)
     room = 2 * capacity(case, load(ids, shape.experts, group.size))  # halves are less even
-    tokens, ids, weights = moe_sweep.make_inputs(shape, ids, group)
+    tokens, ids, weights = moe.make_inputs(shape, ids, group)
 
     def exchange(group: jax_ep.Group, ids: jax.Array, weights: jax.Array, tokens: jax.Array) -> jax.Array:
         out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=shape.experts, capacity=room)
@@ -210,26 +208,17 @@ def check_close(name: str, found: jax.Array, other: jax.Array) -> None:
         raise AssertionError(f"{name}: in order and asynchronous differ by {error} of the largest value")
 
 
-def trace(one: Overlap, apart: jax_ep.Group, folder: Path) -> list[str]:
-    """Records one asynchronous execution in a folder of its own, and says which kernels ran when."""
-    program = on_ranks(one.both(apart), apart.mesh)
-    own = folder / re.sub(r"\W+", "_", one.name)
-    return [f"{one.name}:", "", *stream_trace.table(stream_trace.record(lambda: program(*one.operands), own))]
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench overlap", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="the first model only")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="only models whose name has TEXT")
     parser.add_argument("--max-sms", type=int, help="of the asynchronous ops [64 of 132, sparse_all_reduce 24]")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="also show which kernels ran beside which")
     options = parser.parse_args(arguments)
     on_cpu = jax.default_backend() == "cpu"
     models = chosen_models(on_cpu, options.shapes, None)[: 1 if options.quick else 2]
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
 
-    traces: list[list[str]] = []
     with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, async_ops=True, max_sms=options.max_sms) as apart:
         print(header(list(mesh.devices.flat), repr(group._resolve("bench", "auto")), ["overlap", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
@@ -239,8 +228,4 @@ def main(arguments: list[str]) -> int:
         for overlaps in (*(moe_overlaps(model, group) for model in models), [sparse_overlap(group, on_cpu=on_cpu)]):
             for one in overlaps:
                 print(line(one, group, apart, 2 if on_cpu else CALLS, options.repeats), flush=True)
-                if options.trace:
-                    traces.append(trace(one, apart, options.trace))
-    for lines in traces:
-        print("\n" + "\n".join(lines), flush=True)
     return 0

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 
-from . import collective_matmul, moe_sweep, sparse, sparse_formulations
+from . import collective_matmul, moe, sparse, sparse_formulations
 from .in_jit_loop import Loop, compile_loops
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
 from .moe_formulations import AXIS, jax_ep_ops
@@ -109,10 +109,10 @@ def record(name: str, group: jax_ep.Group, op: Callable[..., Any], operands: tup
 def record_moe(group: jax_ep.Group, case: Case, sms: str) -> None:
     ids = make_ids(case, group.size)
     room = capacity(case, load(ids, case.shape.experts, group.size))
-    inputs = moe_sweep.make_inputs(case.shape, ids, group)
+    inputs = moe.make_inputs(case.shape, ids, group)
     ours = jax_ep_ops(group, case.shape.experts, room, "ffi")
     state = jax.jit(jax.shard_map(ours.dispatch, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)))(*inputs)
-    for one in moe_sweep.our_candidates(case.shape, room, group, "ffi", inputs, state):
+    for one in moe.our_candidates(case.shape, room, group, "ffi", inputs, state):
         print(f"\n{record(f'{one.op}, {case}{sms}', group, one.loop.op, one.loop.operands, one.loop.own)}", flush=True)
 
 
@@ -143,7 +143,7 @@ def run(devices: np.ndarray, ops: Sequence[str]) -> None:
         if "moe" in ops:
             for shape in MOE_CPU_SHAPES if on_cpu else MOE_SHAPES:
                 record_moe(group, Case(shape), "")
-                if shape.tokens > moe_sweep.SMALL:
+                if shape.tokens > moe.SMALL:
                     record_moe(few, Case(shape), f", {FEW_SMS} SMs")
         if "sparse" in ops:
             for kind in sparse.KINDS:

@@ -1,4 +1,4 @@
-"""sparse_all_reduce beside XLA's collectives, and index matching step by step: `python -m jax_ep bench sparse`."""
+"""sparse_all_reduce beside XLA's collectives: `python -m jax_ep bench sparse`."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from . import index_matching, sparse_formulations as forms
+from . import sparse_formulations as forms
 from .in_jit_loop import Loop, microseconds
 from .provenance import header
 from .sparse_formulations import AXIS, Formulation
@@ -145,7 +145,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="loops of calls")
     parser.add_argument("--calls", type=int, help="in a loop (CPU, default 3; GPU, 20)")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
-    parser.add_argument("--no-matching", action="store_true", help="without the steps of index matching")
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
@@ -161,6 +160,4 @@ def main(arguments: list[str]) -> int:
         shape, calls = (GPU_SHAPE, options.calls or 20) if on_gpu else (CPU_SHAPE, options.calls or 3)
         for kind in options.kinds:
             print("\n" + measure(kind, shape, group, options.implementation, calls, options.repeats), flush=True)
-        if not options.no_matching:
-            print("\n" + index_matching.table(group.mesh, repeats=options.repeats))
     return 0

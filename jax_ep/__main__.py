@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds.add_parser("layer_float8", add_help=False, help="moe_mlp in float8 beside bfloat16")
     kinds.add_parser("peers", add_help=False, help="moe_mlp beside other libraries' layers on one GPU")
     kinds.add_parser("ragged", add_help=False, help="ragged_all_to_all")
-    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce, and index matching")
+    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce")
     kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
     kinds.add_parser("matmul_float8", add_help=False, help="dense and grouped products of float8 operands")
     kinds.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
-from jax.profiler import ProfileData
 
 from jax_ep.__main__ import load
 
-PNG = b"\x89PNG"
 benchmark = partial(load, "benchmarks")  # by its name
 
 pytestmark = [
@@ -96,21 +94,3 @@ def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, for
     out, backward = jax.vjp(dense, *others)
     for mine, expected in zip(jax.tree.leaves(actual), (out, *backward(others[-1])), strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
-
-
-def test_stream_trace(tmp_path: Path) -> None:
-    """Two streams of a GPU: one is busy for 6 us, 2 of them beside the other. A second GPU is not looked at."""
-    line = 'lines { name: "Stream #%d" timestamp_ns: 5000 events { metadata_id: 1 offset_ps: %d duration_ps: %d } }'
-    lines = [line % each for each in ((1, 0, 4 * 10**6), (1, 4 * 10**6, 2 * 10**6), (2, 3 * 10**6, 2 * 10**6))]
-    meta = 'event_metadata { key: 1 value { id: 1 name: "gemm" } }'
-    planes = [f'planes {{ name: "/device:GPU:{i}" {" ".join(lines)} {meta} }}' for i in range(2)]
-    (tmp_path / "a.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(" ".join(planes)))
-    streams = benchmark("stream_trace")
-    found = streams.read(tmp_path)
-    assert found == [("Stream #1", "gemm", 0, 4), ("Stream #2", "gemm", 3, 5), ("Stream #1", "gemm", 4, 6)]
-    text = "\n".join(streams.table(found))
-    assert [row["start, us"] for row in rows_of(text.split("\n\n")[0])] == ["0.0", "3.0", "4.0"]
-    assert "- Stream #1: 6.0 us, 33 % of it beside another stream's kernels" in text
-    assert [kernel.stream for kernel in streams.read(tmp_path, gpus=2)[:2]] == ["GPU 0, Stream #1", "GPU 1, Stream #1"]
-    streams.draw(found, "two streams", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
