@@ -1,4 +1,4 @@
-"""ragged_dot beside jax.lax's and torch's, and a dense product beside XLA's: `python -m jax_ep bench matmul`."""
+"""ragged_dot beside jax.lax's and torch's, and a dense product of XLA's: `python -m jax_ep bench matmul`."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ep import float8
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 
@@ -29,9 +30,12 @@ from .in_jit_loop import (
 )
 from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
+from .tables import heading, row
 
 SEED = 0
-OURS, PALLAS, LAX, DENSE, TORCH = "jax_ep", "by Pallas", "jax.lax.ragged_dot", "dense XLA", "torch._grouped_mm"
+OURS, PALLAS, BFLOAT16 = "jax_ep", "by Pallas", "jax_ep, bfloat16"
+GATHERED = "jax_ep, gathered"  # rows of a random permutation
+LAX, DENSE, TORCH = "jax.lax.ragged_dot", "dense XLA", "torch"
 CALLS, LAX_CALLS = 20, 2  # jax.lax's is slow
 
 
@@ -80,7 +84,14 @@ LAYER_SHAPES = [
     (16384, 4096, 14336, 8),
 ]
 PALLAS_CASES = [Case(*shape, "drawn", quick=True, outer=outer) for outer in (False, True) for shape in LAYER_SHAPES]
-CPU_CASES = [Case(256, 128, 256, quick=True), Case(256, 128, 64, 8, quick=True), Case(256, 128, 64, 8, "half empty")]
+FLOAT8_CASES = [
+    Case(8192, 8192, 8192, quick=True),
+    Case(32768, 7168, 4096, 64),
+    Case(32768, 7168, 4096, 64, "drawn", quick=True),
+    Case(32768, 7168, 4096, 64, "Zipf"),
+    Case(32768, 2048, 7168, 64, "drawn", quick=True),
+]
+CPU_CASES = [Case(256, 128, 256, quick=True), Case(256, 256, 128, 8, quick=True), Case(256, 256, 128, 8, "half empty")]
 
 
 def group_sizes(case: Case) -> np.ndarray:
@@ -106,9 +117,12 @@ def make_operands(case: Case) -> tuple[jax.Array, jax.Array, jax.Array]:
     return lhs, rhs, jnp.asarray(group_sizes(case))
 
 
-def dense(rhs: jax.Array, sizes: jax.Array, lhs: jax.Array) -> jax.Array:
-    """One product with as many rows: what the machine can do."""
+def dense(rhs: Any, sizes: jax.Array, lhs: Any) -> jax.Array:
+    """One product with as many rows, in float8 without scales: what the machine can do."""
     del sizes
+    if isinstance(lhs, float8.Float8Rows):
+        axes = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(lhs.values, rhs.values[0], axes, preferred_element_type=jnp.bfloat16)
     return lhs.T @ rhs if rhs.ndim == 2 else lhs @ rhs[0]
 
 
@@ -118,15 +132,25 @@ def gradient(product: Callable[..., jax.Array], lhs: jax.Array, cotangent: jax.A
     return jax.vjp(lambda rhs: product(lhs, rhs, sizes), rhs)[1](cotangent)[0]
 
 
-def grouped(product: Callable[..., jax.Array], rhs: jax.Array, sizes: jax.Array, lhs: jax.Array) -> jax.Array:
+def grouped(product: Callable[..., jax.Array], rhs: Any, sizes: jax.Array, lhs: Any) -> jax.Array:
     return product(lhs, rhs, sizes)
 
 
-def check_alike(ours: Any, others: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
-    """Raises unless ours and the other are equal up to the rounding of bfloat16 and of float32 sums."""
-    mine, other = (jax.jit(product)(lhs, rhs, sizes).astype(jnp.float32) for product in (ours, others))
-    worst = float(jnp.max(jnp.abs(mine - other) - 2.0**-7 * jnp.abs(other)))
-    if not worst <= 2.0**-10 * (sizes.max() if rhs.ndim == 2 else lhs.shape[1]) ** 0.5:
+def in_bfloat16(lhs: float8.Float8Rows, rhs: float8.Float8Weights, sizes: jax.Array) -> jax.Array:
+    """The product of the same values."""
+    return ragged_dot(float8.dequantize(lhs), float8.dequantize(rhs), sizes)
+
+
+def check_alike(mine: Any, others: Any, lhs: Any, rhs: Any, sizes: jax.Array) -> None:
+    """Raises unless both are equal up to the rounding of bfloat16 and of float32 sums, or of the sums of float8."""
+    ours, other = (jax.jit(product)(lhs, rhs, sizes).astype(jnp.float32) for product in (mine, others))
+    error, size = jnp.abs(ours - other), jnp.abs(other)
+    if isinstance(lhs, float8.Float8Rows):
+        worst, allowed = jnp.max(error) / jnp.max(size), 2.0**-6
+    else:
+        worst = jnp.max(error - 2.0**-7 * size)
+        allowed = 2.0**-10 * float(sizes.max() if rhs.ndim == 2 else lhs.shape[1]) ** 0.5
+    if not float(worst) <= allowed:
         raise AssertionError(f"the product differs from the other by {worst} beyond the rounding of the result")
 
 
@@ -140,58 +164,84 @@ class TorchResult:
         self.event.synchronize()
 
 
-def torch_program(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, calls: int) -> Callable[[], TorchResult]:
-    """So many calls of torch's grouped product of the same operands."""
+def torch_program(lhs: Any, rhs: Any, sizes: jax.Array, calls: int) -> Callable[[], TorchResult]:
+    """So many calls of torch's product of the same values; in float8 with a scale per row and one per column."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    a, b = (torch.from_dlpack(x) for x in (lhs, rhs))
     ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
+    if isinstance(lhs, float8.Float8Rows):
+        a, b = (torch.from_dlpack(x.bits).view(torch.float8_e4m3fn) for x in (lhs, rhs))
+        b = b.transpose(-2, -1)
+        of_rows = torch.ones(a.shape[0], device=a.device)
+        of_columns = torch.ones(b.shape[0], b.shape[2], device=a.device)
+        options: dict[str, Any] = {"out_dtype": torch.bfloat16}
+        if b.shape[0] == 1:
+            multiply = partial(torch._scaled_mm, a, b[0], of_rows[:, None], of_columns, **options)
+        else:
+            multiply = partial(torch._scaled_grouped_mm, a, b, of_rows, of_columns, offs=ends, **options)
+    else:
+        multiply = partial(torch._grouped_mm, *(torch.from_dlpack(x) for x in (lhs, rhs)), offs=ends)
 
     def run() -> TorchResult:
         for _ in range(calls):
-            torch._grouped_mm(a, b, offs=ends)
+            multiply()
         return TorchResult(torch.cuda.current_stream().record_event())
 
     return run
 
 
-def measure(
-    case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool, with_pallas: bool
-) -> dict[str, float]:
-    """Checks ours against jax.lax's, or Pallas' against ours, then microseconds by formulation.
+def ways(case: Case, by: str) -> tuple[dict[str, tuple[Any, Any, Any]], jax.Array]:
+    """By formulation its product of (rhs, sizes, lhs), lhs and rhs, the first that of `by`; and group sizes.
 
-    All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
+    Checks it against jax.lax's, that of Pallas against ours, and that of float8 against bfloat16.
     """
     lhs, rhs, sizes = make_operands(case)
     ours, by_pallas = ragged_dot, partial(ragged_dot, implementation="pallas")
+    if by == "float8":
+        narrow = jax.jit(float8.quantize_rows)(lhs), jax.jit(float8.quantize_weights)(rhs)
+        check_alike(float8.ragged_dot, in_bfloat16, *narrow, sizes)
+        gathered = partial(float8.ragged_dot, lhs_indices=jax.random.permutation(jax.random.key(SEED), case.rows))
+        products = {OURS: (float8.ragged_dot, narrow), GATHERED: (gathered, narrow)}
+        products[BFLOAT16] = float8.ragged_dot, (lhs, rhs)
+        return {name: (partial(grouped, one), *of) for name, (one, of) in products.items()} | {
+            DENSE: (dense, *narrow)
+        }, sizes
     if case.outer:
         ours, by_pallas = partial(gradient, ours), partial(gradient, by_pallas)
-    check_alike(*((by_pallas, ours) if with_pallas else (ours, jax.lax.ragged_dot)), lhs, rhs, sizes)
-    ops = {OURS: partial(grouped, ours), DENSE: dense}
-    if with_pallas:
-        ops[PALLAS] = partial(grouped, by_pallas)
+    check_alike(*((by_pallas, ours) if by == "pallas" else (ours, jax.lax.ragged_dot)), lhs, rhs, sizes)
+    products = {OURS: partial(grouped, ours), DENSE: dense}
+    if by == "pallas":
+        products = {PALLAS: partial(grouped, by_pallas)} | products
+    return {name: (one, lhs, rhs) for name, one in products.items()}, sizes
+
+
+def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool, by: str) -> dict[str, float]:
+    """Microseconds by formulation.
+
+    All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
+    """
+    found, sizes = ways(case, by)
     calls, lax_calls = (calls_between(pause, most, case.flops) for most in (CALLS, LAX_CALLS))
-    loops = [Loop(op, (rhs, sizes), lhs, calls) for op in ops.values()]
-    programs: list[Callable[[], object]] = [*compile_loops(loops, mesh)]
-    names = list(ops)
+    loops = {name: Loop(op, (rhs, sizes), lhs, calls) for name, (op, lhs, rhs) in found.items()}
+    programs: list[Callable[[], object]] = [*compile_loops(list(loops.values()), mesh)]
     if with_torch:
-        loops.append(loops[0])
+        _, lhs, rhs = found[OURS]
+        loops[TORCH] = loops[OURS]
         programs.append(torch_program(lhs, rhs, sizes, calls))
-        names.append(TORCH)
-    times = dict(zip(names, median_microseconds(loops, programs, repeats, pause, hot=not pause), strict=True))
-    if with_pallas:
-        return times
-    slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)
-    times[LAX] = microseconds([slow], mesh, min(repeats, 2), pause)[0]
-    return {name: times[name] for name in (OURS, LAX, DENSE, TORCH) if name in times}
+    hot = not pause and mesh.devices.flat[0].platform != "cpu"
+    times = dict(zip(loops, median_microseconds(list(loops.values()), programs, repeats, pause, hot), strict=True))
+    if by == "core":
+        _, lhs, rhs = found[OURS]
+        slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)
+        times[LAX] = microseconds([slow], mesh, min(repeats, 2), pause)[0]
+    return times
 
 
 def line(case: Case, times: dict[str, float]) -> str:
-    """TFLOP/s of each, and ours as a part of the dense product's."""
-    rates = [teraflops(case.flops, time) for time in times.values()]
-    mine = times.get(PALLAS, times[OURS])
-    cells = [str(case), f"{mine:,.1f}", *map(in_digits, rates)]
-    return f"| {' | '.join(cells)} | {times[DENSE] / mine:.2f} |"
+    """TFLOP/s of each, and the first as a part of the dense product's."""
+    mine, *_ = times.values()
+    rates = [in_digits(teraflops(case.flops, time)) for time in times.values()]
+    return row(case, f"{mine:,.1f}", *rates, f"{times[DENSE] / mine:.2f}")
 
 
 def plot(results: dict[Case, dict[str, float]], path: Path) -> None:
@@ -206,30 +256,35 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
     parser.add_argument(
-        "--implementation", choices=("auto", "pallas"), default="auto", help="pallas: Pallas kernels beside ours"
+        "--by",
+        choices=("core", "pallas", "float8"),
+        default="core",
+        help="pallas: Pallas kernels beside ours; float8: operands in float8 beside bfloat16 [%(default)s]",
     )
     add_pause(parser)
     add_plot(parser, "matmul")
     options = parser.parse_args(arguments)
 
-    device = jax.devices()[0]
+    device, by = jax.devices()[0], options.by
     on_cpu = device.platform == "cpu"
-    with_pallas = options.implementation == "pallas"
-    with_torch = not (on_cpu or with_pallas) and importlib.util.find_spec("torch") is not None
-    core = "GEMM core" if not on_cpu and gemm.has_gemm() else "no GEMM core here: ragged_dot is jax.lax's"
+    with_torch = not on_cpu and by != "pallas" and importlib.util.find_spec("torch") is not None
+    core = "GEMM core" if not on_cpu and gemm.has_gemm() else "no GEMM core here: XLA multiplies"
     print(header([device], core, ["matmul", *arguments], ["torch"] if with_torch else []))
-    print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
+    print(f"- results in bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
     print(f"- {describe_pause(options.pause)}")
-    print(f"- {DENSE}: one product of as many rows; all but {LAX}, in which the GPU rests, take turns\n")
-    others = [OURS, DENSE, PALLAS] if with_pallas else [OURS, LAX, DENSE, *([TORCH] if with_torch else [])]
-    names = [f"{name}, TFLOP/s" for name in others]
-    names = ["product", f"{PALLAS if with_pallas else OURS}, us", *names, "of dense"]
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
+    print(f"- {DENSE}: one product of as many rows, in float8 without scales")
+    print(f"- {TORCH}: _grouped_mm; in float8 _scaled_grouped_mm or _scaled_mm, with a scale per row and per column")
+    print(f"- all but {LAX}, in which the GPU rests, take turns\n")
+    cases = CPU_CASES if on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[by]
     results: dict[Case, dict[str, float]] = {}
-    for case in CPU_CASES if on_cpu else PALLAS_CASES if with_pallas else CASES:
+    for case in cases:
         if options.shapes in str(case) and (case.quick or not options.quick):
             mesh = Mesh(np.array([device]), ("one",))
-            results[case] = measure(case, mesh, options.repeats, options.pause, with_torch, with_pallas)
-            print(line(case, results[case]), flush=True)
+            times = measure(case, mesh, options.repeats, options.pause, with_torch, by)
+            if not results:
+                names = " | ".join(f"{name}, TFLOP/s" for name in times)
+                print(heading(f"product | {next(iter(times))}, us | {names} | of dense"))
+            results[case] = times
+            print(line(case, times), flush=True)
     write_plot(options.plot, partial(plot, results))
     return 0

@@ -48,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     kinds.add_parser("ragged", add_help=False, help="ragged_all_to_all")
     kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce")
     kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
-    kinds.add_parser("matmul_float8", add_help=False, help="dense and grouped products of float8 operands")
     kinds.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
     kinds.add_parser("phases", add_help=False, help="where the time of dispatch, combine and sparse_all_reduce goes")
     kinds.add_parser("overlap", add_help=False, help="ops beside other work, in order and asynchronous")

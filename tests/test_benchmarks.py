@@ -36,7 +36,7 @@ def rows_of(table: str) -> list[dict[str, str]]:
         "layer_float8 --repeats 1",
         "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick --plot bars.png",
-        "matmul_float8 --repeats 1 --quick",
+        "matmul --by float8 --repeats 1 --quick",
         "overlap --repeats 1 --quick --shapes narrow",
         "phases --ops moe",
     ],
