@@ -29,6 +29,7 @@ from .in_jit_loop import (
 )
 from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
+from .tables import heading, row
 
 AXIS, SEED = "tp", 0
 CALLS, CPU_CALLS = 40, 4
@@ -148,17 +149,16 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: f
 def line(name: str, shape: Shape, times: dict[str, float]) -> str:
     """Ours against XLA's and the product alone; the hidden part of what could be hidden, the rest, and our speed."""
     hidden = times[PRODUCT] + times[MOVING] - times[OURS]
-    cells = [
+    return row(
         name,
-        str(shape),
+        shape,
         *("-" if math.isnan(time) else f"{time:,.1f}" for time in times.values()),
         f"{times[XLA] / times[OURS]:.2f}",
         f"{times[OURS] / times[PRODUCT]:.2f}",
         f"{100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} %",
         f"{times[OURS] - times[PRODUCT]:,.1f}",
         in_digits(teraflops(shape.flops, times[OURS])),
-    ]
-    return f"| {' | '.join(cells)} |"
+    )
 
 
 Results = dict[str, dict[Shape, dict[str, float]]]  # by op and shape
@@ -195,7 +195,7 @@ def main(arguments: list[str]) -> int:
         print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
         print(f"- {describe_pause(options.pause)}\n")
         names = [f"{name}, us" for name in (OURS, KERNEL, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
-        print(f"| op | product | {' | '.join(names)} | {' | '.join(DERIVED)} |\n|{'---|' * (8 + len(DERIVED))}")
+        print(heading(" | ".join(("op", "product", *names, *DERIVED))))
         results: Results = {name: {} for name in OPS}
         for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:

@@ -19,6 +19,7 @@ from .in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
 from .moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
 from .moe_formulations import AXIS, Formulation
 from .provenance import header
+from .tables import heading, row
 
 NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
 FP8_BLOCK = 128  # values that share a float32 scale
@@ -67,7 +68,7 @@ def run(
     print(f"- us: per call inside one jitted loop, median of {repeats} loops; kernel: median of the device's events")
     print("- remote bytes: deduplicated, of the busiest rank")
     for title, cases in families.items():
-        print(f"\n{title}\n\n| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
+        print(f"\n{title}\n\n{heading(COLUMNS)}", flush=True)
         for case in cases:
             for result in measure(case, group, implementation, repeats):
                 print(line(result, limit), flush=True)
@@ -78,7 +79,7 @@ def line(result: Result, limit: float) -> str:
     others = [result.others.get(name) for name in ("padded all_to_all", "ragged_all_to_all")]
     cells = [str(result.case), result.op, cell(result.ours), cell(result.kernel), f"{rate / 1e9:,.1f}"]
     cells += [f"{rate / limit:.2f}", f"{rate / NVLINK:.2f}", *map(cell, others)]
-    return f"| {' | '.join(cells)} | {min(result.others.values()) / result.ours:.2f} |"
+    return row(*cells, f"{min(result.others.values()) / result.ours:.2f}")
 
 
 def cell(microseconds: float | None) -> str:

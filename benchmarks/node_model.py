@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from .moe_cases import Shape
+from .tables import heading, row
 
 FP8_BLOCK = 128  # values that share a float32 scale
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
@@ -183,12 +184,12 @@ COLUMNS = (
 
 def table(shape: Shape, ranks: int, *, float8: bool, top_nodes: int | None, nodes: Sequence[int] = NODES) -> str:
     """A markdown line for each number of hosts: KB (1000 bytes) per token and layer that a rank sends, and memory."""
-    lines = [f"| {COLUMNS} |", f"|{'---|' * (COLUMNS.count('|') + 1)}"]
+    lines = [heading(COLUMNS)]
     for count in nodes:
         experts = max(shape.experts, count * ranks)
         of_count = dataclasses.replace(shape, experts=experts)
         dense = Exchange(count, ranks, of_count, float8=float8, top_nodes=min(top_nodes or count, count))
-        lines.append(f"| {' | '.join(_cells(dense, planned(dense)))} |")
+        lines.append(row(*_cells(dense, planned(dense))))
     return "\n".join(lines)
 
 

@@ -40,6 +40,7 @@ from .node_cases import (
 )
 from .node_model import Exchange, planned, table as model_table
 from .provenance import header
+from .tables import heading, row
 
 GPUS_OF_A_HOST = 8
 
@@ -176,7 +177,7 @@ def bytes_line(way: Way, counted: dict[str, int], rows: float, kind: str) -> str
         return [f"{counted[name] / tokens:,.0f}", f"{least / tokens:,.0f}", ratio]
 
     said = {name: getattr(exchange, name) for name in counted}
-    return row_of(
+    return row(
         kind,
         way,
         exchange.room,
@@ -224,15 +225,7 @@ def measure(setup: Setup, top_nodes: int | None) -> Iterator[tuple[str, str]]:
         times = median_microseconds(timed, compile_loops(timed, group.mesh), setup.repeats)
         group.check()
         in_digits = [f"{time:,.0f}" for time in times]
-        yield bytes_line(way, counted, rows, kind), row_of(kind, way, way.exchange.room, *in_digits)
-
-
-def row_of(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def heading(columns: str) -> str:
-    return f"| {columns} |\n|{'---|' * (columns.count('|') + 1)}"
+        yield bytes_line(way, counted, rows, kind), row(kind, way, way.exchange.room, *in_digits)
 
 
 def mesh_of_nodes(nodes: int | None) -> Mesh:

@@ -19,6 +19,7 @@ from .layer import Model, chosen_models, draw_matrices, gated, on_ranks, ours, t
 from .moe_cases import SEED, Case, capacity, load, make_ids
 from .moe_formulations import AXIS
 from .provenance import header
+from .tables import heading, row
 
 HEAD = 128  # values of an attention head
 SEQUENCE = 1024  # tokens
@@ -198,7 +199,7 @@ def line(one: Overlap, in_order: jax_ep.Group, apart: jax_ep.Group, calls: int, 
     for group in (in_order, apart):
         group.check()
     hidden = (times[3] - times[4]) / times[0]
-    return f"| {one.name} | {' | '.join(f'{time:,.1f}' for time in times)} | {100 * hidden:.0f} % |"
+    return row(one.name, *(f"{time:,.1f}" for time in times), f"{100 * hidden:.0f} %")
 
 
 def check_close(name: str, found: jax.Array, other: jax.Array) -> None:
@@ -224,7 +225,7 @@ def main(arguments: list[str]) -> int:
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print("- in order: a group as it is; asynchronous: Group(async_ops=True), whose ops take few SMs")
         print("- hidden: how much shorter the asynchronous program is, of the exchange alone\n")
-        print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
+        print(heading(COLUMNS), flush=True)
         for overlaps in (*(moe_overlaps(model, group) for model in models), [sparse_overlap(group, on_cpu=on_cpu)]):
             for one in overlaps:
                 print(line(one, group, apart, 2 if on_cpu else CALLS, options.repeats), flush=True)

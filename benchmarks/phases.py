@@ -22,6 +22,7 @@ from .in_jit_loop import Loop, compile_loops
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
 from .moe_formulations import AXIS, jax_ep_ops
 from .provenance import header
+from .tables import heading, row
 
 OPS = ("moe", "sparse", "products")
 CALLS = 20
@@ -59,17 +60,14 @@ def read_calls(path: Path) -> list[list[Span]]:
 def table(name: str, calls: list[list[Span]]) -> str:
     """A line per phase, of medians over the calls; kernels of one call follow each other."""
     kernels = len(calls) // CALLS
-    lines = [
-        f"| {name} | first begins, us | half have ended, us | last ends, us | of a warp's time, us | warps |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [heading(f"{name} | first begins, us | half have ended, us | last ends, us | of a warp's time, us | warps")]
     for kernel in range(kernels):
         same = calls[kernel::kernels]
         for phase in dict.fromkeys(span.phase for spans in same for span in sorted(spans, key=_begin)):
             columns = [_summary([span for span in spans if span.phase == phase]) for spans in same]
             cells = [statistics.median(column) for column in zip(*filter(None, columns), strict=True)]
             which = f"{kernel + 1}, {phase}" if kernels > 1 else phase
-            lines.append(f"| {which} | {' | '.join(f'{cell:,.1f}' for cell in cells[:4])} | {cells[4]:,.0f} |")
+            lines.append(row(which, *(f"{cell:,.1f}" for cell in cells[:4]), f"{cells[4]:,.0f}"))
     return "\n".join(lines)
 
 

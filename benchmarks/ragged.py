@@ -14,6 +14,7 @@ import jax_ep
 from .in_jit_loop import ChainedLoop, microseconds
 from .moe_cases import SEED, Case, Shape, make_ids
 from .provenance import header
+from .tables import heading, row
 
 AXIS = "ep"
 GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> int:
         times = microseconds(list(loops.values()), mesh, options.repeats)
         group.check()
     print(f"- {shape}: {remote / 2**20:,.0f} MiB to other ranks from the busiest\n")
-    print("| exchange | us | remote GB/s |\n|---|---|---|")
+    print(heading("exchange | us | remote GB/s"))
     for name, time in zip(names, times, strict=True):
-        print(f"| {name} | {time:,.0f} | {remote / time / 1e3:,.0f} |")
+        print(row(name, f"{time:,.0f}", f"{remote / time / 1e3:,.0f}"))
     return 0

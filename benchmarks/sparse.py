@@ -14,6 +14,7 @@ from . import sparse_formulations as forms
 from .in_jit_loop import Loop, microseconds
 from .provenance import header
 from .sparse_formulations import AXIS, Formulation
+from .tables import heading
 
 SEED = 0
 LINK_GB_PER_S = 370  # of an H200's NVLink, one way
@@ -128,10 +129,8 @@ def check_equal(formulations: list[Formulation], group: jax_ep.Group, ids: jax.A
 
 
 def table(kind: str, shape: Shape, rows: list[tuple[Formulation, float]], times: list[float], on_gpu: bool) -> str:
-    lines = [
-        f"| {kind} ids, {shape} | us | received MB a rank | GB/s |" + f" of {LINK_GB_PER_S} GB/s |" * on_gpu,
-        "|---|---|---|---|" + "---|" * on_gpu,
-    ]
+    of_link = f" | of {LINK_GB_PER_S} GB/s" * on_gpu
+    lines = [heading(f"{kind} ids, {shape} | us | received MB a rank | GB/s{of_link}")]
     for (one, received), time in zip(rows, times, strict=True):
         rate = received * shape.row_bytes / time / 1e3
         share = f" {100 * rate / LINK_GB_PER_S:.0f}% |" * on_gpu

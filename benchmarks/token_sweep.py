@@ -13,6 +13,7 @@ import jax_ep
 from .in_jit_loop import Loop, compile_loops, median_microseconds
 from .moe_cases import SEED
 from .moe_formulations import AXIS
+from .tables import heading, row
 
 TOKENS = (1, 8, 64, 128, 256, 512, 513, 1024, 2048, 8192, 32768)
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -62,8 +63,8 @@ def run(group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int
     on_cpu = group.platform == "cpu"
     hidden, inner, experts = (CPU_HIDDEN, CPU_INNER, CPU_EXPERTS) if on_cpu else (HIDDEN, INNER, EXPERTS)
     each = ops(group, implementation, experts)
-    yield f"| tokens a rank, H={hidden}, F={inner}, E={experts}, top-{TOP_K} | {' | '.join(f'{x}, us' for x in each)} |"
-    yield "|---" * (len(each) + 1) + "|"
+    names = " | ".join(f"{name}, us" for name in each)
+    yield heading(f"tokens a rank, H={hidden}, F={inner}, E={experts}, top-{TOP_K} | {names}")
     rng = np.random.default_rng(SEED)
     sharding = NamedSharding(group.mesh, P(AXIS))
     make = jax.jit(
@@ -82,5 +83,5 @@ def run(group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int
         calls = FEW_CALLS if on_cpu or tokens > MANY_TOKENS else CALLS
         loops = [Loop(op, operands, own, calls) for op in each.values()]
         times = median_microseconds(loops, compile_loops(loops, group.mesh), repeats)
-        yield f"| {tokens:,} | {' | '.join(f'{time:,.1f}' for time in times)} |"
+        yield row(f"{tokens:,}", *(f"{time:,.1f}" for time in times))
     group.check()

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..in_jit_loop import HEAT_SECONDS, in_digits, teraflops
 from ..provenance import header
+from ..tables import heading, row
 from .shapes import CHECKED, SHAPES, TINY, draw, expected
 
 OURS = "jax_ep"
@@ -128,12 +129,12 @@ def table(quantity: str, results: Results, peers: list[str]) -> Iterator[str]:
     """Medians of each peer, and of ours over it in each round, which stand in brackets."""
     others = [peer for peer in peers if peer != OURS and OURS in peers and quantity != "error"]
     columns = ["shape", *peers, *(f"{OURS} / {peer}" for peer in others)]
-    yield f"\n{TITLES[quantity]}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    yield f"\n{TITLES[quantity]}\n\n{heading(' | '.join(columns))}"
     for name, quantities in results.items():
         values = quantities.get(quantity, {})
         cells = [cell(quantity, name, values[peer]) if peer in values else "-" for peer in peers]
         cells += [ratio(values[OURS], values[peer]) if {OURS, peer} <= values.keys() else "-" for peer in others]
-        yield f"| {name} | {' | '.join(cells)} |"
+        yield row(name, *cells)
 
 
 def cell(quantity: str, name: str, values: list[float]) -> str:
