@@ -85,7 +85,7 @@ def ragged_all_to_all(
         agreement = Agreement(group, op, **settings)
         operand, output, *indices = agreement.enter((operand, output, *indices))
         result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
-        return agreement.leave(undelivered_if(wrong, result, InvalidRoutingError(OUTSIDE), group._keep_error))
+        return agreement.leave(undelivered_if(wrong, result, group._keep_error, lambda: InvalidRoutingError(OUTSIDE)))
     return gradients.ragged_all_to_all(group, operand, output, *indices)
 
 
