@@ -32,7 +32,7 @@ _ROLE = "JAX_EP_LAUNCH"  # in the environment of a started process
 _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
 _POLL_SECONDS = 0.05
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOST_PROCESSES = 256  # several for each GPU of a host; a slip of the finger shall not fill the host
+_MOST_PROCESSES = 256  # several for each GPU of a host; more is a typing error
 _KEEPER = "trap '' HUP INT TERM; read _; kill -KILL 0"  # for sh: kills its process group when its input ends
 
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(role: Role, options: argparse.Namespace) -> None:
     """In a started process: joins the others and becomes the script.
 
-    A script that fails ends at once: on the way out jax.distributed would wait for the others.
+    The process of a script that fails ends at once, because jax.distributed would wait for the others at exit.
     """
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # to read from the launcher's terminal is an error, not a stop
     os.set_inheritable(role.pipe, False)
@@ -129,16 +129,16 @@ _kept: list[Any] = []  # until the process ends
 
 
 class _LastToLeave:
-    """The coordinator's service, which ends with process 0, when all other processes have ended.
+    """The coordinator's service, kept until process 0 ends, after all other processes.
 
-    XLA's GPU clients watch the service until their process ends, and complain if it goes away: that of process 0 too.
+    XLA's GPU clients, that of process 0 too, watch the service until their process ends, and log errors if it stops.
     """
 
     def __init__(self, service: Any, pipe: int):
         self._service, self._pipe = service, pipe
 
     def shutdown(self) -> None:
-        """On the way out jax calls this in process 0, after all have said that they leave, and drops this object."""
+        """jax calls this at exit in process 0, when all processes have announced their end, and drops this object."""
         select.select([self._pipe], [], [], _GRACE_SECONDS)
         _kept.append(self._service)
 
@@ -165,7 +165,7 @@ def _start_all(count: int, command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that ask the launcher to end, as they arrive; those that are ignored, by nohup for one, stay so."""
+    """A list of the ending signals that have arrived. A signal that is ignored, as under nohup, remains ignored."""
     received: list[int] = []
     heeded = [each for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     before = [signal.signal(each, lambda number, _: received.append(number)) for each in heeded]
@@ -204,10 +204,10 @@ def _end(keeper: "subprocess.Popen[bytes]", processes: Sequence["subprocess.Pope
 
 
 def _reserved_port() -> socket.socket:
-    """A socket whose port no other launch is given while it is open, but on which jax's coordinator may listen."""
+    """A socket that reserves its port: no other launch gets the port, but jax's coordinator may listen on it."""
     reserved = socket.socket()
     reserved.bind(("127.0.0.1", 0))
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now, lest it shares somebody's port
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # after bind, so that the port is nobody else's
     return reserved
 
 

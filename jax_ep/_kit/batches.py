@@ -12,7 +12,7 @@ def batched_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(_alike_p.bind(x, *(y for j, y in enumerate(arrays) if j != i)) for i, x in enumerate(arrays))
 
 
-_alike_p = Primitive("jax_ep_batched_alike")  # its first operand, which is batched as soon as another one is
+_alike_p = Primitive("jax_ep_batched_alike")  # returns its first operand, batched if any operand is
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:

@@ -61,7 +61,7 @@ def check_dtype(op: str, name: str, x: Any, allowed: Sequence[np.dtype]) -> None
 
 
 def check_whole_bytes(op: str, name: str, x: Any) -> None:
-    """Raises unless values have whole bytes: some platforms pack narrower ones, and kernels move bytes."""
+    """Raises unless values have whole bytes. Kernels move bytes, and some platforms pack narrower values."""
     check_array(op, name, x)
     if not is_jax_dtype(x.dtype):
         raise TypeError(f"{op}: {name} must be of a dtype that jax has, got {x.dtype}")
@@ -76,8 +76,8 @@ def check_kind(op: str, name: str, x: Any, kind: Any, what: str) -> None:
 
 
 def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
-    """`indices` as int32; values beyond its range become its least or its greatest, and stay out of bounds."""
-    at = jnp if isinstance(indices, jax.Array) else np  # jax may not hold the array of numpy
+    """`indices` clamped to the range of int32: what was out of bounds stays so."""
+    at = jnp if isinstance(indices, jax.Array) else np  # jnp would cut 64 bits to 32 without x64
     held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
     if info.min < held.min or info.max > held.max:
         indices = at.clip(indices, max(info.min, held.min), held.max)

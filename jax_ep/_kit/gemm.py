@@ -38,9 +38,9 @@ def pallas_platforms() -> tuple[str, ...]:
 
 
 def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:
-    """Whether a grouped product is planned as two halves of its contraction, which are added at the end.
+    """Whether the GEMM core computes a grouped product as two halves of its contraction, and adds them at the end.
 
-    Such a product has other bits than one in a gated unit, whose kernel never splits the contraction.
+    The kernel of gated units never splits the contraction, so its products have other bits than such a product.
     """
     sms = max(device.core_count for device in jax.local_devices(backend="cuda"))
     return ffi.library("cuda").splits_contraction(m, n, k, groups, sms)

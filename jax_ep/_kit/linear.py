@@ -99,7 +99,7 @@ def _batch(operands: Any, dims: Any, *, jaxpr: ClosedJaxpr, forward: Flat, trans
 
 
 _linear_p.def_impl(_evaluate)
-_linear_p.to_lojax = _evaluate  # where its functions call what jax lowers in two steps, such as `jnp.searchsorted`
+_linear_p.to_lojax = _evaluate  # needed if a function contains `jnp.searchsorted`, which jax lowers in two steps
 _linear_p.def_effectful_abstract_eval(_types)
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose

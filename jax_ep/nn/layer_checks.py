@@ -154,7 +154,11 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
 
 
 def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: Group, **excluded: Any) -> None:
-    """Also warns, once, where types show that ranks compute the same tokens. `excluded`: what it does not go with."""
+    """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`.
+
+    Args:
+      excluded: arguments that must be None if `shared_tokens` is true.
+    """
     checks.check_bool(op, "shared_tokens", shared_tokens)
     typed = group.size > 1 and vary.tracks_varying(group.axis_name)
     if not shared_tokens:

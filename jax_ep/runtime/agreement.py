@@ -42,10 +42,10 @@ class CallingGroup(Protocol):
 class Agreement:
     """The agreement of all ranks along an axis on a call of an op, before XLA's collectives exchange its operands.
 
-    Does nothing where ranks are compared otherwise.
+    It does nothing in groups whose kernels compare the calls.
 
     Args:
-      settings: which all ranks must give alike.
+      settings: must be equal on all ranks.
     """
 
     def __init__(self, group: CallingGroup, op: str, /, **settings: Any):
@@ -53,16 +53,14 @@ class Agreement:
         self._text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
 
     def enter(self, operands: Any) -> Any:
-        """The operands, once all ranks call the op alike; otherwise the program raises `MismatchError`.
-
-        The gradient of the op ends here.
-        """
+        """Returns the operands once all ranks have called the op with equal settings; else the program raises
+        `MismatchError`. In a gradient of the op, their cotangents mark its end."""
         if not self._group._asks_processes:
             return operands
         return _through(operands, _begun(self._group, self._text, operands), partial(_ended, self._group))
 
     def leave(self, results: Any) -> Any:
-        """The results, once all are there. The gradient of the op begins here, once all ranks call it alike."""
+        """Returns the results, and marks the end of the op. Their cotangents begin its gradient, a call of its own."""
         if not self._group._asks_processes:
             return results
         return _through(
@@ -71,7 +69,7 @@ class Agreement:
 
 
 def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> Any:
-    """`arrays`, which wait for `done`. Cotangents of floats wait for `back` of all of them."""
+    """Returns `arrays` once `done` is 0. Cotangents of its floats pass once `back(cotangents)` is 0."""
     leaves, structure = jax.tree.flatten(arrays)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     waited = _once(done, leaves)
@@ -82,7 +80,7 @@ def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> 
 
 
 def _begun(group: CallingGroup, text: str, operands: Any) -> jax.Array:
-    """0, as int32, if all ranks give the same text, which is not exchanged before the operands are there."""
+    """0, as int32, if all ranks give the same text. The texts are exchanged once the operands are there."""
     words, progress = _encoded(text), group._progress
 
     def begin(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
@@ -115,7 +113,7 @@ def _called(callback: Callable[..., np.ndarray], like: np.ndarray, *arrays: jax.
 
 
 def _firsts(arrays: Any) -> list[jax.Array]:
-    """An element of each array that is not empty: who waits for these waits for the arrays."""
+    """One element of each array that is not empty: an op that takes these elements waits for the arrays."""
     return [jax.lax.stop_gradient(x.reshape(-1)[0]) for x in jax.tree.leaves(arrays) if x.size]
 
 
@@ -124,7 +122,7 @@ def _once(agreed: jax.Array, arrays: Any) -> Any:
 
 
 def _encoded(text: str) -> np.ndarray:
-    """[n] int32: of the same size for all texts."""
+    """[n] int32, with one n for all texts."""
     given = text.encode()
     start = given[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return np.frombuffer(start + hashlib.sha256(given).digest()[:_HASH_BYTES], np.int32)

@@ -31,11 +31,11 @@ OPENING, OPEN, CLOSED, LEFT = "opening", "open", "closed", "left"  # left: by an
 
 
 class Part(NamedTuple):
-    """A process' part of a group."""
+    """A process' part of a group, as its heartbeat tells it."""
 
     group: str  # what the group is over
     state: str
-    seen: str  # a hash of the parts that the process sees of this group, its own too
+    seen: str  # a hash of the group's parts, of all processes, that the process has seen
     begun: int = 0  # ops of the group
     ended: int = 0
     last: str = ""  # the op that was begun last
@@ -59,7 +59,7 @@ class Heartbeat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Ignores fields at the end that it does not know.
+        """Reads a heartbeat. Fields behind those it knows, of a newer version, are ignored.
 
         Raises:
           ValueError: the text is no heartbeat.
@@ -88,10 +88,10 @@ class Readings(NamedTuple):
 
 
 class HeartbeatThread:
-    """Writes the heartbeat of process `me` and reads those of all, in a thread that runs while the process has parts.
+    """Writes the heartbeat of process `me` and reads the heartbeats of all, in a thread that runs while it has parts.
 
     Args:
-      store: returns None before and after the time of jax.distributed.
+      store: returns the store, or None while jax.distributed is not initialized.
     """
 
     def __init__(self, store: Callable[[], Store | None], me: int):

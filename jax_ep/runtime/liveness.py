@@ -6,8 +6,8 @@ this group. Old entries of dead processes, and parts of other groups, never agre
 
 *Loss.* A process without a new heartbeat for longer than the group's timeout is lost: it ended, was stopped, or its
 interpreter was blocked. A process that leaves the group by an error counts as silent from then on. A process that has
-closed the group may fall silent. Processes that live may still wait for each other in vain: see `progress`. The store
-lives in process 0, with the coordinator of jax.distributed; if the store does not answer, process 0 is lost.
+closed the group may fall silent. Processes that live may still wait for each other for ever: see `progress`. The store
+is in process 0, with the coordinator of jax.distributed; if the store does not answer, process 0 is lost.
 """
 
 import atexit
@@ -28,10 +28,10 @@ from jax_ep.runtime.store import not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
 _LOGGER = logging.getLogger("jax_ep")
-_LOOK_SECONDS = 0.1  # between two looks at what was read
-_OPENING_SECONDS = 0.025  # likewise, while the group is opened
-_STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped itself
-_LEAST_SECONDS = 2.0  # of silence that count as a loss, lest a busy host seems dead
+_LOOK_SECONDS = 0.1  # between two looks at the heartbeats
+_OPENING_SECONDS = 0.025  # the same, while the group is opened
+_STOPPED_SECONDS = 1.0  # if this much time lies between two looks, this process was stopped itself
+_LEAST_SECONDS = 2.0  # of silence before a process is lost; a busy host is silent for less
 _JOIN_SECONDS = 1.0
 
 
@@ -61,7 +61,7 @@ class FailureDetector:
         self._unanswered = 0.0  # seconds since the store was read
 
     def longest(self) -> str | None:
-        """The process that has been silent longest, if it is longer than on a busy host."""
+        """What an error says of the process that has been silent longest; None if all have been heard of lately."""
         process = max(self._seconds, key=lambda each: self._seconds[each])
         return self._silent(process) if self._seconds[process] > self._pause else None
 
@@ -70,7 +70,7 @@ class FailureDetector:
         return max(self._seconds[process], self._unanswered) <= self._pause
 
     def look(self, readings: Readings, passed: float) -> str | None:
-        """The lost process, if there is one, after `passed` seconds in which these heartbeats were read."""
+        """What an error says of a lost process, or None. `passed`: seconds since the last look."""
         self._unanswered += passed if passed < _STOPPED_SECONDS else _LOOK_SECONDS
         if readings.reads == self.readings.reads:
             if self._unanswered <= self._limit:
@@ -111,12 +111,12 @@ class Liveness:
 
     Args:
       name: of the group, for the log.
-      over: what the group is over: the same in all its processes.
+      over: a text that identifies the devices, mesh and axis of the group, the same in all its processes.
       others: by process, what an error calls it; at least one.
       timeout: seconds of silence after which a process is lost, if they are more than 2.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread: of this process.
-      on_lost: called with the error, in a thread, when the group has failed.
+      on_lost: called with the error, in the watching thread, when the group fails.
 
     Raises:
       PeerTimeoutError: a process did not open the group.
@@ -156,7 +156,7 @@ class Liveness:
         """Why the group has failed, or None.
 
         Args:
-          in_vain: a kernel has timed out: a process without heartbeats is the reason, even before its own timeout.
+          in_vain: a kernel has timed out. Then a silent process is the reason, even before it counts as lost.
         """
         silent = self._detector.longest() if in_vain and self._lost is None else None
         found = self._lost if silent is None else PeerLostError(silent)
@@ -177,7 +177,7 @@ class Liveness:
             self._heartbeat.update(self._part, state=state, **self.progress.marks._asdict())
 
     def release(self) -> None:
-        """Closes this process' part soon. Takes no lock: a garbage collector may call it anywhere."""
+        """Lets the watching thread close this process' part. Takes no lock, as a garbage collector may call it."""
         self._released = True
 
     def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Readings, dict[int, str]]:
@@ -187,7 +187,7 @@ class Liveness:
         seen = ""
         while True:
             readings = self._heartbeat.readings
-            # A process that has met by an older entry of this one may have begun another part since.
+            # A process may have met with an older part of this one, and have begun a newer part since.
             if missing := _missing(readings, others, parts, seen):
                 last = {
                     process: readings.by_process[process].last_part(group)
@@ -235,7 +235,7 @@ class Liveness:
 
 
 def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
-    """The processes of `others` whose part, one of `parts`, does not publish `seen`, or was left."""
+    """The processes of `others` without a part in `parts` that publishes `seen` and was not left."""
     found = {p: readings.by_process[p].parts.get(part) for p, part in parts.items() if p in readings.by_process}
     return others.keys() - {p for p, part in found.items() if part and part.seen == seen and part.state != LEFT}
 

@@ -55,7 +55,7 @@ def create_group(
     max_sms: int | None = None,
     async_ops: bool = False,
 ) -> NativeGroup:
-    """`JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF before use, so that nothing stale can pass.
+    """Creates a group. `JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF, so that stale data shows.
 
     Args:
       lines: the local ordinals of devices, by line and rank; -1 for a device of another process.

@@ -1,8 +1,8 @@
 """Where the processes of a group across nodes are: how many ops each has begun and ended, and the last one's name.
 
-XLA's collectives wait for ever for a process that lives and does not come. Therefore CPU processes mark the beginning
-and the end of each op (`agreement`), and heartbeats carry the marks. A process whose op does not end for the
-group's timeout compares: one that has begun fewer ops, or has closed the group before this one, is the reason.
+XLA's collectives wait for ever for a process that lives and does not join them. Therefore CPU processes mark the
+beginning and the end of each op (`agreement`), and heartbeats carry the marks. If an op does not end within the group's
+timeout, its process compares the marks: a process that has begun fewer ops, or has closed the group, is the reason.
 """
 
 import threading
@@ -20,7 +20,7 @@ class Marks(NamedTuple):
 
 
 class Progress:
-    """The marks of this process: of the rank that is furthest, and of the last one to end an op."""
+    """The marks of this process: the most ops that a rank of it has begun, the fewest that a rank has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,13 +45,13 @@ class Progress:
 
 
 class HangDetector:
-    """How long this process has been in one op, and which process does not come to it.
+    """How long this process has been in one op, and which process has not begun it.
 
     Args:
       others: by process, what an error calls it.
       limit: seconds.
       parts: by process, the id of its part.
-      lives: whether a process has sent a heartbeat lately. If it has not, it may be lost, and is not judged here.
+      lives: whether a process has sent a heartbeat lately. One that has not may be lost: FailureDetector finds it.
     """
 
     def __init__(self, others: Mapping[int, str], limit: float, parts: Mapping[int, str], lives: Callable[[int], bool]):

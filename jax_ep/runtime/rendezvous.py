@@ -131,7 +131,7 @@ class _Participants:
                         return Meeting(number, sockets)
 
     def _await_all(self, listener: bootstrap.Listener) -> None:
-        """Waits for all processes, and tells those that are there for whom they wait."""
+        """Waits until all processes are connected. Sends those that are the numbers of the missing ones."""
         listener.poll(0)
         informed: list[bootstrap.Accepted] = []
         never_here = set(self._others)

@@ -127,7 +127,7 @@ def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`ragged_dot` of rows that may stay where they are."""
+    """`ragged_dot` of rows that may be gathered."""
     if isinstance(rows, GatheredRows):
         return ragged_dot(rows.matrix, rhs, group_sizes, lhs_indices=rows.indices)
     return ragged_dot(rows, rhs, group_sizes)
@@ -239,7 +239,7 @@ def gated_gradient(
 
 
 def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, whose derivative is that of the same function by XLA."""
+    """`call`, with the derivative of `by_xla`, the same function by XLA."""
     if call is by_xla:
         return call
     product = jax.custom_jvp(call)

@@ -16,7 +16,7 @@ ZERO_ROW = -1  # an index. Any other outside the matrix is a row of NaN
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatheredRows:
-    """Rows [C, K] that stay where they are: row i is row indices[i] of `matrix` [M, K], as `take_rows` has it.
+    """Rows [C, K] that are not copied: row i is row indices[i] of `matrix` [M, K], as in `take_rows`.
 
     For products of float8 operands `matrix` is `Float8Rows`.
     """
@@ -37,7 +37,7 @@ Rows = jax.Array | GatheredRows
 
 
 def parts(rows: Any) -> tuple[Any, jax.Array | None]:
-    """The matrix in which the rows are, and their indices, or None where they are that matrix."""
+    """The matrix that holds the rows, and their indices in it; None if the rows are the whole matrix, in order."""
     return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)
 
 

@@ -69,7 +69,7 @@ PRODUCTS = "jax_ep_products"
 
 
 class ExpertsCall(NamedTuple):
-    """A validated call of a layer but for its arrays. Its experts have biases (gate, up, down), each may be None."""
+    """A validated call of a layer without its arrays. Its experts have a tuple of biases, each may be None."""
 
     dispatch: DispatchCall
     unit: Unit

@@ -1,4 +1,4 @@
-"""Where tokens stay if products gather: in the slots in which they landed; in a group of one GPU where they are."""
+"""Tokens that stay in place because products gather: in their landing slots, or in a group of one GPU uncopied."""
 
 import dataclasses
 

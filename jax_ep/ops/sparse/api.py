@@ -1,7 +1,7 @@
 """sparse_all_reduce: adds up the ranks' rows of a large table, of which each rank holds a few.
 
-There are two steps. The union of all ranks' row ids gives every row its place in the result. Then one holder of each
-row, its owner, gets the parts of the other holders, and writes the sum into every rank's result.
+There are two steps. The union of all ranks' row ids gives every row its place in the result. Then one of the ranks that
+hold a row, its owner, receives the parts of the others and writes their sum into every rank's result.
 """
 
 import dataclasses

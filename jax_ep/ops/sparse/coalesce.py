@@ -66,7 +66,7 @@ def with_different_ids(rows: SparseRows) -> SparseRows:
         added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
         return added.indices, added.values
 
-    # A loop of at most one turn, as lax.cond would copy the rows.
+    # A while_loop of at most one iteration does not copy the rows, as a cond would.
     entries = rows.masked_indices, rows.values.astype(jnp.float32)
     ids, values = jax.lax.while_loop(mixed, added_up, entries)
     return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))

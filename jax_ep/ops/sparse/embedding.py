@@ -73,7 +73,7 @@ def sharded_lookup(
 
 
 def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options: dict[str, Any]) -> Entries:
-    """The rows of one table that all its ids name, and how the rows of `ids` are made of them."""
+    """The rows of one table to read for `ids`, a pytree, and the function that arranges them like `ids`."""
     check_table(op, table)
     leaves, structure = jax.tree.flatten(ids)
     if not leaves:
