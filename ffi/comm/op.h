@@ -155,7 +155,7 @@ class Op {
     meet(&heap->everyone, coop.cta.count);
   }
   // Waits for the coops of the first `ctas` CTAs, which alone call it.
-  JAX_EP_FN void router_barrier(int ctas) {
+  JAX_EP_FN void routing_barrier(int ctas) {
     if (ctas == 1)
       coop.cta_sync();  // no other CTA takes part
     else

@@ -40,7 +40,7 @@ class Histogram {
   // The last coop of the first CTA, which is the last to have work.
   JAX_EP_FN bool is_responsible() const { return is_first_cta() && coop_.member.index == coop_.member.count - 1; }
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
-  JAX_EP_FN void barrier() const { op_.router_barrier(ctas_); }
+  JAX_EP_FN void barrier() const { op_.routing_barrier(ctas_); }
 
   // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. On return all
   // routing coops see what take() wrote.
