@@ -7,9 +7,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def batched_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays. If one of them is batched, all are, along their first axis."""
-    return tuple(_alike_p.bind(x, *(y for j, y in enumerate(arrays) if j != i)) for i, x in enumerate(arrays))
+def batched_alike(*operands: Any) -> tuple[Any, ...]:
+    """The operands, pytrees. If one of their arrays is batched, all are, along their first axis."""
+    arrays, structure = jax.tree.flatten(operands)
+    return structure.unflatten(
+        _alike_p.bind(x, *(y for j, y in enumerate(arrays) if j != i)) for i, x in enumerate(arrays)
+    )
 
 
 _alike_p = Primitive("jax_ep_batched_alike")  # returns its first operand, batched if any operand is

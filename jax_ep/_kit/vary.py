@@ -18,15 +18,18 @@ def varies(x: jax.Array, axis_name: AxisName) -> bool:
     return set(axes_of(axis_name)) <= jax.typeof(x).manual_axis_type.varying
 
 
-def vary_alike(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts the operands to vary over the same axes: all axes that any operand varies over, and `axis_name`, if given.
+def vary_alike(axis_name: AxisName | None, *operands: Any) -> tuple[Any, ...]:
+    """Casts arrays in pytrees to vary over the same axes: all axes that any of them varies over, and `axis_name`.
 
     `check_vma=True` rejects operands that differ. With `check_vma=False` it does nothing.
     """
+    arrays, structure = jax.tree.flatten(operands)
     axes = frozenset(axes_of(axis_name) if axis_name is not None and tracks_varying(axis_name) else ())
     axes = axes.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     missing = [tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying)) for x in arrays]
-    return tuple(jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(arrays, missing, strict=True))
+    return structure.unflatten(
+        jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(arrays, missing, strict=True)
+    )
 
 
 def result_type(

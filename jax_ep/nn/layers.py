@@ -1,7 +1,7 @@
 """Whole layers made of the ops."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +107,7 @@ def moe_mlp(
         implementation=implementation,
         shared_tokens=shared_tokens,
     )
-    leaves, treedef = jax.tree.flatten((*operands, experts))
-    varying: Any = treedef.unflatten(vary.vary_alike(group.axis_name, *leaves))
+    varying = vary.vary_alike(group.axis_name, *operands, experts)
     product = None if product is None else layer_checks.checked_product(op, product)
     call = ExpertsCall(dispatch, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
     routed = partial(sums_of_shared_tokens if shared_tokens else experts_of_tokens, call, *varying)

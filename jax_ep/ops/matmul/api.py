@@ -94,11 +94,10 @@ def ragged_dot(
     if out_sharding is not None:
         return by_xla(rows, rhs, group_sizes)
     settings = Settings(implementation, precision)
-    leaves, treedef = jax.tree.flatten((rows, rhs, group_sizes))
-    leaves = batched_alike(*leaves)
+    operands = batched_alike(rows, rhs, group_sizes)
     if not (gemm.has_gemm() or _platforms(settings)):
-        return by_xla(*treedef.unflatten(leaves))
-    rows, rhs, group_sizes = operands = treedef.unflatten(vary.vary_alike(None, *leaves))
+        return by_xla(*operands)
+    rows, rhs, group_sizes = operands = vary.vary_alike(None, *operands)
     result = jax.eval_shape(by_xla, *operands)  # with all its checks
     if _choose(settings, result.dtype, *operands) == "xla":
         if implementation == "pallas" and all(rows.shape + rhs.shape):
@@ -201,7 +200,7 @@ def gated_product(
     Returns:
       The result, and the product by each of `rhs`, or () unless `keep_products`.
     """
-    rows, group_sizes, *varying = _batched_alike((rows, group_sizes, *rhs))
+    rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     chosen = _choose(AUTO, rows.dtype, rows, varying[0], group_sizes)
     if chosen == "core":
@@ -230,7 +229,7 @@ def gated_gradient(
     For other families. The operands must vary over the same mesh axes. The derivative is that of `composed`, the same
     function of all arrays, which serves calls that the GEMM core does not.
     """
-    operands = _batched_alike((cotangent, rhs, group_sizes, products, row_weights))
+    operands = batched_alike(cotangent, rhs, group_sizes, products, row_weights)
     if _choose(AUTO, rhs.dtype, *operands[:3]) != "core":
         return composed(*operands)
     by_core = partial(kernels.d_gated_matmul, activation=activation)

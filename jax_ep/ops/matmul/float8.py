@@ -76,13 +76,11 @@ def grouped_product(
 
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
-    leaves, structure = jax.tree.flatten((lhs, rhs, group_sizes))
-    leaves = batched_alike(*leaves)
+    operands = batched_alike(lhs, rhs, group_sizes)
     by_xla, core = partial(_by_xla, dtype=dtype), partial(kernels.grouped_matmul, dtype=dtype)
-    if not (gemm.has_gemm() and all(size > 0 for x in leaves for size in x.shape)):
-        return by_xla(*structure.unflatten(leaves))
-    operands = structure.unflatten(vary.vary_alike(None, *leaves))
-    return jax.lax.platform_dependent(*operands, cuda=core, default=by_xla)
+    if not (gemm.has_gemm() and _none_empty(operands)):
+        return by_xla(*operands)
+    return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_xla)
 
 
 def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
@@ -137,11 +135,13 @@ def quantized_gated_product(
       composed: the same function of rows, group sizes and matrices, for calls that the core does not serve.
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """
-    leaves, structure = jax.tree.flatten((rows, group_sizes, *rhs))
-    leaves = batched_alike(*leaves)
+    operands = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[-1] // (2 if len(rhs) == 1 else 1)
-    if not gemm.has_gemm() or columns % BLOCK or not all(size > 0 for x in leaves for size in x.shape):
-        return composed(*structure.unflatten(leaves))
-    operands = structure.unflatten(vary.vary_alike(None, *leaves))
+    if not gemm.has_gemm() or columns % BLOCK or not _none_empty(operands):
+        return composed(*operands)
     core = partial(kernels.gated_matmul_float8, activation=activation)
-    return jax.lax.platform_dependent(*operands, cuda=core, default=composed)
+    return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=composed)
+
+
+def _none_empty(operands: Any) -> bool:
+    return all(x.size for x in jax.tree.leaves(operands))

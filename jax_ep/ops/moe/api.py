@@ -131,9 +131,7 @@ def combine(
     op = "combine"
     check_group(op, group)
     check_combined(op, "expert_outputs", expert_outputs, routing, group)
-    leaves, treedef = jax.tree.flatten(routing)
-    expert_outputs, *leaves = vary.vary_alike(group.axis_name, expert_outputs, *leaves)
-    routing = jax.tree.unflatten(treedef, leaves)
+    expert_outputs, routing = vary.vary_alike(group.axis_name, expert_outputs, routing)
     by_kernels = runs_kernels(op, group, implementation, routing.targets.shape[0])
     return run_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 

@@ -94,8 +94,8 @@ def validated(
     )
     chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
-    tokens, expert_ids, weights = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
-    return DispatchCall(group, config, to_nodes, chunks, by_kernels), (tokens, expert_ids, weights)
+    operands: Any = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
+    return DispatchCall(group, config, to_nodes, chunks, by_kernels), operands
 
 
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:

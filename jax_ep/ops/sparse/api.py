@@ -90,13 +90,11 @@ def sparse_all_reduce(
     entries, row_values = rows.values.shape
     settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": native}
     agreement = Agreement(group, name, **settings, **dataclasses.asdict(config))
-    leaves, treedef = jax.tree.flatten(rows)
-    leaves = agreement.enter(vary.vary_alike(group.axis_name, *map(jnp.asarray, leaves)))
-    rows = jax.tree.unflatten(treedef, leaves)
+    rows = agreement.enter(*vary.vary_alike(group.axis_name, jax.tree.map(jnp.asarray, rows)))
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
     union = _union(group, config, rows, method, native)
-    union_here = Union(*vary.vary_alike(group.axis_name, rows.values, *union)[1:])
+    _, union_here = vary.vary_alike(group.axis_name, rows.values, union)
     if native:
         values = _reduce(group, config, rows.values, union_here)
     else:
