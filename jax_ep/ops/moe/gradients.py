@@ -155,9 +155,9 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
         return send(group, d_tokens, routing), sent_weights(group, d_weights, routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
-        d_rows, d_arrived = cotangents
-        send = return_rows if config.expand else from_slots
-        return send(group, d_rows, d_arrived, routing)
+        d_rows, d_routed_weights = cotangents
+        take_back = return_rows if config.expand else from_slots
+        return take_back(group, d_rows, d_routed_weights, routing)
 
     # Derivatives of this derivative need `_followed` again.
     return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))
@@ -196,11 +196,9 @@ def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: ja
         tokens = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)[0]
         return tokens, None if onto is None else cotangent
 
-    def forward(routing: Routing, operands: Any) -> jax.Array:
-        tokens, onto = operands
-        return scatter(group, tokens, routing, onto)
-
-    return linear(forward, backward, routing, (tangent, onto))
+    return linear(
+        lambda routing, operands: scatter(group, operands[0], routing, operands[1]), backward, routing, (tangent, onto)
+    )
 
 
 @return_rows.defjvp
@@ -208,8 +206,7 @@ def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
     rows, weights, routing = primals
 
     def forward(routing: Routing, changes: Any) -> Any:
-        d_rows, d_weights = changes
-        return return_rows(group, d_rows, d_weights, routing)
+        return return_rows(group, *changes, routing)
 
     def backward(routing: Routing, cotangents: Any) -> Any:
         d_tokens, d_weights = cotangents

@@ -215,30 +215,15 @@ def _from_floats(rows: jax.Array) -> Float8Rows:
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:
     """Sends [T, H] of every rank to the nodes; returns [N B, H] for each chunk. `_from_nodes` is the transpose."""
-    num_tokens = x.shape[0]
-
-    def forward(sent: jax.Array | None, x: jax.Array) -> list[jax.Array]:
-        return _send_to_nodes(group, x, sent, chunks)
-
-    def backward(sent: jax.Array | None, cotangents: list[jax.Array]) -> jax.Array:
-        return _sum_from_nodes(group, cotangents, sent, num_tokens)
-
-    return linear(forward, backward, sent, x)
+    return linear(partial(_send_to_nodes, group, chunks), partial(_sum_from_nodes, group, x.shape[0]), sent, x)
 
 
 def _from_nodes(group: Group, x: list[jax.Array], sent: jax.Array | None, num_tokens: int, chunks: Chunks) -> jax.Array:
     """Sends [N B, H] of each chunk back to the nodes of its tokens; returns [T, H], each token's sum over the nodes."""
-
-    def forward(sent: jax.Array | None, x: list[jax.Array]) -> jax.Array:
-        return _sum_from_nodes(group, x, sent, num_tokens)
-
-    def backward(sent: jax.Array | None, cotangent: jax.Array) -> list[jax.Array]:
-        return _send_to_nodes(group, cotangent, sent, chunks)
-
-    return linear(forward, backward, sent, x)
+    return linear(partial(_sum_from_nodes, group, num_tokens), partial(_send_to_nodes, group, chunks), sent, x)
 
 
-def _send_to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks) -> list[jax.Array]:
+def _send_to_nodes(group: Group, chunks: Chunks, sent: jax.Array | None, x: jax.Array) -> list[jax.Array]:
     taken_in: list[jax.Array] = []
     for chunk in chunks.slices(x.shape[0] if sent is None else sent.shape[1]):
         part = x[chunk] if sent is None else x.at[sent[:, chunk]].get(mode="fill", fill_value=0)
@@ -252,7 +237,7 @@ def _send_to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: C
     return taken_in
 
 
-def _sum_from_nodes(group: Group, chunks: list[jax.Array], sent: jax.Array | None, num_tokens: int) -> jax.Array:
+def _sum_from_nodes(group: Group, num_tokens: int, sent: jax.Array | None, chunks: list[jax.Array]) -> jax.Array:
     nodes = group.nodes
     parts = [x.reshape(nodes, x.shape[0] // nodes, x.shape[1]) for x in chunks]
     if sent is None:
