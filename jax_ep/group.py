@@ -202,7 +202,7 @@ class Group:
         if self.intranode is not None:
             self._check_intranode(self.intranode)
         if self._native is not None:
-            error = native.take_error(self._native)
+            error = native.as_error(self._native.take_error())
             if error is not None:
                 raise error
 

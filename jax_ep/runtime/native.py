@@ -22,8 +22,8 @@ class NativeGroup(Protocol):
 
     def close(self) -> None: ...
     def release(self) -> None: ...
-    def take_error(self) -> tuple[ErrorKind, str] | None: ...
-    def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...
+    def take_error(self) -> tuple[ErrorKind, str] | None: ...  # a recoverable one only once
+    def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...  # or why it was closed
     def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
@@ -75,7 +75,7 @@ def create_group(
     try:
         return library.Group(lines, timeout, poison, processes, sockets, content, index, max_sms, async_ops)
     except library.GroupException as error:
-        raise _as_error(*error.args) from error
+        raise getattr(errors, error.args[0].name)(error.args[1]) from error
     except RuntimeError as error:
         raise JaxEpError(str(error)) from error
 
@@ -116,21 +116,9 @@ def history(native: NativeGroup) -> list[RankReport]:
     ]
 
 
-def _as_error(kind: ErrorKind, message: str) -> JaxEpError:
-    exception: type[JaxEpError] = getattr(errors, kind.name)
-    return exception(message)
-
-
-def take_error(native: NativeGroup) -> JaxEpError | None:
-    """The error that the kernels of a group reported, as an exception; a recoverable one only once."""
-    found = native.take_error()
-    return None if found is None else _as_error(*found)
-
-
-def await_failure(native: NativeGroup, seconds: float) -> JaxEpError | None:
-    """Why the group has failed or was closed, as soon as it has; None after `seconds`."""
-    found = native.await_failure(seconds)
-    return None if found is None else _as_error(*found)
+def as_error(found: tuple[ErrorKind, str] | None) -> JaxEpError | None:
+    """The exception of an error that a library has returned, if it has."""
+    return None if found is None else getattr(errors, found[0].name)(found[1])
 
 
 class Span(NamedTuple):

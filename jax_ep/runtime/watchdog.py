@@ -8,7 +8,7 @@ import threading
 
 from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.runtime import flight_records
-from jax_ep.runtime.native import NativeGroup, await_failure, close_all
+from jax_ep.runtime.native import NativeGroup, as_error, close_all
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
@@ -66,7 +66,7 @@ def _watch(native: NativeGroup, name: str, exits: bool, ended: threading.Event) 
     try:
         found, request = None, flight_records.Request()
         while found is None and not ended.is_set():
-            found = await_failure(native, _PERIOD_SECONDS)
+            found = as_error(native.await_failure(_PERIOD_SECONDS))
             if found is None and request.is_new():
                 flight_records.write(native, name)
         if found is not None and not isinstance(found, GroupClosedError):
