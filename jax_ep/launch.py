@@ -36,7 +36,7 @@ _MOST_PROCESSES = 256  # several for each GPU of a host; more is a typing error
 _KEEPER = "trap '' HUP INT TERM; read _; kill -KILL 0"  # for sh: kills its process group when its input ends
 
 
-class Role(NamedTuple):
+class ProcessSpec(NamedTuple):
     """What a started process is told."""
 
     address: str  # of the coordinator, which is in process 0
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"argument -g: must be from 1 to the number of processes, {options.processes}, got {options.gpus}")
     if role := os.environ.pop(_ROLE, None):
         try:
-            parsed = Role.parse(role)
+            parsed = ProcessSpec.parse(role)
         except ValueError as error:
             parser.error(str(error))
         _run(parsed, options)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _start_all(options.processes, [sys.executable, "-m", "jax_ep.launch", *given])
 
 
-def _run(role: Role, options: argparse.Namespace) -> None:
+def _run(role: ProcessSpec, options: argparse.Namespace) -> None:
     """In a started process: joins the others and becomes the script.
 
     The process of a script that fails ends at once, because jax.distributed would wait for the others at exit.
@@ -154,7 +154,7 @@ def _start_all(count: int, command: list[str]) -> int:
         try:
             for index in range(count):
                 pipe = others if index else ended
-                role = Role(address, count, index, os.getpid(), pipe)
+                role = ProcessSpec(address, count, index, os.getpid(), pipe)
                 environment = os.environ | {_ROLE: str(role)}
                 processes.append(subprocess.Popen(command, env=environment, pass_fds=[pipe], process_group=keeper.pid))
         finally:

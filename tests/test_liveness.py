@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, Heartbeat, Part, Readings
+from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, GroupPart, Heartbeat, Readings
 from jax_ep.runtime.liveness import FailureDetector
 from jax_ep.runtime.progress import HangDetector, Marks
 
@@ -34,7 +34,7 @@ class Store:
         return None
 
     def end(self, process: int, how: str) -> None:
-        part = Part("group", how, "")
+        part = GroupPart("group", how, "")
         self.readings[process] = self.readings[process]._replace(parts={PARTS[process]: part})
 
     def look(self, passed: float) -> str | None:
@@ -44,7 +44,7 @@ class Store:
 @pytest.fixture
 def store() -> Store:
     readings = {
-        process: Heartbeat(f"life{process}", 1, {PARTS[process]: Part("group", OPEN, "")}) for process in OTHERS
+        process: Heartbeat(f"life{process}", 1, {PARTS[process]: GroupPart("group", OPEN, "")}) for process in OTHERS
     }
     return Store(FailureDetector(OTHERS, TIMEOUT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
 
@@ -122,7 +122,7 @@ def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
     assert hasty.wait(0.4, silent=(1,)) is not None
 
 
-def hang(marks: Marks, *parts: Part, seconds: float = TIMEOUT + 1, silent: int | None = None) -> str:
+def hang(marks: Marks, *parts: GroupPart, seconds: float = TIMEOUT + 1, silent: int | None = None) -> str:
     """What a process says that has these marks for so long, of processes with these parts."""
     beats = {p: Heartbeat("life", 1, {PARTS[p]: part}) for p, part in zip(OTHERS, parts, strict=True)}
     detector = HangDetector(OTHERS, TIMEOUT, PARTS, lambda process: process != silent)
@@ -130,8 +130,8 @@ def hang(marks: Marks, *parts: Part, seconds: float = TIMEOUT + 1, silent: int |
     return str(detector.look(marks, Readings(2, beats), seconds) or "")
 
 
-def at(begun: int, ended: int, state: str = OPEN) -> Part:
-    return Part("group", state, "", begun, ended, "dispatch")
+def at(begun: int, ended: int, state: str = OPEN) -> GroupPart:
+    return GroupPart("group", state, "", begun, ended, "dispatch")
 
 
 def test_who_does_not_come_to_an_op_is_named() -> None:

@@ -30,7 +30,7 @@ _MOST_ENDED = 4  # parts that a heartbeat still names
 OPENING, OPEN, CLOSED, LEFT = "opening", "open", "closed", "left"  # left: by an error
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """A process' part of a group, as its heartbeat tells it."""
 
     group: str  # what the group is over
@@ -45,9 +45,9 @@ class Part(NamedTuple):
         return self.state in (CLOSED, LEFT)
 
 
-def _typed(part: Part) -> Part:
+def _typed(part: GroupPart) -> GroupPart:
     group, state, seen, begun, ended, last = part
-    return Part(str(group), str(state), str(seen), int(begun), int(ended), str(last))
+    return GroupPart(str(group), str(state), str(seen), int(begun), int(ended), str(last))
 
 
 class Heartbeat(NamedTuple):
@@ -55,7 +55,7 @@ class Heartbeat(NamedTuple):
 
     incarnation: str  # a restarted process has another
     beat: int  # one more each time
-    parts: Mapping[str, Part]  # by id, in the order in which they were begun; also a few that have ended
+    parts: Mapping[str, GroupPart]  # by id, in the order in which they were begun; also a few that have ended
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
@@ -66,8 +66,8 @@ class Heartbeat(NamedTuple):
         """
         try:
             incarnation, beat, parts, *_ = json.loads(text)
-            fields = len(Part._fields)
-            found = {key: Part(*part[:fields]) for key, part in parts.items()}
+            fields = len(GroupPart._fields)
+            found = {key: GroupPart(*part[:fields]) for key, part in parts.items()}
             return cls(incarnation, beat, {key: _typed(part) for key, part in found.items()})
         except (TypeError, AttributeError, LookupError, RecursionError) as error:
             raise ValueError(f"no heartbeat: {text!r}") from error
@@ -99,7 +99,7 @@ class HeartbeatThread:
         self.failure: Exception | None = None  # that ended the thread
         self.meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by group: one thread at a time
         self._store, self._key, self._incarnation = store, f"{_FOLDER}/{me}", secrets.token_hex(4)
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, GroupPart] = {}
         self._beats = itertools.count(1)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -120,7 +120,7 @@ class HeartbeatThread:
         """A new part, by its id."""
         with self._lock:
             part = secrets.token_hex(4)
-            self._parts[part] = Part(group, OPENING, "")
+            self._parts[part] = GroupPart(group, OPENING, "")
             if self._stopped.is_set() or self.over:
                 self._stopped, self.failure = threading.Event(), None
                 run = partial(self._run, self._stopped)

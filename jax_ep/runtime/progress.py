@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jax_ep.errors import JaxEpError, PeerLostError, PeerTimeoutError
-from jax_ep.runtime.heartbeat import CLOSED, OPEN, Part, Readings
+from jax_ep.runtime.heartbeat import CLOSED, OPEN, GroupPart, Readings
 
 
 class Marks(NamedTuple):
@@ -75,7 +75,7 @@ class HangDetector:
         return PeerTimeoutError(f"{min(behind)[1]}; {here}") if behind else None
 
 
-def _position(part: Part) -> str:
+def _position(part: GroupPart) -> str:
     if part.begun == 0:
         return "has begun no op"
     return f"{'is in' if part.ended < part.begun else 'has ended'} its op {part.begun}, {part.last}"

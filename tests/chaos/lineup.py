@@ -26,7 +26,7 @@ class NoAnswerError(RuntimeError):
 class Process:
     """One process: commands go in as lines of JSON, and for each comes one answer."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], role: launch.Role):
+    def __init__(self, command: list[str], environment: dict[str, str], role: launch.ProcessSpec):
         self.index = role.process
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill()
         self.popen = subprocess.Popen(
@@ -106,7 +106,7 @@ class Lineup:
         address = f"127.0.0.1:{self._port.getsockname()[1]}"
         ended, others = os.pipe()
         roles = [
-            launch.Role(address, members + 1, index, os.getpid(), others if index else ended)
+            launch.ProcessSpec(address, members + 1, index, os.getpid(), others if index else ended)
             for index in range(members + 1)
         ]
         self.coordinator, *started = (Process(command, environment, role) for role in roles)

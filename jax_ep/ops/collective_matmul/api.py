@@ -18,7 +18,7 @@ from jax_ep._kit.checks import Chosen, Implementation
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels, xla
-from jax_ep.ops.collective_matmul.kernels import Config
+from jax_ep.ops.collective_matmul.kernels import MatmulConfig
 from jax_ep.runtime.agreement import Agreement
 
 
@@ -116,9 +116,9 @@ def _call(
         by_xla, (lhs, rhs) = getattr(xla, op), agreement.enter((lhs, rhs))
         out: jax.Array = agreement.leave(by_xla(lhs, rhs, dtype=dtype, axis_name=group.axis_name))
     elif op == "all_gather_matmul":
-        out = _gather(Config(group, dtype), lhs, rhs)
+        out = _gather(MatmulConfig(group, dtype), lhs, rhs)
     else:
-        out = _reduce(Config(group, dtype, reduce_scatter=op == "matmul_reduce_scatter"), lhs, rhs)
+        out = _reduce(MatmulConfig(group, dtype, reduce_scatter=op == "matmul_reduce_scatter"), lhs, rhs)
     return out if bias is None else out + bias.astype(dtype)
 
 
@@ -169,13 +169,13 @@ _gather_both = jax.custom_jvp(kernels.gather_matmul, nondiff_argnums=(0,))  # th
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gather(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _gather(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return kernels.gather_matmul(config, lhs, rhs)[0]
 
 
-def _backwards(config: Config, lhs: jax.Array, *, reduce_scatter: bool = False) -> Config:
+def _backwards(config: MatmulConfig, lhs: jax.Array, *, reduce_scatter: bool = False) -> MatmulConfig:
     """The config of the product with the same matrix, transposed."""
-    return Config(config.group, np.dtype(lhs.dtype), not config.transpose_rhs, reduce_scatter)
+    return MatmulConfig(config.group, np.dtype(lhs.dtype), not config.transpose_rhs, reduce_scatter)
 
 
 def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
@@ -183,27 +183,27 @@ def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: 
     return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)
 
 
-def _matrix_gradient(config: Config, rows: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
+def _matrix_gradient(config: MatmulConfig, rows: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
     """The cotangent of rhs from rows [M, K] and cotangents [M, N]."""
     left, right = (cotangent, rows) if config.transpose_rhs else (rows, cotangent)
     return _dot(left, right, (0, 0), dtype)
 
 
 @_reduce.defjvp
-def _reduce_jvp(config: Config, primals: Any, tangents: Any) -> Any:
+def _reduce_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
     return _reduce(config, *primals), linear(
         partial(_reduce_on, config), partial(_reduce_back, config), primals, tangents
     )
 
 
-def _reduce_on(config: Config, operands: Any, changes: Any) -> jax.Array:
+def _reduce_on(config: MatmulConfig, operands: Any, changes: Any) -> jax.Array:
     """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that sums travel once."""
     (lhs, rhs), (d_lhs, d_rhs) = operands, changes
     depth = 1 if config.transpose_rhs else 0
     return _reduce(config, jnp.concatenate([d_lhs, lhs], axis=1), jnp.concatenate([rhs, d_rhs], axis=depth))
 
 
-def _reduce_back(config: Config, operands: Any, cotangent: jax.Array) -> Any:
+def _reduce_back(config: MatmulConfig, operands: Any, cotangent: jax.Array) -> Any:
     lhs, rhs = operands
     if config.reduce_scatter:
         d_lhs, cotangent = _gather_both(_backwards(config, lhs), cotangent.astype(lhs.dtype), rhs)
@@ -213,7 +213,7 @@ def _reduce_back(config: Config, operands: Any, cotangent: jax.Array) -> Any:
     return d_lhs, _matrix_gradient(config, lhs, cotangent, rhs.dtype)
 
 
-def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
+def _of_every_rank(config: MatmulConfig, cotangent: jax.Array) -> jax.Array:
     """The cotangent of a sum that all ranks have: one for all if types track this, otherwise the sum over the ranks.
 
     The sum is in its dtype, as in the transpose of `jax.lax.psum`: float32 would send twice the bytes.
@@ -225,7 +225,7 @@ def _of_every_rank(config: Config, cotangent: jax.Array) -> jax.Array:
 
 
 @_gather.defjvp
-def _gather_jvp(config: Config, primals: Any, tangents: Any) -> Any:
+def _gather_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
     out, gathered = _gather_both(config, *primals)
 
     def on(operands: Any, changes: Any) -> jax.Array:
@@ -235,7 +235,7 @@ def _gather_jvp(config: Config, primals: Any, tangents: Any) -> Any:
 
 
 @_gather_both.defjvp
-def _gather_both_jvp(config: Config, primals: Any, tangents: Any) -> Any:
+def _gather_both_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
     out, gathered = _gather_both(config, *primals)
 
     def back(operands: Any, cotangents: Any) -> Any:
@@ -245,13 +245,13 @@ def _gather_both_jvp(config: Config, primals: Any, tangents: Any) -> Any:
     return (out, gathered), linear(partial(_gather_on, config), back, (gathered, primals[1]), tangents)
 
 
-def _gather_on(config: Config, operands: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
+def _gather_on(config: MatmulConfig, operands: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
     (gathered, rhs), (d_lhs, d_rhs) = operands, changes
     moved, d_gathered = _gather_both(config, d_lhs, rhs)
     return moved + _dot(gathered, d_rhs, (1, 1 if config.transpose_rhs else 0), config.dtype), d_gathered
 
 
-def _gather_back(config: Config, operands: Any, cotangent: jax.Array) -> Any:
+def _gather_back(config: MatmulConfig, operands: Any, cotangent: jax.Array) -> Any:
     gathered, rhs = operands
     cotangent = cotangent.astype(gathered.dtype)
     d_lhs = _reduce(_backwards(config, gathered, reduce_scatter=True), cotangent, rhs)

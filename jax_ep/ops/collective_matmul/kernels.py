@@ -9,7 +9,7 @@ from jax_ep._kit import ffi
 from jax_ep.group import Group
 
 
-class Config(NamedTuple):
+class MatmulConfig(NamedTuple):
     """The settings of the kernels."""
 
     group: Group
@@ -18,7 +18,7 @@ class Config(NamedTuple):
     reduce_scatter: bool = False
 
 
-def matmul_reduce(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a share of its rows."""
     called = ffi.call(
         "matmul_reduce",
@@ -37,7 +37,7 @@ def matmul_reduce(config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return called["sums"]
 
 
-def gather_matmul(config: Config, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[M, K], [K, N] (or [N, K], to be transposed) -> the rows of all ranks times rhs [R M, N], and those rows."""
     called = ffi.call(
         "gather_matmul",

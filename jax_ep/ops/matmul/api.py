@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     precision: Any = None
 
 
-AUTO = Settings()
+AUTO = ProductSettings()
 
 # A product of rows with the matrix of their group, or with that transposed; or of both rows of each group, contracted.
 Form = Literal["plain", "transposed", "contracted"]
@@ -93,7 +93,7 @@ def ragged_dot(
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:
         return by_xla(rows, rhs, group_sizes)
-    settings = Settings(implementation, precision)
+    settings = ProductSettings(implementation, precision)
     operands = batched_alike(rows, rhs, group_sizes)
     if not (gemm.has_gemm() or _platforms(settings)):
         return by_xla(*operands)
@@ -268,7 +268,7 @@ def _by(
     return partial(jax.lax.platform_dependent, **platforms, default=by_xla)
 
 
-def _platforms(settings: Settings) -> tuple[str, ...]:
+def _platforms(settings: ProductSettings) -> tuple[str, ...]:
     """Those on which Pallas kernels multiply."""
     if settings.implementation == "pallas":
         return "cuda", "rocm", "cpu"
