@@ -338,7 +338,7 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   else
     RoutingByCounts(op, args).run();
   op.wait_posted();
-  const Routed routed(op, args);
+  const RoutingResults routed(op, args);
   Dispatch dispatch(op, args);
   if (op.ok() && !op.coop.sender.empty()) dispatch.push(RoutedTokens(op, args, routed));
   if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());

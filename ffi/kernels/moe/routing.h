@@ -193,9 +193,9 @@ class Histogram {
 };
 
 // The results of the routing coops, for all coops of a rank.
-class Routed {
+class RoutingResults {
  public:
-  JAX_EP_FN Routed(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
+  JAX_EP_FN RoutingResults(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
 
   // Waits until the rows of the local experts are counted, and returns the counts.
   JAX_EP_FN RowCounts counts() const {
@@ -224,7 +224,7 @@ class Routed {
 // has failed.
 class RoutedTokens {
  public:
-  JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const Routed& routed)
+  JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const RoutingResults& routed)
       : op_(op), routed_(routed), eager_(args.eager), items_(op, args.num_tokens) {}
 
   JAX_EP_FN int next() {
@@ -240,7 +240,7 @@ class RoutedTokens {
 
  private:
   Op& op_;
-  const Routed& routed_;
+  const RoutingResults& routed_;
   const int eager_;
   PushItems items_;
   bool placed_ = false;
@@ -283,7 +283,7 @@ class RoutingByCounts {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // The other coops wait for the results only where they need them: see Routed.
+  // The other coops wait for the results only where they need them: see RoutingResults.
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     count();
@@ -397,7 +397,7 @@ class RoutingByChoices {
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 
-  // The other coops wait for the results only where they need them: see Routed.
+  // The other coops wait for the results only where they need them: see RoutingResults.
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     send_choices();
@@ -465,7 +465,7 @@ class RoutingByChoices {
   }
 
   // Writes row_of and weights of this rank, and the targets of its own assignments. If nothing may be dropped and some
-  // rank lacks room, some assignments still have rows, which no coop uses (Routed::all_placed).
+  // rank lacks room, some assignments still have rows, which no coop uses (RoutingResults::all_placed).
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const Divider by_local(local_);

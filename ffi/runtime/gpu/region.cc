@@ -15,7 +15,7 @@ namespace {
 
 // A region of this process. A freed region is kept, with its descriptor, for the next group that asks for such a
 // region, as peers have it mapped already.
-struct Kept {
+struct KeptRegion {
   Region region;
   int ordinal;
   std::vector<int> users;
@@ -26,7 +26,7 @@ struct Kept {
 // Regions by their allocation. Each holds a reference to its allocation, whose number is then not used again.
 struct KnownRegions {
   std::mutex mutex;
-  std::map<gpu::Allocation, Kept> made;
+  std::map<gpu::Allocation, KeptRegion> made;
   std::map<gpu::Allocation, Region> found;  // by find_region
 };
 
@@ -86,7 +86,7 @@ Region make_region(int ordinal, std::size_t bytes, const std::vector<int>& users
   }
 }
 
-std::shared_ptr<const Region> until_let_go(Kept* kept) {
+std::shared_ptr<const Region> until_let_go(KeptRegion* kept) {
   kept->free = false;
   return {&kept->region, [kept](const Region*) {
             std::lock_guard lock(known().mutex);
@@ -110,7 +110,8 @@ std::shared_ptr<const Region> allocate_region(int ordinal, std::size_t bytes, co
       return until_let_go(&kept);
   gpu::Allocation allocation{};
   const Region region = make_region(ordinal, bytes, users, &allocation);
-  return until_let_go(&known().made.emplace(allocation, Kept{region, ordinal, users, owner, false}).first->second);
+  return until_let_go(
+      &known().made.emplace(allocation, KeptRegion{region, ordinal, users, owner, false}).first->second);
 }
 
 std::optional<Region> find_region(int ordinal, const void* data, std::size_t bytes) {
