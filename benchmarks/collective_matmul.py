@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep.lax import ragged_dot
 
+from . import in_jit_loop
 from .device_events import kernel_microseconds
 from .in_jit_loop import (
     Loop,
@@ -25,6 +25,7 @@ from .in_jit_loop import (
     describe_pause,
     in_digits,
     median_microseconds,
+    on_ranks,
     teraflops,
 )
 from .plots import Panel, add_plot, grouped_bars, write_plot
@@ -78,13 +79,6 @@ REDUCTIONS = [SEED_SHAPE, *(dataclasses.replace(x, contracted=x.columns, columns
 CPU_SHAPES = [Shape(64, 64, 64, quick=True)]
 
 
-def draw(seed: int, mesh: Mesh, shape: tuple[int, int], dtype: Any) -> jax.Array:
-    """An array of this shape on every rank, one after the other along the first axis."""
-    place = NamedSharding(mesh, P(AXIS))
-    normal = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=place)
-    return normal(jax.random.key(seed), (shape[0] * mesh.size, shape[1]), dtype)
-
-
 def by_core(b: jax.Array, a: jax.Array) -> jax.Array:
     return ragged_dot(a, b[None], jnp.array([a.shape[0]], jnp.int32))
 
@@ -115,8 +109,7 @@ def check_alike(ours: Op, other: Op, operands: tuple[jax.Array, jax.Array], mesh
         return jnp.max(jnp.abs(x - y) / scale)[None]
 
     a, b = operands
-    checked = jax.shard_map(worst, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    error = float(np.max(jax.jit(checked)(b, a)))
+    error = float(np.max(on_ranks(worst, mesh)(b, a)))
     if not error <= 4 * mesh.size * float(jnp.finfo(a.dtype).eps):
         raise AssertionError(f"jax_ep's and XLA's results differ by {error} of their size")
 
@@ -126,10 +119,14 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: f
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
     calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, shape.flops)
     gathers = name == "all_gather_matmul"
-    rows = draw(SEED, group.mesh, (shape.rows, shape.contracted), dtype)  # of the product on one rank
-    b = draw(SEED + 1, group.mesh, (shape.contracted, shape.columns), dtype)
-    own = draw(SEED, group.mesh, (shape.rows // group.size, shape.contracted), dtype) if gathers else rows
-    moved = own if gathers else draw(SEED + 2, group.mesh, (shape.rows, shape.columns), dtype)
+
+    def draw(seed: int, rows: int, columns: int) -> jax.Array:
+        return in_jit_loop.draw(group.mesh, seed, rows * group.size, columns, dtype=dtype)
+
+    rows = draw(SEED, shape.rows, shape.contracted)  # of the product on one rank
+    b = draw(SEED + 1, shape.contracted, shape.columns)
+    own = draw(SEED, shape.rows // group.size, shape.contracted) if gathers else rows
+    moved = own if gathers else draw(SEED + 2, shape.rows, shape.columns)
     ours, xla = (partial(with_collective, OPS[name], group, implementation) for implementation in ("ffi", "xla"))
     check_alike(ours, xla, (own, b), group.mesh)
     ops: dict[str, tuple[Op, jax.Array]] = {

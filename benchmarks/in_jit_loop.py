@@ -11,13 +11,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 MORE_EXECUTIONS = 2  # at least
 MOST_BEFORE, MOST_TIMED = 25, 8
 IN_FLIGHT = 2  # executions that a device has before it: it does not wait for the host, nor the host long for it
 HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
 SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
+
+
+def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
+    """`function` of one rank's arrays, jitted; arrays are sharded over all ranks of the mesh."""
+    spec = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def draw(mesh: Mesh, seed: int, *sides: int, dtype: Any, scale: float = 1.0) -> jax.Array:
+    """Normal numbers, drawn on the devices over which the first axis is sharded."""
+    place = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.jit(lambda: jax.random.normal(jax.random.key(seed), sides, dtype) * scale, out_shardings=place)()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +46,7 @@ class Loop:
     unroll: int = 1
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """Arrays are spread over all ranks of the mesh."""
-        spec = P(mesh.axis_names)
-        function = jax.shard_map(self._run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(function).lower(*self.arguments)
+        return on_ranks(self._run, mesh).lower(*self.arguments)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep.lax import ragged_dot
@@ -23,8 +23,10 @@ from .in_jit_loop import (
     compile_all,
     compile_loops,
     describe_pause,
+    draw,
     in_digits,
     median_microseconds,
+    on_ranks,
     teraflops,
 )
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
@@ -167,18 +169,12 @@ def training_step(layer: Layer) -> Callable[..., Any]:
 def draw_matrices(model: Model, mesh: Mesh) -> Matrices:
     """gate, up and down of all experts, such that rows keep their scale."""
     shape = model.shape
-
-    def draw(key: jax.Array, rows: int, columns: int) -> jax.Array:
-        return jax.random.normal(key, (shape.experts, rows, columns), shape.dtype) * rows**-0.5
-
-    drawn = jax.jit(draw, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXIS)))
     sides = ((shape.hidden, model.width), (shape.hidden, model.width), (model.width, shape.hidden))
-    gate, up, down = (drawn(jax.random.key(SEED + i), *side) for i, side in enumerate(sides))
+    gate, up, down = (
+        draw(mesh, SEED + i, shape.experts, *side, dtype=jnp.dtype(shape.dtype), scale=side[0] ** -0.5)
+        for i, side in enumerate(sides)
+    )
     return gate, up, down
-
-
-def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
 
 
 def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh: Mesh, dtype: str) -> None:

@@ -15,7 +15,7 @@ import jax_ep
 
 from . import moe_formulations as forms, padded_all_to_all as padded, token_sweep
 from .device_events import kernel_microseconds
-from .in_jit_loop import Loop, compile_loops, median_microseconds, microseconds
+from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, microseconds, on_ranks
 from .moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
 from .moe_formulations import AXIS, Formulation
 from .provenance import header
@@ -208,25 +208,22 @@ def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> Inputs:
     """Tokens, ids and weights of all ranks; the tokens are drawn where they stay."""
     sharding = NamedSharding(group.mesh, P(AXIS))
     total = group.size * shape.tokens
-    draw = partial(jax.random.normal, shape=(total, shape.hidden), dtype=shape.dtype)
-    tokens = jax.jit(draw, out_shardings=sharding)(jax.random.key(SEED))
+    tokens = draw(group.mesh, SEED, total, shape.hidden, dtype=jnp.dtype(shape.dtype))
     weights = np.random.default_rng(SEED).random((total, shape.top_k), np.float32)
     return tokens, jax.device_put(ids, sharding), jax.device_put(weights, sharding)
 
 
 def prepare(case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: Inputs) -> tuple[Any, ...]:
     """The state of each after its dispatch; raises unless all deliver the same rows in the same order and sums."""
-    spec = P(AXIS)
-
-    def on_ranks(function: Any) -> Any:
-        return jax.jit(jax.shard_map(function, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
     def run(one: Formulation) -> tuple[Any, jax.Array]:
         def both(*operands: jax.Array) -> tuple[Any, jax.Array]:
             state = one.dispatch(*operands)
             return state, one.combine(state, operands[2])
 
-        return jax.block_until_ready(on_ranks(both)(*inputs))  # alone: the formulations must not wait for each other
+        return jax.block_until_ready(
+            on_ranks(both, group.mesh)(*inputs)
+        )  # alone: the formulations must not wait for each other
 
     def compare(a: tuple[Any, jax.Array], b: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return rows_differ(a[0], b[0])[None], relative_error(a[1], b[1])[None]
@@ -234,7 +231,7 @@ def prepare(case: Case, formulations: list[Formulation], group: jax_ep.Group, in
     results = [run(one) for one in formulations]
     tolerance = 16 * float(jnp.finfo(case.shape.dtype).eps)
     for one, result in zip(formulations[1:], results[1:], strict=True):
-        wrong, errors = map(np.asarray, on_ranks(compare)(results[0], result))
+        wrong, errors = map(np.asarray, on_ranks(compare, group.mesh)(results[0], result))
         if np.any(wrong) or not np.all(errors < tolerance):
             raise AssertionError(f"{case}: {one.name} disagrees with ours: rows {wrong}, sums {errors}")
     return tuple(state for state, _ in results)

@@ -1,13 +1,14 @@
 """What the benchmark of nodes measures: models, the ids that are drawn and what they ask of nodes, and operands."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .layer import Model
+from .in_jit_loop import draw
+from .layer import Model, draw_matrices
 from .moe_cases import SEED, Shape
 
 AXES = ("node", "ep")
@@ -51,23 +52,11 @@ def rows_for_others(wanted: np.ndarray) -> float:
     return float(np.mean(wanted.sum(axis=1) - wanted[np.arange(len(wanted)), own]))
 
 
-def draw(mesh: Mesh, key: int, *sides: int, dtype: Any, scale: float = 1.0) -> jax.Array:
-    place = NamedSharding(mesh, P(AXES))
-    return jax.jit(lambda: jax.random.normal(jax.random.key(key), sides, dtype) * scale, out_shardings=place)()
-
-
 def make_operands(model: Model, ids: np.ndarray, mesh: Mesh) -> Operands:
-    shape, place = model.shape, NamedSharding(mesh, P(AXES))
-    sides = ((shape.hidden, model.width), (shape.hidden, model.width), (model.width, shape.hidden))
-    dtype = jnp.dtype(shape.dtype)
-    gate, up, down = (
-        draw(mesh, SEED + i, shape.experts, *side, dtype=dtype, scale=side[0] ** -0.5) for i, side in enumerate(sides)
-    )
+    place, hidden, dtype = NamedSharding(mesh, P(AXES)), model.shape.hidden, jnp.dtype(model.shape.dtype)
     return Operands(
         jax.make_array_from_callback(ids.shape, place, lambda index: ids[index]),
         draw(mesh, SEED + 3, *ids.shape, dtype=jnp.float32),
-        gate,
-        up,
-        down,
-        draw(mesh, SEED + 4, len(ids), shape.hidden, dtype=dtype),
+        *draw_matrices(model, mesh),
+        draw(mesh, SEED + 4, len(ids), hidden, dtype=dtype),
     )

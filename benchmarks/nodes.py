@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep._kit.checks import Implementation
@@ -23,7 +23,7 @@ from jax_ep.ops.moe.types import NodeRouting
 from jax_ep.runtime.topology import sum_over_nodes
 
 from .collective_bytes import to_other_nodes
-from .in_jit_loop import Loop, compile_loops, median_microseconds
+from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, on_ranks
 from .layer import Model
 from .moe_cases import SEED, Case, Shape, capacity, load
 from .node_cases import (
@@ -32,7 +32,6 @@ from .node_cases import (
     TINY,
     V3,
     Operands,
-    draw,
     draw_ids,
     make_operands,
     rows_for_others,
@@ -130,10 +129,6 @@ class Setup(NamedTuple):
     @property
     def ranks(self) -> int:
         return self.group.size // self.group.nodes
-
-
-def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False))
 
 
 def ways(setup: Setup, ids: np.ndarray, top_nodes: int | None) -> list[Way]:

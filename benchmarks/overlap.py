@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep.lax import ragged_dot
 
 from . import moe, sparse
-from .in_jit_loop import Loop, compile_loops, median_microseconds
-from .layer import Model, chosen_models, draw_matrices, gated, on_ranks, ours, training_step
+from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, on_ranks
+from .layer import Model, chosen_models, draw_matrices, gated, ours, training_step
 from .moe_cases import SEED, Case, capacity, load, make_ids
 from .moe_formulations import AXIS
 from .provenance import header
@@ -106,14 +106,14 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
         out = jax_ep.dispatch(tokens, ids, group=group, num_experts=shape.experts, capacity=room)
         return out.rows, out.group_sizes
 
-    def draw(key: int, rows: int, columns: int) -> jax.Array:
-        drawn = jax.random.normal(jax.random.key(key), (group.size * rows, columns), shape.dtype) * rows**-0.5
-        return jax.device_put(drawn, NamedSharding(mesh, P(AXIS)))
+    def draw_matrix(seed: int, rows: int, columns: int) -> jax.Array:
+        dtype = jnp.dtype(shape.dtype)
+        return draw(mesh, seed, group.size * rows, columns, dtype=dtype, scale=rows**-0.5)
 
     sides = ((shape.hidden, model.width), (shape.hidden, model.width), (model.width, shape.hidden))
-    gate, up, down = (draw(SEED + i, *side) for i, side in enumerate(sides))
+    gate, up, down = (draw_matrix(SEED + i, *side) for i, side in enumerate(sides))
     rows, sizes = on_ranks(deliver, mesh)(tokens, ids)
-    attention = draw(SEED + 3, shape.hidden, shape.hidden)
+    attention = draw_matrix(SEED + 3, shape.hidden, shape.hidden)
     layer = Layer(ids, weights, *draw_matrices(model, mesh), jax_ep.Experts(gate, up, down), attention, rows, sizes)
 
     yield Overlap(
@@ -158,9 +158,7 @@ def sparse_overlap(group: jax_ep.Group, *, on_cpu: bool) -> Overlap:
     rows, width = (64, 128) if on_cpu else (8192, 8192)
     ids = sparse.draw_ids("uniform", shape, group.size)
     room = sparse.round_up(sparse.load(ids, shape.num_rows).largest_share)
-    place = NamedSharding(group.mesh, P(AXIS))
-    drawn = jax.random.normal(jax.random.key(SEED), (group.size * max(rows, width), width), jnp.bfloat16)
-    x, matrix = (jax.device_put(drawn[: group.size * height], place) for height in (rows, width))
+    x, matrix = (draw(group.mesh, SEED, group.size * side, width, dtype=jnp.bfloat16) for side in (rows, width))
 
     def reduce(group: jax_ep.Group) -> Op:
         def op(ids: jax.Array, values: jax.Array, matrix: jax.Array, x: jax.Array) -> Any:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 
 from . import collective_matmul, moe, sparse, sparse_formulations
-from .in_jit_loop import Loop, compile_loops
+from .in_jit_loop import Loop, compile_loops, draw, on_ranks
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
 from .moe_formulations import AXIS, jax_ep_ops
 from .provenance import header
@@ -109,7 +109,7 @@ def record_moe(group: jax_ep.Group, case: Case, sms: str) -> None:
     room = capacity(case, load(ids, case.shape.experts, group.size))
     inputs = moe.make_inputs(case.shape, ids, group)
     ours = jax_ep_ops(group, case.shape.experts, room, "ffi")
-    state = jax.jit(jax.shard_map(ours.dispatch, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)))(*inputs)
+    state = on_ranks(ours.dispatch, group.mesh)(*inputs)
     for one in moe.our_candidates(case.shape, room, group, "ffi", inputs, state):
         print(f"\n{record(f'{one.op}, {case}{sms}', group, one.loop.op, one.loop.operands, one.loop.own)}", flush=True)
 
@@ -128,8 +128,8 @@ def record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> None
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
     for name, op in collective_matmul.OPS.items():
         rows = shape.rows // group.size if name == "all_gather_matmul" else shape.rows
-        a = collective_matmul.draw(SEED, group.mesh, (rows, shape.contracted), dtype)
-        b = collective_matmul.draw(SEED + 1, group.mesh, (shape.contracted, shape.columns), dtype)
+        a = draw(group.mesh, SEED, group.size * rows, shape.contracted, dtype=dtype)
+        b = draw(group.mesh, SEED + 1, group.size * shape.contracted, shape.columns, dtype=dtype)
         ours = partial(collective_matmul.with_collective, op, group, "ffi")
         print(f"\n{record(f'{name}, {shape}', group, ours, (b,), a)}", flush=True)
 

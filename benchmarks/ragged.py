@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from .in_jit_loop import ChainedLoop, microseconds
+from .in_jit_loop import ChainedLoop, draw, microseconds
 from .moe_cases import SEED, Case, Shape, make_ids
 from .provenance import header
 from .tables import heading, row
@@ -46,8 +45,7 @@ def main(arguments: list[str]) -> int:
     counts = plan[1].reshape(ranks, ranks)
     rows = shape.tokens * shape.top_k
     room = int(counts.sum(axis=0).max())
-    draw = partial(jax.random.normal, shape=(ranks * rows, shape.hidden), dtype=shape.dtype)
-    sent = jax.jit(draw, out_shardings=sharding)(jax.random.key(SEED))
+    sent = draw(mesh, SEED, ranks * rows, shape.hidden, dtype=jnp.dtype(shape.dtype))
     empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
     slices = tuple(jax.device_put(x, sharding) for x in plan)
     remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize

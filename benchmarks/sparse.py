@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 
 from . import sparse_formulations as forms
-from .in_jit_loop import Loop, microseconds
+from .in_jit_loop import Loop, draw, microseconds, on_ranks
 from .provenance import header
 from .sparse_formulations import AXIS, Formulation
 from .tables import heading
@@ -83,8 +83,7 @@ def load(ids: np.ndarray, num_rows: int) -> Load:
 def place_entries(ids: np.ndarray, width: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     """The ids of all ranks one after the other, on their devices, and a row of random values for each."""
     place = NamedSharding(mesh, P(AXIS))
-    draw = jax.jit(partial(jax.random.normal, jax.random.key(SEED), (ids.size, width)), out_shardings=place)
-    return jax.device_put(ids.reshape(-1), place), draw()
+    return jax.device_put(ids.reshape(-1), place), draw(mesh, SEED, ids.size, width, dtype=np.float32)
 
 
 def round_up(rows: int) -> int:
@@ -119,8 +118,7 @@ def check_equal(formulations: list[Formulation], group: jax_ep.Group, ids: jax.A
     """Raises unless all have the same ids, and sums that differ by rounding only."""
     expected = None
     for one in formulations:
-        program = jax.shard_map(one.run, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-        indices, sums = (x[: x.shape[0] // group.size] for x in jax.jit(program)(ids, values))
+        indices, sums = (x[: x.shape[0] // group.size] for x in on_ranks(one.run, group.mesh)(ids, values))
         if expected is None:
             expected = indices, sums
         np.testing.assert_array_equal(indices, expected[0], one.name)

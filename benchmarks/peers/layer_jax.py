@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 import jax_ep
 
-from ..in_jit_loop import Loop, Program, compile_all, median_microseconds
-from ..layer import calls, on_ranks, ours
+from ..in_jit_loop import Loop, Program, compile_all, median_microseconds, on_ranks
+from ..layer import calls, ours
 from ..moe_formulations import AXIS
 from .shapes import CHECKED, SHAPES
 
