@@ -5,7 +5,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ from .in_jit_loop import (
     on_ranks,
     teraflops,
 )
-from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 from .tables import heading, row
 
@@ -158,22 +156,6 @@ def line(name: str, shape: Shape, times: dict[str, float]) -> str:
     )
 
 
-Results = dict[str, dict[Shape, dict[str, float]]]  # by op and shape
-
-
-def plot(results: Results, path: Path) -> None:
-    """TFLOP/s, one panel an op: the product alone is what hiding everything would give."""
-
-    def rates(measured: dict[Shape, dict[str, float]]) -> dict[str, list[float]]:
-        return {
-            name: [teraflops(shape.flops, times[name]) for shape, times in measured.items()]
-            for name in (OURS, XLA, PRODUCT)
-        }
-
-    panels = [Panel(op, list(map(str, measured)), rates(measured)) for op, measured in results.items()]
-    grouped_bars(panels, "TFLOP/s", path)
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench collective_matmul", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
@@ -181,7 +163,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--shapes", default="", metavar="TEXT", help="only products whose name has TEXT")
     add_pause(parser)
-    add_plot(parser, "collective_matmul")
     options = parser.parse_args(arguments)
 
     mesh = Mesh(np.array(jax.devices()[: options.devices]), (AXIS,))
@@ -193,14 +174,10 @@ def main(arguments: list[str]) -> int:
         print(f"- {describe_pause(options.pause)}\n")
         names = [f"{name}, us" for name in (OURS, KERNEL, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
         print(heading(" | ".join(("op", "product", *names, *DERIVED))))
-        results: Results = {name: {} for name in OPS}
         for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:
                 shape = gather if name == "all_gather_matmul" else reduction
                 if (shape.quick or not options.quick) and options.shapes in str(shape):
-                    times = measure(name, shape, group, options.repeats, options.pause)
-                    results[name][shape] = times
-                    print(line(name, shape, times), flush=True)
+                    print(line(name, shape, measure(name, shape, group, options.repeats, options.pause)), flush=True)
         group.check()
-    write_plot(options.plot, partial(plot, results))
     return 0

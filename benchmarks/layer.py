@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,8 +30,8 @@ from .in_jit_loop import (
 )
 from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
 from .moe_formulations import AXIS, Formulation, jax_ep_ops
-from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
+from .tables import heading, row
 
 OURS, CHAIN, PADDED = "jax_ep", "jax_ep, op by op", "padded all_to_all"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
@@ -315,19 +314,6 @@ def mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.1f}"
 
 
-def plot(results: list[Result], path: Path) -> None:
-    """One panel a pass: each layer beside its products."""
-
-    def panel(title: str, training: bool) -> Panel:
-        present = [name for name in LAYERS if (name, training) in results[0].times]
-        series = {name: [1e-3 * result.times[name, training] for result in results] for name in present}
-        alone = [1e-3 * result.products(training) for result in results]
-        groups = [f"{result.model.name}, {result.routing}" for result in results]
-        return Panel(title, groups, {"products alone": alone} | series)
-
-    grouped_bars([panel("forward", FORWARD), panel("training step", STEP)], "ms per call", path)
-
-
 def chosen_models(on_cpu: bool, name_contains: str, tokens: int | None, experts: int | None = None) -> list[Model]:
     def changed(shape: Shape) -> Shape:
         return dataclasses.replace(shape, tokens=tokens or shape.tokens, experts=experts or shape.experts)
@@ -349,7 +335,6 @@ def main(arguments: list[str]) -> int:
         "--experts", type=int, help="of all ranks: so many as a rank of a larger group has, for one GPU"
     )
     parser.add_argument("--round-tokens", action="store_true", help="also with tokens rounded to full tiles")
-    add_plot(parser, "layer")
     options = parser.parse_args(arguments)
     models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
     repeats = options.repeats or (2 if options.quick else 5)
@@ -365,12 +350,9 @@ def main(arguments: list[str]) -> int:
             print(f"- {ROUNDED}: of top-k plus {CANDIDATES}, over all ranks; the rounding is timed, too")
         print(f"- {PADDED}: XLA's exchange around the same grouped {PRODUCTS}")
         print("- MiB of a rank: operands; held at the peak beside them, results included; of dispatch, its rows\n")
-        print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count('|') + 1)}", flush=True)
-        results: list[Result] = []
+        print(heading(COLUMNS), flush=True)
+        how = (repeats, options.quick, options.round_tokens)
         for model in models:
             for routing in ROUTINGS[: 1 if options.quick else None]:
-                how = (repeats, options.quick, options.round_tokens)
-                results.append(measure(model, routing, group, implementation, *how))
-                print("\n".join(table(results[-1])), flush=True)
-    write_plot(options.plot, partial(plot, results))
+                print("\n".join(table(measure(model, routing, group, implementation, *how))), flush=True)
     return 0

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from .in_jit_loop import (
     microseconds,
     teraflops,
 )
-from .plots import Panel, add_plot, grouped_bars, write_plot
 from .provenance import header
 from .tables import heading, row
 
@@ -244,12 +242,6 @@ def line(case: Case, times: dict[str, float]) -> str:
     return row(case, f"{mine:,.1f}", *rates, f"{times[DENSE] / mine:.2f}")
 
 
-def plot(results: dict[Case, dict[str, float]], path: Path) -> None:
-    names = list(next(iter(results.values())))
-    rates = {name: [teraflops(case.flops, times[name]) for case, times in results.items()] for name in names}
-    grouped_bars([Panel("matrix products", list(map(str, results)), rates)], "TFLOP/s", path)
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep bench matmul", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
@@ -262,7 +254,6 @@ def main(arguments: list[str]) -> int:
         help="pallas: Pallas kernels beside ours; float8: operands in float8 beside bfloat16 [%(default)s]",
     )
     add_pause(parser)
-    add_plot(parser, "matmul")
     options = parser.parse_args(arguments)
 
     device, by = jax.devices()[0], options.by
@@ -276,15 +267,13 @@ def main(arguments: list[str]) -> int:
     print(f"- {TORCH}: _grouped_mm; in float8 _scaled_grouped_mm or _scaled_mm, with a scale per row and per column")
     print(f"- all but {LAX}, in which the GPU rests, take turns\n")
     cases = CPU_CASES if on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[by]
-    results: dict[Case, dict[str, float]] = {}
+    mesh, begun = Mesh(np.array([device]), ("one",)), False
     for case in cases:
         if options.shapes in str(case) and (case.quick or not options.quick):
-            mesh = Mesh(np.array([device]), ("one",))
             times = measure(case, mesh, options.repeats, options.pause, with_torch, by)
-            if not results:
+            if not begun:
                 names = " | ".join(f"{name}, TFLOP/s" for name in times)
                 print(heading(f"product | {next(iter(times))}, us | {names} | of dense"))
-            results[case] = times
+            begun = True
             print(line(case, times), flush=True)
-    write_plot(options.plot, partial(plot, results))
     return 0

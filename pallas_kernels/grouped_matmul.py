@@ -41,8 +41,7 @@ class Tiling(NamedTuple):
 def row_tiling(rows: int, columns: int, depth: int, groups: int, products: int, dtype: Any) -> Tiling:
     """For `grouped_matmul`: tiles no higher than an average group, rounded up to a power of two.
 
-    The widest tiles are the fastest on an H200 (`bench matmul --implementation pallas`). They fit 99 KiB of shared
-    memory.
+    The widest tiles are the fastest on an H200 (`bench matmul --by pallas`), and fit 99 KiB of shared memory.
     """
     high = min(128, _power_of_two(pl.cdiv(rows, groups)))
     if jnp.dtype(dtype).itemsize == 4:
