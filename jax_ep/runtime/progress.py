@@ -6,6 +6,7 @@ timeout, its process compares the marks: a process that has begun fewer ops, or 
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -24,24 +25,23 @@ class Progress:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[int, int] = {}  # by rank
-        self._ended: dict[int, int] = {}
+        self._begun, self._ended = Counter[int](), Counter[int]()  # ops, by rank
         self._last = ""
 
     def begin(self, rank: int, call: str) -> None:
         with self._lock:
-            self._begun[rank] = self._begun.get(rank, 0) + 1
-            self._ended.setdefault(rank, 0)
+            self._begun[rank] += 1
             self._last = call
 
     def end(self, rank: int) -> None:
         with self._lock:
-            self._ended[rank] = self._ended.get(rank, 0) + 1
+            self._ended[rank] += 1
 
     @property
     def marks(self) -> Marks:
         with self._lock:
-            return Marks(max(self._begun.values(), default=0), min(self._ended.values(), default=0), self._last)
+            ended = min((self._ended[rank] for rank in self._begun), default=0)
+            return Marks(max(self._begun.values(), default=0), ended, self._last)
 
 
 class HangDetector:

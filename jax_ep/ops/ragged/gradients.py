@@ -27,12 +27,11 @@ def _jvp(group: Group, primals: Any, tangents: Any) -> Any:
 def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The reverse exchange: each received row goes back to its source row."""
     input_offsets, send_sizes, output_offsets, recv_sizes = indices
-    size, here = group.size, input_offsets.shape
-    told = jnp.stack([x.reshape(size, -1) for x in (output_offsets, input_offsets)], axis=1)
-    overlaps = jnp.broadcast_to(_overlap(input_offsets, send_sizes), (size, 1, told.shape[2]))
-    told = jnp.concatenate([told, overlaps.astype(told.dtype)], axis=1)
-    told = jax.lax.all_to_all(told, group.axis_name, split_axis=0, concat_axis=0, tiled=True)
-    arrived_at, came_from = told[:, 0].reshape(here), told[:, 1].reshape(here)
+    size, entries = group.size, input_offsets.shape[0]
+    overlaps = jnp.broadcast_to(_overlap(input_offsets, send_sizes), (entries,)).astype(input_offsets.dtype)
+    sent = jnp.stack([x.reshape(size, -1) for x in (output_offsets, input_offsets, overlaps)], axis=1)
+    received = jax.lax.all_to_all(sent, group.axis_name, split_axis=0, concat_axis=0, tiled=True)
+    arrived_at, came_from, overlaps = (received[:, i].reshape(entries) for i in range(3))
     nothing = jnp.zeros_like(cotangent, shape=(rows, *cotangent.shape[1:]))
 
     def at_once(cotangent: jax.Array) -> jax.Array:
@@ -40,9 +39,9 @@ def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tu
 
     def one_by_one(cotangent: jax.Array) -> jax.Array:
         """The reverse exchange of overlapping slices: each rank takes back one slice at a time, and adds them up."""
-        each = here[0] // size
+        each = entries // size
         me = jax.lax.axis_index(group.axis_name)
-        peer, number = jnp.divmod(jnp.arange(here[0]), each)
+        peer, number = jnp.divmod(jnp.arange(entries), each)
 
         def add(total: jax.Array, turn: jax.Array) -> tuple[jax.Array, None]:
             away, mine = turn // each, number == turn % each
@@ -51,9 +50,9 @@ def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tu
             part = ragged_all_to_all(group, cotangent, nothing, arrived_at, back, came_from, taken)
             return total + part, None
 
-        return jax.lax.scan(add, nothing, jnp.arange(here[0]))[0]
+        return jax.lax.scan(add, nothing, jnp.arange(entries))[0]
 
-    d_operand = jax.lax.cond(jnp.any(told[:, 2] > 0), one_by_one, at_once, cotangent)  # alike on all ranks
+    d_operand = jax.lax.cond(jnp.any(overlaps > 0), one_by_one, at_once, cotangent)  # alike on all ranks
     edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[arrived_at].add(1).at[arrived_at + recv_sizes].add(-1)
     overwritten = jnp.cumsum(edges)[:-1].reshape(-1, *[1] * (cotangent.ndim - 1)) > 0
     return d_operand, jnp.where(overwritten, jnp.zeros_like(cotangent), cotangent)
