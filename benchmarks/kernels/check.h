@@ -1,8 +1,10 @@
-// Ends a benchmark at the first error of CUDA.
+// Ends a benchmark at the first error of CUDA; memory, and kernels that wait.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
@@ -12,3 +14,20 @@ inline void end_at_error(cudaError_t error, const char* what) {
   std::exit(1);
 }
 #define CHECK(call) end_at_error((call), #call)
+
+// Filled with 0xff, which is NaN in every float.
+template <class T>
+T* device_array(size_t count) {
+  void* memory = nullptr;
+  CHECK(cudaMalloc(&memory, std::max<size_t>(count, 1) * sizeof(T)));
+  CHECK(cudaMemset(memory, 0xff, std::max<size_t>(count, 1) * sizeof(T)));
+  return static_cast<T*>(memory);
+}
+
+__device__ inline void wait_ns(uint64_t ns) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - start < ns);
+}
+static __global__ void delay(uint64_t ns) { wait_ns(ns); }

@@ -12,10 +12,7 @@
 __global__ void __cluster_dims__(2, 1, 1) hold_sms(uint64_t ns) {
   extern __shared__ char memory[];
   memory[threadIdx.x] = 0;
-  uint64_t start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  while (now - start < ns);
+  wait_ns(ns);
 }
 
 // Holds them from now on, on devices 0, 1, ...; ends when the kernels do.

@@ -39,13 +39,6 @@ struct Shape {
 };
 
 template <class T>
-T* device_array(size_t count) {
-  void* memory = nullptr;
-  CHECK(cudaMalloc(&memory, std::max<size_t>(count, 1) * sizeof(T)));
-  CHECK(cudaMemset(memory, 0xff, std::max<size_t>(count, 1) * sizeof(T)));
-  return static_cast<T*>(memory);
-}
-template <class T>
 T* upload(const std::vector<T>& host) {
   T* memory = device_array<T>(host.size());
   CHECK(cudaMemcpy(memory, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));

@@ -43,21 +43,7 @@ __global__ void multiply_naively(const __nv_bfloat16* a, const __nv_bfloat16* b,
   out[i] = sum;
 }
 
-__global__ void delay(uint64_t ns) {
-  uint64_t start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  while (now - start < ns);
-}
-
 inline unsigned blocks_of(int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
-
-template <class T>
-T* device_array(int64_t count) {
-  void* memory = nullptr;
-  CHECK(cudaMalloc(&memory, std::max<int64_t>(count, 1) * sizeof(T)));
-  return static_cast<T*>(memory);
-}
 
 // One GPU: operands of all three ops, with room for float32 results.
 struct Rank {

@@ -24,28 +24,16 @@ using namespace jax_ep;
 
 namespace {
 
-constexpr int kHeldMs = 2000, kSharedBytes = 227 * 1024;
+constexpr int kSharedBytes = 227 * 1024;
+constexpr uint64_t kHeldNs = 2'000'000'000;
 constexpr LaunchConfig kConfig{96, 256, 4, 128 + 7 * 4096};
-
-// Every block takes a whole SM.
-__global__ void hold(int ms) {
-  extern __shared__ char memory[];
-  uint64_t begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-  memory[threadIdx.x] = 0;
-  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  while (now - begin < uint64_t(ms) * 1'000'000);
-}
 
 // Memory of the current device that is read back after an op.
 struct Array {
   void* data = nullptr;
   size_t bytes = 0;
 
-  explicit Array(size_t size, int byte = 0xff) : bytes(size) {
-    CHECK(cudaMalloc(&data, std::max<size_t>(size, 16)));
-    CHECK(cudaMemset(data, byte, std::max<size_t>(size, 16)));
-  }
+  explicit Array(size_t size) : bytes(size) { data = device_array<char>(size); }
   template <class T>
   explicit Array(const std::vector<T>& host) : Array(host.size() * sizeof(T)) {
     CHECK(cudaMemcpy(data, host.data(), bytes, cudaMemcpyHostToDevice));
@@ -226,7 +214,7 @@ bool ends_beside(const Case& op, const Group& group, int sms, const Streams& str
   const Results wanted = run_alone(op, group, streams);
   spoil_results(op);
   on_each(group.size(), [&](int rank) {
-    hold<<<sms, 1, kSharedBytes, streams[rank][1]>>>(kHeldMs);
+    delay<<<sms, 1, kSharedBytes, streams[rank][1]>>>(kHeldNs);  // every block takes a whole SM
     CHECK(cudaGetLastError());
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -258,7 +246,7 @@ int main() {
   Streams streams(ranks);
   on_each(ranks, [&](int rank) {
     CHECK(load_kernels(kSharedBytes));
-    CHECK(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    CHECK(cudaFuncSetAttribute(delay, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
     for (cudaStream_t& stream : streams[rank]) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   });
   std::vector<Case> cases;
