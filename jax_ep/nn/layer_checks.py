@@ -29,7 +29,7 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
     checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
     checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
     _check_names(op, "experts", experts)
-    names = (*experts.names, "down")
+    names = (*experts.first_names, "down")
     if any_matrices:
         _check_pytrees(op, experts, names)
     else:
@@ -79,15 +79,15 @@ def checked_shared(op: str, tokens: jax.Array, shared: Any) -> Experts:
 
 
 def _check_names(op: str, of: str, experts: Experts) -> None:
-    if not experts.names:
+    if not experts.first_names:
         raise ValueError(f"{op}: {of}.gate and {of}.up must not both be None")
 
 
 def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead: str) -> None:
     """Args: `of`, the argument's name; `lead`, "E / R, " where arrays have the rank's experts as their first axis."""
-    hidden, (name, *_) = tokens.shape[1], experts.names
+    hidden, (name, *_) = tokens.shape[1], experts.first_names
     first = getattr(experts, name)
-    for each in (*experts.names, "down"):
+    for each in (*experts.first_names, "down"):
         matrix = getattr(experts, each)
         if isinstance(matrix, Float8Weights) and lead:
             checks.check_rank(op, f"{of}.{each}.bits", matrix.bits, 3, "[E / R, N, K]")
@@ -101,7 +101,7 @@ def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead:
         raise ValueError(f"{op}: {of}.{name} must have at least one expert on every rank, got {first.shape}")
     if experts.up is None and width % 2:
         raise ValueError(f"{op}: {of}.gate must have shape {layout} where {of}.up is None, got {first.shape}")
-    for each in experts.names:
+    for each in experts.first_names:
         _check_matrix(op, f"{of}.{each}", getattr(experts, each), tokens.dtype, (*count, hidden, width), layout)
     width //= 2 if experts.up is None else 1
     _check_matrix(op, f"{of}.down", experts.down, tokens.dtype, (*count, width, hidden), f"[{lead}F, H]")
@@ -143,7 +143,7 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
             raise ValueError(f"{op}: precision must be None where product is given, got {precision!r}")
         return False
     if precision is None:
-        for name in (*experts.names, "down"):
+        for name in (*experts.first_names, "down"):
             if isinstance(getattr(experts, name), Float8Weights):
                 raise TypeError(f"{op}: experts.{name} must be an array unless precision='float8', got Float8Weights")
         return False

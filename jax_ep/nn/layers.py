@@ -114,7 +114,7 @@ def moe_mlp(
     if shared is None:
         return routed(overlapped=None)[:2]
     first_biases, down_bias = split_biases(shared, shared.biases)
-    products = tuple(jnp.dot(tokens, matrix) for matrix in shared.first)
+    products = tuple(jnp.dot(tokens, matrix) for matrix in shared.first_matrices)
     hidden = unit_of(op, shared, "shared")(products, first_biases)
     overlaps = group.async_ops and dispatch.by_kernels and not shared_tokens
     # With async ops, the products by gate and up overlap the dispatch, and the product by down overlaps the combine.

@@ -150,7 +150,7 @@ def plain_answers(
     if call.weigh_inputs:
         rows = weighed(rows, routing.by_row(routing.weights, 0))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
-    products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first), PRODUCTS)
+    products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first_matrices), PRODUCTS)
     first_biases, down_bias = split_biases(experts, experts.biases)
     inner = call.unit(products, first_biases, sizes).astype(rows.dtype)
     answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(rows.dtype)
@@ -250,7 +250,7 @@ def up_and_gate(
     rows: Any
     rows, sizes, experts = kept.rows, kept.sizes, kept.experts
     biases, _ = split_biases(experts, experts.biases)
-    matrices: Any = experts.first
+    matrices: Any = experts.first_matrices
     known = call.unit.known if all(bias is None for bias in biases) else None
     if known is not None and not call.in_float8:
 
@@ -289,7 +289,8 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> tuple[jax.Arr
         d_rows = scatter(call.dispatch.group, changes.tokens, routing)
     d_routed_weights = sent_weights(call.dispatch.group, changes.weights, routing)
     d_products = tuple(
-        product_tangent(rows, getattr(experts, name), sizes, d_rows, getattr(d_experts, name)) for name in experts.names
+        product_tangent(rows, getattr(experts, name), sizes, d_rows, getattr(d_experts, name))
+        for name in experts.first_names
     )
     inner, d_inner = jax.jvp(
         _unit_of_kept(call, kept),
@@ -332,14 +333,14 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
     wide: Any = rows if isinstance(rows, GatheredRows) else dequantized(rows, dtype)
     d_matrices = {
         name: _matrix_gradient(wide, getattr(experts, name), each, sizes)
-        for name, each in zip(experts.names, d_products, strict=True)
+        for name, each in zip(experts.first_names, d_products, strict=True)
     }
     # The weighed unit is freed before the cotangents of the rows need as much memory.
     d_down, d_products = jax.lax.optimization_barrier((d_down, d_products))
     if call.float8_dgrad:
-        d_rows = float8_lhs_gradient(tuple(map(quantize_rows, d_products)), experts.first, sizes, dtype)
+        d_rows = float8_lhs_gradient(tuple(map(quantize_rows, d_products)), experts.first_matrices, sizes, dtype)
     else:
-        matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first)
+        matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
         d_rows = add_lhs_gradients(jnp.zeros_like(weighed_inner, shape=wide.shape), d_products, matrices, sizes)
     d_tokens, d_weights = return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)

@@ -53,14 +53,14 @@ class Experts:
     )
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the matrices that rows are multiplied by: gate and up, or the one that there is."""
+    def first_names(self) -> tuple[str, ...]:
+        """The names of the matrices by which rows are multiplied: gate and up, or the one that there is."""
         return tuple(name for name in ("gate", "up") if getattr(self, name) is not None)
 
     @property
-    def first(self) -> tuple[Any, ...]:
+    def first_matrices(self) -> tuple[Any, ...]:
         """The matrices of these names."""
-        return tuple(getattr(self, name) for name in self.names)
+        return tuple(getattr(self, name) for name in self.first_names)
 
 
 def split_biases(experts: Experts, biases: Any) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
