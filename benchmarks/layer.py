@@ -260,7 +260,7 @@ def measure(
     share = 1.0
     if round_tokens:
         more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
-        _, *chosen = moe_sweep.make_inputs(more, make_ids(Case(more, routing), group.size), group)
+        _, *chosen = moe.make_inputs(more, make_ids(Case(more, routing), group.size), group)
         left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*chosen).expert_ids), shape.experts, group.size)
         share = left.rows / needed.rows
         one = rounded(ours(group, max(room, -(-left.rows // 128) * 128), implementation), shape)
@@ -296,7 +296,7 @@ def table(result: Result) -> Iterator[str]:
         cells = [str(result), name, *half(result, name, FORWARD), *half(result, name, STEP)]
         cells.append(mebibytes(result.operand_bytes if name in LAYERS else None))
         cells += [mebibytes(result.held.get((name, which))) for which in (FORWARD, STEP)]
-        yield f"| {' | '.join(cells)} |"
+        yield row(*cells)
 
 
 def half(result: Result, name: str, training: bool) -> list[str]:

@@ -157,7 +157,7 @@ def add_lhs_gradients(
     On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
-    if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
+    if alike and choose_multiplier(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
         both = batched_alike(*cotangents, *rhs, group_sizes)
         return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
     for cotangent, matrix in zip(cotangents, rhs, strict=True):
@@ -230,7 +230,7 @@ def gated_gradient(
     function of all arrays, which serves calls that the GEMM core does not.
     """
     operands = batched_alike(cotangent, rhs, group_sizes, products, row_weights)
-    if _choose(AUTO, rhs.dtype, *operands[:3]) != "core":
+    if choose_multiplier(AUTO, rhs.dtype, *operands[:3]) != "core":
         return composed(*operands)
     by_core = partial(kernels.d_gated_matmul, activation=activation)
     call = partial(jax.lax.platform_dependent, cuda=by_core, default=composed)

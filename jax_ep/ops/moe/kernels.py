@@ -72,14 +72,14 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
 
 def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if _exchanges_nothing(group):
-        return combine_here(expert_outputs, routing, weights)
+        return combine_locally(expert_outputs, routing, weights)
     return _combine("combine", group, expert_outputs, weights, routing, weighted=True)["combined"]
 
 
 def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     if _exchanges_nothing(group):
-        return combine_here(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
+        return combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
     called = _combine("dispatch's backward pass", group, rows, weights, routing, weighted=False)
     return called["combined"], called["returned"]
 
@@ -106,7 +106,7 @@ def _combine(
     )
 
 
-def combine_here(rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
+def combine_locally(rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
     """`combine` of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
 
     The tokens of a dispatch that failed become NaN.

@@ -46,15 +46,14 @@ def sums_of_shared_tokens(
     rows = GatheredRows(tokens, routing.indices)
     gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
     if gathers:
-        leaves, treedef = jax.tree.flatten((rows, sizes, experts))
-        rows, sizes, experts = treedef.unflatten(vary.vary_alike(None, *leaves))
+        rows, sizes, experts = vary.vary_alike(None, rows, sizes, experts)
         kept = Kept(rows, sizes, routing, (), experts, ())
         inner: Any = up_and_gate(call, kept, tokens.dtype, keep_products=False)[0]
         down_bias = split_biases(experts, experts.biases)[1]
-        answers, weighed = with_bias(ragged_dot(inner, experts.down, sizes), down_bias, sizes), routing
+        answers, weighed_routing = with_bias(ragged_dot(inner, experts.down, sizes), down_bias, sizes), routing
     else:
-        answers, weighed = plain_answers(call, taken(rows), sizes, routing, experts)
-    own = kernels.combine_here(answers, weighed, weighed.weights)
+        answers, weighed_routing = plain_answers(call, taken(rows), sizes, routing, experts)
+    own = kernels.combine_locally(answers, weighed_routing, weighed_routing.weights)
     total = agreement.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
     if not always_fits(alone, num_tokens * top_k):
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
