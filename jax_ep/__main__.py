@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     _avoid_unbuilt_gpus()
     demo = _DEMOS.get(options.command)
     try:
-        return (load("examples", demo) if demo else load("benchmarks", options.what)).main(rest)
+        if demo:
+            return load("examples", demo).main(rest)
+        return load("benchmarks", "provenance").run(options.what, load("benchmarks", options.what).main, rest)
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:
             raise

@@ -20,7 +20,7 @@ ProductImplementation = Literal["auto", "pallas", "xla"]
 IMPLEMENTATIONS: tuple[ProductImplementation, ...] = ("auto", "pallas", "xla")
 
 
-class Settings(NamedTuple):
+class ProductSettings(NamedTuple):
     """Who computes a product, and how precisely where its operands are in float32."""
 
     implementation: ProductImplementation = "auto"
@@ -126,7 +126,7 @@ def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`ragged_dot` of rows that may be gathered."""
+    """`ragged_dot` of rows that may stay where they are."""
     if isinstance(rows, GatheredRows):
         return ragged_dot(rows.matrix, rhs, group_sizes, lhs_indices=rows.indices)
     return ragged_dot(rows, rhs, group_sizes)
@@ -138,11 +138,6 @@ def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax
     For backward passes, here and in other families: the operands vary over the same mesh axes, as in `rhs_gradient`.
     """
     return _grouped("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
-
-
-def _batched_alike(operands: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(operands)
-    return treedef.unflatten(batched_alike(*leaves))
 
 
 def _by_transposed(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
@@ -157,7 +152,7 @@ def add_lhs_gradients(
     On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
-    if alike and choose_multiplier(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
+    if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
         both = batched_alike(*cotangents, *rhs, group_sizes)
         return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
     for cotangent, matrix in zip(cotangents, rhs, strict=True):
@@ -230,7 +225,7 @@ def gated_gradient(
     function of all arrays, which serves calls that the GEMM core does not.
     """
     operands = batched_alike(cotangent, rhs, group_sizes, products, row_weights)
-    if choose_multiplier(AUTO, rhs.dtype, *operands[:3]) != "core":
+    if _choose(AUTO, rhs.dtype, *operands[:3]) != "core":
         return composed(*operands)
     by_core = partial(kernels.d_gated_matmul, activation=activation)
     call = partial(jax.lax.platform_dependent, cuda=by_core, default=composed)
@@ -238,7 +233,7 @@ def gated_gradient(
 
 
 def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, with the derivative of `by_xla`, the same function by XLA."""
+    """`call`, whose derivative is that of the same function by XLA."""
     if call is by_xla:
         return call
     product = jax.custom_jvp(call)
@@ -249,7 +244,7 @@ def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> 
 def _by(
     name: str,
     by_xla: Callable[..., Any],
-    settings: Settings,
+    settings: ProductSettings,
     dtype: Any,
     left: Rows,
     right: Rows,
@@ -276,7 +271,7 @@ def _platforms(settings: ProductSettings) -> tuple[str, ...]:
 
 
 def _choose(
-    settings: Settings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array
+    settings: ProductSettings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array
 ) -> Literal["core", "pallas", "xla"]:
     """Who multiplies these operands.
 
@@ -303,13 +298,15 @@ def _choose(
     return "pallas" if by_pallas else "xla"
 
 
-def _grouped(form: Form, settings: Settings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
+def _grouped(form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
     """`product`, which JAX differentiates where XLA multiplies."""
     by_xla = _choose(settings, dtype, left, right, sizes) == "xla"
     return (_multiplied if by_xla else product)(form, settings, dtype, left, right, sizes)
 
 
-def _multiplied(form: Form, settings: Settings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
+def _multiplied(
+    form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
+) -> jax.Array:
     """By the kernels of this form, or by XLA; kernels store a contraction in the dtype of the operands."""
 
     def by_xla(left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
@@ -319,7 +316,7 @@ def _multiplied(form: Form, settings: Settings, dtype: Any, left: Rows, right: R
         matrices: Any = right
         return (_by_transposed if form == "transposed" else _by_xla)(left, matrices, sizes, **options)
 
-    left, right, sizes = _batched_alike((left, right, sizes))
+    left, right, sizes = batched_alike(left, right, sizes)
     if form == "contracted":
         call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes) if dtype == left.dtype else by_xla
     else:
@@ -333,7 +330,7 @@ product = jax.custom_jvp(_multiplied, nondiff_argnums=(0, 1, 2))
 
 @product.defjvp
 def _product_jvp(
-    form: Form, settings: Settings, dtype: Any, primals: Any, tangents: Any
+    form: Form, settings: ProductSettings, dtype: Any, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The derivatives of the three forms are of the three forms."""
 

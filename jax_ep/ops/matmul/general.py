@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep._kit.batches import batched_alike
-from jax_ep.ops.matmul.api import Form, Settings, check_operands, product
+from jax_ep.ops.matmul.api import Form, ProductSettings, check_operands, product
 
 FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
     "plain": ((1,), (1,), (), (), (0,), (0,)),
@@ -52,5 +52,5 @@ def ragged_dot_general(
         return by_xla(*operands)
     operands = vary.vary_alike(None, *operands)
     dtype = jax.eval_shape(by_xla, *operands).dtype  # with all its checks
-    settings = Settings(precision=precision)
+    settings = ProductSettings(precision=precision)
     return product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))
