@@ -17,9 +17,7 @@ struct ValueAndSlope {
 // 1 / (1 + e^-x)
 JAX_EP_FN float sigmoid(float x) {
   constexpr float kLog2E = 1.4426950408889634F;
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1 + exp2_fast(-kLog2E * x)));
-  return result;
+  return reciprocal_fast(1 + exp2_fast(-kLog2E * x));
 }
 
 // As in jax.nn, in float32.

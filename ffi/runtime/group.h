@@ -189,10 +189,10 @@ class Group {
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
-  std::vector<std::shared_ptr<const Region>> regions_;  // heaps, and all staging of the group's life
-  std::map<std::pair<int, int>, Region> staging_;       // by rank slot and index in the mail
+  std::vector<std::shared_ptr<const Region>> regions_;        // heaps, and all staging of the group's life
+  std::map<std::pair<int, int>, Region> staging_;             // by rank slot and index in the mail
   std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by own rank slot, if there are other processes
-  std::unique_ptr<Sharing> sharing_;  // none in a group of one process
+  std::unique_ptr<Sharing> sharing_;                          // none in a group of one process
 };
 
 }  // namespace jax_ep

@@ -16,13 +16,18 @@ JAX_EP_FN float exp2_fast(float x) {
   return result;
 }
 
-// 1 / x to within a unit of the last place. Scaled, so that it is not flushed to zero where x is near the largest
+// 1 / x to within a unit of the last place; what is subnormal is zero.
+JAX_EP_FN float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// The same, scaled, so that it is not flushed to zero where x is near the largest
 // float.
 JAX_EP_FN float reciprocal(float x) {
   constexpr float kScale = 0.25F;
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kScale));
-  return result * kScale;
+  return reciprocal_fast(x * kScale) * kScale;
 }
 
 // Two values times `factor` as e4m3, the first in the low byte. What is beyond the largest becomes that.
