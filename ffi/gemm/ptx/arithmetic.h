@@ -23,8 +23,7 @@ JAX_EP_FN float reciprocal_fast(float x) {
   return result;
 }
 
-// The same, scaled, so that it is not flushed to zero where x is near the largest
-// float.
+// The same, scaled, so that it is not flushed to zero where x is near the largest float.
 JAX_EP_FN float reciprocal(float x) {
   constexpr float kScale = 0.25F;
   return reciprocal_fast(x * kScale) * kScale;
