@@ -11,7 +11,7 @@ import jax_ep.pallas_kernels
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text()
 MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.float8, jax_ep.embedding, jax_ep.pallas_kernels]
-TYPES_OF_ARGUMENTS = {"Implementation", "OnOverflow", "Scalar", "Tree"}
+TYPES_OF_ARGUMENTS = {"Implementation", "OnOverflow", "Scalar", "Tree", "ActivationName", "ACTIVATIONS"}
 
 
 def test_every_public_name_is_on_the_page() -> None:
