@@ -307,7 +307,7 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
     ),
 }
 GROUP_SIZES = ("group_sizes", "int32", (2,))
-MORE_OPERANDS = {case: [("indices", "int32", (3,))] for case in ("gathered rows", "gathered float8")}
+MORE_OPERANDS: dict[str, Any] = {case: [("indices", "int32", (3,))] for case in ("gathered rows", "gathered float8")}
 MORE_OPERANDS["d_gated"] = [("gate", "bfloat16", (3, 16)), ("row_weights", "float32", (3,))]
 MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
 MORE_RESULTS["d_gated"] = [jax.ShapeDtypeStruct((3, 16), jax.numpy.bfloat16), jax.ShapeDtypeStruct((1, 3), np.float32)]
