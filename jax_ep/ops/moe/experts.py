@@ -231,15 +231,20 @@ def _forward(
     if overlapped is not None:
         rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
     kept = Kept(rows, sizes, routing, (), experts, parameters)
-    inner, products = up_and_gate(call, kept, tokens.dtype, keep_products=keep_products)
-    multiply: Any = quantized_product if call.in_float8 else ragged_dot
-    answers = multiply(inner, experts.down, sizes)
-    answers = with_bias(answers, split_biases(experts, experts.biases)[1], sizes)
+    answers, products = answers_of(call, kept, tokens.dtype, keep_products=keep_products)
     combined = checkpoint_name(combine(group, answers, routing.weights, routing), COMBINED)
     return combined, kept._replace(products=products), overlapped
 
 
-def up_and_gate(
+def answers_of(call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool) -> tuple[jax.Array, Products]:
+    """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
+    inner, products = _up_and_gate(call, kept, dtype, keep_products=keep_products)
+    multiply: Any = quantized_product if call.in_float8 else ragged_dot
+    answers = multiply(inner, kept.experts.down, kept.sizes)
+    return with_bias(answers, split_biases(kept.experts, kept.experts.biases)[1], kept.sizes), products
+
+
+def _up_and_gate(
     call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
     """The unit of the products of dispatched rows, and these products.

@@ -1,19 +1,17 @@
 """A layer of tokens that all ranks have, as when serving: only the sums of the ranks' own experts travel."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import vary
-from jax_ep.ops.matmul.api import ragged_dot
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.experts import ExpertsCall, Kept, plain_answers, stats_of, up_and_gate
+from jax_ep.ops.moe.experts import ExpertsCall, Kept, answers_of, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
-from jax_ep.ops.moe.units import Experts, split_biases, with_bias
+from jax_ep.ops.moe.units import Experts
 from jax_ep.ops.moe.xla import count_invalid
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
@@ -48,9 +46,7 @@ def sums_of_shared_tokens(
     if gathers:
         rows, sizes, experts = vary.vary_alike(None, rows, sizes, experts)
         kept = Kept(rows, sizes, routing, (), experts, ())
-        inner: Any = up_and_gate(call, kept, tokens.dtype, keep_products=False)[0]
-        down_bias = split_biases(experts, experts.biases)[1]
-        answers, weighed_routing = with_bias(ragged_dot(inner, experts.down, sizes), down_bias, sizes), routing
+        answers, weighed_routing = answers_of(call, kept, tokens.dtype, keep_products=False)[0], routing
     else:
         answers, weighed_routing = plain_answers(call, taken(rows), sizes, routing, experts)
     own = kernels.combine_locally(answers, weighed_routing, weighed_routing.weights)

@@ -63,8 +63,8 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """How many assignments of the same expert come before each of `expert` [S, N], in row-major order: [S * N] int32;
     and those of each expert in each line, [S, experts] int32. Experts out of bounds have position 0, and no count.
 
-    A counting sort in blocks: a product with a triangle counts within a block. It takes half of the time of a sort on
-    a GPU.
+    A counting sort in blocks: a product with a triangle counts within a block. On an H200 it takes a quarter to a half
+    of the time of a sort for up to 8,192 tokens of top-8, and a third more for 32,768 of 128 experts.
     """
     lines, width = expert.shape
     if width == 0:  # sorted, as jaxlib 0.10 does not compile the gradient of a program that is constant
