@@ -14,7 +14,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels, pallas
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, parts, sum_rows, taken
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, gathered_rows, parts, sum_rows, taken
 
 ProductImplementation = Literal["auto", "pallas", "xla"]
 IMPLEMENTATIONS: tuple[ProductImplementation, ...] = ("auto", "pallas", "xla")
@@ -86,10 +86,9 @@ def ragged_dot(
         options["out_sharding"] = out_sharding
     rows, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     if lhs_indices is not None:
-        checks.check_rank("ragged_dot", "lhs_indices", lhs_indices, 1, "[M]")
-        checks.check_kind("ragged_dot", "lhs_indices", lhs_indices, jnp.integer, "integer")
+        gathered = gathered_rows("ragged_dot", rows, lhs_indices)
         checks.check_rank("ragged_dot", "lhs", rows, 2, "[rows, K]")
-        rows = GatheredRows(rows, checks.to_int32(lhs_indices))
+        rows = gathered
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:
         return by_xla(rows, rhs, group_sizes)

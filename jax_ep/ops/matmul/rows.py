@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep._kit import checks
 from jax_ep._kit.linear import linear
 
 ZERO_ROW = -1  # an index. Any other outside the matrix is a row of NaN
@@ -34,6 +35,13 @@ class GatheredRows:
 
 
 Rows = jax.Array | GatheredRows
+
+
+def gathered_rows(op: str, matrix: Any, lhs_indices: jax.Array) -> GatheredRows:
+    """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless these fit."""
+    checks.check_rank(op, "lhs_indices", lhs_indices, 1, "[M]")
+    checks.check_kind(op, "lhs_indices", lhs_indices, jnp.integer, "integer")
+    return GatheredRows(matrix, checks.to_int32(lhs_indices))
 
 
 def parts(rows: Any) -> tuple[Any, jax.Array | None]:

@@ -14,7 +14,7 @@ from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
 from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product, quantized_weights
 from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, without_gradient
-from jax_ep.ops.matmul.rows import GatheredRows
+from jax_ep.ops.matmul.rows import gathered_rows
 
 
 def ragged_dot(
@@ -54,9 +54,7 @@ def ragged_dot(
         dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
         if lhs_indices is None:
             return grouped_product(dtype, lhs, rhs, groups)
-        checks.check_rank(op, "lhs_indices", lhs_indices, 1, "[M]")
-        checks.check_kind(op, "lhs_indices", lhs_indices, np.integer, "an integer")
-        return grouped_product(dtype, GatheredRows(lhs, checks.to_int32(lhs_indices)), rhs, groups)
+        return grouped_product(dtype, gathered_rows(op, lhs, lhs_indices), rhs, groups)
     if lhs_indices is not None:
         raise ValueError(f"{op}: lhs_indices must be None unless lhs is Float8Rows, got {checks.describe(lhs_indices)}")
     _check_mixed(op, lhs, rhs)
