@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -104,6 +105,7 @@ class HeartbeatThread:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._silent = False
+        self._asked: float | None = None  # when the call of the store began that is not back yet
         self._thread: threading.Thread | None = None
 
     @property
@@ -148,8 +150,10 @@ class HeartbeatThread:
         self._join()
 
     def _join(self) -> None:
+        """Waits for the last heartbeat, but not for a coordinator that does not answer."""
+        waited = 0.0 if self._asked is None else time.monotonic() - self._asked
         if self._thread is not None:
-            self._thread.join(timeout=_JOIN_SECONDS)  # it may wait for a coordinator that does not answer
+            self._thread.join(timeout=max(0.0, _JOIN_SECONDS - waited))
 
     def _run(self, stopped: threading.Event) -> None:
         try:
@@ -168,6 +172,7 @@ class HeartbeatThread:
             return False
         with self._lock:
             heartbeat = Heartbeat(self._incarnation, next(self._beats), dict(self._parts))
+        self._asked = time.monotonic()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             store.key_value_set(self._key, str(heartbeat), allow_overwrite=True)
             readings: dict[int, Heartbeat] = {}
@@ -177,6 +182,7 @@ class HeartbeatThread:
                     if str(int(process)) == process:
                         readings[int(process)] = Heartbeat.parse(text)
             self.readings = Readings(self.readings.reads + 1, readings)
+        self._asked = None
         return True
 
     def _pause(self) -> float:

@@ -211,8 +211,8 @@ class Liveness:
             last, before = time.monotonic(), last
             if self._lost is None and (lost := self._look(last - before)) is not None:
                 _LOGGER.error("%s: %s", type(lost).__name__, self._failed(lost))
+                self._end(LEFT)  # before a caller sees the error: it may end the process
                 self._lost = lost
-                self._end(LEFT)
                 self._on_lost(self._failed(lost))
             if self._heartbeat.over:
                 return
