@@ -63,22 +63,20 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """How many assignments of the same expert come before each of `expert` [S, N], in row-major order: [S * N] int32;
     and those of each expert in each line, [S, experts] int32. Experts out of bounds have position 0, and no count.
 
-    A counting sort in blocks: a product with a triangle counts within a block. On an H200 it takes a quarter to a half
-    of the time of a sort for up to 8,192 tokens of top-8, and a third more for 32,768 of 128 experts.
+    A counting sort in blocks: within a block every pair is compared, and each expert's assignments are counted.
     """
     lines, width = expert.shape
     if width == 0:  # sorted, as jaxlib 0.10 does not compile the gradient of a program that is constant
         return jnp.sort(expert.reshape(-1)), jnp.zeros((lines, experts), jnp.int32)
     blocks = -(-width // _BLOCK)
-    padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts)
+    padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts).reshape(-1, _BLOCK)
+    same = padded[:, :, None] == padded[:, None, :]
+    earlier = (same & jnp.tri(_BLOCK, k=-1, dtype=bool)).sum(axis=2, dtype=jnp.int32)
     each = jnp.arange(experts, dtype=expert.dtype)[:, None]
-    chosen = padded.reshape(-1, 1, _BLOCK) == each  # [blocks, experts, positions in a block]
-    ones = chosen.astype(jnp.bfloat16)  # and what they count: integers up to 256 are exact
-    earlier = ones @ jnp.tri(_BLOCK, k=-1, dtype=ones.dtype).T
-    of_block = chosen.sum(axis=2, dtype=jnp.int32)
+    of_block = (padded[:, None, :] == each).sum(axis=2, dtype=jnp.int32)
     ends = jnp.cumsum(of_block, axis=0)
-    before = (ends - of_block)[:, :, None] + earlier.astype(jnp.int32)
-    position = jnp.where(chosen, before, 0).sum(axis=1, dtype=jnp.int32)
+    before = jnp.take_along_axis(ends - of_block, jnp.minimum(padded, experts - 1), axis=1)
+    position = jnp.where(padded < experts, before + earlier, 0)
     counts = jnp.diff(ends[blocks - 1 :: blocks], axis=0, prepend=0)
     return position.reshape(lines, -1)[:, :width].reshape(-1), counts
 
