@@ -235,20 +235,14 @@ struct StoreSwapped {
 
   JAX_EP_FN StoreSwapped(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
 
-  template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2], Memory& shared,
+  // A warpgroup has 64 columns in each part.
+  template <int kParts, int kCount, class Memory>
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kParts][kCount], Memory& shared,
                        int& chunks, int warp, int lane) const {
-    store_columns<Out, kMostRows>(map, out, problem.n, tile.col + warp / kWarpgroup * kSlice, problem.n, tile, d,
-                                  shared, chunks, warp, lane);
-  }
-  // A warpgroup's columns in two parts.
-  template <class Memory>
-  JAX_EP_FN void store_wide(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
-                            Memory& shared, int& chunks, int warp, int lane) const {
 #pragma unroll
-    for (int part = 0; part < 2; ++part)
-      store_columns<Out, kMostGathered>(map, out, problem.n, tile.col + (warp / kWarpgroup * 2 + part) * kSlice,
-                                        problem.n, tile, d[part], shared, chunks, warp, lane);
+    for (int part = 0; part < kParts; ++part)
+      store_columns<Out, 2 * kCount>(map, out, problem.n, tile.col + (warp / kWarpgroup * kParts + part) * kSlice,
+                                     problem.n, tile, d[part], shared, chunks, warp, lane);
   }
 };
 

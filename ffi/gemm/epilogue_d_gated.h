@@ -45,21 +45,16 @@ struct StoreDGated {
 
   JAX_EP_FN StoreDGated(const Maps&, const Product& product) : product(product) {}
 
-  template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2], Memory& shared,
+  // A warpgroup has 64 columns in each part.
+  template <int kParts, int kCount, class Memory>
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kParts][kCount], Memory& shared,
                        int& /*chunks*/, int warp, int lane) const {
 #pragma unroll
-    for (int first = 0; first < kMostRows; first += kPartRows)
-      store_part(problem, tile, first, tile.col + warp / kWarpgroup * kSlice, d + first / 2, shared, warp, lane);
-  }
-  // A warpgroup's columns in two parts.
-  template <class Memory>
-  JAX_EP_FN void store_wide(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
-                            Memory& shared, int& /*chunks*/, int warp, int lane) const {
-    static_assert(kMostGathered == kPartRows);
+    for (int part = 0; part < kParts; ++part)
 #pragma unroll
-    for (int part = 0; part < 2; ++part)
-      store_part(problem, tile, 0, tile.col + (warp / kWarpgroup * 2 + part) * kSlice, d[part], shared, warp, lane);
+      for (int first = 0; first < 2 * kCount; first += kPartRows)
+        store_part(problem, tile, first, tile.col + (warp / kWarpgroup * kParts + part) * kSlice, d[part] + first / 2,
+                   shared, warp, lane);
   }
 
  private:

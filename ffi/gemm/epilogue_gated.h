@@ -22,7 +22,7 @@ struct StoreGated {
   // All consumers of a CTA call together. Each warp waits until TMA has read the last chunk before all threads meet: so
   // the other buffer is free behind the meeting.
   template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kMostRows / 2], Memory& shared,
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMostRows / 2], Memory& shared,
                        int& chunks, int warp, int lane) const {
     const bool keeps = product.keeps_products;
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
@@ -32,7 +32,7 @@ struct StoreGated {
       if (first >= tile.rows) break;
       const int buffer = chunks++ % 2 * kChunkBytes;
       char* const own = chunks_of(shared, warp / kWarpgroup) + buffer;
-      stage_chunk<T>(own, warp % kWarpgroup * 16, d + first / 2, lane);
+      stage_chunk<T>(own, warp % kWarpgroup * 16, d[0] + first / 2, lane);
       if (keeps) {
         ptx::shared_proxy_fence();
         if (lane == 0) ptx::wait_stores_read<0>();
@@ -55,8 +55,8 @@ struct StoreGated {
 
   // A warpgroup has 64 columns of both products.
   template <class Memory>
-  JAX_EP_FN void store_wide(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
-                            Memory& shared, int& chunks, int warp, int lane) const {
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
+                       Memory& shared, int& chunks, int warp, int lane) const {
     const int col = tile.col + warp / kWarpgroup * kSlice, up = product.second_column();
     if (product.keeps_products) {
       store_columns<T, kMostGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,

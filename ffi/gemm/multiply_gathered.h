@@ -14,51 +14,13 @@
 
 namespace jax_ep::gemm {
 
-// The weights of a tile whose rows are gathered: 256 columns of a matrix per group, 128 for each warpgroup. Both CTAs
-// of a cluster have the same; each loads half of them for both.
-constexpr int kWideSlices = 4;
-template <bool kStoredKN>
-struct WideMatrix {
-  static constexpr int kColumns = kWideSlices * kSlice;
-  static constexpr bool kMn = kStoredKN;
-  const Maps& maps;
-  const Product& product;
-
-  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
-    return slices_in(problem.n - tile.col, kWideSlices);
-  }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, int rank, uint64_t* full) const {
-    load_slices<kMn, kWideSlices>(to, maps.rhs, tile.col, k, tile.group, slices, /*once=*/false, /*shared=*/true, rank,
-                                  full);
-  }
-};
-
-// ... of a gated product: for each warpgroup 64 columns of gate, then the same columns of up.
-struct WideGateAndUp {
-  static constexpr int kColumns = kWideSlices / 2 * kSlice;
-  static constexpr bool kMn = true;
-  const Maps& maps;
-  const Product& product;
-
-  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
-    return 2 * slices_in(problem.n - tile.col, kWideSlices / 2);
-  }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int k, int slices, int rank, uint64_t* full) const {
-    if (2 * rank >= slices) return;
-    const int col = tile.col + rank * kSlice;
-    to += 2 * rank * kSliceBytes;
-    load_box_to(0b11, to, maps.rhs, {col, k, tile.group}, full);
-    load_box_to(0b11, to + kSliceBytes, maps.second_rhs, {product.second_column() + col, k, tile.group}, full);
-  }
-};
-
 // What TMA loads where rows are gathered: the weights.
 template <class WeightsOf>
 struct WideSource {
   using Weights = WeightsOf;
   static constexpr int kTerms = 1, kColumns = Weights::kColumns;
   static constexpr bool kGathersContraction = false;
-  static constexpr int kGatheredSlice = kWideSlices;  // the first in a stage
+  static constexpr int kGatheredSlice = Weights::kSlices;  // the first in a stage
 
   const Product& product;
   Weights weights;
@@ -73,7 +35,7 @@ struct WideSource {
                       int rank, uint64_t* full) const {
     if (!elect_lane()) return;
     ptx::arrive_expecting(full, slices * kSliceBytes);
-    weights.load(stage, tile, k, slices, rank, full);
+    weights.load(stage, tile, 0, k, slices, rank, full);
   }
   JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
 };
@@ -102,9 +64,9 @@ struct RightSource {
   JAX_EP_FN static int rows_of(const Tile& tile) { return tile.row_end - tile.row; }
 };
 
-// `Weights`: WideMatrix or WideGateAndUp.
+// `Weights`: SwappedMatrix or SwappedGateAndUp, wide.
 template <class In, class Weights>
-struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>, /*kParts=*/2> {
+struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>> {
   using Source = WideSource<Weights>;
   using Shared = GatheredMemory<SwappedMemory>;
   template <class Aux>

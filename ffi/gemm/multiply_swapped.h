@@ -28,9 +28,10 @@ JAX_EP_FN int multiply_rows(float (&d)[kParts][kMost / 2], SwappedMemory& shared
 }
 
 // A warpgroup has 64 columns in each of kParts.
-template <class In, class SourceOf, int kParts = 1>
+template <class In, class SourceOf>
 struct SwappedMainloop {
   using Source = SourceOf;
+  static constexpr int kParts = Source::Weights::kWide ? 2 : 1;
   using Tile = RowTile;
   template <class Aux>
   using Memory = SwappedMemory;
@@ -83,10 +84,7 @@ struct SwappedMainloop {
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, SwappedMemory& shared, const Problem& problem,
                               const Tile& tile, int& chunks, int warp, int lane) {
-    if constexpr (kParts > 1)
-      epilogue.store_wide(problem, tile, d, shared, chunks, warp, lane);
-    else
-      epilogue.store(problem, tile, d[0], shared, chunks, warp, lane);
+    epilogue.store(problem, tile, d, shared, chunks, warp, lane);
   }
 };
 

@@ -122,47 +122,62 @@ struct TileSource {
   }
 };
 
-// The weights of a tile whose operands are swapped: 128 columns of a matrix per group, stored [k, n] if kStoredKN.
-// Where there are two terms, second_lhs and second_rhs are the other one.
-template <bool kStoredKN, int kPairs = 1>
+// The weights of a tile whose operands are swapped: a matrix per group, stored [k, n] if kStoredKN. A CTA has 128
+// columns of its own; if kWide both CTAs of a cluster have the same 256, of which each loads half for both. Where there
+// are two terms, second_lhs and second_rhs are the other one.
+template <bool kStoredKN, bool kIsWide = false, int kPairs = 1>
 struct SwappedMatrix {
-  static constexpr int kColumns = kTileColumns, kTerms = kPairs;
-  static constexpr bool kMn = kStoredKN;
+  static constexpr bool kMn = kStoredKN, kWide = kIsWide;
+  static constexpr int kSlices = kWide ? 2 * kSlicesA : kSlicesA, kColumns = kSlices * kSlice, kTerms = kPairs;
   const Maps& maps;
   const Product& product;
 
-  // How many slices of 64 columns the tile has; warpgroup i multiplies the i-th.
+  // How many slices of 64 columns the tile has; a warpgroup multiplies one, or two if kWide.
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
-    return slices_in(problem.n - tile.col, kSlicesA);
+    return slices_in(problem.n - tile.col, kSlices);
   }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, uint64_t* full) const {
-    load_slices<kMn, kSlicesA>(to, term == 0 ? maps.rhs : maps.second_rhs, tile.col, k, tile.group, slices,
-                               /*once=*/false, /*shared=*/false, 0, full);
+  JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, int rank, uint64_t* full) const {
+    load_slices<kMn, kSlices>(to, term == 0 ? maps.rhs : maps.second_rhs, tile.col, k, tile.group, slices,
+                              /*once=*/false, /*shared=*/kWide, rank, full);
   }
 };
 
-// ... of a gated product: 64 columns of gate for one warpgroup and the same columns of up for the other. Both are
-// stored [k, n].
+// ... of a gated product: 64 columns of gate, then the same columns of up. If kWide, that for each warpgroup; else one
+// warpgroup multiplies those of gate and the other those of up. Both are stored [k, n].
+template <bool kIsWide = false>
 struct SwappedGateAndUp {
-  static constexpr int kColumns = kSlice, kTerms = 1;
-  static constexpr bool kMn = true;
+  static constexpr bool kMn = true, kWide = kIsWide;
+  static constexpr int kPairs = kWide ? 2 : 1, kColumns = kPairs * kSlice, kTerms = 1, kSlices = 2 * kPairs;
   const Maps& maps;
   const Product& product;
 
-  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const { return tile.col < problem.n ? 2 : 0; }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, uint64_t* full) const {
-    if (slices == 0) return;
-    load_box(to, maps.rhs, {tile.col, k, tile.group}, full);
-    load_box(to + kSliceBytes, maps.second_rhs, {product.second_column() + tile.col, k, tile.group}, full);
+  JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
+    return 2 * slices_in(problem.n - tile.col, kPairs);
+  }
+  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, int rank, uint64_t* full) const {
+    const int pair = kWide ? rank : 0, col = tile.col + pair * kSlice;
+    if (2 * pair >= slices) return;
+    to += 2 * pair * kSliceBytes;
+    load_one(to, maps.rhs, {col, k, tile.group}, full);
+    load_one(to + kSliceBytes, maps.second_rhs, {product.second_column() + col, k, tile.group}, full);
+  }
+
+ private:
+  JAX_EP_FN static void load_one(char* to, const CUtensorMap& map, const Corner& at, uint64_t* full) {
+    if constexpr (kWide)
+      load_box_to(0b11, to, map, at, full);
+    else
+      load_box(to, map, at, full);
   }
 };
 
-// Tiles with swapped operands (multiply_swapped.h): each CTA has its own columns of the weights, and both CTAs of a
-// cluster have the same rows, of which each loads half for both.
+// Tiles with swapped operands (multiply_swapped.h): the CTAs of a cluster have the same rows, of which each loads half
+// for both. Where they have the same weights instead, each has its own rows.
 template <class WeightsOf>
 struct SwappedSource {
   using Weights = WeightsOf;
   static constexpr int kTerms = Weights::kTerms, kColumns = Weights::kColumns;
+  static constexpr int kRows = Weights::kWide ? kMostGathered : kMostRows;
   struct Opened {
     int weights, rows;  // slices with anything in them
   };
@@ -182,10 +197,10 @@ struct SwappedSource {
                       int k, int rank, uint64_t* full) const {
     if (!elect_lane()) return;
     ptx::arrive_expecting(full, (opened.weights + opened.rows) * kSliceBytes);
-    weights.load(stage, tile, term, k, opened.weights, full);
-    load_slices<false, kMostRows / kSlice>(stage + kSlicesA * kSliceBytes, term == 0 ? maps.lhs : maps.second_lhs,
-                                           tile.row, k, 0, opened.rows,
-                                           /*once=*/false, /*shared=*/true, rank, full);
+    weights.load(stage, tile, term, k, opened.weights, rank, full);
+    load_slices<false, kRows / kSlice>(stage + Weights::kSlices * kSliceBytes, term == 0 ? maps.lhs : maps.second_lhs,
+                                       tile.row, k, 0, opened.rows,
+                                       /*once=*/false, /*shared=*/!Weights::kWide, rank, full);
   }
 };
 

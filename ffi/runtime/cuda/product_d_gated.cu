@@ -16,9 +16,10 @@ constexpr Variant<ProductKernel> kKernel{
     &product_kernel<SwappedMainloop<T, SwappedSource<SwappedMatrix<false>>>, StoreDGated<T>>,
     int{sizeof(SwappedMemory)}};
 template <class T>
-constexpr Variant<ProductKernel> kGathered{form(kElement<T>, Gathered::lhs),
-                                           &product_kernel<GatheredRowsMainloop<T, WideMatrix<false>>, StoreDGated<T>>,
-                                           int{sizeof(GatheredMemory<SwappedMemory>)}};
+constexpr Variant<ProductKernel> kGathered{
+    form(kElement<T>, Gathered::lhs),
+    &product_kernel<GatheredRowsMainloop<T, SwappedMatrix<false, true>>, StoreDGated<T>>,
+    int{sizeof(GatheredMemory<SwappedMemory>)}};
 
 constexpr std::array kKernels{kKernel<Bf16>, kKernel<F16>, kGathered<Bf16>, kGathered<F16>};
 

@@ -9,7 +9,7 @@ namespace {
 template <class T, Activation kActivation>
 constexpr Variant<ProductKernel> kKernel{
     {kElement<T>, kElement<T>, false, true, kMostRows, /*swap_ab=*/true, Epilogue::gated, kActivation},
-    &product_kernel<SwappedMainloop<T, SwappedSource<SwappedGateAndUp>>, StoreGated<T, kActivation>>,
+    &product_kernel<SwappedMainloop<T, SwappedSource<SwappedGateAndUp<>>>, StoreGated<T, kActivation>>,
     int{sizeof(SwappedMemory)}};
 
 constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Activation::gelu>,

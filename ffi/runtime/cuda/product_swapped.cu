@@ -8,8 +8,9 @@ namespace {
 template <class In, class Out, bool kMn, Epilogue kEpilogue = Epilogue::store>
 constexpr Variant<ProductKernel> kKernel{
     {kElement<In>, kElement<Out>, false, kMn, kMostRows, /*swap_ab=*/true, kEpilogue},
-    &product_kernel<SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, kEpilogue == Epilogue::summed ? 2 : 1>>>,
-                    StoreSwapped<Out>>,
+    &product_kernel<
+        SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kEpilogue == Epilogue::summed ? 2 : 1>>>,
+        StoreSwapped<Out>>,
     int{sizeof(SwappedMemory)}};
 
 constexpr std::array kKernels{kKernel<Bf16, Bf16, true>,  kKernel<Bf16, float, true>,
