@@ -2,19 +2,27 @@
 // warp, which loads their operands stage by stage, and three aux warps. It stays for all of its tiles, so the loads of
 // the next tile run while the last one is stored.
 //
-// A kernel is a Mainloop and an Epilogue. A Mainloop has
-//   Source            where the operands come from (source.h)
-//   Tile, tiles()     which tiles a CTA takes: each warp walks the same list
-//   Memory            its shared memory
+// A kernel is a Mainloop and an Epilogue. A Mainloop has these types and constants
+//   Source            where the operands come from: kTerms, open(), load() (source.h)
+//   Tile              what tiles() yields: Tile (schedule.h) or RowTile (row_schedule.h)
+//   Memory<Aux>       the shared memory of a CTA; Aux is that of the hooks
+//   Sums              the accumulators of a thread, kAccumulators registers
+//   kPingPong         whether the consumer warpgroups take tiles in turns; else they share each tile
+//   kProducers        how many warps announce that a stage is full, beside the bytes of TMA
 //   kGathers          whether the aux warps gather an operand (gather.h)
-//   Sums              the accumulators of a thread
+// and these functions
+//   open(), close()   all threads call, before the first and after the last use of shared memory
+//   tiles()           the tiles of a CTA: each warp walks the same list
 //   has_work()        whether a warpgroup multiplies anything of a tile
 //   accumulate()      multiplies a tile: consumes its stages
 //   store()           hands the sums to the epilogue
+//   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
-// multiply.h has that of tiles of fixed height, multiply_swapped.h that of swapped operands, multiply_gathered.h those
-// that gather, multiply_float8.h and multiply_gated_float8.h those of float8. Epilogues are in epilogue.h and
-// epilogue_gated.h. runtime/cuda/product_*.cu list the kernels that are compiled.
+// An Epilogue is made of Maps and Product, and has store().
+//
+// Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
+// multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h, epilogue_d_gated.h.
+// runtime/cuda/product_*.cu list the kernels that are compiled.
 #pragma once
 
 #include "gemm/maps.h"

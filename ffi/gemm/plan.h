@@ -18,7 +18,7 @@ struct Shape {
 };
 
 struct Config {
-  int block_n;  // tiles are kBlockM x block_n
+  int block_n;  // tiles are kBlockM x block_n; if swap_ab, of at most so many rows and kTileColumns
   int band;     // see Problem
   int blocks;   // an even number
   bool split_k;

@@ -63,7 +63,7 @@ struct Product {
   uint32_t* counter;                            // m-grouped: a word on the device, of this product alone while it runs
   void* result;                                 // [m, n], k-grouped [groups, m, n]
   float* result_scales;                         // [m, n / 128]
-  void *first_product, *second_product;         // kept: [m, columns]. Where columns is 2 n the first has both
+  void *first_product, *second_product;  // [m, columns], kept or d_gated. Where columns is 2 n the first has both
 
   // d_gated. Let unit = activation(gate) * up. The result is row_weights * unit, and row_weights times the cotangents
   // of gate and up are first_product and second_product. All are computed in float32 of the rounded lhs x rhs.
