@@ -1,6 +1,5 @@
 """Products with a collective beside XLA's, and how much of it they hide: `python -m jax_ep bench collective_matmul`."""
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Callable
@@ -14,20 +13,20 @@ from jax.sharding import Mesh
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from . import in_jit_loop
-from .device_events import kernel_microseconds
 from .in_jit_loop import (
     Loop,
     add_pause,
     calls_between,
     compile_loops,
     describe_pause,
+    draw,
     in_digits,
+    kernel_microseconds,
     median_microseconds,
     on_ranks,
     teraflops,
 )
-from .provenance import header
+from .provenance import command_line, header
 from .tables import heading, row
 
 AXIS, SEED = "tp", 0
@@ -112,19 +111,24 @@ def check_alike(ours: Op, other: Op, operands: tuple[jax.Array, jax.Array], mesh
         raise AssertionError(f"jax_ep's and XLA's results differ by {error} of their size")
 
 
+def draw_operands(name: str, shape: Shape, group: jax_ep.Group) -> tuple[jax.Array, ...]:
+    """A rank's own rows, the matrix, the rows of its product, and what the collective alone moves."""
+    dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
+
+    def drawn(seed: int, rows: int, columns: int) -> jax.Array:
+        return draw(group.mesh, seed, rows * group.size, columns, dtype=dtype)
+
+    rows, b = drawn(SEED, shape.rows, shape.contracted), drawn(SEED + 1, shape.contracted, shape.columns)
+    if name == "all_gather_matmul":
+        own = drawn(SEED, shape.rows // group.size, shape.contracted)
+        return own, b, rows, own
+    return rows, b, rows, drawn(SEED + 2, shape.rows, shape.columns)
+
+
 def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: float) -> dict[str, float]:
     """Microseconds by formulation, which take turns."""
-    dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
     calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, shape.flops)
-    gathers = name == "all_gather_matmul"
-
-    def draw(seed: int, rows: int, columns: int) -> jax.Array:
-        return in_jit_loop.draw(group.mesh, seed, rows * group.size, columns, dtype=dtype)
-
-    rows = draw(SEED, shape.rows, shape.contracted)  # of the product on one rank
-    b = draw(SEED + 1, shape.contracted, shape.columns)
-    own = draw(SEED, shape.rows // group.size, shape.contracted) if gathers else rows
-    moved = own if gathers else draw(SEED + 2, shape.rows, shape.columns)
+    own, b, rows, moved = draw_operands(name, shape, group)
     ours, xla = (partial(with_collective, OPS[name], group, implementation) for implementation in ("ffi", "xla"))
     check_alike(ours, xla, (own, b), group.mesh)
     ops: dict[str, tuple[Op, jax.Array]] = {
@@ -157,11 +161,8 @@ def line(name: str, shape: Shape, times: dict[str, float]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench collective_matmul", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
+    parser = command_line("collective_matmul", __doc__, "fewer shapes")
     parser.add_argument("--devices", type=int, help="how many [all]")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--shapes", default="", metavar="TEXT", help="only products whose name has TEXT")
     add_pause(parser)
     options = parser.parse_args(arguments)
 

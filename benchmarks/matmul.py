@@ -1,6 +1,5 @@
 """ragged_dot beside jax.lax's and torch's, and a dense product of XLA's: `python -m jax_ep bench matmul`."""
 
-import argparse
 import dataclasses
 import importlib.util
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from .in_jit_loop import (
     microseconds,
     teraflops,
 )
-from .provenance import header
+from .provenance import command_line, header
 from .tables import heading, row
 
 SEED = 0
@@ -243,10 +242,7 @@ def line(case: Case, times: dict[str, float]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench matmul", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
+    parser = command_line("matmul", __doc__, "fewer shapes")
     parser.add_argument(
         "--by",
         choices=("core", "pallas", "float8"),

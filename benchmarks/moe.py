@@ -1,6 +1,5 @@
 """dispatch and combine beside XLA's all_to_all, and beside the limit of the wire: `python -m jax_ep bench moe`."""
 
-import argparse
 import contextlib
 import dataclasses
 from functools import partial
@@ -13,12 +12,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from . import moe_formulations as forms, padded_all_to_all as padded, token_sweep
-from .device_events import kernel_microseconds
-from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, microseconds, on_ranks
-from .moe_cases import FAMILIES, SEED, TINY_FAMILIES, Case, Load, Shape, capacity, load, make_ids, select
-from .moe_formulations import AXIS, Formulation
-from .provenance import header
+from . import formulations as forms, token_sweep
+from .formulations import AXIS, Formulation
+from .in_jit_loop import Loop, compile_loops, kernel_microseconds, median_microseconds, microseconds, on_ranks
+from .moe_cases import (
+    FAMILIES,
+    TINY_FAMILIES,
+    Case,
+    Inputs,
+    Load,
+    Shape,
+    capacity,
+    load,
+    make_ids,
+    make_inputs,
+    select,
+)
+from .provenance import command_line, group_header
 from .tables import heading, row
 
 NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
@@ -46,18 +56,13 @@ class Result:
     remote_bytes: int
 
 
-Inputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, ids and weights of all ranks
-
-
 class Candidate(NamedTuple):
     op: str  # "dispatch" or "combine", and how
     formulation: str
     loop: Loop
 
 
-def run(
-    group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int, quick: bool, name_contains: str
-) -> None:
+def run(group: jax_ep.Group, repeats: int, quick: bool, name_contains: str) -> None:
     """Measures the families chosen, and prints a table for each as it goes."""
     on_cpu = group.platform == "cpu"
     families = select(TINY_FAMILIES if on_cpu else FAMILIES, quick=quick, name_contains=name_contains)
@@ -70,7 +75,7 @@ def run(
     for title, cases in families.items():
         print(f"\n{title}\n\n{heading(COLUMNS)}", flush=True)
         for case in cases:
-            for result in measure(case, group, implementation, repeats):
+            for result in measure(case, group, repeats):
                 print(line(result, limit), flush=True)
 
 
@@ -96,13 +101,13 @@ def all_to_all_limit(group: jax_ep.Group, size: int, repeats: int) -> float:
     return size * (ranks - 1) / ranks / time * 1e6
 
 
-def measure(case: Case, group: jax_ep.Group, implementation: jax_ep.Implementation, repeats: int) -> list[Result]:
+def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
     """Checks the formulations against each other, then times them in turns."""
     shape = case.shape
     ids = make_ids(case, group.size)
     needed = load(ids, shape.experts, group.size)
-    formulations = choose(case, needed, group, implementation)
-    inputs = make_inputs(shape, ids, group)
+    formulations = choose(case, needed, group)
+    inputs = make_inputs(shape, ids, group.mesh)
     states = prepare(case, formulations, group, inputs)
 
     with contextlib.ExitStack() as stack:
@@ -112,7 +117,7 @@ def measure(case: Case, group: jax_ep.Group, implementation: jax_ep.Implementati
         ours = [
             candidate._replace(op=candidate.op + how)
             for how, one in groups.items()
-            for candidate in our_candidates(shape, capacity(case, needed), one, implementation, inputs, states[0])
+            for candidate in our_candidates(shape, capacity(case, needed), one, inputs, states[0])
         ]
         others = [
             candidate
@@ -149,12 +154,12 @@ def row_bytes(op: str, shape: Shape) -> int:
     return shape.hidden * jnp.dtype(shape.dtype).itemsize
 
 
-def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: jax_ep.Implementation) -> list[Formulation]:
+def choose(case: Case, needed: Load, group: jax_ep.Group) -> list[Formulation]:
     """Ours first, each with just the room that this routing asks for."""
     shape, room = case.shape, capacity(case, needed)
-    block = padded.block_rows(shape.tokens * shape.top_k / group.size) if case.routing == "uniform" else 0
+    block = forms.block_rows(shape.tokens * shape.top_k / group.size) if case.routing == "uniform" else 0
     found = [
-        forms.jax_ep_ops(group, shape.experts, room, implementation),
+        forms.jax_ep_ops(group, shape.experts, room),
         forms.padded_all_to_all(shape.experts, max(block, -(-needed.pair_rows // 8) * 8)),
     ]
     if case.ragged:  # jax.lax has none on the CPU
@@ -164,19 +169,14 @@ def choose(case: Case, needed: Load, group: jax_ep.Group, implementation: jax_ep
 
 
 def our_candidates(
-    shape: Shape,
-    room: int,
-    group: jax_ep.Group,
-    implementation: jax_ep.Implementation,
-    inputs: Inputs,
-    state: jax_ep.Dispatched,
+    shape: Shape, room: int, group: jax_ep.Group, inputs: Inputs, state: jax_ep.Dispatched
 ) -> list[Candidate]:
     """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth
     calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
 
     def dispatch(**options: Any) -> Loop:
-        ours = forms.jax_ep_ops(group, shape.experts, room, implementation, **options)
+        ours = forms.jax_ep_ops(group, shape.experts, room, **options)
 
         def op(*operands: jax.Array) -> jax.Array:  # the kernel writes this small result itself
             return ours.dispatch(*operands).routing.dropped
@@ -185,7 +185,7 @@ def our_candidates(
 
     def combine(rows: jax.Array, routing: jax_ep.Routing, weights: jax.Array) -> jax.Array:
         routing = dataclasses.replace(routing, weights=weights)
-        return jax_ep.combine(rows, routing, group=group, implementation=implementation)
+        return jax_ep.combine(rows, routing, group=group)
 
     loops = {"dispatch": dispatch(), f"dispatch, {NOT_EXPANDED}": dispatch(expand=False)}
     if shape.hidden % FP8_BLOCK == 0:
@@ -202,15 +202,6 @@ def xla_candidates(formulation: Formulation, inputs: Inputs, state: Any) -> list
         Candidate("dispatch", formulation.name, Loop(formulation.dispatch, inputs[:2], inputs[2], calls)),
         Candidate("combine", formulation.name, Loop(formulation.combine, (state,), inputs[2], calls)),
     ]
-
-
-def make_inputs(shape: Shape, ids: np.ndarray, group: jax_ep.Group) -> Inputs:
-    """Tokens, ids and weights of all ranks; the tokens are drawn where they stay."""
-    sharding = NamedSharding(group.mesh, P(AXIS))
-    total = group.size * shape.tokens
-    tokens = draw(group.mesh, SEED, total, shape.hidden, dtype=jnp.dtype(shape.dtype))
-    weights = np.random.default_rng(SEED).random((total, shape.top_k), np.float32)
-    return tokens, jax.device_put(ids, sharding), jax.device_put(weights, sharding)
 
 
 def prepare(case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: Inputs) -> tuple[Any, ...]:
@@ -251,20 +242,14 @@ def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench moe", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed loops of calls [%(default)s]")
-    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="only shapes that are compared with ragged_all_to_all")
-    parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
+    parser = command_line("moe", __doc__, "only shapes that are compared with ragged_all_to_all")
     parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        implementation = group._resolve("bench", options.implementation)
-        print(header(list(group.mesh.devices.flat), repr(implementation), ["moe", *arguments]), flush=True)
+        print(group_header(group, "moe", *arguments), flush=True)
         if options.sweep:
-            for line_of_tokens in token_sweep.run(group, implementation, options.repeats):
-                print(line_of_tokens, flush=True)
+            token_sweep.run(group, options.repeats)
         else:
-            run(group, implementation, options.repeats, options.quick, options.shapes)
+            run(group, options.repeats, options.quick, options.shapes)
     return 0

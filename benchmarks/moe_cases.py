@@ -1,9 +1,14 @@
-"""What the MoE benchmark measures: shapes, routings, and what their ids ask of the ranks and the wire."""
+"""What the MoE benchmarks measure: shapes, routings, what their ids ask of the ranks and the wire, and operands."""
 
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from .in_jit_loop import draw
 
 SEED = 0
 
@@ -18,6 +23,23 @@ class Shape:
 
     def __str__(self) -> str:
         return f"T={self.tokens}, H={self.hidden}, top-{self.top_k} of {self.experts}, {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Experts of a gate and an up [hidden, width] and a down [width, hidden]."""
+
+    name: str
+    shape: Shape
+    width: int
+
+    def __str__(self) -> str:
+        shape = self.shape
+        return f"{self.name}, T={shape.tokens}, H={shape.hidden}, F={self.width}, top-{shape.top_k} of {shape.experts}"
+
+    @property
+    def flops_per_row(self) -> float:
+        return 6.0 * self.shape.hidden * self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +63,8 @@ class Load:
 
 
 Families = dict[str, list[Case]]  # by title
+Inputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, ids and weights of all ranks
+Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down of all experts
 
 _LARGE = Shape(4096, 7168, 8, 256, "bfloat16")
 _SMALL = (16, 32, 64, 128, 256, 512, 1024)
@@ -110,3 +134,29 @@ def capacity(case: Case, needed: Load) -> int:
     if case.routing == "uniform":
         return max(math.ceil(1.25 * case.shape.tokens * case.shape.top_k), needed.rows)
     return -(-needed.rows // 128) * 128
+
+
+def make_inputs(shape: Shape, ids: np.ndarray, mesh: Mesh) -> Inputs:
+    """The tokens are drawn where they stay."""
+    place = NamedSharding(mesh, P(mesh.axis_names))
+    tokens = draw(mesh, SEED, len(ids), shape.hidden, dtype=jnp.dtype(shape.dtype))
+    weights = np.random.default_rng(SEED).random(ids.shape, np.float32)
+    of_ids = jax.make_array_from_callback(ids.shape, place, lambda index: ids[index])
+    return tokens, of_ids, jax.make_array_from_callback(weights.shape, place, lambda index: weights[index])
+
+
+def draw_matrices(model: Model, mesh: Mesh) -> Matrices:
+    """Such that rows keep their scale."""
+    shape = model.shape
+    sides = ((shape.hidden, model.width), (shape.hidden, model.width), (model.width, shape.hidden))
+    gate, up, down = (
+        draw(mesh, SEED + i, shape.experts, *side, dtype=jnp.dtype(shape.dtype), scale=side[0] ** -0.5)
+        for i, side in enumerate(sides)
+    )
+    return gate, up, down
+
+
+def make_operands(model: Model, ids: np.ndarray, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """ids, weights, gate, up, down and tokens of all ranks."""
+    tokens, *routed = make_inputs(model.shape, ids, mesh)
+    return *routed, *draw_matrices(model, mesh), tokens

@@ -7,7 +7,6 @@ same index in the other nodes. So what a rank sends to other nodes is what its i
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -30,7 +29,6 @@ class Exchange:
     node_capacity: int | None = None  # B tokens of a rank for each node; None: all T
     float8: bool = False
     top_nodes: int | None = None  # a token's experts are of so many nodes at most, drawn alike; None: of any
-    drop: bool = False
 
     @property
     def others(self) -> int:
@@ -75,7 +73,7 @@ class Exchange:
     def dispatch_uncounted(self) -> int:
         """Without `routing.counts` and `dropped`, which cost nothing where nobody asks for them."""
         routing = self.shape.top_k * (INDEX + WEIGHT)
-        overflow = 0 if self.drop else self.ranks * COUNT * (1 if self.dense else 2)  # rows; on the way, too
+        overflow = self.ranks * COUNT * (1 if self.dense else 2)  # rows; on the way, too
         return self.others * (self.room * (self.sent_row + routing) + overflow)
 
     @property
@@ -133,40 +131,6 @@ class Exchange:
         """Bytes of a routing's rows, weights and targets, which are kept from dispatch to combine."""
         assignments = self.nodes * self.room * self.shape.top_k
         return self.ranks * assignments * (INDEX + WEIGHT) + assignments * INDEX
-
-
-def overlapped(between: float, inside: float, chunks: int, each: float) -> float:
-    """How long tokens in `chunks` take over both wires, one behind the other, that take so long by themselves.
-
-    `each`: what a chunk costs beside its bytes.
-    """
-    return max(between, inside) + min(between, inside) / chunks + each * chunks
-
-
-def gradient_bytes(nodes: int, ranks: int, size: int) -> float:
-    """What a rank sends to other nodes when `size` bytes of replicated gradients are summed over all ranks.
-
-    Reduce-scatter inside, all-reduce of each part between nodes, all-gather inside, as NCCL's rings and trees do.
-    """
-    return 2 * (nodes - 1) / nodes * size / ranks
-
-
-class SparseBytes(NamedTuple):
-    """What a rank sends to other nodes in a `sparse_all_reduce`."""
-
-    ids: int  # and which of them begin a row: to every rank of the other nodes
-    sums: int  # float32, of each place to the rank that adds it up
-    gathered: int  # once to each other node, as NCCL's rings do; a collective that sends to each rank: `ranks` times
-
-
-def sparse_bytes(
-    nodes: int, ranks: int, entries: int, capacity: int, width: int, itemsize: int, *, sharded: bool
-) -> SparseBytes:
-    """For `entries` rows of each rank, `width` values of `itemsize` bytes, and a result of `capacity` rows."""
-    others = nodes - 1
-    places = capacity if sharded else -(-capacity // (nodes * ranks))
-    ids = 2 * others * ranks * entries * INDEX
-    return SparseBytes(ids, others * places * width * 4, 0 if sharded else others * places * width * itemsize)
 
 
 def planned(exchange: Exchange) -> Exchange:

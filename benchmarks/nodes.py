@@ -4,7 +4,6 @@ The devices of one process are split into `--nodes`. In several processes (`pyth
 jax.distributed starts) a node has those of neighbours.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,29 +23,48 @@ from jax_ep.runtime.topology import sum_over_nodes
 
 from .collective_bytes import to_other_nodes
 from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, on_ranks
-from .layer import Model
-from .moe_cases import SEED, Case, Shape, capacity, load
-from .node_cases import (
-    AXES,
-    SMALL,
-    TINY,
-    V3,
-    Operands,
-    draw_ids,
-    make_operands,
-    rows_for_others,
-    tokens_for_nodes,
-)
+from .layer import MODELS
+from .moe_cases import SEED, Case, Model, Shape, capacity, load, make_operands
 from .node_model import Exchange, planned, table as model_table
-from .provenance import header
+from .provenance import command_line, header
 from .tables import heading, row
 
+AXES = ("node", "ep")
+V3 = MODELS[0]
+SMALL = Model("small", Shape(512, 2048, 8, 64, "bfloat16"), 512)
+TINY = Model("tiny", Shape(64, 256, 2, 16, "float32"), 32)  # XLA on a CPU sends 16-bit values as float32
 GPUS_OF_A_HOST = 8
 
 BYTES = (
     "experts of | way | B | dispatch, B | least, B | ratio | combine, B | least, B | ratio | step, B | formulas say, B"
 )
 PHASES = ("rows to nodes", "rows inside", "dispatch", "sums inside", "sums from nodes", "combine", "layer", "step")
+
+
+Operands = tuple[jax.Array, ...]  # of all ranks: ids, weights, gate, up, down, tokens
+
+
+def draw_ids(shape: Shape, nodes: int, ranks: int, top_nodes: int | None) -> np.ndarray:
+    """[R T, K] different experts, drawn alike from those of `top_nodes` nodes of each token, drawn alike."""
+    rng, tokens = np.random.default_rng(SEED), nodes * ranks * shape.tokens
+    arrivals = rng.random((tokens, shape.experts))
+    if top_nodes is not None:
+        barred = np.argsort(rng.random((tokens, nodes)), axis=1) >= top_nodes
+        arrivals += np.repeat(barred, shape.experts // nodes, axis=1)
+    return np.argsort(arrivals, axis=1)[:, : shape.top_k].astype(np.int32)
+
+
+def tokens_for_nodes(ids: np.ndarray, experts: int, nodes: int, ranks: int) -> np.ndarray:
+    """[R, N]: the tokens of each rank that need each node."""
+    needs = (ids[..., None] // (experts // nodes) == np.arange(nodes)).any(axis=1)
+    return needs.reshape(nodes * ranks, -1, nodes).sum(axis=1)
+
+
+def rows_for_others(wanted: np.ndarray) -> float:
+    """What a rank must send at least, on average: a row for each token and other node."""
+    nodes = wanted.shape[1]
+    own = np.repeat(np.arange(nodes), len(wanted) // nodes)
+    return float(np.mean(wanted.sum(axis=1) - wanted[np.arange(len(wanted)), own]))
 
 
 class Way(NamedTuple):
@@ -213,7 +231,7 @@ def measure(setup: Setup, top_nodes: int | None) -> Iterator[tuple[str, str]]:
     rows = rows_for_others(tokens_for_nodes(ids, shape.experts, group.nodes, setup.ranks))
     kind = "any node" if top_nodes is None else f"{top_nodes} of {group.nodes} nodes"
     for way in ways(setup, ids, top_nodes):
-        state = on_ranks(way.dispatch, group.mesh)(operands.ids, operands.weights, operands.tokens)
+        state = on_ranks(way.dispatch, group.mesh)(*operands[:2], operands[-1])
         counted = count_bytes(way, operands, state)
         made = loops(way, operands, state, setup.calls)
         timed = [made[name] for name in setup.phases]
@@ -262,12 +280,10 @@ def print_tables(setup: Setup, kinds: Sequence[int | None], arguments: Sequence[
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench nodes", description=__doc__)
+    parser = command_line("nodes", __doc__)
     parser.add_argument("--nodes", type=int, help="default: the processes, or 2")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, metavar="NAME", help="what is timed")
     parser.add_argument("--chunks", nargs="+", type=int, default=[1], metavar="N", help="into how many tokens are cut")
-    parser.add_argument("--repeats", type=int, help="timed loops of each (CPU, default 2; GPU, 5)")
-    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     parser.add_argument("--quick", action="store_true", help="no float8, experts of any node; GPU: a smaller model")
     parser.add_argument("--model", action="store_true", help="only print the formulas' tables, for 2 to 64 hosts")
     options = parser.parse_args(arguments)
@@ -279,10 +295,10 @@ def main(arguments: list[str]) -> int:
         setup = Setup(
             group,
             TINY if on_cpu else SMALL if options.quick else V3,
-            group._resolve("moe_mlp", options.implementation, serves_nodes=True),
+            group._resolve("bench", "auto", serves_nodes=True),
             options.phases,
             2 if on_cpu else 10,
-            options.repeats or (2 if on_cpu else 5),
+            options.repeats,
             not options.quick,
             options.chunks,
         )

@@ -1,6 +1,5 @@
 """Ops beside other work, in order and asynchronous: `python -m jax_ep bench overlap`."""
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,12 +12,12 @@ from jax.sharding import Mesh
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from . import moe, sparse
+from . import sparse
+from .formulations import AXIS
 from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, on_ranks
-from .layer import Model, chosen_models, draw_matrices, gated, ours, training_step
-from .moe_cases import SEED, Case, capacity, load, make_ids
-from .moe_formulations import AXIS
-from .provenance import header
+from .layer import chosen_models, gated, ours, training_step
+from .moe_cases import SEED, Case, Model, capacity, draw_matrices, load, make_ids, make_inputs
+from .provenance import command_line, group_header
 from .tables import heading, row
 
 HEAD = 128  # values of an attention head
@@ -93,7 +92,7 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
     case = Case(shape)
     ids = make_ids(case, group.size)
     room = 2 * capacity(case, load(ids, shape.experts, group.size))  # halves are less even
-    tokens, ids, weights = moe.make_inputs(shape, ids, group)
+    tokens, ids, weights = make_inputs(shape, ids, mesh)
 
     def exchange(group: jax_ep.Group, ids: jax.Array, weights: jax.Array, tokens: jax.Array) -> jax.Array:
         out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=shape.experts, capacity=room)
@@ -145,7 +144,7 @@ def moe_overlaps(model: Model, group: jax_ep.Group) -> Iterator[Overlap]:
         return step(layer.sizes, layer.gate, layer.up, layer.down, layer.rows)
 
     def of_layer(group: jax_ep.Group) -> Op:
-        step = training_step(ours(group, room, "auto"))
+        step = training_step(ours(group, room))
         return lambda layer, tokens: step(layer.ids, layer.weights, layer.gate, layer.up, layer.down, tokens)
 
     name = f"{model.name}: training step, weight gradients"
@@ -208,10 +207,7 @@ def check_close(name: str, found: jax.Array, other: jax.Array) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench overlap", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="the first model only")
-    parser.add_argument("--shapes", default="", metavar="TEXT", help="only models whose name has TEXT")
+    parser = command_line("overlap", __doc__, "the first model only")
     parser.add_argument("--max-sms", type=int, help="of the asynchronous ops [64 of 132, sparse_all_reduce 24]")
     options = parser.parse_args(arguments)
     on_cpu = jax.default_backend() == "cpu"
@@ -219,7 +215,7 @@ def main(arguments: list[str]) -> int:
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
 
     with jax_ep.Group(mesh, AXIS) as group, jax_ep.Group(mesh, AXIS, async_ops=True, max_sms=options.max_sms) as apart:
-        print(header(list(mesh.devices.flat), repr(group._resolve("bench", "auto")), ["overlap", *arguments]))
+        print(group_header(group, "overlap", *arguments))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print("- in order: a group as it is; asynchronous: Group(async_ops=True), whose ops take few SMs")
         print("- hidden: how much shorter the asynchronous program is, of the exchange alone\n")

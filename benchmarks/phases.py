@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
 
-from . import collective_matmul, moe, sparse, sparse_formulations
-from .in_jit_loop import Loop, compile_loops, draw, on_ranks
-from .moe_cases import SEED, Case, Shape, capacity, load, make_ids
-from .moe_formulations import AXIS, jax_ep_ops
+from . import collective_matmul, moe, sparse
+from .formulations import AXIS, jax_ep_ops
+from .in_jit_loop import Loop, compile_loops, on_ranks
+from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
 from .provenance import header
 from .tables import heading, row
 
@@ -92,7 +91,8 @@ def _summary(spans: list[Span]) -> tuple[float, ...] | None:
     )
 
 
-def record(name: str, group: jax_ep.Group, op: Callable[..., Any], operands: tuple[Any, ...], own: Any) -> str:
+def record(name: str, group: jax_ep.Group, op: Callable[..., Any], operands: tuple[Any, ...], own: Any) -> None:
+    """Prints the table of an op."""
     (program,) = compile_loops([Loop(op, operands, own, CALLS)], group.mesh)
     jax.block_until_ready(program())
     with tempfile.TemporaryDirectory() as folder:
@@ -101,17 +101,16 @@ def record(name: str, group: jax_ep.Group, op: Callable[..., Any], operands: tup
             jax.block_until_ready(program())
         calls = read_calls(path)
     group.check()
-    return table(name, calls)
+    print(f"\n{table(name, calls)}", flush=True)
 
 
 def record_moe(group: jax_ep.Group, case: Case, sms: str) -> None:
     ids = make_ids(case, group.size)
     room = capacity(case, load(ids, case.shape.experts, group.size))
-    inputs = moe.make_inputs(case.shape, ids, group)
-    ours = jax_ep_ops(group, case.shape.experts, room, "ffi")
-    state = on_ranks(ours.dispatch, group.mesh)(*inputs)
-    for one in moe.our_candidates(case.shape, room, group, "ffi", inputs, state):
-        print(f"\n{record(f'{one.op}, {case}{sms}', group, one.loop.op, one.loop.operands, one.loop.own)}", flush=True)
+    inputs = make_inputs(case.shape, ids, group.mesh)
+    state = on_ranks(jax_ep_ops(group, case.shape.experts, room).dispatch, group.mesh)(*inputs)
+    for one in moe.our_candidates(case.shape, room, group, inputs, state):
+        record(f"{one.op}, {case}{sms}", group, one.loop.op, one.loop.operands, one.loop.own)
 
 
 def record_sparse(group: jax_ep.Group, kind: str, shape: sparse.Shape) -> None:
@@ -120,18 +119,15 @@ def record_sparse(group: jax_ep.Group, kind: str, shape: sparse.Shape) -> None:
     flat_ids, values = sparse.place_entries(ids, shape.width, group.mesh)
     for sharded in (False, True):
         room = sparse.round_up(needed.largest_share if sharded else needed.union)
-        ours = sparse_formulations.ours(group, shape.num_rows, room, sharded=sharded)
-        print(f"\n{record(f'{ours.name}, {kind} ids, {shape}', group, ours.run, (flat_ids,), values)}", flush=True)
+        ours = sparse.ours(group, shape.num_rows, room, sharded=sharded)
+        record(f"{ours.name}, {kind} ids, {shape}", group, ours.run, (flat_ids,), values)
 
 
 def record_products(group: jax_ep.Group, shape: collective_matmul.Shape) -> None:
-    dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
     for name, op in collective_matmul.OPS.items():
-        rows = shape.rows // group.size if name == "all_gather_matmul" else shape.rows
-        a = draw(group.mesh, SEED, group.size * rows, shape.contracted, dtype=dtype)
-        b = draw(group.mesh, SEED + 1, group.size * shape.contracted, shape.columns, dtype=dtype)
+        own, b, _, _ = collective_matmul.draw_operands(name, shape, group)
         ours = partial(collective_matmul.with_collective, op, group, "ffi")
-        print(f"\n{record(f'{name}, {shape}', group, ours, (b,), a)}", flush=True)
+        record(f"{name}, {shape}", group, ours, (b,), own)
 
 
 def run(devices: np.ndarray, ops: Sequence[str]) -> None:

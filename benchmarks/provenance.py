@@ -43,6 +43,20 @@ def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: 
     )
 
 
+def group_header(group: jax_ep.Group, *command: str) -> str:
+    return header(list(group.mesh.devices.flat), repr(group._resolve("bench", "auto")), command)
+
+
+def command_line(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """With the options of many benchmarks. `quick`: what --quick leaves, of those that have shapes to choose from."""
+    parser = argparse.ArgumentParser(prog=f"python -m jax_ep bench {name}", description=description)
+    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+        parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
+    return parser
+
+
 def parse(text: str) -> dict[str, Any]:
     """What a benchmark printed: the entries of its header, its notes, and its tables with the line before each."""
     entries = re.findall(r"^- (?:(date|hardware|versions|command): )?(.*)$", text, re.MULTILINE)

@@ -1,6 +1,5 @@
 """ragged_all_to_all beside `jax.lax`'s and the dense all_to_all of as many bytes: `python -m jax_ep bench ragged`."""
 
-import argparse
 from collections.abc import Callable
 
 import jax
@@ -10,12 +9,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
 
+from .formulations import AXIS
 from .in_jit_loop import ChainedLoop, draw, microseconds
 from .moe_cases import SEED, Case, Shape, make_ids
-from .provenance import header
+from .provenance import command_line, group_header
 from .tables import heading, row
 
-AXIS = "ep"
 GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
 CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64, dtype="bfloat16"))
 
@@ -32,9 +31,7 @@ def exchange_plan(case: Case, ranks: int) -> tuple[np.ndarray, ...]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench ragged", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed loops of each; default: %(default)s")
-    options = parser.parse_args(arguments)
+    options = command_line("ragged", __doc__).parse_args(arguments)
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     on_cpu = jax.default_backend() == "cpu"
     case, ranks = CPU_CASE if on_cpu else GPU_CASE, mesh.size
@@ -57,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
 
     with jax_ep.Group(mesh, AXIS) as group:
-        print(header(jax.devices(), repr(group._resolve("bench", "auto")), ["ragged", *arguments]))
+        print(group_header(group, "ragged", *arguments))
         loops = {
             "jax_ep.lax.ragged_all_to_all": ChainedLoop(
                 by(jax_ep.lax.ragged_all_to_all), (sent, *slices), empty, calls=50

@@ -1,20 +1,22 @@
 """sparse_all_reduce beside XLA's collectives: `python -m jax_ep bench sparse`."""
 
-import argparse
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
+from jax_ep import SparseRows
 
-from . import sparse_formulations as forms
+from .formulations import AXIS
 from .in_jit_loop import Loop, draw, microseconds, on_ranks
-from .provenance import header
-from .sparse_formulations import AXIS, Formulation
-from .tables import heading
+from .provenance import command_line, group_header
+from .tables import heading, row
 
 SEED = 0
 LINK_GB_PER_S = 370  # of an H200's NVLink, one way
@@ -38,6 +40,13 @@ class Shape:
 
 CPU_SHAPE = Shape(1_000_000, 64, 4_000)
 GPU_SHAPE = Shape(5_000_000, 2048, 50_000)
+
+
+class Formulation(NamedTuple):
+    name: str
+    run: Callable[
+        [jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+    ]  # ids, values of a rank -> ids [C], values [C, D]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,22 +99,59 @@ def round_up(rows: int) -> int:
     return -(-rows // 128) * 128
 
 
-def measure(
-    kind: str, shape: Shape, group: jax_ep.Group, implementation: jax_ep.Implementation, calls: int, repeats: int
-) -> str:
+def ours(group: jax_ep.Group, num_rows: int, capacity: int, **options: Any) -> Formulation:
+    def run(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = SparseRows.from_entries(ids, values, num_rows=num_rows)
+        out = jax_ep.sparse_all_reduce(rows, group=group, capacity=capacity, **options)
+        return out.indices, out.values
+
+    how = "sharded" if options.get("sharded") else options.get("method", "auto")
+    return Formulation(f"jax_ep, {how}", run)
+
+
+def gather_and_segment_sum(num_rows: int, capacity: int) -> Formulation:
+    """Every rank gathers the rows of all ranks, sorts their ids and adds up the rows of each id."""
+
+    def run(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids = jax.lax.all_gather(ids, AXIS, tiled=True)
+        values = jax.lax.all_gather(values, AXIS, tiled=True)
+        order = jnp.argsort(ids)
+        first = jnp.diff(ids[order], prepend=-1) > 0
+        places = jnp.zeros_like(order).at[order].set(jnp.cumsum(first) - 1)
+        indices = jnp.full(capacity, num_rows, ids.dtype).at[places].set(ids, mode="drop")
+        return indices, jax.ops.segment_sum(values, places, capacity)
+
+    return Formulation("all-gather, segment_sum", run)
+
+
+def union_and_psum(num_rows: int, capacity: int) -> Formulation:
+    """The union of a mask per rank gives every id its place; then `psum` of all places, most of them zero on a rank."""
+
+    def run(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = jax.lax.pmax(jnp.zeros(num_rows, jnp.int8).at[ids].set(1), AXIS)
+        places = jnp.cumsum(mask, dtype=jnp.int32)[ids] - 1
+        indices = jnp.nonzero(mask, size=capacity, fill_value=num_rows)[0].astype(ids.dtype)
+        rows = jnp.zeros((capacity, values.shape[1]), values.dtype).at[places].add(values, mode="drop")
+        return indices, jax.lax.psum(rows, AXIS)
+
+    return Formulation("union, psum", run)
+
+
+def measure(kind: str, shape: Shape, group: jax_ep.Group, repeats: int) -> str:
     """Checks the formulations against each other, times them in turns and gives a markdown table."""
     ids = draw_ids(kind, shape, group.size)
     needed = load(ids, shape.num_rows)
     capacity, own_capacity = round_up(needed.union), round_up(needed.largest_share)
-    ours = partial(forms.ours, group, shape.num_rows, implementation=implementation)
+    mine = partial(ours, group, shape.num_rows)
+    calls = 3 if group.platform == "cpu" else 20
     gathered = (group.size - 1) * shape.entries
     summed = 2 * capacity * (group.size - 1) / group.size
     rows: list[tuple[Formulation, float]] = [  # with the rows that a rank receives
-        (ours(capacity, method="bitmap"), needed.replicated),
-        (ours(capacity, method="match"), needed.replicated),
-        (forms.gather_and_segment_sum(shape.num_rows, capacity), gathered),
-        (forms.union_and_psum(shape.num_rows, capacity), summed),
-        (ours(own_capacity, sharded=True), needed.sharded),
+        (mine(capacity, method="bitmap"), needed.replicated),
+        (mine(capacity, method="match"), needed.replicated),
+        (gather_and_segment_sum(shape.num_rows, capacity), gathered),
+        (union_and_psum(shape.num_rows, capacity), summed),
+        (mine(own_capacity, sharded=True), needed.sharded),
     ]
     flat_ids, values = place_entries(ids, shape.width, group.mesh)
     check_equal([one for one, _ in rows[:4]], group, flat_ids, values)
@@ -131,30 +177,18 @@ def table(kind: str, shape: Shape, rows: list[tuple[Formulation, float]], times:
     lines = [heading(f"{kind} ids, {shape} | us | received MB a rank | GB/s{of_link}")]
     for (one, received), time in zip(rows, times, strict=True):
         rate = received * shape.row_bytes / time / 1e3
-        share = f" {100 * rate / LINK_GB_PER_S:.0f}% |" * on_gpu
-        lines.append(f"| {one.name} | {time:,.0f} | {received * shape.row_bytes / 1e6:,.1f} | {rate:,.1f} |{share}")
+        share = [f"{100 * rate / LINK_GB_PER_S:.0f}%"] * on_gpu
+        lines.append(row(one.name, f"{time:,.0f}", f"{received * shape.row_bytes / 1e6:,.1f}", f"{rate:,.1f}", *share))
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench sparse", description=__doc__)
+    parser = command_line("sparse", __doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of ids")
-    parser.add_argument("--repeats", type=int, default=5, help="loops of calls")
-    parser.add_argument("--calls", type=int, help="in a loop (CPU, default 3; GPU, 20)")
-    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     options = parser.parse_args(arguments)
-
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        on_gpu = group.platform != "cpu"
-        print(
-            header(
-                list(group.mesh.devices.flat),
-                repr(group._resolve("bench", options.implementation)),
-                ["sparse", *arguments],
-            ),
-            flush=True,
-        )
-        shape, calls = (GPU_SHAPE, options.calls or 20) if on_gpu else (CPU_SHAPE, options.calls or 3)
+        print(group_header(group, "sparse", *arguments), flush=True)
         for kind in options.kinds:
-            print("\n" + measure(kind, shape, group, options.implementation, calls, options.repeats), flush=True)
+            shape = CPU_SHAPE if group.platform == "cpu" else GPU_SHAPE
+            print("\n" + measure(kind, shape, group, options.repeats), flush=True)
     return 0

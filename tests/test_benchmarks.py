@@ -32,8 +32,7 @@ def rows_of(table: str) -> list[dict[str, str]]:
     "command",
     [
         "collective_matmul --repeats 1 --devices 2",
-        "layer --repeats 1 --quick --shapes wide --tokens 16 --round-tokens",
-        "layer_float8 --repeats 1",
+        "layer --repeats 1 --quick --shapes wide --tokens 16 --round-tokens --float8",
         "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick",
         "matmul --by float8 --repeats 1 --quick",
@@ -55,7 +54,7 @@ def test_a_benchmark_prints_a_table(
 def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
     layer, cases, group = benchmark("layer"), benchmark("moe_cases"), open_group(2)
     shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
-    result = layer.measure(layer.Model("any", shape, 48), "Zipf", group, "ffi", repeats=1, quick=True)
+    result = layer.measure(cases.Model("any", shape, 48), "Zipf", group, layer.Options(quick=True))
     busiest = np.bincount(cases.make_ids(cases.Case(shape, "Zipf"), 2).ravel() // 4).max()
     matrices = 2 * 3 * 4 * 64 * 48  # bytes of a rank's four experts, and of their gradients
     assert result.flops == 2 * 3 * busiest * 64 * 48
@@ -74,7 +73,7 @@ def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
 @pytest.mark.parametrize("formulation", ["ours", "padded"])
 def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, formulation: str) -> None:
     """The step of each formulation against every expert computed for every token, differentiated by JAX."""
-    layer, forms, group = benchmark("layer"), benchmark("moe_formulations"), open_group(2)
+    layer, forms, group = benchmark("layer"), benchmark("formulations"), open_group(2)
     tokens, experts, hidden, width = 16, 4, 8, 12
     ids = np.argsort(rng.random((2 * tokens, experts)), axis=1)[:, :2].astype(np.int32)
     sides = ((2 * tokens, 2), (experts, hidden, width), (experts, hidden, width), (experts, width, hidden))
@@ -86,7 +85,7 @@ def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, for
         return jnp.einsum("tke,tk,eth->th", jax.nn.one_hot(ids, experts), weights, outputs)
 
     one = {
-        "ours": layer.ours(group, 4 * tokens, "ffi"),
+        "ours": layer.ours(group, 4 * tokens),
         "padded": layer.by_exchange(forms.padded_all_to_all(experts, 2 * tokens)),
     }[formulation]
     actual = layer.on_ranks(layer.training_step(one), group.mesh)(ids, *others)

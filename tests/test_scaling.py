@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 from test_benchmarks import benchmark, rows_of
-from test_nodes import AXES, over
+from test_nodes import over
 
 from jax_ep import Group, SparseRows, sparse_all_reduce
 from jax_ep.runtime.topology import NodePlan, plan
@@ -30,10 +29,9 @@ def exchange_of(nodes: int, ranks: int, **options: Any) -> Any:
 
 def operands(exchange: Any, group: Group) -> tuple[jax.Array, ...]:
     """ids, weights, gate, up, down, tokens of all ranks."""
-    cases = benchmark("node_cases")
-    ids = cases.draw_ids(exchange.shape, exchange.nodes, exchange.ranks, exchange.top_nodes)
-    model = benchmark("layer").Model("any", exchange.shape, 8)
-    return cases.make_operands(model, ids, group.mesh)
+    cases, shape = benchmark("moe_cases"), exchange.shape
+    ids = benchmark("nodes").draw_ids(shape, exchange.nodes, exchange.ranks, exchange.top_nodes)
+    return cases.make_operands(cases.Model("any", shape, 8), ids, group.mesh)
 
 
 @on_cpu
@@ -68,38 +66,23 @@ def test_bytes_between_nodes_are_those_of_the_formulas(
 def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int | None) -> None:
     """Within a twentieth: tokens that need a node, and rows that ranks of a node receive, by the group's report."""
     exchange = exchange_of(nodes, ranks, tokens=512, top_nodes=top_nodes)
-    bench, cases = benchmark("nodes"), benchmark("node_cases")
+    bench = benchmark("nodes")
     with over(nodes, ranks) as group:
         way = bench.Way(exchange, 4096, group, "ffi", 1)
         ids, weights, *_, tokens = operands(exchange, group)
-        wanted = cases.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
-        assert cases.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
+        wanted = bench.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
+        assert bench.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)
         jax.block_until_ready(bench.on_ranks(way.dispatch, group.mesh)(ids, weights, tokens))
         received = [sum(report.received_bytes) for report in group.report()]
     assert np.mean(received) == pytest.approx(exchange.rows_inside * exchange.sent_row, rel=0.05)
 
 
 @on_cpu
-def test_gradients_of_replicated_weights() -> None:
-    """In two steps, by jax.lax: a sum inside, of which each rank takes a part to the other nodes."""
-    mesh = benchmark("nodes").mesh_of_nodes(2)
-    size = mesh.devices.size
-
-    def summed(gradient: jax.Array) -> jax.Array:
-        part = jax.lax.psum_scatter(gradient, "ep", tiled=True)
-        return jax.lax.all_gather(jax.lax.psum(part, "node"), "ep", tiled=True)
-
-    gradient = jax.ShapeDtypeStruct((size * 64,), jnp.float32, sharding=NamedSharding(mesh, P(AXES)))
-    compiled = benchmark("nodes").on_ranks(summed, mesh).lower(gradient).compile()
-    ranks = size // 2
-    counted = benchmark("collective_bytes").to_other_nodes(compiled.as_text(), [i // ranks for i in range(size)])
-    assert counted == benchmark("node_model").gradient_bytes(2, ranks, 64 * 4)
-
-
-@on_cpu
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_sparse_rows(sharded: bool) -> None:
+    """Ids go to every rank of the other node, with marks of where a row begins. Sums go to the ranks that add them up,
+    in float32, and their results to every rank."""
     entries, capacity, width = 10, 64, 16
     bench = benchmark("nodes")
     with over(2, 4) as group:
@@ -111,19 +94,8 @@ def test_sparse_rows(sharded: bool) -> None:
         ids, values = jnp.zeros(8 * entries, jnp.int32), jnp.zeros((8 * entries, width))
         compiled = bench.on_ranks(summed, group.mesh).lower(ids, values).compile()
     counted = benchmark("collective_bytes").to_other_nodes(compiled.as_text(), [0] * 4 + [1] * 4)
-    of = benchmark("node_model").sparse_bytes(2, 4, entries, capacity, width, 4, sharded=sharded)
-    assert counted == of.ids + of.sums + 4 * of.gathered
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-@pytest.mark.parametrize(("first", "second"), [(7.0, 2.0), (2.0, 7.0), (3.0, 3.0), (4.0, 0.0)])
-def test_chunks_overlap(first: float, second: float, chunks: int) -> None:
-    """Each chunk waits for the one before it on its wire, and for itself on the wire before."""
-    ends = [0.0, 0.0]
-    for _ in range(chunks):
-        ends[0] += first / chunks
-        ends[1] = max(ends) + second / chunks
-    assert benchmark("node_model").overlapped(first, second, chunks, 0.25) == pytest.approx(ends[1] + 0.25 * chunks)
+    places = capacity if sharded else capacity // 8
+    assert counted == 2 * 4 * entries * 4 + (1 if sharded else 1 + 4) * places * width * 4
 
 
 def test_the_kept_tables_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +154,7 @@ def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_tables_of_the_formulas() -> None:
     """As many hosts as a table names; a plan never sends less than is needed on average, nor more than all."""
-    model, shape = benchmark("node_model"), benchmark("node_cases").V3.shape
+    model, shape = benchmark("node_model"), benchmark("nodes").V3.shape
     for row in rows_of(model.table(shape, 8, float8=False, top_nodes=None)):
         dense, least = number(row["dense, KB"]), number(row["least, KB"])
         assert least < dense

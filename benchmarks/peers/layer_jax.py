@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 import jax_ep
 
+from ..formulations import AXIS
 from ..in_jit_loop import Loop, Program, compile_all, median_microseconds, on_ranks
 from ..layer import calls, ours
-from ..moe_formulations import AXIS
 from .shapes import CHECKED, SHAPES
 
 
@@ -30,7 +30,7 @@ class Layer:
         jax.clear_caches()
         model, mesh = SHAPES[shape], self._mesh
         rows = model.shape.tokens * model.shape.top_k
-        layer = ours(self._group, rows, self._group._resolve("bench", "auto"))
+        layer = ours(self._group, rows)
 
         def training(ids: jax.Array, *others: jax.Array) -> Any:
             out, pull = jax.vjp(partial(layer, ids), *others)

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from ..layer import Model
-from ..moe_cases import SEED, Case, Shape, make_ids
+from ..moe_cases import SEED, Case, Model, Shape, make_ids
 
 CHECKED = 64  # tokens
 TINY = "tiny"  # for a CPU

@@ -1,0 +1,126 @@
+"""The formulations of dispatch and combine that benchmarks compare, as functions of one rank's arrays.
+
+XLA's two sort the assignments by expert, send each rank the rows meant for it, and regroup by expert what arrived. Rows
+move by gathers only: XLA's scatters are slower. Shapes of a rank: R ranks, T tokens, top-K, C rows of room.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jax_ep
+
+AXIS = "ep"
+
+
+class Formulation(NamedTuple):
+    """`dispatch(tokens, ids, weights)` returns a state whose first two leaves are the rows and their group sizes;
+    `combine(state, weights)` brings those very rows back."""
+
+    name: str
+    dispatch: Callable[..., Any]
+    combine: Callable[..., jax.Array]
+
+
+class State(NamedTuple):
+    """Of a formulation of XLA's."""
+
+    rows: jax.Array  # [C, H] by local expert
+    group_sizes: jax.Array  # [E / R]
+    regrouped: jax.Array  # [C] the received row that stands at each place after regrouping
+    sent: Any  # what the formulation itself needs
+
+
+def jax_ep_ops(group: jax_ep.Group, experts: int, capacity: int, **options: Any) -> Formulation:
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
+        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts, capacity=capacity, **options)
+
+    def combine(state: jax_ep.Dispatched, weights: jax.Array) -> jax.Array:
+        del weights  # they travelled with the dispatch
+        return jax_ep.combine(state.rows, state.routing, group=group)
+
+    return Formulation("jax_ep", dispatch, combine)
+
+
+def block_rows(mean_rows: float) -> int:
+    """Rows a block for uniform routing: 5% and 64 rows of slack, rounded up to 8."""
+    return math.ceil((1.05 * mean_rows + 64) / 8) * 8
+
+
+def padded_all_to_all(experts: int, block: int) -> Formulation:
+    """From `jax.lax.all_to_all` alone, the fastest without kernels: each rank sends each other one block of rows.
+
+    A block that overflows loses rows, so choose `block` with room to spare.
+    """
+
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> State:
+        del weights
+        owners, order, by_rank = _sorted_by_expert(ids, experts)
+        starts = jnp.cumsum(by_rank) - by_rank
+        within = jnp.arange(block)
+        source = order.at[starts[:, None] + within].get(mode="clip")  # [R, B] assignments
+        sent_experts = jnp.where(within < by_rank[:, None], ids.reshape(-1)[source], experts)
+        rows = jax.lax.all_to_all(tokens[source // ids.shape[1]], AXIS, 0, 0)
+        received = jax.lax.all_to_all(sent_experts, AXIS, 0, 0).reshape(-1)
+        slots = owners * block + jnp.argsort(order) - starts[owners]  # of each assignment, among the R * B sent
+        return _regrouped(rows.reshape(len(received), -1), received, experts, slots)
+
+    def combine(state: State, weights: jax.Array) -> jax.Array:
+        as_received = state.rows[jnp.argsort(state.regrouped)]
+        blocks = as_received.reshape(jax.lax.axis_size(AXIS), -1, as_received.shape[1])
+        returned = jax.lax.all_to_all(blocks, AXIS, 0, 0).reshape(as_received.shape)
+        return _weighted(returned[state.sent], weights)
+
+    return Formulation("padded all_to_all", dispatch, combine)
+
+
+def ragged_all_to_all(experts: int, capacity: int, exchange: Callable[..., jax.Array]) -> Formulation:
+    """From `jax.lax.ragged_all_to_all`: exact, without padding. One all_gather of counts gives all offsets."""
+
+    def starts(counts: jax.Array, axis: int) -> jax.Array:
+        return jnp.cumsum(counts, axis) - counts
+
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> State:
+        del weights
+        me = jax.lax.axis_index(AXIS)
+        _, order, by_rank = _sorted_by_expert(ids, experts)
+        counts = jax.lax.all_gather(by_rank, AXIS)  # [R, R] rows from each source to each destination
+        plan = (starts(counts, 1)[me], by_rank, starts(counts, 0)[me], counts[:, me])
+        room = jnp.zeros((capacity, tokens.shape[1]), tokens.dtype)
+        rows = exchange(tokens[order // ids.shape[1]], room, *plan, axis_name=AXIS)
+        nobody = jnp.full(capacity, experts, jnp.int32)
+        received = exchange(ids.reshape(-1)[order], nobody, *plan, axis_name=AXIS)
+        return _regrouped(rows, received, experts, (order, counts))
+
+    def combine(state: State, weights: jax.Array) -> jax.Array:
+        (order, counts), me = state.sent, jax.lax.axis_index(AXIS)
+        as_received = state.rows[jnp.argsort(state.regrouped)]
+        plan = (starts(counts, 0)[:, me], counts[:, me], starts(counts, 1)[:, me], counts[me])
+        room = jnp.zeros((weights.size, as_received.shape[1]), as_received.dtype)
+        return _weighted(exchange(as_received, room, *plan, axis_name=AXIS)[jnp.argsort(order)], weights)
+
+    return Formulation("ragged_all_to_all", dispatch, combine)
+
+
+def _sorted_by_expert(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[T * K] the rank that owns each assignment's expert, [T * K] the assignments in order, [R] how many each owns."""
+    size, flat = jax.lax.axis_size(AXIS), ids.reshape(-1)
+    owners = flat // (experts // size)
+    return owners, jnp.argsort(flat), jnp.bincount(owners, length=size).astype(jnp.int32)
+
+
+def _regrouped(rows: jax.Array, received: jax.Array, experts: int, sent: Any) -> State:
+    """`received`: the expert of each row, `experts` where a row is padding."""
+    local = experts // jax.lax.axis_size(AXIS)
+    order = jnp.argsort(received)
+    mine = jnp.where(received < experts, received - jax.lax.axis_index(AXIS) * local, local)
+    return State(rows[order], jnp.bincount(mine, length=local + 1)[:local], order, sent)
+
+
+def _weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sums [T, H] of the rows of all assignments [T * K, H]."""
+    by_token = rows.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.einsum("tkh,tk->th", by_token, weights).astype(rows.dtype)
