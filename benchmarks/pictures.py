@@ -1,4 +1,4 @@
-"""The pictures of the docs, as SVG: a token's way, and bars of what docs/performance.md has in tables.
+"""Pictures of the docs, as SVG: bars of what docs/performance.md has in tables.
 
 `python -m jax_ep bench report --write` writes them.
 """
@@ -11,7 +11,7 @@ from typing import Any
 Find = Callable[..., tuple[Any, list[str]]]  # report.find
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-BLUE, ORANGE, GREY, LIGHT, INK = "#3b6fb6", "#d9822b", "#9aa5b1", "#eef2f6", "#1f2933"
+BLUE, ORANGE, GREY, INK = "#3b6fb6", "#d9822b", "#9aa5b1", "#1f2933"
 
 _LAYERS = {  # as the column "layer" of results has them
     "V3": ("T=4096, H=7168, F=2048, top-8 of", 256, 128),
@@ -23,26 +23,19 @@ _PEER_SHAPES = ("v3-half", "gpt-oss-half", "qwen3-30b-half", "qwen3-30b-32k", "m
 _MOE = "T=4096, H=7168, top-8 of 256, bfloat16, uniform"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal", fill: str = INK) -> str:
-    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
+def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
+    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="{INK}"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "none") -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:.5g}" height="{height:g}" rx="3" fill="{fill}" stroke="{stroke}"/>'
-
-
-def _arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
-    line = f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="2"'
-    return f'{line} marker-end="url(#{color[1:]})"/>'
+def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:.5g}" height="{height:g}" rx="3" fill="{fill}" stroke="none"/>'
 
 
 def _svg(width: int, height: int, *parts: str) -> str:
-    tip = '<marker id="{}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="5" markerHeight="5" orient="auto">'
-    tips = [f'{tip.format(each[1:])}<path d="M0 0 8 4 0 8z" fill="{each}"/></marker>' for each in (BLUE, ORANGE)]
     font = 'font-family="sans-serif" font-size="13"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {font}>'
-    return "\n".join([head, f"<defs>{''.join(tips)}</defs>", _box(0, 0, width, height, "white"), *parts, "</svg>\n"])
+    return "\n".join([head, _box(0, 0, width, height, "white"), *parts, "</svg>\n"])
 
 
 def bars(title: str, groups: Mapping[str, Mapping[str, float]], form: str, mark: tuple[float, str]) -> str:
@@ -105,47 +98,7 @@ def ranks(find: Find) -> str:
     return bars("GB/s that a rank gets from others", groups, "{:.0f}", (370, "NVLink, one way: 370"))
 
 
-def token_way(find: Find) -> str:
-    """Token t of rank 0 chose experts 1 and 2 of four. A cell is a row."""
-    del find
-    lefts, wide, high, colors = (30, 400), 68, 26, (BLUE, ORANGE)
-    stages = [  # y, name, what t is there by (rank, cell)
-        (48, "tokens [T, H]", {(0, 1): "t"}),
-        (158, "rows [C, H], by expert", {(0, 2): "t", (1, 0): "t"}),
-        (268, "outputs [C, H']", {(0, 2): "expert 1", (1, 0): "expert 2"}),
-        (378, "sums [T, H']", {(0, 1): "t"}),
-    ]
-    parts = [
-        _text(x, 24, f"rank {rank}, owns experts {2 * rank} and {2 * rank + 1}", weight="bold")
-        for rank, x in enumerate(lefts)
-    ]
-    for y, name, places in stages:
-        for rank, x in enumerate(lefts):
-            parts.append(_text(x + rank * (4 * wide - 4), y + 10, name, ("start", "end")[rank]))
-            for cell in range(4):
-                label = places.get((rank, cell))
-                parts.append(_box(x + wide * cell, y + 16, wide - 4, high, colors[rank] if label else LIGHT, GREY))
-                if label:
-                    parts.append(_text(x + wide * cell + 32, y + 34, label, "middle", fill="white"))
-
-    def way(stage: int, start: tuple[int, int], end: tuple[int, int], label: str, color: str, dx: float) -> None:
-        (x1, x2), (y1, y2) = (
-            (lefts[rank] + wide * cell + 32 for rank, cell in (start, end)),
-            (stages[stage + i][0] for i in (0, 1)),
-        )
-        parts.append(_arrow(x1, y1 + 16 + high, x2, y2 + 14, color))
-        parts.append(_text((x1 + x2) / 2 + dx, (y1 + y2 + high) / 2 + 18, label, fill=color))
-
-    way(0, (0, 1), (0, 2), "dispatch, here", BLUE, -116)
-    way(0, (0, 1), (1, 0), "dispatch: once over the wire", ORANGE, 34)
-    way(1, (0, 2), (0, 2), "ragged_dot", BLUE, 8)
-    way(1, (1, 0), (1, 0), "ragged_dot", ORANGE, 8)
-    way(2, (0, 2), (0, 1), "combine: + w1 of it", BLUE, -138)
-    way(2, (1, 0), (0, 1), "combine: + w2 of it", ORANGE, 34)
-    return _svg(700, 436, *parts)
-
-
-PICTURES = {"token_way": token_way, "layers": layers, "peers": peers, "ranks": ranks}
+PICTURES = {"layers": layers, "peers": peers, "ranks": ranks}
 
 
 def write(find: Find) -> None:
