@@ -3,7 +3,10 @@
 // library).
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
-//   build/gemm_bench check | time | rows | contractions | gathers | sweep
+//   build/gemm_bench check | time | sweep | rows | gathers
+//
+// time: the planned tiles; sweep: all of them; rows: groups of rows by tiles of fixed height and by swapped operands;
+// gathers: rows by index beside contiguous ones.
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>
@@ -13,7 +16,7 @@
 
 namespace {
 
-constexpr int kRepeats = 5, kRounds = 5;
+constexpr int kLaunches = 5, kRounds = 5, kRestMs = 100;
 
 void check_orders(Grouping grouping, int m, int n, int k, const std::vector<int>& sizes) {
   if (grouping == Grouping::k_grouped)
@@ -102,22 +105,11 @@ std::vector<int> zipf_sizes(int rows, int groups) {
   return sizes;
 }
 
-// In turns with cuBLAS, so that both meet the same clock; with groups cuBLAS computes one dense product of their size.
-void time_case(const char* name, const Case& each, Cublas& cublas, const Config* config = nullptr) {
-  Buffers buffers(each, false);
-  const Config chosen = config ? *config : buffers.config();
-  std::vector<double> core, dense;
-  for (int round = 0; round < kRounds; ++round) {
-    core.push_back(buffers.milliseconds(kRepeats, [&] { buffers.run(chosen); }));
-    dense.push_back(buffers.milliseconds(kRepeats, [&] { cublas.multiply(buffers); }));
-  }
-  for (auto* times : {&core, &dense}) std::sort(times->begin(), times->end());
-  const double ours = core[kRounds / 2], theirs = dense[kRounds / 2];
-  std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name, each.mn_a() ? "M" : "K",
-              each.mn_b ? "N" : "K", ours * 1e3, each.flops() / ours / 1e9, each.flops() / theirs / 1e9,
-              100 * theirs / ours, chosen.describe().c_str());
-  std::fflush(stdout);
-}
+struct Kind {
+  const char* name;
+  std::vector<int> (*sizes)(int rows, int groups);
+};
+constexpr Kind kKinds[] = {{"drawn", drawn_sizes}, {"equal", equal_sizes}, {"Zipf", zipf_sizes}};
 
 Case dense(int m, int n, int k, bool mn_b = true) {
   return {Grouping::none, m, n, k, {}, Element::bfloat16, Element::bfloat16, mn_b};
@@ -129,101 +121,71 @@ Case by_contraction(int m, int n, int k, std::vector<int> sizes) {
   return {Grouping::k_grouped, m, n, k, std::move(sizes), Element::bfloat16, Element::bfloat16, true};
 }
 
-void time_all() {
-  Cublas cublas;
-  for (const bool mn_b : {false, true}) time_case("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192, mn_b), cublas);
-  time_case("dense 4096 x 7168 x 2048", dense(4096, 7168, 2048), cublas);
-  time_case("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144), cublas);
-  time_case("dense 64 x 7168 x 18432", dense(64, 7168, 18432), cublas);
-  time_case("dense 128 x 7168 x 2048", dense(128, 7168, 2048), cublas);
-  time_case("dense 512 x 12288 x 4096", dense(512, 12288, 4096), cublas);
-  time_case("dense 512 x 4096 x 12288", dense(512, 4096, 12288), cublas);
-  time_case("dense 2048 x 2880 x 2880", dense(2048, 2880, 2880), cublas);
-  time_case("dense 5416 x 6144 x 1408", dense(5416, 6144, 1408), cublas);
-  const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8),
-                         drawn = drawn_sizes(32768, 64);
-  time_case("rows 32768 x 4096 x 7168, 64 drawn", by_rows(32768, 4096, 7168, drawn), cublas);
-  time_case("contraction 7168 x 4096 x 32768, 64 drawn", by_contraction(7168, 4096, 32768, drawn), cublas);
-  time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), cublas);
-  time_case("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal, false), cublas);
-  time_case("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf), cublas);
-  time_case("rows 8192 x 7168 x 4096, 8 equal", by_rows(8192, 7168, 4096, few), cublas);
-  time_case("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), cublas);
-  time_case("contraction 7168 x 4096 x 32768, 64 Zipf", by_contraction(7168, 4096, 32768, zipf), cublas);
+// In turns with cuBLAS, so that both meet the same clock; with groups cuBLAS computes one dense product of their size.
+// `kind`: how the groups were drawn.
+void time_case(const Case& each, const Cublas& cublas, const char* kind = "", const Config* config = nullptr) {
+  Buffers buffers(each, false);
+  const Config chosen = config ? *config : buffers.config();
+  const auto times = milliseconds_in_turns(kRounds, kLaunches, kRestMs,
+                                           {[&] { buffers.run(chosen); }, [&] { cublas.multiply(buffers); }});
+  const char* groupings[] = {"dense", "rows", "contraction"};
+  std::string name = std::string(groupings[static_cast<int>(each.grouping)]) + " " + std::to_string(each.m) + " x " +
+                     std::to_string(each.n) + " x " + std::to_string(each.k);
+  if (!each.sizes.empty()) name += ", " + std::to_string(each.groups()) + " " + kind;
+  std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name.c_str(),
+              each.mn_a() ? "M" : "K", each.mn_b ? "N" : "K", times[0] * 1e3, each.flops() / times[0] / 1e9,
+              each.flops() / times[1] / 1e9, 100 * times[1] / times[0], chosen.describe().c_str());
+  std::fflush(stdout);
 }
 
-void sweep(const char* name, const Case& each, Cublas& cublas) {
-  for (const auto& [block_n, band] :
-       std::vector<std::array<int, 2>>{{128, 8}, {192, 4}, {192, 8}, {256, 2}, {256, 4}, {256, 8}, {256, 16}}) {
-    if (block_n == 192 && each.grouping != Grouping::k_grouped) continue;
-    const Config config{block_n, band, 132, false};
-    time_case(name, each, cublas, &config);
+// By the planned tiles, or by all.
+void time_all(bool sweep) {
+  const Cublas cublas;
+  const auto time = [&](const Case& each, const char* kind = "") {
+    if (!sweep) return time_case(each, cublas, kind);
+    for (const auto& [block_n, band] :
+         std::vector<std::array<int, 2>>{{128, 8}, {192, 4}, {192, 8}, {256, 2}, {256, 4}, {256, 8}, {256, 16}}) {
+      if (block_n == 192 && each.grouping != Grouping::k_grouped) continue;
+      const Config config{block_n, band, 132, false};
+      time_case(each, cublas, kind, &config);
+    }
+  };
+  for (const bool mn_b : {false, true}) time(dense(8192, 8192, 8192, mn_b));
+  for (const auto& [m, n, k] : std::vector<std::array<int, 3>>{{4096, 7168, 2048},
+                                                               {5416, 1408, 6144},
+                                                               {64, 7168, 18432},
+                                                               {128, 7168, 2048},
+                                                               {512, 12288, 4096},
+                                                               {512, 4096, 12288},
+                                                               {2048, 2880, 2880},
+                                                               {5416, 6144, 1408}})
+    time(dense(m, n, k));
+  for (const Kind& kind : kKinds) {
+    const std::vector<int> sizes = kind.sizes(32768, 64);
+    for (const bool mn_b : {false, true}) time(by_rows(32768, 4096, 7168, sizes, mn_b), kind.name);
+    time(by_contraction(7168, 4096, 32768, sizes), kind.name);
+    time(by_contraction(2048, 768, 65536, kind.sizes(65536, 128)), kind.name);
   }
-}
-
-void sweep_all() {
-  Cublas cublas;
-  const std::vector<int> equal = equal_sizes(32768, 64), zipf = zipf_sizes(32768, 64), few = equal_sizes(8192, 8);
-  sweep("dense 8192 x 8192 x 8192", dense(8192, 8192, 8192), cublas);
-  sweep("dense 5416 x 1408 x 6144", dense(5416, 1408, 6144), cublas);
-  sweep("rows 32768 x 4096 x 7168, 64 equal", by_rows(32768, 4096, 7168, equal), cublas);
-  sweep("rows 32768 x 4096 x 7168, 64 Zipf", by_rows(32768, 4096, 7168, zipf), cublas);
-  sweep("rows 8192 x 7168 x 4096, 8 equal", by_rows(8192, 7168, 4096, few), cublas);
-  sweep("contraction 7168 x 4096 x 32768, 64 equal", by_contraction(7168, 4096, 32768, equal), cublas);
-}
-
-struct GroupedShape {
-  int m, n, k, groups;
-};
-
-// All three kinds of sizes of the groups, with a name for each.
-template <class Each>
-void for_each_kind(const char* what, const GroupedShape& shape, int divided, Each each) {
-  const std::string name = std::string(what) + " " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
-                           std::to_string(shape.k) + ", " + std::to_string(shape.groups) + " ";
-  each(name + "drawn", drawn_sizes(divided, shape.groups));
-  each(name + "equal", equal_sizes(divided, shape.groups));
-  each(name + "Zipf", zipf_sizes(divided, shape.groups));
+  time(by_rows(8192, 7168, 4096, equal_sizes(8192, 8)), "equal");
 }
 
 // Rows in groups, by tiles of fixed height and by those that have no more rows than they need.
 void time_rows() {
-  Cublas cublas;
-  for (const GroupedShape& shape : {GroupedShape{32768, 4096, 7168, 64},
-                                    {32768, 7168, 2048, 64},
-                                    {32768, 2048, 7168, 128},
-                                    {32768, 7168, 2048, 128},
-                                    {65536, 768, 2048, 64},
-                                    {65536, 2048, 768, 64},
-                                    {32768, 2880, 2880, 64},
-                                    {16384, 14336, 4096, 4},
-                                    {1024, 2048, 7168, 128}})
-    for_each_kind("rows", shape, shape.m, [&](const std::string& name, const std::vector<int>& sizes) {
-      const Case each = by_rows(shape.m, shape.n, shape.k, sizes);
-      const Config fixed = plan_fixed({each.grouping, shape.m, shape.n, shape.k, shape.groups}, 132),
-                   swapped{256, 8, 132, false, true};
-      time_case(name.c_str(), each, cublas, &fixed);
-      time_case(name.c_str(), each, cublas, &swapped);
-    });
-}
-
-// Contractions in groups, by tiles of every width: the gradients of experts' weights.
-void time_contractions() {
-  Cublas cublas;
-  for (const GroupedShape& shape : {GroupedShape{7168, 4096, 32768, 64},
-                                    {7168, 2048, 32768, 128},
-                                    {7168, 2048, 32768, 256},
-                                    {2048, 768, 65536, 64},
-                                    {2048, 768, 65536, 128},
-                                    {2880, 2880, 32768, 64},
-                                    {2880, 2880, 32768, 128},
-                                    {4096, 14336, 16384, 4}})
-    for_each_kind("contraction", shape, shape.k, [&](const std::string& name, const std::vector<int>& sizes) {
-      for (const int block_n : {192, 256}) {
-        const Config config{block_n, 8, 132, false};
-        time_case(name.c_str(), by_contraction(shape.m, shape.n, shape.k, sizes), cublas, &config);
-      }
-    });
+  const Cublas cublas;
+  for (const auto& [m, n, k, groups] : std::vector<std::array<int, 4>>{{32768, 4096, 7168, 64},
+                                                                       {32768, 7168, 2048, 64},
+                                                                       {32768, 2048, 7168, 128},
+                                                                       {32768, 7168, 2048, 128},
+                                                                       {65536, 768, 2048, 64},
+                                                                       {65536, 2048, 768, 64},
+                                                                       {32768, 2880, 2880, 64},
+                                                                       {16384, 14336, 4096, 4},
+                                                                       {1024, 2048, 7168, 128}})
+    for (const Kind& kind : kKinds) {
+      const Case each = by_rows(m, n, k, kind.sizes(m, groups));
+      const Config fixed = plan_fixed({each.grouping, m, n, k, groups}, 132), swapped{256, 8, 132, false, true};
+      for (const Config* config : {&fixed, &swapped}) time_case(each, cublas, kind.name, config);
+    }
 }
 
 // The experts' tokens, one expert after the other, as a router draws them: `top` experts a token.
@@ -258,7 +220,7 @@ void time_gather(const std::string& name, const Case& each, Gathered side, int t
   Buffers all[] = {Buffers(each, false), Buffers(by_routing, false), Buffers(permuted, false)};
   std::vector<std::function<void()>> runs;
   for (Buffers& buffers : all) runs.push_back([&buffers, config = buffers.config()] { buffers.run(config); });
-  const auto times = milliseconds_in_turns(10 + static_cast<int>(1e14 / each.flops()), runs);
+  const auto times = milliseconds_in_turns(10 + static_cast<int>(1e14 / each.flops()), 1, 0, runs);
   std::printf("%-24s contiguous %8.1f us %5.0f TFLOP/s   a routing %.3f   a permutation %.3f   %s\n", name.c_str(),
               times[0] * 1e3, each.flops() / times[0] / 1e9, times[1] / times[0], times[2] / times[0],
               all[1].config().describe().c_str());
@@ -297,10 +259,8 @@ void time_gathers() {
 int main(int count, char** words) {
   const std::string what = count > 1 ? words[1] : "check";
   if (what == "check") check_all();
-  if (what == "time") time_all();
-  if (what == "sweep") sweep_all();
+  if (what == "time" || what == "sweep") time_all(what == "sweep");
   if (what == "rows") time_rows();
   if (what == "gathers") time_gathers();
-  if (what == "contractions") time_contractions();
   return wrong_cases() ? 1 : 0;
 }

@@ -141,23 +141,6 @@ class Buffers {
     }
   }
 
-  // After a pause: a GPU that has been busy for a while slows down.
-  template <class Run>
-  double milliseconds(int repeats, Run run) {
-    cudaEvent_t begin, end;
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    run();
-    CHECK(cudaEventRecord(begin));
-    for (int i = 0; i < repeats; ++i) run();
-    CHECK(cudaEventRecord(end));
-    CHECK(cudaDeviceSynchronize());
-    float total = 0;
-    CHECK(cudaEventElapsedTime(&total, begin, end));
-    return total / repeats;
-  }
-
   // The groups one after the other; what belongs to no group is zero.
   template <class In>
   void reference(float* to, float* magnitude) const {
@@ -226,29 +209,38 @@ class Buffers {
   Case case_;
 };
 
-// The medians of products that run in turns, launch by launch, so that all are equally hot.
-inline std::vector<double> milliseconds_in_turns(int rounds, const std::vector<std::function<void()>>& runs) {
-  std::vector<cudaEvent_t> events(rounds * runs.size() + 1);
-  for (auto& event : events) CHECK(cudaEventCreate(&event));
-  for (int i = 0; i < 2; ++i)
-    for (const auto& run : runs) run();
-  CHECK(cudaEventRecord(events[0]));
-  for (size_t i = 1; i < events.size(); ++i) {
-    runs[(i - 1) % runs.size()]();
-    CHECK(cudaEventRecord(events[i]));
+// Medians of `rounds`, in each of which all products are launched so many times, in turns. After `rest` milliseconds of
+// pause, and one launch that does not count, a GPU is cool; without a pause all are equally hot.
+inline std::vector<double> milliseconds_in_turns(int rounds, int launches, int rest,
+                                                 const std::vector<std::function<void()>>& runs) {
+  const size_t count = runs.size();
+  std::vector<std::array<cudaEvent_t, 2>> events(rounds * count);  // before and behind
+  for (auto& pair : events)
+    for (auto& event : pair) CHECK(cudaEventCreate(&event));
+  for (const auto& run : runs) run();
+  for (size_t i = 0; i < events.size(); ++i) {
+    const auto& run = runs[i % count];
+    if (rest) {
+      CHECK(cudaDeviceSynchronize());
+      std::this_thread::sleep_for(std::chrono::milliseconds(rest));
+      run();
+    }
+    CHECK(cudaEventRecord(events[i][0]));
+    for (int launch = 0; launch < launches; ++launch) run();
+    CHECK(cudaEventRecord(events[i][1]));
   }
   CHECK(cudaDeviceSynchronize());
-  std::vector<double> medians;
-  for (size_t run = 0; run < runs.size(); ++run) {
-    std::vector<float> times(rounds);
-    for (int round = 0; round < rounds; ++round) {
-      const size_t i = round * runs.size() + run;
-      CHECK(cudaEventElapsedTime(&times[round], events[i], events[i + 1]));
-    }
-    std::sort(times.begin(), times.end());
-    medians.push_back(times[rounds / 2]);
+  std::vector<std::vector<float>> times(count);
+  for (size_t i = 0; i < events.size(); ++i) {
+    times[i % count].push_back(0);
+    CHECK(cudaEventElapsedTime(&times[i % count].back(), events[i][0], events[i][1]));
+    for (auto& event : events[i]) CHECK(cudaEventDestroy(event));
   }
-  for (auto& event : events) CHECK(cudaEventDestroy(event));
+  std::vector<double> medians;
+  for (auto& of_run : times) {
+    std::sort(of_run.begin(), of_run.end());
+    medians.push_back(of_run[rounds / 2] / launches);
+  }
   return medians;
 }
 
