@@ -15,12 +15,8 @@
 #include <thread>
 #include <vector>
 
-#include "check.h"
-#include "kernels/kernels.h"
-#include "runtime/gpu/kernel_launch.h"
+#include "moe_rank.h"
 #include "runtime/group.h"
-
-using namespace jax_ep;
 
 namespace {
 
@@ -33,6 +29,7 @@ struct Array {
   void* data = nullptr;
   size_t bytes = 0;
 
+  Array(void* memory, size_t size) : data(memory), bytes(size) {}
   explicit Array(size_t size) : bytes(size) { data = device_array<char>(size); }
   template <class T>
   explicit Array(const std::vector<T>& host) : Array(host.size() * sizeof(T)) {
@@ -86,45 +83,32 @@ std::vector<float> floats(size_t count) {
   return found;
 }
 
+// The op that `Args` call, of all ranks.
+template <class Args>
+Launch launch_of(const Args& args) {
+  return [args](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, args); };
+}
+
 // dispatch, combine and combine's gradient of one routing.
 void add_routed(std::vector<Case>& cases, int ranks, int tokens) {
-  constexpr int kTopK = 8, kHidden = 1024, kExperts = 64;
-  const int capacity = ranks * tokens * kTopK, local = kExperts / ranks;
-  const size_t table = size_t{1} * tokens * kTopK, row = kHidden * sizeof(float);
-  const bool few = tokens <= kFewTokens;
+  const Shape shape{tokens, /*hidden=*/1024, /*top_k=*/8, /*experts=*/64};
+  const bool few = are_few(tokens, shape.top_k);
   Case dispatch{few ? "dispatch, few tokens" : "dispatch", {}, {}},
       combine{few ? "combine, few tokens" : "combine", {}, {}},
       scatter{few ? "its gradient, few tokens" : "its gradient", {}, {}};
-  on_each(ranks, [&](int) {
-    DispatchArgs d{};
-    d.dtype = DType::float32;
-    d.num_tokens = tokens, d.top_k = kTopK, d.hidden = kHidden, d.num_experts = kExperts, d.capacity = capacity;
-    d.alignment = 1, d.few = are_few(tokens, kTopK), d.eager = eager_tokens(tokens, kTopK, Wire::plain);
-    const Array rows(capacity * row), sizes(local * 4), targets(table * 4), row_of(ranks * table * 4),
-        row_weights(ranks * table * 4), counts(kExperts * 4), combined(tokens * row), scattered(capacity * row);
-    d.tokens = Array(floats(size_t{1} * tokens * kHidden)).as<char>();
-    d.expert_ids = Array(integers(table, kExperts)).as<int32_t>(), d.token_weights = Array(floats(table)).as<float>();
-    d.rows = rows.as<char>(), d.group_sizes = sizes.as<int32_t>(), d.targets = targets.as<int32_t>();
-    d.row_of = row_of.as<int32_t>(), d.weights = row_weights.as<float>(), d.counts = counts.as<int32_t>();
-    d.dropped = Array(4).as<int32_t>(), d.invalid = Array(4).as<int32_t>();
-    d.scratch = Array(route_scratch_ints(kExperts, kMaxRanks, /*drop=*/false) * 4).as<int32_t>(),
-    d.landing = Array(ranks * tokens * row).as<char>();
-    CombineArgs c{};
-    c.dtype = DType::float32;
-    c.num_tokens = tokens, c.top_k = kTopK, c.hidden = kHidden, c.capacity = capacity;
-    c.outputs = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
-    c.combined = combined.as<char>(), c.landing = Array(ranks * tokens * row).as<char>();
-    ScatterArgs s{};
-    s.dtype = DType::float32;
-    s.num_tokens = tokens, s.top_k = kTopK, s.hidden = kHidden, s.local_experts = local, s.capacity = capacity;
-    s.alignment = 1, s.tokens = d.tokens, s.targets = d.targets, s.row_of = d.row_of, s.counts = d.counts;
-    s.rows = scattered.as<char>();
-    dispatch.launches.push_back([d](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, d); });
-    dispatch.results.push_back({rows, sizes, targets, row_of, row_weights, counts});
-    combine.launches.push_back([c](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, c); });
-    combine.results.push_back({combined});
-    scatter.launches.push_back([s](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, s); });
-    scatter.results.push_back({scattered});
+  on_each(ranks, [&](int rank) {
+    const Rank r = make_rank(shape, rank, ranks);
+    const DispatchArgs& d = r.dispatch;
+    const size_t table = size_t{4} * tokens * shape.top_k, row = size_t{2} * shape.hidden;
+    const Array rows(d.rows, d.capacity * row);
+    dispatch.launches.push_back(launch_of(d));
+    dispatch.results.push_back({rows, Array(d.group_sizes, 4 * shape.experts / ranks), Array(d.targets, table),
+                                Array(d.row_of, ranks * table), Array(d.weights, ranks * table),
+                                Array(d.counts, 4 * shape.experts)});
+    combine.launches.push_back(launch_of(r.combine));
+    combine.results.push_back({Array(r.combine.combined, tokens * row)});
+    scatter.launches.push_back(launch_of(r.scatter));
+    scatter.results.push_back({rows});
   });
   cases.insert(cases.end(), {dispatch, combine, scatter});
 }
@@ -143,7 +127,7 @@ void add_ragged(std::vector<Case>& cases, int ranks) {
     a.input_offsets = Array(begins).as<int32_t>();
     a.output_offsets = Array(std::vector<int32_t>(ranks, rank * slice)).as<int32_t>();
     a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>(ranks, slice)).as<int32_t>();
-    ragged.launches.push_back([a](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, a); });
+    ragged.launches.push_back(launch_of(a));
     ragged.results.push_back({result});
   });
   cases.push_back(ragged);
@@ -172,9 +156,9 @@ void add_sparse(std::vector<Case>& cases, int ranks) {
     r.listed = ints(1), r.long_places = ints(kEntries), r.long_lists = ints(1), r.sent = ints(ranks);
     r.landing = Array(landing_bytes(ranks, kCapacity, r.landing_room, kHidden * 4)).as<char>();
     r.partials = Array(size_t{kEntries} * kHidden * 4).as<float>();
-    united.launches.push_back([u](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, u); });
+    united.launches.push_back(launch_of(u));
     united.results.push_back({indices, places, bounds});
-    summed.launches.push_back([r](cudaStream_t on, const Comm& comm) { return start_kernel(kConfig, on, comm, r); });
+    summed.launches.push_back(launch_of(r));
     summed.results.push_back({result});
   });
   cases.insert(cases.end(), {united, summed});

@@ -1,0 +1,110 @@
+// dispatch, combine and scatter of one routing without JAX: a rank's operands and results, for kernels_bench and
+// residency.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "check.h"
+#include "kernels/kernels.h"
+#include "runtime/gpu/kernel_launch.h"
+
+using namespace jax_ep;
+
+inline int gpu_count() {
+  int count = 0;
+  CHECK(cudaGetDeviceCount(&count));
+  return count;
+}
+
+inline int gpu_of(size_t rank) { return static_cast<int>(rank) % gpu_count(); }
+
+struct Shape {
+  int tokens, hidden, top_k, experts;
+};
+
+template <class T>
+T* upload(const std::vector<T>& host) {
+  T* memory = device_array<T>(host.size());
+  CHECK(cudaMemcpy(memory, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return memory;
+}
+
+// One rank in bfloat16: its inputs on the host, its buffers on the device, and its calls. scatter and dispatch have the
+// same result.
+struct Rank {
+  std::vector<__nv_bfloat16> tokens;
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+  DispatchArgs dispatch{}, dispatch_float8{}, float8_rows{};  // the last leaves rows in float8
+  ScatterArgs scatter{};
+  CombineArgs combine{};
+  int device{};
+  cudaStream_t stream{};
+};
+
+inline Rank make_rank(const Shape& s, int rank, int ranks) {
+  Rank r;
+  r.device = gpu_of(rank);
+  CHECK(cudaSetDevice(r.device));
+  std::mt19937 random(rank + 1);
+  r.tokens.resize(size_t{1} * s.tokens * s.hidden);
+  for (auto& x : r.tokens) x = __float2bfloat16(static_cast<int>(random() % 2001) / 1000.0f - 1);
+  for (int t = 0; t < s.tokens; ++t) {
+    std::set<int> chosen;
+    while (static_cast<int>(chosen.size()) < s.top_k) chosen.insert(random() % s.experts);
+    r.ids.insert(r.ids.end(), chosen.begin(), chosen.end());
+  }
+  for (int i = 0; i < s.tokens * s.top_k; ++i) r.weights.push_back(static_cast<int>(random() % 1000) / 1000.0f);
+  const int local = s.experts / ranks, capacity = s.tokens * s.top_k * 5 / 4;
+  const size_t table = size_t{1} * ranks * s.tokens * s.top_k, row = size_t{2} * s.hidden;
+
+  DispatchArgs& d = r.dispatch;
+  d.dtype = DType::bfloat16;
+  d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
+  d.capacity = capacity, d.alignment = 1;
+  d.tokens = reinterpret_cast<char*>(upload(r.tokens));
+  d.expert_ids = upload(r.ids), d.token_weights = upload(r.weights);
+  d.rows = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
+  d.targets = device_array<int32_t>(r.ids.size()), d.row_of = device_array<int32_t>(table);
+  d.weights = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
+  d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
+  d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
+  d.landing = device_array<char>(ranks * s.tokens * row);
+  d.few = are_few(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, Wire::plain);
+  r.dispatch_float8 = d;
+  r.dispatch_float8.wire = Wire::float8, r.dispatch_float8.eager = s.tokens;
+  r.float8_rows = d;
+  r.float8_rows.wire = Wire::float8_rows;
+  r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
+
+  ScatterArgs& a = r.scatter;
+  a.dtype = DType::bfloat16;
+  a.num_tokens = s.tokens, a.top_k = s.top_k, a.hidden = s.hidden, a.local_experts = local, a.capacity = capacity;
+  a.alignment = 1, a.tokens = d.tokens, a.targets = d.targets, a.row_of = d.row_of, a.counts = d.counts;
+  a.rows = d.rows;
+
+  CombineArgs& c = r.combine;
+  c.dtype = DType::bfloat16;
+  c.num_tokens = s.tokens, c.top_k = s.top_k, c.hidden = s.hidden, c.capacity = capacity;
+  c.outputs = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
+  c.combined = device_array<char>(s.tokens * row);
+  c.landing = device_array<char>(ranks * s.tokens * row);
+  CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+  return r;
+}
+
+inline void release(Rank& r) {
+  const DispatchArgs& d = r.dispatch;
+  const void* all[] = {d.tokens,      d.expert_ids,       d.token_weights,   d.rows,
+                       d.group_sizes, d.targets,          d.row_of,          d.weights,
+                       d.counts,      d.dropped,          d.invalid,         d.scratch,
+                       d.landing,     r.combine.combined, r.combine.landing, r.float8_rows.scales};
+  for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
+  CHECK(cudaStreamDestroy(r.stream));
+}
