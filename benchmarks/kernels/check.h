@@ -1,4 +1,4 @@
-// Ends a benchmark at the first error of CUDA; memory, and kernels that wait.
+// Ends a benchmark at the first error of CUDA; memory, and kernels that fill it or wait.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,6 +22,17 @@ T* device_array(size_t count) {
   CHECK(cudaMalloc(&memory, std::max<size_t>(count, 1) * sizeof(T)));
   CHECK(cudaMemset(memory, 0xff, std::max<size_t>(count, 1) * sizeof(T)));
   return static_cast<T*>(memory);
+}
+
+// Uniform in [-1, 1).
+template <class T>
+__global__ void fill(T* data, size_t count, uint32_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+    uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed;
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    data[i] = T(float((x ^ x >> 16) >> 8) / (1 << 23) - 1);
+  }
 }
 
 __device__ inline void wait_ns(uint64_t ns) {

@@ -58,16 +58,6 @@ struct Case {
   }
 };
 
-// Uniform in [-1, 1).
-template <class T>
-__global__ void fill(T* data, size_t count, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
-    uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed;
-    x = (x ^ x >> 16) * 0x7feb352du;
-    x = (x ^ x >> 15) * 0x846ca68bu;
-    data[i] = T(float((x ^ x >> 16) >> 8) / (1 << 23) - 1);
-  }
-}
 // 0xffff is NaN in both 16-bit dtypes.
 inline void spoil(void* data, size_t first, size_t count) {
   CHECK(cudaMemset(static_cast<char*>(data) + first * 2, 0xff, count * 2));

@@ -23,14 +23,6 @@ struct Shape {
   int m, k, n;
 };
 
-__global__ void fill_random(__nv_bfloat16* data, int64_t count, uint32_t seed) {
-  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (i >= count) return;
-  uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed * 40503u;
-  x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^= x >> 16;
-  data[i] = __float2bfloat16(static_cast<int>(x % 2001) / 1000.0f - 1);
-}
-
 // out [m, n] = a [m, k] x b, one thread a value.
 __global__ void multiply_naively(const __nv_bfloat16* a, const __nv_bfloat16* b, float* out, int m, int k, int n,
                                  bool transpose_b) {
@@ -64,8 +56,8 @@ struct Rank {
     gathered = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
     result = device_array<char>(int64_t{s.m} * s.n * 4);
     partial = device_array<char>(int64_t{s.m} * s.n * 4);
-    fill_random<<<blocks_of(int64_t{s.m} * s.k), 256>>>(a, int64_t{s.m} * s.k, 2 * rank + 1);
-    fill_random<<<blocks_of(int64_t{s.k} * s.n), 256>>>(b, int64_t{s.k} * s.n, 2 * rank + 2);
+    fill<<<1024, 256>>>(a, int64_t{s.m} * s.k, 2 * rank + 1);
+    fill<<<1024, 256>>>(b, int64_t{s.k} * s.n, 2 * rank + 2);
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
@@ -74,7 +66,7 @@ struct Rank {
     Rank other = *this;
     CHECK(cudaSetDevice(device));
     other.a = device_array<__nv_bfloat16>(int64_t{shape.m} * shape.k);
-    fill_random<<<blocks_of(int64_t{shape.m} * shape.k), 256>>>(other.a, int64_t{shape.m} * shape.k, 2 * seed + 1);
+    fill<<<1024, 256>>>(other.a, int64_t{shape.m} * shape.k, 2 * seed + 1);
     CHECK(cudaDeviceSynchronize());
     return other;
   }
