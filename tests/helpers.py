@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import Dispatched, Experts, Group, Implementation, JaxEpError, combine, dispatch, moe_mlp
 
@@ -61,6 +61,22 @@ def per_rank(function: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True
         return jax.tree.map(lambda x: x.reshape((1,) * axes + x.shape), function(*here))
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
+
+
+def spread(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """Leading axes are those of the mesh; of several processes each puts the parts of its own devices."""
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def trace(group: Group, body: Callable[[], Any]) -> None:
+    """Traces `body` on every rank of the group's mesh, without compiling it."""
+
+    def traced(anything: jax.Array) -> jax.Array:
+        body()
+        return anything
+
+    jax.eval_shape(per_rank(traced, group.mesh), np.zeros(group.mesh.devices.shape))
 
 
 def vary(x: jax.Array) -> jax.Array:

@@ -170,13 +170,8 @@ ANYWHERE: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("call", "message"), ON_RANKS, ids=[message for _, message in ON_RANKS])
 def test_on_ranks(call: Call, message: str, open_group: OpenGroup) -> None:
     group = open_group(2)
-
-    def body(x: jax.Array) -> jax.Array:
-        call(group)
-        return x
-
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        jax.eval_shape(helpers.per_rank(body, group.mesh), np.zeros(group.size))
+        helpers.trace(group, lambda: call(group))
 
 
 @pytest.mark.parametrize(("call", "message"), ANYWHERE, ids=[message for _, message in ANYWHERE])

@@ -1,7 +1,6 @@
 """SparseRows and coalesce, and what sparse_all_reduce says to bad arguments."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import sparse_cases as cases
 from conftest import OpenGroup
 from helpers import DTYPES
 from jax.experimental.sparse import BCOO
-from jax.sharding import PartitionSpec as P
 
 from jax_ep import Group, Implementation, SparseRows, coalesce, sparse_all_reduce
 from jax_ep.ops.sparse.api import choose_method
@@ -90,16 +88,6 @@ def test_choice_of_method() -> None:
     assert choose_method(2**30, 4, 5_000, 8192) == "match"
 
 
-def trace(group: Group, body: Callable[[], Any]) -> None:
-    """Traces `body` on every rank of the group, without running it."""
-
-    def run(x: jax.Array) -> jax.Array:
-        body()
-        return x
-
-    jax.eval_shape(jax.shard_map(run, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep")), np.zeros(group.size))
-
-
 def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
     if rows is None:
         rows = SparseRows.from_entries(IDS, VALUES, num_rows=ROWS)
@@ -138,7 +126,7 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str, open_group: OpenGroup) -> None:
     group = open_group(2)
     with pytest.raises(error, match="^sparse_all_reduce: " + re.escape(message)):
-        trace(group, lambda: reduce(group, **options))
+        helpers.trace(group, lambda: reduce(group, **options))
 
 
 def test_where_it_may_be_called(implementation: Implementation, open_group: OpenGroup) -> None:
