@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import test_lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import Group, SparseRows, combine, dispatch
@@ -150,12 +150,7 @@ def run(
     Those in between are awaited by nobody.
     """
     step = program(one, other, collectives=collectives, **options)
-    place = NamedSharding(one.mesh, P(AXIS))
-
-    def put(x: Array) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
-
-    tokens, *others = map(put, (*operands[:-1], *operands.slices))
+    tokens, *others = (helpers.spread(one.mesh, x) for x in (*operands[:-1], *operands.slices))
     for turn in range(turns):
         found = step(tokens, *others)
         if turn % look == 0 or turn == turns - 1:

@@ -1,4 +1,4 @@
-"""Run by `jax_ep.launch` in every process of `test_processes.py`, and in one process by that test itself."""
+"""Run by `jax_ep.launch` in every process of `test_processes.py`; its ops in one process by that test itself."""
 
 import argparse
 import contextlib
@@ -10,10 +10,13 @@ from typing import Any
 
 import helpers
 import jax
+import mismatch_cases
+import mixed_cases
 import numpy as np
 import pytest
+import resources
 from chaos.faulty_ops import OPS, Op, round_trip
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 from jax_ep import (
     CapacityError,
@@ -40,54 +43,64 @@ def case_of(size: int) -> helpers.Case:
     return helpers.draw_case(np.random.default_rng(helpers.SEED), size, 37, 3, EXPERTS, HIDDEN)
 
 
-def spread(group: Group, x: np.ndarray) -> jax.Array:
-    """A rank's part on every device, each process putting its own."""
-    return jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
-
-
 def results(group: Group) -> dict[str, Any]:
     """Every op on all ranks, by name, the arrays with a leading axis of ranks."""
     found = {}
     for name, op in ops_of(group).items():
-        found[name] = jax.block_until_ready(op.run(*(spread(group, x) for x in op.operands)))
+        found[name] = jax.block_until_ready(op.run(*(helpers.spread(group.mesh, x) for x in op.operands)))
     group.check()
     return found
 
 
-def save_shards(found: dict[str, Any], path: Path) -> None:
+def save_results(mesh: Mesh, folder: Path, *, stage: bool) -> None:
     """This process' part of every array, named by array and rank."""
-    shards: dict[str, Any] = {
-        f"{index} {shard.index[0].start or 0}": np.ascontiguousarray(shard.data).view(np.uint8)
-        for index, array in enumerate(jax.tree.leaves(found))
-        for shard in array.addressable_shards
-    }
-    np.savez(path, **shards)
+    with Group(mesh, "ep", timeout=TIMEOUT) as group:
+        assert group._native is not None
+        if stage:  # everything, and not only what peers cannot map
+            group._native.stage_all()
+        shards: dict[str, Any] = {
+            f"{index} {shard.index[0].start or 0}": np.ascontiguousarray(shard.data).view(np.uint8)
+            for index, array in enumerate(jax.tree.leaves(results(group)))
+            for shard in array.addressable_shards
+        }
+        np.savez(folder / f"{'staged' if stage else 'mapped'}-{jax.process_index()}.npz", **shards)
 
 
-def check_errors(group: Group) -> None:
+def run_into_errors(mesh: Mesh) -> None:
     """What one process sees of an overflow, after which the group goes on, and of a rank that never comes."""
-    operands = [spread(group, x) for x in case_of(group.size)]
-    overflowing = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=8, implementation="ffi")
-    with helpers.expect_failure(group, CapacityError, "capacity is 8"):
-        jax.block_until_ready(overflowing(*operands))
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
-    jax.block_until_ready(program(*operands))
-    group.check()
-
-    assert group._native is not None
-    stalled, holder = group.size - 1, jax.process_count() - 1
-    group._native.stall(stalled, "protocol")
-    with contextlib.suppress(*FAILURES):
+    with Group(mesh, "ep", timeout=1.0) as group:  # in the memory of the one before on GPUs
+        operands = [helpers.spread(mesh, x) for x in case_of(group.size)]
+        overflowing = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=8, implementation="ffi")
+        with helpers.expect_failure(group, CapacityError, "capacity is 8"):
+            jax.block_until_ready(overflowing(*operands))
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
         jax.block_until_ready(program(*operands))
-    if jax.process_index() == holder:  # on a GPU the stalled rank does not even notice
-        time.sleep(3 * group.timeout)  # left at once, the group would report that instead
-    else:
-        with pytest.raises((PeerTimeoutError, PeerLostError), match=f"rank {stalled}"):
-            group.check()
+        group.check()
+
+        assert group._native is not None
+        stalled, holder = group.size - 1, jax.process_count() - 1
+        group._native.stall(stalled, "protocol")
+        with contextlib.suppress(*FAILURES):
+            jax.block_until_ready(program(*operands))
+        if jax.process_index() == holder:  # on a GPU the stalled rank does not even notice
+            time.sleep(3 * group.timeout)  # left at once, the group would report that instead
+        else:
+            with pytest.raises((PeerTimeoutError, PeerLostError), match=f"rank {stalled}"):
+                group.check()
 
 
-def lose_process(group: Group) -> None:
+def run_beside_collectives(mesh: Mesh, turns: int, shared: bool) -> None:
+    on_cpu, size = jax.default_backend() == "cpu", jax.device_count()
+    operands = mixed_cases.draw(np.random.default_rng(helpers.SEED), size, 8 * size)
+    options: dict[str, Any] = {"collectives": not shared, "in_turn": on_cpu}
+    options |= {"turns": 4 if on_cpu else 50 if shared else turns, "look": 1 if on_cpu else 25}
+    with Group(mesh, "ep", timeout=60) as one, Group(mesh, "ep", async_ops=True, timeout=60) as other:
+        mixed_cases.run(one, other, operands, **options)
+
+
+def lose_a_process(mesh: Mesh) -> None:
     """The last process dies; the others learn of it long before the timeout, and never hang."""
+    group = Group(mesh, "ep", timeout=TIMEOUT)
     start = time.monotonic()
     if jax.process_index() == jax.process_count() - 1:
         os._exit(0)  # no goodbye, and nothing that the launcher would end the others for
@@ -104,24 +117,31 @@ def lose_process(group: Group) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--stage", action="store_true", help="everything goes through staging")
-    parser.add_argument("--lose", action="store_true", help="a process dies")
+    parser.add_argument("checks", nargs="+", help="in this order; after `lose` there is no other")
     parser.add_argument("--cpu-devices", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=1000, help="beside: executions on GPUs that processes have alone")
+    # NCCL refuses two ranks on one GPU, and processes take turns there.
+    parser.add_argument("--shared", action="store_true", help="processes share a GPU: fewer executions, ours alone")
+    parser.add_argument("--openings", type=int, default=0, help="resources: so many groups, and the GPUs' memory")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     jax.config.update("jax_default_matmul_precision", "highest")
     group_module._CPU_PROCESSES_SHARE = True
-    with Group(helpers.mesh_of(ep=jax.device_count()), "ep", timeout=TIMEOUT) as group:
-        assert group._native is not None
-        if options.stage:
-            group._native.stage_all()
-        if options.lose:
-            lose_process(group)
-        save_shards(results(group), options.folder / f"{jax.process_index()}.npz")
-    with Group(group.mesh, "ep", timeout=1.0) as group:  # a second one, in the memory of the first on GPUs
-        check_errors(group)
+    mesh = helpers.mesh_of(ep=jax.device_count())
+    checks = {
+        "mapped": lambda: save_results(mesh, options.folder, stage=False),
+        "staged": lambda: save_results(mesh, options.folder, stage=True),
+        "errors": lambda: run_into_errors(mesh),
+        "mismatches": lambda: mismatch_cases.differ_in_all(mesh),
+        "beside": lambda: run_beside_collectives(mesh, options.turns, options.shared),
+        "resources": lambda: resources.open_and_close(mesh, options.openings),
+        "lose": lambda: lose_a_process(mesh),
+    }
+    for check in options.checks:
+        print(f"\n{check}", flush=True)
+        checks[check]()
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
 
 

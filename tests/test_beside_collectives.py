@@ -1,18 +1,17 @@
-"""Our ops beside each other and beside XLA's collectives in one program: right values, and no end of waiting."""
+"""Our ops beside each other and beside XLA's collectives in one program: right values, and no end of waiting.
+
+test_processes.py runs the same in several processes.
+"""
 
 import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
-import beside_worker as worker
 import helpers
 import jax
 import jax.numpy as jnp
 import mixed_cases
 import numpy as np
 import pytest
-import test_processes
 
 from jax_ep import Group
 
@@ -21,9 +20,6 @@ SIZE = 4 if ON_CPU else helpers.largest_size()
 # XLA's CPU client deadlocks over many programs that nobody awaits.
 TURNS, LOOK = (6, 1) if ON_CPU else (1000, 100)
 TIMEOUT = 60.0
-# Between processes XLA's ragged_all_to_all goes by NCCL, which jax 0.11 and newer refuse unless told so.
-ALLOW_NCCL = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true" if jax.__version_info__ >= (0, 11) else ""
-RAGGED_BY_NCCL = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ALLOW_NCCL}".strip()}
 ASYNC = {"in order": (False,), "asynchronous": (True,), "both": (False, True)}  # of the groups
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
@@ -70,10 +66,3 @@ def test_scan_and_remat(groups: str, rng: np.random.Generator) -> None:
     powers = np.cumprod([np.ones_like(scale), *factors], axis=0)
     wanted = np.broadcast_to(powers[-1] + powers[:-1].sum(0), found.shape)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-
-
-def test_in_several_processes(tmp_path: Path) -> None:
-    print(f"JAX_EP_TEST_SEED={helpers.SEED}")
-    shared = [] if test_processes.ON_CPU or test_processes.GPUS >= test_processes.PROCESSES else ["--shared"]
-    options = (f"--cpu-devices={test_processes.CPU_DEVICES}", *shared)
-    test_processes.launch_script(Path(worker.__file__), *options, environment=None if ON_CPU else RAGGED_BY_NCCL)

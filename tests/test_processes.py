@@ -1,6 +1,7 @@
 """A group whose ranks live in several processes: the oracle's results, and bit for bit those of one process."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,16 @@ from typing import Any
 
 import helpers
 import jax
+import mismatch_cases
 import numpy as np
 import processes_worker as worker
 import pytest
+import resources
 from chaos.compare import assert_near
 from chaos.faulty_ops import Op
-from conftest import OpenGroup
 from jax.sharding import Mesh
+
+from jax_ep import Group
 
 ON_CPU = jax.default_backend() == "cpu"
 # On the CPU two processes of two ranks each, so that a rank has peers in its own process and in another.
@@ -26,17 +30,18 @@ MORE_RANKS = 4  # where there are fewer GPUs, they are shared
 # On GPUs: XLA's pool as one region, not as regions that grow as conftest asks for; memory that nobody else can map.
 PREALLOCATED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
 UNMAPPABLE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+# Between processes XLA's ragged_all_to_all goes by NCCL, which jax 0.11 and newer refuse unless told so.
+ALLOW_NCCL = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true" if jax.__version_info__ >= (0, 11) else ""
+RAGGED_BY_NCCL = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ALLOW_NCCL}".strip()}
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
 on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs several GPUs")
 
 
-def launch(
-    folder: Path, *arguments: str, processes: int = PROCESSES, environment: dict[str, str] | None = None
-) -> None:
-    """Runs the worker in all processes."""
+def launch(folder: Path, *arguments: str, processes: int = PROCESSES, environment: dict[str, str] | None = None) -> str:
+    """Runs the worker in all processes; what it prints."""
     options = (str(folder), f"--cpu-devices={CPU_DEVICES}", *arguments)
-    launch_script(Path(worker.__file__), *options, processes=processes, environment=environment)
+    return launch_script(Path(worker.__file__), *options, processes=processes, environment=environment)
 
 
 def launch_script(
@@ -69,10 +74,10 @@ def launch_script(
     return result.stdout
 
 
-def assemble(folder: Path, like: dict[str, Any], size: int = SIZE) -> dict[str, Any]:
+def assemble(folder: Path, way: str, like: dict[str, Any], size: int = SIZE) -> dict[str, Any]:
     """The arrays of all ranks from what the processes saved."""
     shards: dict[str, np.ndarray] = {}
-    for path in folder.glob("*.npz"):
+    for path in folder.glob(f"{way}-*.npz"):
         with np.load(path) as saved:
             shards |= dict(saved)
     leaves, structure = jax.tree.flatten(like)
@@ -89,50 +94,57 @@ def assert_right(found: dict[str, Any], ops: dict[str, Op]) -> None:
             assert_near(array, value.exact, value.magnitude, value.roundings, name)
 
 
-def in_one_process(
-    open_group: OpenGroup, *, staged: bool = False, mesh: Mesh | None = None
-) -> tuple[dict[str, Any], dict[str, Op]]:
+def in_one_process(*, staged: bool = False, mesh: Mesh | None = None) -> tuple[dict[str, Any], dict[str, Op]]:
     """The results, and the ops that gave them."""
-    with open_group(SIZE, mesh=mesh) as group:
+    with Group(mesh or helpers.mesh_of(ep=SIZE), "ep", timeout=30) as group:
         assert group._native is not None
         if staged:
             group._native.stage_all()
         return helpers.fetch(worker.results(group)), worker.ops_of(group)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        pytest.param((), {}, id="growing"),
-        pytest.param(("--stage",), {}, id="staging"),
-        pytest.param((), PREALLOCATED, id="preallocated", marks=on_gpus),
-        pytest.param((), UNMAPPABLE, id="unmappable", marks=on_gpus),
-        pytest.param((), {"JAX_EP_DEBUG_POISON": "1"}, id="poisoned", marks=on_gpus),
-    ],
-)
-def test_as_one_process(
-    arguments: tuple[str, ...], environment: dict[str, str], open_group: OpenGroup, tmp_path: Path
-) -> None:
+def test_as_one_process(tmp_path: Path) -> None:
+    """Whether peers map memory or stage it, also within a process. Then what else may go wrong between processes: what
+    test_mismatch.py and test_beside_collectives.py have of one, and a process that is lost."""
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
-    expected, ops = in_one_process(open_group)
-    launch(tmp_path, *arguments, environment=environment)
-    found = assemble(tmp_path, expected)
+    expected, ops = in_one_process()
+    assert helpers.bits(in_one_process(staged=True)[0]) == helpers.bits(expected)
+    checks = ["mapped", "staged", "errors", "mismatches", "beside", *["resources"] * (jax.device_count() > 1), "lose"]
+    shared = [] if ON_CPU or GPUS >= PROCESSES else ["--shared"]
+    output = launch(tmp_path, *checks, *shared, environment=None if ON_CPU else RAGGED_BY_NCCL)
+    for way in ("mapped", "staged"):
+        found = assemble(tmp_path, way, expected)
+        assert_right(found, ops)
+        assert helpers.bits(found) == helpers.bits(expected)
+    assert "Exception in thread" not in output, output
+    by_plan = [mismatch_cases.PLANS] if not ON_CPU and PROCESSES == 2 else []
+    for name in [*mismatch_cases.CASES, *by_plan]:
+        errors = re.findall(rf"^\[{name}\] (.*)$", output, re.MULTILINE)
+        assert len(errors) == PROCESSES, output
+        assert all("all ranks must run the same ops" in error for error in errors), errors
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    "environment",
+    [PREALLOCATED, UNMAPPABLE, {"JAX_EP_DEBUG_POISON": "1"}],
+    ids=["preallocated", "unmappable", "poisoned"],
+)
+def test_other_memory(environment: dict[str, str], tmp_path: Path) -> None:
+    expected, ops = in_one_process()
+    launch(tmp_path, "mapped", "errors", environment=environment)
+    found = assemble(tmp_path, "mapped", expected)
     assert_right(found, ops)
     assert helpers.bits(found) == helpers.bits(expected)
 
 
-def test_staging_within_a_process(open_group: OpenGroup) -> None:
-    staged, ops = in_one_process(open_group, staged=True)
-    assert_right(staged, ops)
-    assert helpers.bits(staged) == helpers.bits(in_one_process(open_group)[0])
-
-
 @pytest.mark.skipif(ON_CPU or GPUS >= MORE_RANKS, reason="for few GPUs")
-def test_more_ranks_than_gpus(open_group: OpenGroup, tmp_path: Path) -> None:
-    on_cpu, ops = in_one_process(open_group, mesh=Mesh(np.array(jax.devices("cpu")[:MORE_RANKS]), ("ep",)))
-    launch(tmp_path, processes=MORE_RANKS)
-    assert_right(assemble(tmp_path, on_cpu, MORE_RANKS), ops)
+def test_more_ranks_than_gpus(tmp_path: Path) -> None:
+    on_cpu, ops = in_one_process(mesh=Mesh(np.array(jax.devices("cpu")[:MORE_RANKS]), ("ep",)))
+    launch(tmp_path, "mapped", "errors", processes=MORE_RANKS)
+    assert_right(assemble(tmp_path, "mapped", on_cpu, MORE_RANKS), ops)
 
 
-def test_a_dead_process(tmp_path: Path) -> None:
-    launch(tmp_path, "--lose")
+def test_what_a_group_leaves_behind() -> None:
+    """Nothing, however many are opened and closed; of several processes, too, in the test above."""
+    resources.open_and_close(helpers.mesh_of(ep=4 if ON_CPU else helpers.largest_size()))

@@ -14,9 +14,10 @@ import threading
 import time
 from typing import Any
 
+import helpers
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 from jax_ep import Group, JaxEpError, group as group_module
 
@@ -34,8 +35,7 @@ class Prepared:
 
     def __init__(self, name: str, op: Op, mesh: Mesh):
         self.name, self.wanted = name, op.wanted
-        sharding = NamedSharding(mesh, P("ep"))
-        self.operands = [jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i]) for x in op.operands]
+        self.operands = [helpers.spread(mesh, x) for x in op.operands]
         self.run = op.run.lower(*self.operands).compile()  # now: some process may take longer than the timeout
         self.first: list[bytes] | None = None
 

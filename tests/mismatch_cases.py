@@ -1,6 +1,5 @@
-"""Run by `jax_ep.launch` in every process of `test_mismatch.py`: processes that call the ops differently."""
+"""Ranks that call the ops differently: in the processes of `processes_worker.py`, and in `test_mismatch.py`."""
 
-import argparse
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 from jax_ep import (
     Group,
@@ -18,7 +17,6 @@ from jax_ep import (
     PeerLostError,
     SparseRows,
     dispatch,
-    group as group_module,
     matmul_all_reduce,
     sparse_all_reduce,
 )
@@ -77,8 +75,7 @@ PLANS = "plans"  # of a product whose two ranks exchange their tiles
 def prepare(group: Group, call: Call) -> Callable[[], Any]:
     """Compiled: XLA compiles a GPU's program together with the other processes, so all must compile both."""
     op, tokens, dtype = call
-    x = np.ones((group.size, tokens, 16), dtype)
-    spread = jax.make_array_from_callback(x.shape, NamedSharding(group.mesh, P("ep")), lambda index: x[index])
+    spread = helpers.spread(group.mesh, np.ones((group.size, tokens, 16), dtype))
     program = jax.jit(helpers.per_rank(lambda x: op(group, x), group.mesh)).lower(spread).compile()
     return lambda: jax.block_until_ready(program(spread))
 
@@ -97,12 +94,7 @@ def differ(name: str, group: Group, even: Call, odd: Call, seen: str) -> None:
         assert seen in str(caught.value), (name, str(caught.value))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cpu-devices", type=int, default=1)
-    jax.config.update("jax_num_cpu_devices", parser.parse_args().cpu_devices)
-    group_module._CPU_PROCESSES_SHARE = True
-    mesh = helpers.mesh_of(ep=jax.device_count())
+def differ_in_all(mesh: Mesh) -> None:
     for name, (even, odd, seen) in CASES.items():
         with Group(mesh, "ep", timeout=60.0) as group:
             differ(name, group, even, odd, seen)
@@ -110,8 +102,3 @@ def main() -> None:
         call = (multiplied, 1024, np.float32)
         with Group(mesh, "ep", timeout=60.0, max_sms=32 if jax.process_index() % 2 else None) as group:
             differ(PLANS, group, call, call, " 30 blocks, tiles 128x")
-    print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
-
-
-if __name__ == "__main__":
-    main()
