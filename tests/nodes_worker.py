@@ -19,7 +19,6 @@ import pytest
 import sparse_cases
 import test_nodes
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec as P
 from layer_cases import layer_of, with_gradient
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
@@ -48,8 +47,7 @@ FLOAT8: dict[str, Any] = {"wire": "float8"}
 
 def spread(group: Group, x: np.ndarray) -> jax.Array:
     """[R, ...] as [N, L, ...], a rank's part on every device, each process putting its own."""
-    parts = x.reshape(group.nodes, -1, *x.shape[1:])
-    return jax.make_array_from_callback(parts.shape, NamedSharding(group.mesh, P(*AXES)), lambda index: parts[index])
+    return helpers.spread(group.mesh, x.reshape(group.nodes, -1, *x.shape[1:]))
 
 
 def gathered(results: Any) -> Any:
@@ -194,9 +192,8 @@ def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: np.random.Generator) ->
         assert (group.size, group.nodes) == (size, 1)
         assert group._resolve("dispatch", "auto", serves_nodes=True) == ("ffi" if inside else "xla")
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto")
-        place = NamedSharding(mesh, P(*AXES))
-        operands = [jax.make_array_from_callback(x.shape, place, lambda index, x=x: x[index]) for x in parts]
-        found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), gathered(program(*operands)))
+        results = gathered(program(*(helpers.spread(mesh, x) for x in parts)))
+        found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
         for index, case in enumerate(drawn):
             mine = jax.tree.map(lambda x, i=index: x[i] if inside else x[:, i], found)
             helpers.assert_round_trip(mine, case, num_experts=EXPERTS)
@@ -222,8 +219,7 @@ def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
             between._resolve("dispatch", "ffi", serves_nodes=True)
 
 
-def check_most(mesh: jax.sharding.Mesh) -> None:
-    """Rows, sums and errors, but no float8 and no gradients: what may depend on the number of nodes."""
+def check_all(mesh: jax.sharding.Mesh) -> None:
     rng = np.random.default_rng(helpers.SEED)
     with open_group(mesh, 60) as group:
         check_what_it_is(group, *mesh.devices.shape)
@@ -232,24 +228,12 @@ def check_most(mesh: jax.sharding.Mesh) -> None:
         check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
         check_overflow(group, uneven)
         check_sparse(group, rng)
-    for axis in AXES if on_cpu() else AXES[1:]:
-        check_lines(mesh, axis, rng)
-
-
-def check_all(mesh: jax.sharding.Mesh) -> None:
-    check_most(mesh)
-    rng = np.random.default_rng(helpers.SEED)
-    with open_group(mesh, 60) as group:
-        uneven = test_nodes.uneven(rng, group.size)
-        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
         float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
         check_round_trip(group, float8, fp8=True, **FLOAT8)
-        check_layer(group, rng)
         check_layer(group, rng, nodes=NodeOptions(chunks=4))
         check_layer(group, rng, implementation="xla")
-
-
-CHECKS = {"most": check_most, "all": check_all, "mismatch": check_mismatch}
+    for axis in AXES if on_cpu() else AXES[1:]:
+        check_lines(mesh, axis, rng)
 
 
 def losses_of_the_demo(nodes: int | None) -> np.ndarray:
@@ -262,6 +246,11 @@ def losses_of_the_demo(nodes: int | None) -> np.ndarray:
         losses = demo.train(params, demo.load_bytes(), 4, config, group)[1].loss
         group.check()
     return losses
+
+
+def print_losses(mesh: jax.sharding.Mesh) -> None:
+    line = " ".join(map(str, losses_of_the_demo(mesh.devices.shape[0])))
+    print(f"\nlosses {line}\n", end="", flush=True)  # in one piece: others write into the pipe, too
 
 
 def on_cpu() -> bool:
@@ -411,9 +400,19 @@ def leave() -> None:
     os._exit(0)
 
 
+def close(mesh: jax.sharding.Mesh) -> None:
+    leave_in_order(mesh)
+    drop(mesh)
+    open_a_second(mesh)
+
+
+CHECKS = {"all": check_all, "mismatch": check_mismatch, "demo": print_losses, "close": close}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=[*CHECKS, *HANGS, "close", "demo", "kill", "stop", "stop the coordinator"])
+    last = (*HANGS, "kill", "stop", "stop the coordinator")
+    parser.add_argument("what", choices=[*CHECKS, *last], nargs="+", help="in this order; the last ones alone")
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, help="of equally many processes; default: each is one")
     options = parser.parse_args()
@@ -422,20 +421,14 @@ def main() -> None:
     nodes = options.nodes or jax.process_count()
     mesh = helpers.mesh_of(node=nodes, ep=jax.device_count() // nodes)
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
-    if options.what in CHECKS:
-        CHECKS[options.what](mesh)
-    elif options.what in HANGS:
-        hang(mesh, options.what.removeprefix("hang, "))
-    elif options.what == "demo":
-        losses = losses_of_the_demo(nodes)
-        line = " ".join(map(str, losses))
-        print(f"\nlosses {line}\n", end="", flush=True)  # in one piece: others write into the pipe, too
-    elif options.what == "close":
-        leave_in_order(mesh)
-        drop(mesh)
-        open_a_second(mesh)
-    else:
-        lose(mesh, options.what)
+    for what in options.what:
+        print(f"\n{what}", flush=True)
+        if what in CHECKS:
+            CHECKS[what](mesh)
+        elif what in HANGS:
+            hang(mesh, what.removeprefix("hang, "))
+        else:
+            lose(mesh, what)
     print(f"process {jax.process_index()} of {jax.process_count()} is done", flush=True)
 
 
