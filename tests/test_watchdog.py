@@ -1,5 +1,5 @@
-"""What a group tells by itself: failures in the log and in a file, the last ops of every rank; and time that a stopped
-process does not count."""
+"""A rank that stalls: an exception that names it in time, and life goes on. What a group tells by itself: failures in
+the log and in a file, the last ops of every rank; and time that a stopped process does not count."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import helpers
 import jax
@@ -33,12 +34,52 @@ def case_of(rng: np.random.Generator) -> helpers.Case:
     return helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
 
 
-def fail(group: Group, case: helpers.Case) -> None:
-    """A rank stalls; nobody calls `check()`."""
+def fail(group: Group, case: helpers.Case, where: str = "protocol", program: Any = None) -> None:
+    """A rank stalls, on the CPU before or after it arrives; on a GPU its kernels are no longer launched, for either.
+
+    Nobody calls `check()`. Where nothing raises, all get NaN but the stalled rank, whose results nobody writes.
+    """
     assert group._native is not None
-    group._native.stall(STALLED, "protocol")
+    group._native.stall(STALLED, where)
     with helpers.awaiting_failure(group, f"rank {STALLED}"):
-        helpers.fetch(helpers.dispatch_combine(group, **OPTIONS)(*case))
+        results = helpers.fetch((program or helpers.dispatch_combine(group, **OPTIONS))(*case))
+        dispatched, combined = jax.tree.map(lambda x: np.delete(x, STALLED, axis=0), results)
+        helpers.assert_nothing_delivered(dispatched)
+        assert np.isnan(combined).all()
+
+
+@pytest.mark.parametrize("where", ["arrival", "protocol"])
+def test_a_stalled_rank_is_named_and_a_new_group_works(
+    where: str, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    timeout = 1.0
+    group, healthy, case = open_group(SIZE, timeout=timeout), open_group(SIZE), case_of(rng)
+    program = helpers.dispatch_combine(group, **OPTIONS)
+    helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+
+    start = time.monotonic()
+    fail(group, case, where, program)
+    assert time.monotonic() - start < timeout + 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"PeerTimeoutError.*rank {STALLED}"):
+        helpers.fetch(program(*case))  # a compiled training loop that calls nothing else of this library
+
+    for _ in range(2):  # a failed group stays failed
+        with pytest.raises(PeerTimeoutError, match=f"rank {STALLED}"):
+            group.check()
+    with pytest.raises(PeerTimeoutError, match=f"rank {STALLED}"):
+        helpers.dispatch_combine(group, **OPTIONS)(*case)
+
+    start = time.monotonic()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        helpers.fetch(program(*case))  # fails without waiting again
+    group.close()
+    assert time.monotonic() - start < timeout
+
+    for other in (healthy, open_group(SIZE)):  # another group does not notice
+        new = helpers.dispatch_combine(other, **OPTIONS)
+        for _ in range(3):
+            helpers.assert_round_trip(helpers.fetch(new(*case)), case, num_experts=EXPERTS)
+        other.check()
 
 
 def await_log(caplog: pytest.LogCaptureFixture, text: str, seconds: float = 10) -> str:
@@ -133,17 +174,6 @@ def test_a_record_on_request(
     assert "main thread in helpers.py:" in text
     assert f"first divergence: op 3\n    line 0 rank {STALLED}: not begun; the last is op 2, combine float32" in text
     assert re.search(rf"\n    line 0 rank 0, 1, 2: dispatch float32 T=4 .*{re.escape(site)}, running$", text), text
-
-
-def test_the_next_execution_raises(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """A compiled training loop that calls nothing else of this library."""
-    group = open_group(SIZE, timeout=0.5)
-    case = case_of(rng)
-    program = helpers.dispatch_combine(group, **OPTIONS)
-    helpers.fetch(program(*case))
-    fail(group, case)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"PeerTimeoutError.*rank {STALLED}"):
-        helpers.fetch(program(*case))
 
 
 def test_report(open_group: OpenGroup, rng: np.random.Generator) -> None:
