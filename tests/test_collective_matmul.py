@@ -1,5 +1,7 @@
-"""matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul against numpy in float64."""
+"""matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul, and their gradients, against numpy in float64."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import helpers
@@ -8,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
-from matmul_cases import OPS, Operands, assert_near, assert_right, draw, exact, program, served
+from jax.sharding import PartitionSpec as P
+from matmul_cases import OPS, Operands, assert_near, assert_right, draw, exact, exact_gradients, program, served
 
 import jax_ep
 from jax_ep import Group, Implementation
@@ -135,3 +138,128 @@ def test_more_rows_than_kernels_count(open_group: OpenGroup) -> None:
     a, b = jax.ShapeDtypeStruct((2, 2**30, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 8, 8), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"all_gather_matmul: lhs must have fewer than 2\*\*31 / 2 rows, got"):
         jax.eval_shape(program, a, b)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("dtype", "result_dtype"),
+    [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
+    ids=str,
+)
+def test_gradients(
+    op: str,
+    dtype: np.dtype,
+    result_dtype: np.dtype,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+) -> None:
+    group = open_group(4 if len(jax.devices()) >= 4 else 2)
+    if not served(group, implementation, (8, 8), dtype):
+        pytest.skip("kernels on a GPU take 16-bit operands alone")
+    a, b = draw(rng, group.size, (32, 24, 40), dtype)
+    above = rng.standard_normal(exact(op, a, b).shape).astype(result_dtype)
+
+    def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
+        def varying(a: jax.Array, b: jax.Array) -> jax.Array:
+            return helpers.vary(
+                OPS[op](a, b, group=group, preferred_element_type=result_dtype, implementation=implementation)
+            )
+
+        return jax.vjp(varying, a, b)[1](above)
+
+    actual = helpers.fetch(helpers.per_rank(pulled, group.mesh)(a, b, above))
+    wanted = exact_gradients(op, a, b, above)
+    magnitudes = exact_gradients(op, *(np.abs(x) for x in (a, b, above)))
+    for mine, right, magnitude in zip(actual, wanted, magnitudes, strict=True):
+        assert mine.dtype == dtype
+        assert_near(mine, right, magnitude, roundings=2 * group.size)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("bias_dtype", [BFLOAT16, FLOAT32], ids=str)
+def test_gradient_of_the_bias(
+    op: str,
+    bias_dtype: np.dtype,
+    implementation: Implementation,
+    open_group: OpenGroup,
+    rng: np.random.Generator,
+) -> None:
+    """The sum over the rows of the cotangents: of small integers, so it is exact."""
+    group = open_group(2)
+    a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
+    above = rng.integers(-3, 4, exact(op, a, b).shape).astype(BFLOAT16)
+
+    def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> jax.Array:
+        def biased(bias: jax.Array) -> jax.Array:
+            return helpers.vary(OPS[op](a, b, group=group, bias=bias, implementation=implementation))
+
+        return jax.vjp(biased, helpers.vary(jnp.zeros(24, bias_dtype)))[1](above)[0]
+
+    actual = helpers.fetch(helpers.per_rank(pulled, group.mesh)(a, b, above))
+    assert actual.dtype == bias_dtype
+    np.testing.assert_array_equal(helpers.wide(actual), above.astype(np.float32).sum(axis=1))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_two_layers_of_tensor_parallelism(
+    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """Values and gradients of a block with sharded weights are those of one device."""
+    group = open_group(2)
+    x, up, down = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((32, 16), (16, 64), (64, 16)))
+
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(jax_ep.all_gather_matmul(x, up, group=group, implementation=implementation))
+        return jax_ep.matmul_reduce_scatter(hidden, down, group=group, implementation=implementation)
+
+    specs = (P("ep"), P(None, "ep"), P("ep"))
+    sharded = jax.shard_map(block, mesh=group.mesh, in_specs=specs, out_specs=P("ep"), check_vma=check_vma)
+
+    def loss(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+        return (function(*operands).astype(jnp.float32) ** 2).sum()
+
+    def single(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ up) @ down
+
+    wide = [operand.astype(np.float32) for operand in (x, up, down)]
+    wanted = jax.grad(partial(loss, single), argnums=(0, 1, 2))(*wide)
+    actual = helpers.fetch(jax.jit(jax.grad(partial(loss, sharded), argnums=(0, 1, 2)))(x, up, down))
+    for mine, right in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(mine.astype(np.float32), right, rtol=0.05, atol=0.02 * float(np.abs(right).max()))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_result_of_an_all_reduce_is_everybodys(
+    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """Its type says so, and its gradient too."""
+    group = open_group(2)
+    a, b = rng.standard_normal((24, 32)).astype(FLOAT16), rng.standard_normal((32, 16)).astype(FLOAT16)
+    reduce = partial(jax_ep.matmul_all_reduce, group=group, implementation=implementation)
+    specs = (P(None, "ep"), P("ep"))
+    sharded = jax.shard_map(reduce, mesh=group.mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    out, pull = jax.vjp(jax.jit(sharded), a, b)
+    d_a, d_b = helpers.fetch(pull(jnp.ones_like(out)))
+    ones = np.ones(out.shape, np.float32)
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    np.testing.assert_allclose(helpers.wide(out), a @ b, rtol=0.01, atol=0.05)
+    np.testing.assert_allclose(helpers.wide(d_a), ones @ b.T, rtol=0.01, atol=0.05)
+    np.testing.assert_allclose(helpers.wide(d_b), a.T @ ones, rtol=0.01, atol=0.05)
+
+
+def test_cotangents_are_summed_before_they_are_rounded(implementation: Implementation, open_group: OpenGroup) -> None:
+    """The result is float32: what two ranks add to it would be lost in bfloat16. Without `check_vma` the op sums."""
+    group, size = open_group(2), 8
+    above = np.stack([np.full((size, size), x, np.float32) for x in (1 + 2**-9, -1)])
+
+    def body(above: jax.Array) -> jax.Array:
+        a, b = jnp.ones((size, size), BFLOAT16), jnp.eye(size, dtype=BFLOAT16)
+        reduce = partial(
+            jax_ep.matmul_all_reduce, group=group, preferred_element_type=FLOAT32, implementation=implementation
+        )
+        return jax.vjp(lambda a: reduce(a, b), a)[1](above[0])[0][None]
+
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    actual = helpers.fetch(jax.jit(mapped)(above))
+    np.testing.assert_array_equal(helpers.wide(actual), np.full((2, size, size), 2**-9, np.float32))

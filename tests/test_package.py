@@ -1,8 +1,11 @@
-"""What the installed package says of itself, and what it counts as a user's code."""
+"""What the installed package says of itself, and what it counts as a user's code; docs/api.md has all its names."""
 
 import importlib.metadata
+import inspect
+import re
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import gpu
@@ -10,6 +13,8 @@ import jax
 import pytest
 
 import jax_ep
+import jax_ep.errors
+import jax_ep.pallas_kernels
 from jax_ep.__main__ import load, main
 from jax_ep._kit import ffi
 
@@ -59,3 +64,22 @@ def test_a_script_is_a_call_site(module: str) -> None:
 def test_the_package_is_no_call_site(module: str) -> None:
     found = function_in(module)(ffi._call_site)
     assert found == "test_package.py, test_the_package_is_no_call_site"
+
+
+MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.float8, jax_ep.embedding, jax_ep.pallas_kernels]
+TYPES_OF_ARGUMENTS = {"Implementation", "OnOverflow", "Scalar", "Tree", "ActivationName", "ACTIVATIONS"}
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    page = (gpu.ROOT / "docs" / "api.md").read_text()
+    names = {
+        name
+        for module in MODULES
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(thing)
+    }
+    errors = {name for name, thing in vars(jax_ep.errors).items() if inspect.isclass(thing)}
+    listed = errors if "::: jax_ep.errors" in page else set()
+    for directive, members in re.findall(r"^::: (\S+)|members: \[(.*)\]", page, re.MULTILINE):
+        listed |= {directive.rsplit(".", 1)[-1], *re.findall(r"\w+", members)}
+    assert names - TYPES_OF_ARGUMENTS <= listed

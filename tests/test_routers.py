@@ -1,6 +1,8 @@
-"""Routers against numpy, token by token."""
+"""Routers against numpy, token by token; losses, loads and the bias that balances; over devices, against the whole
+batch."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import helpers
 import jax
@@ -10,11 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import nn
+from jax_ep.nn.balance import Score
 
-TOKENS, EXPERTS, K = 20, 16, 4
-no_int: Any = 2.0
-no_number: Any = None
-no_bool: Any = "no"
+SIZE, TOKENS, EXPERTS, K = 4, 20, 16, 4
+zeros: Any = np.zeros
 
 
 @pytest.fixture
@@ -150,50 +151,180 @@ def test_round_tokens(
 
 
 def test_no_tokens_to_round() -> None:
-    routed = nn.round_tokens(nn.Routed(jnp.zeros((0, 3), jnp.int32), jnp.zeros((0, 3))), 2, EXPERTS)
+    none = nn.Routed(np.zeros((0, 3), np.int32), np.zeros((0, 3), np.float32))
+    routed = jax.jit(lambda none: nn.round_tokens(none, 2, EXPERTS))(none)
     assert routed.expert_ids.shape == routed.weights.shape == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda x: nn.softmax_top_k(x, 17), r"^softmax_top_k: top_k must be in \[1, E = 16\], got 17"),
-        (lambda x: nn.softmax_top_k(x[0], 1), r"^softmax_top_k: logits must have shape \[T, E\], got \(16,\)"),
-        (lambda x: nn.softmax_top_k(x, no_int), "^softmax_top_k: top_k must be a Python int"),
-        (lambda x: nn.softmax_top_k(x.astype(int), 1), "^softmax_top_k: logits must be of dtype .*, got int32"),
-        (lambda x: nn.softmax_top_k(x, 4, groups=4, best_of_group=0), "^softmax_top_k: best_of_group must be at least"),
-        (lambda x: nn.sigmoid_top_k(x, 4, groups=3), "^sigmoid_top_k: groups must divide the 16 experts, got 3"),
-        (lambda x: nn.sigmoid_top_k(x, 4, bias=jnp.zeros(3)), r"^sigmoid_top_k: bias must have shape \[E\] = \(16,\)"),
-        (lambda x: nn.sigmoid_top_k(x, 4, bias=jnp.zeros(16, int)), "^sigmoid_top_k: bias must be of dtype float32"),
-        (
-            lambda x: nn.within_top_groups(x, 4, 4, 5),
-            "^within_top_groups: top_groups must be at most the 4 groups, .* 5",
-        ),
-        (lambda x: nn.within_top_groups(x, 0, 4, 1), "^within_top_groups: top_k must be at least 1, got 0"),
-        (lambda x: nn.within_top_groups(x[0], 1, 4, 1), r"^within_top_groups: scores must have shape \[T, E\], got"),
-        (
-            lambda x: nn.sigmoid_top_k(x, 4, groups=8, top_groups=1),
-            "top_groups must be .* that they hold top_k = 4 .* got 1",
-        ),
-        (lambda x: nn.sigmoid_top_k(x, 4, scale=no_number), "^sigmoid_top_k: scale must be a number, got NoneType"),
-        (
-            lambda x: nn.round_tokens(nn.softmax_top_k(x, 4), 5, 16),
-            r"^round_tokens: top_k must be in \[1, K = 4\], got 5",
-        ),
-        (
-            lambda x: nn.round_tokens(nn.Routed(x.astype(int), x[:1]), 1, 16),
-            r"^round_tokens: routed\.weights must have shape \[T, K\] = \(20, 16\), got",
-        ),
-        (
-            lambda x: nn.round_tokens(nn.softmax_top_k(x, 4), 1, 16, multiple=0),
-            "^round_tokens: multiple must be at least 1, got 0",
-        ),
-        (
-            lambda x: nn.softmax_top_k(x, 4, renormalize=no_bool),
-            "^softmax_top_k: renormalize must be True or False, got",
-        ),
-    ],
-)
-def test_what_routers_refuse(call: Any, match: str, logits: np.ndarray) -> None:
-    with pytest.raises((ValueError, TypeError), match=match):
-        call(jnp.asarray(logits))
+def test_losses(rng: np.random.Generator) -> None:
+    logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
+    ids = np.asarray(nn.softmax_top_k(logits, K).expert_ids)
+    shares = np.array([(ids == e).sum() for e in range(EXPERTS)]) / ids.size
+    probabilities = np.mean([np.exp(row) / np.exp(row).sum() for row in logits.astype(float)], axis=0)
+    np.testing.assert_allclose(nn.balance_loss(logits, ids), EXPERTS * shares @ probabilities, rtol=1e-5)
+    np.testing.assert_allclose(
+        nn.balance_loss(jnp.zeros((16, EXPERTS)), np.arange(64).reshape(16, 4) % 16), 1, rtol=1e-6
+    )
+    exact = np.mean([np.log(np.exp(row.astype(np.float64)).sum()) ** 2 for row in logits.astype(float)])
+    np.testing.assert_allclose(nn.z_loss(logits), exact, rtol=1e-5)
+
+
+def test_loads() -> None:
+    ids = np.array([[0, 1], [0, -1], [0, 7], [9, 2]], np.int32)  # -1 skips, 9 is no expert
+    load = nn.expert_load(ids, 8)
+    np.testing.assert_array_equal(load, [3, 1, 1, 0, 0, 0, 0, 1])
+    stats = nn.load_stats(load)
+    np.testing.assert_allclose(
+        stats, [3 / (6 / 8), 0.5, -(0.5 * np.log(0.5) + 0.5 * np.log(1 / 6)) / np.log(8)], rtol=1e-5
+    )
+    np.testing.assert_allclose(nn.load_stats(load, ranks=2)[:2], [5 / 3, 0], rtol=1e-6)
+    np.testing.assert_allclose(nn.load_stats(jnp.full(4, 7)), [1, 0, 1], rtol=1e-6)
+    np.testing.assert_allclose(nn.load_stats(jnp.zeros(4)), [0, 1, 0], atol=1e-6)
+
+
+def test_a_bias_balances(rng: np.random.Generator) -> None:
+    """Skewed logits: in some steps the busiest expert has little more than the mean."""
+    logits = (rng.standard_normal((512, EXPERTS)) + np.linspace(0, 2, EXPERTS)).astype(np.float32)
+
+    @jax.jit
+    def step(bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        load = nn.expert_load(nn.sigmoid_top_k(logits, K, bias=bias).expert_ids, EXPERTS)
+        return nn.balanced_bias(bias, load, rate=1e-2), nn.load_stats(load).max_over_mean
+
+    bias = jnp.zeros(EXPERTS)
+    bias, before = step(bias)
+    np.testing.assert_allclose(np.abs(bias), 0.01, rtol=1e-6)
+    for _ in range(100):
+        bias, _ = step(bias)
+    after = step(bias)[1]
+    assert before > 2
+    assert after < 1.2
+
+
+class Batch(NamedTuple):
+    """Tokens of all devices: some skip experts, one has none, one names an expert twice and one that does not exist."""
+
+    logits: Any
+    ids: Any
+
+
+def draw(rng: np.random.Generator) -> Batch:
+    ids = rng.integers(-1, EXPERTS, (SIZE * TOKENS, K)).astype(np.int32)
+    ids[5], ids[6], ids[7, 0] = -1, 2, EXPERTS
+    return Batch(rng.standard_normal((SIZE * TOKENS, EXPERTS)), ids)
+
+
+def counted(ids: np.ndarray) -> np.ndarray:
+    return np.array([np.sum(ids == expert) for expert in range(EXPERTS)])
+
+
+def balance(logits: np.ndarray, ids: np.ndarray, score: str) -> float:
+    """Expert by expert, of the tokens that go anywhere."""
+    powers = np.exp(logits[((ids >= 0) & (ids < EXPERTS)).any(axis=1)])
+    scores = powers if score == "softmax" else powers / (1 + powers)
+    probabilities = scores / scores.sum(axis=1, keepdims=True)
+    counts = counted(ids)
+    return EXPERTS * sum(counts[e] / counts.sum() * probabilities[:, e].mean() for e in range(EXPERTS))
+
+
+def over_devices(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of shards along "ep", with check_vma: its result must be the same on all of them."""
+    return jax.jit(jax.shard_map(function, mesh=helpers.mesh_of(ep=SIZE), in_specs=P("ep"), out_specs=P()))
+
+
+def finite_differences(function: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
+    wanted = np.zeros(x.shape)
+    for place in np.ndindex(*x.shape):
+        step = np.zeros(x.shape)
+        step[place] = 1e-5
+        wanted[place] = (function(x + step) - function(x - step)) / 2e-5
+    return wanted
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_balance_over_devices(score: Score, rng: np.random.Generator) -> None:
+    """The loss of the whole batch, and each device has the gradient of its own tokens in it."""
+    batch = draw(rng)
+    spread = over_devices(lambda x, ids: nn.balance_loss(x, ids, score=score, axis_name="ep"))
+    value, gradient = jax.value_and_grad(spread)(jnp.asarray(batch.logits, jnp.float32), batch.ids)
+    np.testing.assert_allclose(value, balance(*batch, score), rtol=1e-5)
+    wanted = finite_differences(lambda x: balance(x, batch.ids, score), batch.logits)
+    np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    load = over_devices(lambda ids: nn.expert_load(ids, EXPERTS, axis_name="ep"))(batch.ids)
+    np.testing.assert_array_equal(load, counted(batch.ids))
+
+
+def test_balance_per_sequence(rng: np.random.Generator) -> None:
+    logits, ids = (x.reshape(SIZE, TOKENS, -1) for x in draw(rng))
+    actual = jax.vmap(nn.balance_loss)(jnp.asarray(logits, jnp.float32), ids)
+    np.testing.assert_allclose(actual, [balance(*pair, "softmax") for pair in zip(logits, ids, strict=True)], rtol=1e-5)
+
+
+def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
+    logits = 3 * draw(rng).logits
+    mask = rng.uniform(size=len(logits)) < 0.5
+    mask[:TOKENS] = False  # a device without tokens
+    squares = np.log(np.exp(logits).sum(axis=1)) ** 2
+    spread = over_devices(lambda x, mask: nn.z_loss(x, mask, axis_name="ep"))
+    np.testing.assert_allclose(spread(jnp.asarray(logits, jnp.float32), mask), squares[mask].mean(), rtol=1e-5)
+    assert nn.z_loss(logits.astype(np.float32), np.zeros_like(mask)) == 0
+
+
+X = np.zeros((TOKENS, EXPERTS), np.float32)
+ROUTED = nn.Routed(np.zeros((TOKENS, 4), np.int32), X[:, :4])
+REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (nn.softmax_top_k, (X, 17), {}, r"top_k must be in \[1, E = 16\], got 17"),
+    (nn.softmax_top_k, (X[0], 1), {}, r"logits must have shape \[T, E\], got \(16,\)"),
+    (nn.softmax_top_k, (X, 2.0), {}, "top_k must be a Python int"),
+    (nn.softmax_top_k, (X.astype(np.int32), 1), {}, "logits must be of dtype .*, got int32"),
+    (nn.softmax_top_k, (X, 4), {"groups": 4, "best_of_group": 0}, "best_of_group must be at least"),
+    (nn.softmax_top_k, (X, 4), {"renormalize": "no"}, "renormalize must be True or False, got"),
+    (nn.sigmoid_top_k, (X, 4), {"groups": 3}, "groups must divide the 16 experts, got 3"),
+    (nn.sigmoid_top_k, (X, 4), {"bias": zeros(3)}, r"bias must have shape \[E\] = \(16,\)"),
+    (nn.sigmoid_top_k, (X, 4), {"bias": zeros(16, int)}, "bias must be of dtype float32"),
+    (nn.sigmoid_top_k, (X, 4), {"groups": 8, "top_groups": 1}, "top_groups must be .* that they hold top_k = 4 .* 1"),
+    (nn.sigmoid_top_k, (X, 4), {"scale": None}, "scale must be a number, got NoneType"),
+    (nn.within_top_groups, (X, 4, 4, 5), {}, "top_groups must be at most the 4 groups, .* 5"),
+    (nn.within_top_groups, (X, 0, 4, 1), {}, "top_k must be at least 1, got 0"),
+    (nn.within_top_groups, (X[0], 1, 4, 1), {}, r"scores must have shape \[T, E\], got"),
+    (nn.round_tokens, (ROUTED, 5, 16), {}, r"top_k must be in \[1, K = 4\], got 5"),
+    (
+        nn.round_tokens,
+        (ROUTED._replace(weights=X[:1]), 1, 16),
+        {},
+        r"routed\.weights must have shape \[T, K\] = \(20, 4",
+    ),
+    (nn.round_tokens, (ROUTED, 1, 16), {"multiple": 0}, "multiple must be at least 1, got 0"),
+    (nn.balance_loss, (X, zeros((2, 1), int)), {}, r"expert_ids must be of the 20 tokens of logits, got \(2, 1\)"),
+    (nn.balance_loss, (X, ROUTED.expert_ids), {"score": "tanh"}, "score must be one of"),
+    (nn.balance_loss, (X, X), {}, "expert_ids must be of an integer dtype, got"),
+    (nn.z_loss, (X, zeros(4, bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(4,\)"),
+    (nn.z_loss, (X[0],), {}, r"logits must have shape \[T, E\], got \(16,\)"),
+    (nn.z_loss, (X, zeros(TOKENS)), {}, "mask must be of dtype bool, got float64"),
+    (nn.balanced_bias, (zeros(3), zeros(4)), {}, r"load must have shape that of bias = \(3,\)"),
+    (nn.balanced_bias, (zeros(3), zeros(3)), {"rate": "0.1"}, "rate must be a number, got str"),
+    (nn.balanced_bias, (zeros(3, int), zeros(3)), {}, "bias must be of a float dtype, got int64"),
+    (nn.expert_load, (X, 4), {}, "expert_ids must be of an integer dtype, got float32"),
+    (nn.expert_load, (zeros((3, 2), int), -1), {}, "num_experts must be at least 1, got -1"),
+    (nn.expert_load, (zeros((3, 2), int), 2**31), {}, r"num_experts must be below 2\*\*31, got"),
+    (nn.expert_load, (zeros(3, int), 4), {"axis_name": 0}, "axis_name must be an axis of the mesh"),
+    (nn.load_stats, (zeros(0),), {}, r"load must be of one expert at least, got \(0,\)"),
+    (nn.load_stats, (zeros(8, complex),), {}, "load must be of an integer or float dtype, got complex"),
+    (nn.load_stats, ([1, 2],), {}, "load must be an array, got list"),
+    (nn.load_stats, (zeros(8),), {"ranks": 3}, "ranks must divide the 8 experts, got 3"),
+]
+
+
+@pytest.mark.parametrize(("op", "given", "options", "match"), REFUSED)
+def test_what_is_refused(op: Any, given: Any, options: Any, match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{op.__name__}: {match}"):
+        op(*given, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint64])
+def test_ids_of_any_integer_dtype(dtype: Any) -> None:
+    """Also where it does not hold the number of experts."""
+    ids = np.array([[0, 7], [7, -1 if dtype is np.int8 else 255]]).astype(dtype)
+    wanted = np.bincount(ids[(ids >= 0) & (ids < 200)], minlength=200)
+    np.testing.assert_array_equal(nn.expert_load(ids, 200), wanted)
+    np.testing.assert_allclose(nn.balance_loss(zeros((2, 200)), ids), 1, rtol=1e-5)

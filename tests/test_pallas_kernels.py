@@ -1,14 +1,18 @@
-"""Index matching: the Pallas kernel against numpy, on a CPU in interpret mode, and what it becomes for a GPU."""
+"""The Pallas kernels against numpy, on a CPU in interpret mode, and what they become for a GPU: index matching, and of
+grouped products what test_ragged_dot and test_gathered_product do not reach."""
 
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
+from matrix_forms import ACTIVATIONS
 
-from jax_ep.pallas_kernels import index_match
+from jax_ep import pallas_kernels
+from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, index_match
 
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -87,3 +91,81 @@ def test_it_lowers_for_gpus_inside_shard_map() -> None:
         mapped = jax.jit(jax.shard_map(index_match, mesh=H200, in_specs=(P(), P("ep")), out_specs=P("ep")))
         lowered = mapped.trace(ids, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in lowered
+
+
+SIZES = (13, 0, 50, 20)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+    """Of gathered rows; those behind the last group are zero."""
+    lhs, gate, up = (
+        rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (len(SIZES), 40, 72), (len(SIZES), 40, 72))
+    )
+    indices = rng.integers(-1, 60, 100).astype(np.int32)
+    out, *products = helpers.fetch(
+        grouped_matmul(
+            jnp.asarray(lhs),
+            (jnp.asarray(gate), jnp.asarray(up)),
+            jnp.asarray(SIZES),
+            indices=jnp.asarray(indices),
+            activation=activation,
+            keep_products=True,
+            precision="highest",
+            interpret=INTERPRET,
+        )
+    )
+    rows = np.where((indices >= 0)[:, None], helpers.wide(lhs)[indices], 0)
+    group = np.repeat(np.arange(len(SIZES) + 1), [*SIZES, 100 - sum(SIZES)])
+    unit = float(jnp.finfo(dtype).eps)
+    for found, matrix in zip(products, (gate, up), strict=True):
+        by_group = np.concatenate([helpers.wide(matrix), np.zeros((1, 40, 72))])
+        wanted = np.einsum("mk,mkn->mn", rows, by_group[group])
+        np.testing.assert_allclose(helpers.wide(found), wanted, rtol=unit, atol=1e-4)
+    first, second = map(helpers.wide, products)
+    wanted = np.asarray(ACTIVATIONS[activation](first)) * second
+    np.testing.assert_allclose(helpers.wide(out), wanted, rtol=2 * unit, atol=5e-5)  # 1 + tanh cancels
+
+
+def test_matrices_of_groups_without_rows_are_zero(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.standard_normal((83, 24)), jnp.float32)
+    out = grouped_outer(x, x, jnp.asarray(SIZES), interpret=INTERPRET)
+    assert not np.asarray(out[1]).any()
+    assert np.asarray(out[0]).any()
+
+
+@pytest.mark.parametrize("name", ["rows", "outer", *pallas_kernels.ACTIVATIONS])
+def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
+    def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
+        if name == "outer":
+            return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
+        if name == "rows":
+            return grouped_matmul(lhs, (rhs,), sizes, indices=indices, transpose_rhs=True)
+        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, activation=name, keep_products=True)
+
+    shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with jax.sharding.use_abstract_mesh(H200):
+        mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
+        assert "triton" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"lhs must have shape \[M, K\], got \(4,\)", {"lhs": jnp.zeros(4)}),
+        (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
+        ("activation must be one of silu, gelu, relu or None, got 'tanh'", {"activation": "tanh"}),
+        ("rhs must be two matrices with an activation, otherwise one, got 1", {"activation": "silu"}),
+        ("keep_products must be false where activation is None, got True", {"keep_products": True}),
+    ],
+)
+def test_wrong_products_are_named(match: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "lhs": jnp.zeros((4, 8)),
+        "rhs": (jnp.zeros((2, 8, 8)),),
+        "group_sizes": jnp.array([1, 3]),
+    }
+    with pytest.raises(ValueError, match=match):
+        grouped_matmul(**arguments | change)
