@@ -131,13 +131,15 @@ def test_slices_that_cannot_be(operand_rows: int, row_bytes: int) -> None:
         types_of("ragged_all_to_all", slices=1, operand_rows=operand_rows, result_rows=4, row_bytes=row_bytes)
 
 
-def call_scatter(group: Group, operands: list[Any], received: tuple[int, int], **change: int | None) -> Any:
+def call_scatter(
+    group: Group, operands: list[Any], received: tuple[int, int], release: str = __version__, **change: int | None
+) -> Any:
     """The call of a program that was compiled for other sizes, maybe; a size of None is left out."""
     sizes = {name: np.int64(value) for name, value in (SCATTER | change).items() if value is not None}
 
     def body(*operands: jax.Array) -> jax.Array:
         target = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
-        return target(*operands, group=np.int64(group._native_id), **sizes, **SCATTER_OPTIONS, **RELEASE)
+        return target(*operands, group=np.int64(group._native_id), **sizes, **SCATTER_OPTIONS, release=release)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
 
@@ -147,8 +149,21 @@ def operands_of(top_k: int = 2) -> list[Any]:
     return [np.zeros((3, 4), np.float32), np.zeros((3, top_k), np.int32), zeros, np.zeros((RANKS, 1), np.int32)]
 
 
-def test_a_call_that_fits(open_group: OpenGroup) -> None:
-    assert not helpers.fetch(call_scatter(open_group(RANKS), operands_of(), (8, 4))).any()
+SERIES = __version__.rpartition(".")[0]  # of minor releases
+
+
+@pytest.mark.parametrize("release", [__version__, f"{SERIES}.0", f"{SERIES}.99"])
+def test_a_call_that_fits(release: str, open_group: OpenGroup) -> None:
+    assert not helpers.fetch(call_scatter(open_group(RANKS), operands_of(), (8, 4), release)).any()
+
+
+@pytest.mark.parametrize("release", ["0.0.9", f"{SERIES}9.0"])
+def test_a_call_of_another_release(release: str, open_group: OpenGroup) -> None:
+    group = open_group(RANKS)
+    says = rf"made with jax_ep {re.escape(release)}, but jax_ep {re.escape(__version__)} is installed"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        helpers.fetch(call_scatter(group, operands_of(), (8, 4), release))
+    group.check()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Meshes with further axes, and operands that do not vary over every axis."""
+"""Groups over several axes of a mesh, axes that are left to the compiler, equal sub-meshes, meshes without devices;
+meshes with further axes, and operands that do not vary over every axis."""
 
 import re
 from functools import partial
@@ -11,12 +12,187 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Implementation, combine, dispatch, matmul_all_reduce
+from jax_ep import Group, Implementation, combine, dispatch, matmul_all_reduce, sparse_all_reduce
 from jax_ep.lax import ragged_all_to_all
+from jax_ep.ops.sparse.types import SparseRows
 
-EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 5, 2, 16
+EXPERTS, TOKENS, TOP_K, HIDDEN, SIZE = 8, 5, 2, 16, 4
+BOTH = ("context", "expert")
+
+
+def over(mesh: Mesh, axes: Any, **options: Any) -> Group:
+    return Group(mesh, axes, timeout=30, **options)
+
+
+def flat(*ranks: np.ndarray) -> list[np.ndarray]:
+    return [x.reshape(-1, *x.shape[2:]) for x in ranks]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]], ids=" ".join)
+@pytest.mark.parametrize("lines", [1, 2])
+def test_ranks_of_two_axes(
+    axes: tuple[str, str], lines: int, implementation: Implementation, rng: np.random.Generator
+) -> None:
+    """They are numbered as `jax.lax.axis_index` does, and `PartitionSpec`: the last axis of the tuple runs fastest."""
+    mesh = helpers.mesh_of(data=lines, context=2, expert=2)
+    spec = P(("data", *axes))
+    cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(lines)]
+    with over(mesh, axes) as group:
+        assert group.size == SIZE
+        assert group.axis_name == axes
+        both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
+        program = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))
+        operands = flat(*(np.concatenate(x) for x in zip(*cases, strict=True)))
+        results = helpers.fetch(program(*operands))
+    for index, case in enumerate(cases):
+        actual: Any = jax.tree.map(lambda x, i=index: np.split(x, lines)[i].reshape(SIZE, -1, *x.shape[1:]), results)
+        helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+
+
+def test_ops_over_two_axes(implementation: Implementation, rng: np.random.Generator) -> None:
+    """Each gives what it gives over one axis of as many devices in this order, as do a layer's gradients."""
+    rows = rng.standard_normal((SIZE * 6, HIDDEN)).astype(np.float32)
+    ids = rng.integers(0, EXPERTS, (SIZE * 6, TOP_K)).astype(np.int32)
+    gate, up = rng.standard_normal((2, EXPERTS, HIDDEN, HIDDEN)).astype(np.float32)
+
+    def results(mesh: Mesh, axes: Any) -> Any:
+        with over(mesh, axes) as group:
+            where: dict[str, Any] = {"group": group, "implementation": implementation}
+
+            def body(rows: jax.Array, ids: jax.Array, gate: jax.Array, up: jax.Array) -> Any:
+                ones = jnp.ones(SIZE, jnp.int32)
+                there = jnp.full(SIZE, jax.lax.axis_index(axes), jnp.int32)
+                here = jnp.arange(SIZE, dtype=jnp.int32)
+                sparse = SparseRows.from_entries(ids[:, 0], rows, num_rows=EXPERTS)
+                out, pull = jax.vjp(lambda *x: helpers.moe_sums(x[0], ids, None, *x[1:], **where), rows, gate, up, up)
+                return (
+                    *(out, *pull(out)),
+                    ragged_all_to_all(rows, rows, here, ones, there, ones, axis_name=axes, **where),
+                    sparse_all_reduce(sparse, capacity=EXPERTS, sharded=True, **where).values,
+                )
+
+            def product(rows: jax.Array) -> jax.Array:
+                return matmul_all_reduce(rows, rows.T, group=group, implementation="xla")
+
+            mapped = jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+            summed = jax.shard_map(product, mesh=mesh, in_specs=P(axes), out_specs=P())
+            return helpers.fetch((jax.jit(mapped)(rows, ids, gate, up), jax.jit(summed)(rows)))
+
+    two = results(helpers.mesh_of(context=2, expert=2), BOTH)
+    one = results(helpers.mesh_of(expert=SIZE), "expert")
+    for a, b in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> None:
+    rows, indices = np.zeros((SIZE * 3, 2), np.float32), np.zeros(SIZE * SIZE, np.int32)
+    with over(helpers.mesh_of(ep=SIZE), ("ep",)) as group:
+        assert group.axis_name == "ep"
+        for axes in ("ep", ("ep",)):
+
+            def body(rows: jax.Array, indices: jax.Array, axes: Any = axes) -> jax.Array:
+                return ragged_all_to_all(rows, rows, *[indices] * 4, axis_name=axes, implementation=implementation)
+
+            mapped = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P(axes), out_specs=P(axes)))
+            np.testing.assert_array_equal(helpers.fetch(mapped(rows, indices)), rows)
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "match"),
+    [
+        (("context", "tp"), ValueError, r"axis_name \('context', 'tp'\) is not an axis of the mesh, which has"),
+        (("expert", "expert"), ValueError, r"axis_name \('expert', 'expert'\) names an axis twice"),
+        ((), TypeError, "axis_name must be an axis of the mesh or a tuple of axes, got tuple"),
+        (5, TypeError, "axis_name must be an axis of the mesh or a tuple of axes, got int"),
+    ],
+)
+def test_wrong_axes(axes: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=f"^Group: {match}"):
+        Group(helpers.mesh_of(context=1, expert=1), axes)
+
+
+def test_axes_left_to_the_compiler(implementation: Implementation, rng: np.random.Generator) -> None:
+    """No type says how they shard an operand, so they are refused; a shard_map inside over them says it."""
+    mesh = helpers.mesh_of(dp=2, ep=2)
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    cases = [helpers.draw_case(rng, 2, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(2)]
+    operands = flat(*(np.concatenate(x) for x in zip(*cases, strict=True)))
+    with over(mesh, "ep") as group:
+        both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
+
+        def partly(body: Any) -> Any:
+            return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"}))
+
+        way_out = r"a second jax\.shard_map inside, with axis_names={'dp'}"
+        with pytest.raises(
+            ValueError, match=rf"^dispatch: every mesh axis must be manual .*\['dp'\] are not: .*{way_out}"
+        ):
+            jax.eval_shape(partly(both), *operands)
+
+        def nested(*here: jax.Array) -> Any:
+            return jax.shard_map(both, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})(*here)
+
+        by_rank = [x.reshape(2, 2, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape) for x in operands]
+        results = helpers.fetch(partly(nested)(*by_rank))
+    for index, case in enumerate(cases):
+        actual: Any = jax.tree.map(lambda x, i=index: x.reshape(2, 2, -1, *x.shape[1:])[:, i], results)
+        helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+
+
+def test_equal_sub_meshes(implementation: Implementation, rng: np.random.Generator) -> None:
+    """Types cannot tell them apart, so a call of the lax op names its group."""
+    devices = helpers.mesh_of(ep=SIZE).devices
+    halves = [Mesh(devices[i : i + 2], ("ep",)) for i in (0, 2)]
+    slices = oracle.Slices(
+        *(np.array(x, np.int32) for x in ([[0, 1]] * 2, [[1, 1]] * 2, [[0, 0], [1, 1]], [[1, 1]] * 2))
+    )
+    rows = rng.standard_normal((2, 2, 3)).astype(np.float32)
+    with over(halves[0], "ep") as first, over(halves[1], "ep") as second:
+
+        def exchange(mesh: Mesh, group: Group | None) -> Any:
+            def body(rows: jax.Array, *slices: jax.Array) -> jax.Array:
+                options: dict[str, Any] = {"axis_name": "ep", "group": group, "implementation": implementation}
+                return ragged_all_to_all(rows, jnp.zeros_like(rows), *slices, **options)
+
+            return helpers.per_rank(body, mesh)
+
+        for mesh, group in zip(halves, (first, second), strict=True):
+            actual = helpers.fetch(exchange(mesh, group)(rows, *slices))
+            np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(rows, np.zeros_like(rows), slices))
+        with pytest.raises(ValueError, match=r"^ragged_all_to_all: 2 open jax_ep\.Groups .* or pass group="):
+            jax.eval_shape(exchange(halves[0], None), rows, *slices)
+        if implementation == "ffi":
+            with pytest.raises(ValueError, match=r"^ragged_all_to_all: the devices of this jax\.shard_map are"):
+                exchange(halves[1], first).lower(rows, *slices)
+
+
+def test_a_mesh_without_devices(implementation: Implementation, rng: np.random.Generator) -> None:
+    """A shard_map over an AbstractMesh finds the group by its axes and sizes."""
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    mesh = helpers.mesh_of(ep=SIZE)
+    with pytest.raises(TypeError, match=r"^Group: mesh must have devices, got an AbstractMesh"):
+        Group(mesh.abstract_mesh, "ep")  # pyright: ignore[reportArgumentType]
+    with over(mesh, "ep") as group:
+        both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
+
+        def exchange(rows: jax.Array, indices: jax.Array) -> jax.Array:
+            return ragged_all_to_all(rows, rows, *[indices] * 4, axis_name="ep", implementation=implementation)
+
+        def mapped(body: Any) -> Any:
+            return jax.jit(jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+        with jax.set_mesh(mesh):
+            results = helpers.fetch(mapped(both)(*flat(*case)))
+            rows = case.tokens.reshape(-1, HIDDEN)
+            same = helpers.fetch(mapped(exchange)(rows, np.zeros(SIZE * SIZE, np.int32)))
+    np.testing.assert_array_equal(same, rows)
+    actual: Any = jax.tree.map(lambda x: x.reshape(SIZE, -1, *x.shape[1:]), results)
+    helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+
+
 MESHES: list[dict[str, int]] = [{"dp": 2, "ep": 4}, {"ep": 2, "dp": 2}, {"ep": 4, "dp": 2}, {"dp": 2, "ep": 2, "tp": 2}]
 
 

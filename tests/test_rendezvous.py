@@ -1,8 +1,6 @@
 """Processes that meet, here played by threads: all of them or none, whoever is late, and however often."""
 
 import contextlib
-import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,40 +117,6 @@ def test_a_process_that_died_on_the_way(restarted: int, processes: Processes) ->
         bootstrap.connect(store.left["key/0/secret/0"], 1, 0, b"[]", timeout=TIMEOUT).close()
     time.sleep(0.1)
     assert_met({other: waiting, restarted: processes.start(restarted, TRIPLE), 2: processes.start(2, TRIPLE)}, TRIPLE)
-
-
-def test_idle_intruders_hold_up_nobody(processes: Processes) -> None:
-    """Dozens of connections to every name that anybody can see, again and again while processes meet."""
-    over = threading.Event()
-    seen: set[str] = set()
-
-    def attack() -> None:
-        with contextlib.ExitStack() as idle:
-            while not over.is_set():
-                lines = Path("/proc/net/unix").read_text().splitlines()
-                names = {line.split()[-1] for line in lines if "@jax_ep-" in line} - seen
-                seen.update(names)
-                for name in names:
-                    for _ in range(60):
-                        intruder = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                        intruder.setblocking(False)
-                        intruder.connect_ex("\0" + name[1:])
-                time.sleep(0.01)
-
-    attacker = threading.Thread(target=attack)
-    attacker.start()
-    try:
-        start = time.monotonic()
-        meetings = {0: processes.start(0, TRIPLE)}
-        while not seen:
-            time.sleep(0.01)
-            assert time.monotonic() - start < TIMEOUT
-        meetings |= {me: processes.start(me, TRIPLE) for me in (1, 2)}
-        assert_met(meetings, TRIPLE)
-        assert time.monotonic() - start < 5
-    finally:
-        over.set()
-        attacker.join()
 
 
 def test_another_host(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
