@@ -86,27 +86,34 @@ def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("sparse_embedding").main(["--steps", "100", "--async-ops"]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        ("nnx_moe", "--steps=2"),
-        *((script, "--help") for script in ("node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_moe_lm")),
-    ],
-)
-def test_examples_run_as_files(script: str, options: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), options]
-    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert ("step 0: loss " if script == "nnx_moe" else "--steps STEPS") in run.stdout
+def run(*arguments: str, cwd: Path) -> str:
+    """What Python prints."""
+    given: dict[str, Any] = {"env": environment(), "capture_output": True, "text": True, "check": False}
+    result = subprocess.run([sys.executable, *arguments], cwd=cwd, **given)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
-def test_help_needs_no_extras() -> None:
-    script = "import sys; sys.modules.update(optax=None, matplotlib=None, tqdm=None)\n"
-    script += "from jax_ep.__main__ import main; main(['demo', '--help'])"
-    command = [sys.executable, "-c", script]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "--steps STEPS" in run.stdout
+def test_an_example_runs_as_a_file(tmp_path: Path) -> None:
+    assert "step 0: loss " in run(str(ROOT / "examples" / "nnx_moe.py"), "--steps=2", cwd=tmp_path)
+
+
+def test_help_needs_no_extras(tmp_path: Path) -> None:
+    """Of each example, as a file; and of the command."""
+    script = f"""
+import runpy, sys
+sys.modules.update(optax=None, matplotlib=None, tqdm=None)
+sys.path[0] = {str(ROOT / "examples")!r}
+for name in ("node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_moe_lm"):
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_path(f"{{sys.path[0]}}/{{name}}.py", run_name="__main__")
+    except SystemExit:
+        pass
+from jax_ep.__main__ import main
+main(["demo", "--help"])
+"""
+    assert run("-c", script, cwd=tmp_path).count("usage: python -m jax_ep demo") == 5
 
 
 @pytest.mark.usefixtures("native")
