@@ -148,16 +148,16 @@ def test_tangents_and_second_derivatives(rng: np.random.Generator) -> None:
     def inner(a: Any, b: Any) -> float:
         return sum(float(np.vdot(np.float64(x), np.float64(y))) for x, y in zip(a, b, strict=True))
 
-    _, tangent = jax.jvp(product, (lhs, rhs), v)
-    back = jax.vjp(product, lhs, rhs)[1](w)
+    tangent = jax.jit(lambda x, v: jax.jvp(product, x, v)[1])((lhs, rhs), v)
+    back = jax.jit(lambda x, w: jax.vjp(product, *x)[1](w))((lhs, rhs), w)
     np.testing.assert_allclose(inner([tangent], [w]), inner(back, v), rtol=1e-4, atol=1e-3)
 
     def gradient(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, ...]:
         return jax.grad(lambda *x: jnp.sum(jnp.tanh(product(*x)) * w), (0, 1))(lhs, rhs)
 
     u = tuple(rng.standard_normal(x.shape).astype(FLOAT32) for x in (lhs, rhs))
-    _, hessian_v = jax.jvp(gradient, (lhs, rhs), v)
-    _, hessian_u = jax.jvp(gradient, (lhs, rhs), u)
+    hessian = jax.jit(lambda x, v: jax.jvp(gradient, x, v)[1])
+    hessian_v, hessian_u = (hessian((lhs, rhs), each) for each in (v, u))
     np.testing.assert_allclose(inner(hessian_v, u), inner(hessian_u, v), rtol=1e-3, atol=1e-2)
 
 
