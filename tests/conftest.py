@@ -38,22 +38,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of every test marked `matrix`, in an order that JAX_EP_TEST_SEED draws, the cases in which two values of its
     parameters meet for the first time stay, so that every pair of values is tested; with --nightly all do.
 
-    What is marked `nightly` runs with --nightly alone.
+    Of `matrix(1)` those stay on a CPU that show a value for the first time. What is marked `nightly` runs with
+    --nightly alone.
     """
     if config.getoption("nightly"):
         return
     left_out: set[pytest.Item] = set()
+    on_cpu = jax.default_backend() == "cpu"
     met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for item in sorted(items, key=lambda item: zlib.crc32(f"{SEED} {item.nodeid}".encode())):
         if item.get_closest_marker("nightly"):
             left_out.add(item)
-        elif isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+        elif isinstance(item, pytest.Function) and (marker := item.get_closest_marker("matrix")):
             of = item.nodeid.partition("[")[0]
             values = [(name, repr(value)) for name, value in item.callspec.params.items()]
-            pairs = {(of, frozenset(pair)) for pair in itertools.combinations_with_replacement(values, 2)}
-            if pairs <= met:
+            together = marker.args[0] if on_cpu and marker.args else 2
+            shown = {(of, frozenset(each)) for each in itertools.combinations_with_replacement(values, together)}
+            if shown <= met:
                 left_out.add(item)
-            met |= pairs
+            met |= shown
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

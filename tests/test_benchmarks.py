@@ -35,9 +35,9 @@ def rows_of(table: str) -> list[dict[str, str]]:
         "layer --repeats 1 --quick --shapes wide --tokens 16 --round-tokens --float8",
         "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick",
-        "matmul --by float8 --repeats 1 --quick",
-        "overlap --repeats 1 --quick --shapes narrow",
-        "phases --ops moe",
+        pytest.param("matmul --by float8 --repeats 1 --quick", marks=pytest.mark.nightly),
+        pytest.param("overlap --repeats 1 --quick --shapes narrow", marks=pytest.mark.nightly),
+        pytest.param("phases --ops moe", marks=pytest.mark.nightly),
     ],
 )
 def test_a_benchmark_prints_a_table(

@@ -32,7 +32,7 @@ def check(op: str, group: Group, operands: Operands, implementation: Implementat
     assert_right(op, out, operands)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES + ODD_SHAPES, ids=str)
 def test_product(
@@ -140,7 +140,7 @@ def test_more_rows_than_kernels_count(open_group: OpenGroup) -> None:
         jax.eval_shape(program, a, b)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("dtype", "result_dtype"),
     [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
@@ -176,7 +176,7 @@ def test_gradients(
         assert_near(mine, right, magnitude, roundings=2 * group.size)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("bias_dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_gradient_of_the_bias(
     op: str,

@@ -25,9 +25,11 @@ example = partial(load, "examples")  # by its name
 
 
 @pytest.mark.timeout(600)
-def test_losses_are_those_of_xla_and_fall_alike_when_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     """Experts in float8, also backward, learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit.
-    So do experts whose 32 rows in the mean are rounded to eights."""
+    So do experts whose 32 rows in the mean are rounded to eights. One of both by day, by the seed."""
     require_native()
     demo, text = example("train_moe_lm"), example("moe_lm_data").load_bytes()
     monkeypatch.setattr(demo, "LENGTH", 32)  # of a text
@@ -47,7 +49,7 @@ def test_losses_are_those_of_xla_and_fall_alike_when_rounded(monkeypatch: pytest
     np.testing.assert_allclose(ours, wanted, rtol=1e-4)
     assert ours[-1] < 0.8 * ours[0]
     ways: list[dict[str, Any]] = [{"precision": "float8_dgrad"}, {"multiple": 8}]
-    for how in ways:
+    for how in ways if pytestconfig.getoption("nightly") else ways[helpers.SEED % 2 :][:1]:
         off = np.abs(losses(jax.devices()[:size], "auto", **how) / ours - 1).max()
         print(f"{how}: {off:.4f}")
         assert 1e-5 < off < 0.02, how

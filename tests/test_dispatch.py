@@ -133,7 +133,7 @@ def float8_rows(group: Group, **options: Any) -> Any:
     return helpers.per_rank(rows_of, group.mesh)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 # Scales that are made of 16-byte words, and others; several messages, whole and not.
 @pytest.mark.parametrize(
     ("tokens", "hidden"), [*((6, hidden) for hidden in (128, 384, 512, 2048, 5120)), (helpers.LATE_TOKENS, 256)]

@@ -158,6 +158,7 @@ def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
     assert memory.temp_size_in_bytes < 400_000  # not even one value per row
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_tables_of_half_precision(rng: np.random.Generator, name: str, dtype: Any) -> None:
@@ -212,7 +213,7 @@ def test_64_bits(rng: np.random.Generator, name: str) -> None:
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=5e-6)  # optax corrects its means in 64 bits then
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_parallel_training(

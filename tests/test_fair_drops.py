@@ -68,7 +68,7 @@ def test_a_hot_expert_leaves_its_neighbour_its_rows(implementation: Implementati
     np.testing.assert_array_equal(combined, np.broadcast_to(arrived[:, :, None], combined.shape))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "tokens", "top_k", "experts", "alignment"),
     [

@@ -61,7 +61,7 @@ def assert_alike(ours: Float8Rows, parts: Float8Rows) -> None:
     assert np.all(np.abs(mine - theirs)[differ] <= np.maximum(np.abs(theirs[differ]) / 8, 2.0**-9))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("one_matrix", [False, True])

@@ -83,7 +83,7 @@ def assert_near(mine: Any, right: np.ndarray, magnitude: np.ndarray, roundings: 
     assert np.all(error <= allowed), f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -45,6 +45,7 @@ def gathered(rows: np.ndarray, indices: Any) -> np.ndarray:
     return np.stack([np.where((at >= 0)[:, None], of[at], 0) for of, at in zip(rows, indices, strict=True)])
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("size", "tokens"), [(1, 30), (2, 40), (2, 700), (4, 16)])
 @pytest.mark.parametrize("form", FORMS)
 def test_rows(

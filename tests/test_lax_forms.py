@@ -31,6 +31,7 @@ def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray
     return rng.standard_normal((count, *leading, ROWS, 3)).astype(np.float32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "parts", [((0, 1), (2, 3)), ((3, 1), (0, 2)), ((0,), (1,), (2,), (3,)), ((2, 0, 3, 1),)], ids=str
 )
@@ -127,6 +128,7 @@ def test_vmap_of_parts(implementation: Implementation, open_group: OpenGroup, rn
         np.testing.assert_array_equal(actual[ranks, i], wanted)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("axis", "shard_axis", "spread"), [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False), (0, 0, True)]
 )

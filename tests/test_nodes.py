@@ -64,6 +64,7 @@ def run(group: Group, case: helpers.Case, **options: Any) -> tuple[Dispatched, n
     return by_rank(helpers.fetch(program(*operands)), group)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("nodes", "ranks", "dtype"), [(*MESHES[i], helpers.DTYPES[i % 3]) for i in range(5)], ids=str)
 def test_all_tokens_to_all_nodes(
     nodes: int, ranks: int, dtype: np.dtype, implementation: Implementation, rng: np.random.Generator

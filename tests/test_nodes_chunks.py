@@ -121,6 +121,7 @@ def counted(program: Any, *operands: Any) -> dict[str, int]:
     return {kind: len(names) for kind, names in of_each.items()}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU")
 @pytest.mark.parametrize("node_capacity", [None, 4])
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -51,6 +51,7 @@ def test_nothing_to_send(
     assert not gradient.any()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("node_capacity", [None, TOKENS - 1])
 def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: np.random.Generator) -> None:
     """What is counted stays int32, so that combine takes the routing."""

@@ -36,7 +36,7 @@ def draw_ids(rng: np.random.Generator, num_rows: int, size: int, unique: int, co
     return global_ids, rng.permuted(np.concatenate(drawn))[:count]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("count", [1, 127, 128, 1000])
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 500])
 @pytest.mark.parametrize("filled", [0.0, 0.7, 1.0])

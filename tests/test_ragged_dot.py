@@ -85,7 +85,7 @@ def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray) -> None:
     assert np.all(error <= allowed), f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize(
     ("dtype", "result"), [*((dtype, None) for dtype in (BFLOAT16, FLOAT16, FLOAT32)), (BFLOAT16, FLOAT32)], ids=str
@@ -103,7 +103,7 @@ def gradients(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, cotangent: jax.A
     return pull(cotangent)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -208,7 +208,7 @@ def test_quantized_operands_are_refused_by_name(product: Any, operand: str) -> N
 HIGHEST, BY_BFLOAT16 = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("bfloat16", "float32"), ("int8",) * 2, ("int8", "bfloat16")])
 @pytest.mark.parametrize("result", [None, jnp.float32, jnp.int32])
@@ -243,7 +243,7 @@ FORMS = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "result"), [(BFLOAT16, None), (FLOAT32, None), (BFLOAT16, FLOAT32)], ids=str)

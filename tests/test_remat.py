@@ -65,6 +65,7 @@ def gradient_of_layers(group: Group, layer: Callable[..., jax.Array], policy: An
     return helpers.per_rank(gradient, group.mesh)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", [chain, layer])
 @pytest.mark.parametrize("policy", policies())
 def test_what_runs_again(form: Any, policy: str, open_group: OpenGroup, rng: np.random.Generator) -> None:

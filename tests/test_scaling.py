@@ -139,6 +139,7 @@ def test_bytes_that_cannot_be_counted() -> None:
 
 
 @on_cpu
+@pytest.mark.nightly
 @pytest.mark.usefixtures("native")
 def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     phases = ("rows to nodes", "combine")

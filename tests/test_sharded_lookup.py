@@ -73,6 +73,7 @@ def test_rows_come_home(implementation: Implementation, open_group: OpenGroup, r
     assert on_ranks(group, find, IDS_SPEC, IDS_SPEC)(table, np.zeros((0, 3), np.int32)).shape == (0, 3, D)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_training(
     check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
@@ -175,4 +176,4 @@ def test_wrong_arguments(open_group: OpenGroup) -> None:
         (lambda: embedding.bag(rows, ids, combiner=wrong), ValueError, "bag: combiner must be one of 'sum', 'mean', "),
     ):
         with pytest.raises(error, match=f"^{message}"):
-            jax.eval_shape(helpers.per_rank(lambda x, call=call: (call(), x)[1], group.mesh), np.zeros(2))
+            helpers.trace(group, call)

@@ -58,6 +58,7 @@ def layer(group: Group, shared: bool, check_vma: bool = True, **options: Any) ->
     return jax.jit(both)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("form", FORMS)

@@ -106,6 +106,7 @@ def test_heights_of_the_table(num_rows: int, sharded: bool, way: Way, rng: np.ra
     way.check(ids, cases.draw_values(rng, ids, 5), num_rows, capacity=100, sharded=sharded)
 
 
+@pytest.mark.matrix(1)
 @SHARDED
 def test_no_entries(sharded: bool, way: Way) -> None:
     way.check(np.zeros((4, 0), np.int32), np.zeros((4, 0, 6), np.float32), capacity=5, sharded=sharded)
@@ -134,6 +135,7 @@ def test_runs_of_all_lengths(way: Way, rng: np.random.Generator) -> None:
             assert helpers.bits(program(ids, values)) == helpers.bits(first)
 
 
+@pytest.mark.matrix(1)
 @SHARDED
 def test_overflow(sharded: bool, way: Way, rng: np.random.Generator) -> None:
     capacity = 11

@@ -56,6 +56,7 @@ def assert_as_a_loop(group: Group, body: Body, in_axes: tuple[int | None, ...], 
         np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), **(close or {"rtol": 0, "atol": 0}))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("batched", ["tokens", "weights", "scale", "ids"])
 def test_dispatch_and_combine(
     batched: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
@@ -168,6 +169,7 @@ SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", SPMD_CASES)
 def test_a_batch_that_is_spread(
     case: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
