@@ -1,6 +1,5 @@
 """What the libraries tell of an op's results, and calls that do not fit the op: as a program from a file may make."""
 
-import contextlib
 import re
 from typing import Any
 
@@ -186,55 +185,25 @@ def test_a_call_that_does_not_fit_says_what(
     group.check()
 
 
-ENTRIES, TABLE, WIDTH = 4, 100, 8
-
-
-def call_sparse(group: Group, name: str, results: tuple[str, ...], operands: list[Any], **settings: Any) -> Any:
-    """Results of a sparse op by name, as [ranks, ...]: whatever its operands say."""
-
-    def attribute(value: bool | int | float | str) -> Any:
-        if isinstance(value, bool | str):
-            return value
-        return np.float32(value) if isinstance(value, float) else np.int64(value)
-
-    sizes = {key: attribute(value) for key, value in settings.items()}
-    types = types_of(name, **settings)
-
-    def body(*operands: jax.Array) -> dict[str, jax.Array]:
-        wanted = [vary.result_type(tuple(shape), dtype, operands[0]) for _, dtype, shape in types]
-        found = jax.ffi.ffi_call(f"jax_ep_{name}", wanted)(
-            *operands, group=np.int64(group._native_id), **sizes, **RELEASE
-        )
-        return {key: value for (key, _, _), value in zip(types, found, strict=True) if key in results}
-
-    return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
-
-
 def test_ids_out_of_bounds_are_no_ids(open_group: OpenGroup) -> None:
-    ids = np.array([3, -(2**31), 2**31 - 1, TABLE], np.int32)
-    union = {"entries": ENTRIES, "num_rows": TABLE, "capacity": ENTRIES, "sharded": False}
-    group = open_group(RANKS)
-    found = call_sparse(group, "sparse_union", ("indices", "places", "bounds"), [ids, np.zeros(2, np.int32)], **union)
-    found = helpers.fetch(found)
+    """Places and bounds that no union gives are protocol/sparse_bounds_test.cc's."""
+    union = {"entries": 4, "num_rows": 100, "capacity": 4}
+    types, group = types_of("sparse_union", sharded=False, **union), open_group(RANKS)
+
+    def body(ids: jax.Array, missing: jax.Array) -> dict[str, jax.Array]:
+        call = jax.ffi.ffi_call("jax_ep_sparse_union", [vary.result_type(tuple(s), t, ids) for _, t, s in types])
+        sizes = {name: np.int64(size) for name, size in (union | {"group": group._native_id}).items()}
+        return dict(
+            zip((name for name, *_ in types), call(ids, missing, sharded=False, **sizes, **RELEASE), strict=True)
+        )
+
+    ids = np.array([[3, -(2**31), 2**31 - 1, 100]] * RANKS, np.int32)
+    found = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, np.zeros((RANKS, 2), np.int32)))
     for rank in range(RANKS):
-        np.testing.assert_array_equal(found["indices"][rank], [3, TABLE, TABLE, TABLE])
+        np.testing.assert_array_equal(found["indices"][rank], [3, 100, 100, 100])
         np.testing.assert_array_equal(found["places"][rank], [[0, 1, 1, 1]] * RANKS)
         np.testing.assert_array_equal(found["bounds"][rank], [0, 1, 1])
     group.check()
-
-
-@pytest.mark.parametrize(("sharded", "drop"), [(True, True), (False, True), (False, False)])
-@pytest.mark.parametrize("bounds", [[0, 2**30, 2**30], [-(2**31), 2**31 - 1, 8], [5, 0, -3], [2**30, 0, 2**31 - 1]])
-def test_bounds_and_places_that_cannot_be(bounds: list[int], sharded: bool, drop: bool, open_group: OpenGroup) -> None:
-    places = np.array([[0, 2**30, -1, -(2**31)]] * RANKS, np.int32)
-    reduce = {"entries": ENTRIES, "hidden": WIDTH, "capacity": 4, "places_kept": 8, "scale": 1.0}
-    reduce |= {"sharded": sharded, "drop": drop, "by_count": False, "dtype": "float32"}
-    operands = [np.ones((ENTRIES, WIDTH), np.float32), places, np.array(bounds, np.int32)]
-    group = open_group(RANKS)
-    with helpers.awaiting_failure(group, "CapacityError") if not drop and bounds[-1] > 4 else contextlib.nullcontext():
-        found = helpers.fetch(call_sparse(group, "sparse_reduce", ("sums",), operands, **reduce))
-        assert found["sums"].shape == (RANKS, 4, WIDTH)
-    # Nothing was written elsewhere: chaos/address_sanitizer.sh, and protocol/sparse_bounds_test.cc for GPUs' way.
 
 
 def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> None:

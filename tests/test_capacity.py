@@ -113,16 +113,12 @@ def test_a_compiled_loop_learns_of_it(native: None, open_group: OpenGroup, rng: 
     ("capacity", "alignment", "wanted"),
     [(1.0, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (np.float32(1e6), 1, 72), (1e300, 1, 72), (18, 1, 18)],
 )
-def test_a_float_is_times_the_even_load(
-    capacity: float, alignment: int, wanted: int, native: None, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    """18 assignments of each rank; 72 of all, which find room whatever the factor."""
-    group, case = open_group(4), helpers.draw_case(rng, 4, 6, 3, 8, 16)
+def test_a_float_is_times_the_even_load(capacity: float, alignment: int, wanted: int, open_group: OpenGroup) -> None:
+    """18 assignments of each rank; 72 of all, which find room whatever the factor. test_matrix.py looks at the rows."""
+    group, case = open_group(4), helpers.draw_case(np.random.default_rng(0), 4, 6, 3, 8, 16)
     options: dict[str, Any] = {"num_experts": 16, "alignment": alignment, "on_overflow": "drop"}
-    program = helpers.dispatch_combine(group, capacity=capacity, implementation="ffi", **options)
-    actual = helpers.fetch(program(*case))
-    assert actual[0].rows.shape[1] == wanted
-    helpers.assert_round_trip(actual, case, num_experts=16, alignment=alignment)
+    program = helpers.dispatch_combine(group, capacity=capacity, implementation="xla", **options)
+    assert jax.eval_shape(program, *case)[0].rows.shape[1] == wanted
 
 
 def test_few_rows_are_warned_of_once(open_group: OpenGroup, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """Quantizing to float8, products of float8 operands, and a layer of them, against float64 of the same rounding."""
 
-import dataclasses
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -185,9 +185,9 @@ def test_products_of_nan_and_infinity(rng: np.random.Generator) -> None:
     """Each reaches the rows and columns that it meets, and no others; but XLA multiplies rows by all matrices."""
     case = Product((40, 60), 100, 256, 256)
     lhs, rhs = draw_product(case, rng)
-    lhs = dataclasses.replace(lhs, scales=lhs.scales.at[7, 1].set(jnp.nan).at[41, 0].set(jnp.inf))
+    lhs = replace(lhs, scales=lhs.scales.at[7, 1].set(jnp.nan).at[41, 0].set(jnp.inf))
     if gemm.has_gemm():
-        rhs = dataclasses.replace(rhs, scales=rhs.scales.at[1, 1, 0].set(jnp.nan))
+        rhs = replace(rhs, scales=rhs.scales.at[1, 1, 0].set(jnp.nan))
     found = helpers.fetch(jax.jit(float8.ragged_dot)(lhs, rhs, jnp.array(case.sizes)))
     expected = np.ones(found.shape, bool)
     expected[[7, 41]] = False
@@ -230,47 +230,35 @@ def test_products_have_no_gradient(rng: np.random.Generator) -> None:
     lhs, rhs = draw_product(PRODUCTS[0], rng)
 
     def loss(scales: jax.Array) -> jax.Array:
-        return float8.ragged_dot(dataclasses.replace(lhs, scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
+        return float8.ragged_dot(replace(lhs, scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
 
     with pytest.raises(TypeError, match=r"^products of float8 operands have no gradient: .*moe_mlp"):
         jax.grad(loss)(lhs.scales)
 
 
-def wrong_products() -> list[tuple[Any, Any, type[Exception], str]]:
-    bits, scales = jnp.zeros((4, 256), np.uint8), jnp.zeros((4, 2))
-    weights = Float8Weights(jnp.zeros((2, 128, 256), np.uint8), jnp.zeros((2, 1, 2)))
-    rows = Float8Rows(bits, scales)
-    return [
-        (jnp.zeros((4, 256)), jnp.zeros((2, 256, 64)), ValueError, r"rhs must have sizes that are multiples of 128"),
-        (
-            jnp.zeros((4, 256)),
-            jnp.zeros((2, 256, 128), np.float16),
-            TypeError,
-            r"rhs must be of the dtype of lhs, float32",
-        ),
-        (
-            jnp.zeros((4, 128)),
-            weights,
-            ValueError,
-            r"rhs must have shape \[G, K, N\] = \(2, 128, 128\), got Float8Weights",
-        ),
-        (rows, jnp.zeros((2, 128, 128)), ValueError, r"rhs\.bits must have 256 columns"),
-        (Float8Rows(bits, scales[:, :1]), weights, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
-        (Float8Rows(rows.values, scales), weights, TypeError, r"lhs\.bits must be of dtype uint8, got float8_e4m3fn"),
-        (rows, dataclasses.replace(weights, scales=scales), ValueError, r"rhs\.scales must have shape"),
-        (
-            rows,
-            dataclasses.replace(weights, bits=weights.bits[..., :128]),
-            ValueError,
-            r"rhs\.bits must have 256 columns",
-        ),
-        (rows, dataclasses.replace(weights, bits=weights.bits[:, :64]), ValueError, r"multiples of 128"),
-    ]
+WEIGHTS = Float8Weights(np.zeros((2, 128, 256), np.uint8), np.zeros((2, 1, 2), np.float32))
+ROWS = Float8Rows(np.zeros((4, 256), np.uint8), np.zeros((4, 2), np.float32))
+PLAIN = np.zeros((4, 256), np.float32)
+WRONG: list[tuple[Any, Any, type[Exception], str]] = [
+    (PLAIN, np.zeros((2, 256, 64), np.float32), ValueError, r"rhs must have sizes that are multiples of 128"),
+    (PLAIN, np.zeros((2, 256, 128), np.float16), TypeError, r"rhs must be of the dtype of lhs, float32"),
+    (PLAIN[:, :128], WEIGHTS, ValueError, r"rhs must have shape \[G, K, N\] = \(2, 128, 128\), got Float8Weights"),
+    (ROWS, np.zeros((2, 128, 128), np.float32), ValueError, r"rhs\.bits must have 256 columns"),
+    (replace(ROWS, scales=ROWS.scales[:, :1]), WEIGHTS, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
+    (
+        replace(ROWS, bits=ROWS.bits.view(oracle.FP8)),
+        WEIGHTS,
+        TypeError,
+        r"lhs\.bits must be of dtype uint8",
+    ),
+    (ROWS, replace(WEIGHTS, scales=ROWS.scales), ValueError, r"rhs\.scales must have shape"),
+    (ROWS, replace(WEIGHTS, bits=WEIGHTS.bits[..., :128]), ValueError, r"rhs\.bits must have 256 columns"),
+    (ROWS, replace(WEIGHTS, bits=WEIGHTS.bits[:, :64]), ValueError, r"multiples of 128"),
+]
 
 
-@pytest.mark.parametrize("case", range(9))
-def test_wrong_products(case: int) -> None:
-    lhs, rhs, error, match = wrong_products()[case]
+@pytest.mark.parametrize(("lhs", "rhs", "error", "match"), WRONG)
+def test_wrong_products(lhs: Any, rhs: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=rf"^float8\.ragged_dot: .*{match}"):
         jax.eval_shape(float8.ragged_dot, lhs, rhs, jnp.zeros(2, jnp.int32))
 
@@ -297,10 +285,10 @@ def test_wrong_dtypes_and_sizes() -> None:
         with pytest.raises(TypeError, match=r"^dequantize: dtype must be "):
             dequantize(rows, wrong)  # pyright: ignore[reportArgumentType]
     for misfit, match in (
-        (dataclasses.replace(rows, scales=rows.scales[:, :1]), r"scales must have shape \[M, K / 128\] = \(4, 2\)"),
-        (dataclasses.replace(rows, bits=rows.bits[:, :130]), "bits must have sizes that are multiples of 128"),
-        (dataclasses.replace(weights, scales=weights.scales[:1]), r"scales must have shape \[G, N / 128, K / 128\]"),
-        (dataclasses.replace(weights, bits=weights.bits[0, 0]), r"bits must have shape \[N, K\] or \[G, N, K\]"),
+        (replace(rows, scales=rows.scales[:, :1]), r"scales must have shape \[M, K / 128\] = \(4, 2\)"),
+        (replace(rows, bits=rows.bits[:, :130]), "bits must have sizes that are multiples of 128"),
+        (replace(weights, scales=weights.scales[:1]), r"scales must have shape \[G, N / 128, K / 128\]"),
+        (replace(weights, bits=weights.bits[0, 0]), r"bits must have shape \[N, K\] or \[G, N, K\]"),
     ):
         with pytest.raises(ValueError, match=rf"^dequantize: quantized\.{match}"):
             dequantize(misfit)
@@ -341,14 +329,14 @@ def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:
     rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 256, 128)), jnp.float32))
 
     def loss(scales: jax.Array) -> jax.Array:
-        return float8.ragged_dot(lhs, dataclasses.replace(rhs, scales=scales), sizes).sum()
+        return float8.ragged_dot(lhs, replace(rhs, scales=scales), sizes).sum()
 
     with pytest.raises(TypeError, match=r"^float8.ragged_dot: rhs in float8 has no gradient"):
         jax.grad(loss)(rhs.scales)
 
 
 def _without_scales(weights: Float8Weights) -> Float8Weights:
-    return dataclasses.replace(weights, scales=weights.scales[:, :1])
+    return replace(weights, scales=weights.scales[:, :1])
 
 
 def test_wrong_layers(open_group: OpenGroup) -> None:

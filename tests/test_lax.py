@@ -54,7 +54,7 @@ ALL_DTYPES = sorted({np.dtype(x) for x in vars(jnp).values() if isinstance(x, ty
 NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\w+", str(dtype))]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
 def test_dtypes(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None:
     """All that jax has, bit by bit."""
@@ -89,6 +89,7 @@ def test_dtypes_of_numpy_alone_are_refused(dtype: str, group: Group) -> None:
         jax.eval_shape(helpers.per_rank(body, group.mesh), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [np.float64, np.int64])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_constants_of_numpy_become_what_jax_has(dtype: Any, check_vma: bool, group: Group) -> None:
@@ -165,6 +166,7 @@ def less_sent_than_expected(slices: oracle.Slices) -> None:
     slices.recv_sizes[2, 1] = 2
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -212,7 +214,7 @@ def test_no_rank_delivers_what_another_did_not_send(
         group.check()
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", oracle.Slices._fields)
 @pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
 def test_beyond_32_bits(

@@ -80,7 +80,7 @@ def test_ids(size: int, sharded: bool, way: Way, rng: np.random.Generator) -> No
             cases.assert_reduced(program(ids, values), wanted, np.float32)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 64, 2048])
 def test_widths_and_dtypes(width: int, dtype: Any, way: Way, rng: np.random.Generator) -> None:
@@ -88,7 +88,7 @@ def test_widths_and_dtypes(width: int, dtype: Any, way: Way, rng: np.random.Gene
     way.check(ids, cases.draw_values(rng, ids, width, dtype), capacity=180)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @SHARDED
 @pytest.mark.parametrize(("op", "dtype"), [*zip(cases.OPS, DTYPES, strict=True), ("mean_by_count", DTYPES[0])], ids=str)
 def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Generator) -> None:
@@ -97,7 +97,7 @@ def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Genera
     way.check(ids, cases.draw_values(rng, ids, 12, dtype), capacity=181, op=op, sharded=sharded)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @SHARDED
 @pytest.mark.parametrize("num_rows", [1, 33])
 def test_heights_of_the_table(num_rows: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:

@@ -29,7 +29,7 @@ def dense(ids: np.ndarray, values: np.ndarray, num_rows: int) -> np.ndarray:
     return table
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("draw", cases.DRAWS, ids=lambda draw: draw.__name__)
 def test_coalesce(draw: Any, dtype: np.dtype, rng: np.random.Generator) -> None:
