@@ -1,17 +1,15 @@
 """What the fuzzer runs: a program is compiled once, and tried with many sets of values."""
 
 import abc
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import helpers
 import jax
 import numpy as np
-import pytest
 
-from jax_ep import Group, Implementation, JaxEpError
+from jax_ep import Group, Implementation
 
 
 class Program(abc.ABC):
@@ -40,21 +38,6 @@ class Program(abc.ABC):
         Raises:
           AssertionError: a value is wrong, or there was no error where there should have been one.
         """
-
-
-@contextlib.contextmanager
-def refused(group: Group, error: type[JaxEpError], match: str, implementation: Implementation) -> Iterator[None]:
-    """Around an op that must fail: awaiting it raises on a CPU, and `group.check()` the typed error everywhere.
-
-    Where a program runs on one CPU device, it runs inline, and XLA's error for a bad argument is a ValueError.
-    """
-    if group.platform == "cpu" and implementation == "ffi":
-        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=match):
-            yield
-    else:
-        yield
-    with pytest.raises(error, match=match):
-        group.check()
 
 
 def compiled(function: Callable[..., Any], group: Group) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from jax_ep import CapacityError, Group, Implementation
 from jax_ep.ops.matmul.rows import take_rows
 
 from .compare import assert_near, assert_same, draw_floats, pick
-from .programs import Program, compiled, refused
+from .programs import Program, compiled
 
 CHUNK_EDGES = (511, 512, 513, 1023, 1024, 1025, 1100)  # tokens, where ways to travel change
 
@@ -104,7 +104,7 @@ class Routed(Program):
     def expect_overflow(self, expected: oracle.Expected) -> contextlib.AbstractContextManager[None]:
         rank = int(np.argmax(expected.needed > self.capacity()))
         match = f"rank {rank} needs {expected.needed[rank]} rows but capacity is {self.capacity()}"
-        return refused(self.group, CapacityError, match, self.implementation)
+        return helpers.expect_failure(self.group, CapacityError, match, self.implementation)
 
     def assert_tokens(self, actual: np.ndarray, case: Case, expected: oracle.Expected) -> None:
         """Bit for bit, but where XLA divides by a scale; blocks of float8 that hold NaN or infinity may be NaN."""

@@ -12,7 +12,7 @@ from helpers import BIG
 from jax_ep import CapacityError, Group, Implementation, SparseRows, coalesce, sparse_all_reduce
 
 from .compare import assert_near, assert_same, draw_floats, pick
-from .programs import Program, compiled, refused
+from .programs import Program, compiled
 
 
 def draw_ids(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> np.ndarray:
@@ -89,7 +89,7 @@ class AllReduce(Entries):
         ids, values, counts, ignored, dropped = self.draw(rng)
         wanted = self.wanted(ids, values, counts, op=self.op, sharded=self.sharded)
         if self.overflow == "raise" and wanted.dropped.any():
-            with refused(self.group, CapacityError, f"capacity is {self.capacity}", self.implementation):
+            with helpers.expect_failure(self.group, CapacityError, f"capacity is {self.capacity}", self.implementation):
                 found = helpers.fetch(self.run(ids, values, counts, ignored, dropped)).values
                 assert np.isnan(helpers.wide(found)).all(), "values were delivered"
             return True

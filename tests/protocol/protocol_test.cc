@@ -5,7 +5,7 @@
 #include "matmul.h"
 #include "moe.h"
 #include "posting.h"
-#include "processes_ending.h"
+#include "processes.h"
 #include "recordings.h"
 #include "sparse.h"
 #include "told.h"
