@@ -15,7 +15,6 @@ from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
 AXES = ("node", "ep")
-MESHES = [(2, 4), (4, 2), (2, 2), (1, 2), (2, 1)]
 
 
 def over(nodes: int, ranks: int, **options: Any) -> Group:
@@ -62,41 +61,6 @@ def run(group: Group, case: helpers.Case, **options: Any) -> tuple[Dispatched, n
     operands = [x.reshape(group.nodes, -1, *x.shape[1:]) for x in case]
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, **options)
     return by_rank(helpers.fetch(program(*operands)), group)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize(("nodes", "ranks", "dtype"), [(*MESHES[i], helpers.DTYPES[i % 3]) for i in range(5)], ids=str)
-def test_all_tokens_to_all_nodes(
-    nodes: int, ranks: int, dtype: np.dtype, implementation: Implementation, rng: np.random.Generator
-) -> None:
-    """The rows, counts and weights of one group of all ranks."""
-    case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN, dtype)
-    with over(nodes, ranks) as group:
-        assert (group.size, group.nodes, group.node_axes) == (nodes * ranks, nodes, ("node",))
-        out, combined = run(group, case, implementation=implementation)
-        expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1])
-        assert_flat(flat(out, group), expected)
-        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
-
-
-@pytest.mark.parametrize(("nodes", "ranks", "node_capacity"), [(2, 4, 2), (4, 2, 5), (2, 2, 100)])
-def test_room_on_the_way(
-    nodes: int, ranks: int, node_capacity: int, implementation: Implementation, rng: np.random.Generator
-) -> None:
-    """The first tokens of a rank for a node travel; an oracle that never knew the others gives what arrives."""
-    case = helpers.draw_case(rng, nodes * ranks, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    travels = first_for_each_node(case.ids, nodes, node_capacity)
-    kept = case._replace(ids=np.where(travels, case.ids, -1))
-    with over(nodes, ranks) as group:
-        options: dict[str, Any] = {"nodes": NodeOptions(node_capacity), "on_overflow": "drop"}
-        out, combined = run(group, case, implementation=implementation, **options)
-        expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.rows.shape[1])
-        asked = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1])
-        np.testing.assert_array_equal(out.rows, expected.rows)
-        np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
-        np.testing.assert_array_equal(out.routing.counts, asked.counts)
-        np.testing.assert_array_equal(out.routing.dropped[:, 0], (~travels).sum(axis=(1, 2)))
-        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
 
 
 def first_for_each_node(ids: np.ndarray, nodes: int, node_capacity: int, experts: int = EXPERTS) -> np.ndarray:
