@@ -36,7 +36,6 @@ from jax_ep import (
     sparse_all_reduce,
 )
 from jax_ep.__main__ import load
-from jax_ep.runtime import heartbeat, jax_private
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
@@ -257,9 +256,9 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def open_group(mesh: jax.sharding.Mesh, timeout: float, open_timeout: float | None = None) -> Group:
+def open_group(mesh: jax.sharding.Mesh, timeout: float) -> Group:
     """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
-    return Group(mesh, AXES, timeout=timeout, open_timeout=open_timeout, across_nodes=None if on_cpu() else True)
+    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True)
 
 
 def lose(mesh: jax.sharding.Mesh, how: str) -> None:
@@ -271,7 +270,6 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
     jax.block_until_ready(program(*operands))
     group.check()
-    litter()
     pids = multihost_utils.process_allgather(np.int32(os.getpid()))
     start = time.monotonic()
     if jax.process_index() == lost:
@@ -292,14 +290,6 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
         os.kill(int(pids[lost]), signal.SIGCONT)
     del pending
     leave()  # jax.distributed would wait for the dead process
-
-
-def litter() -> None:
-    """Others may write into the store, too."""
-    client = jax_private.coordination_client()
-    assert client is not None
-    for name, value in (("one", b"no JSON"), ("7", b"\xff\xfe"), (str(8 + jax.process_index()), b'["a", 1]')):
-        client.key_value_set_bytes(f"{heartbeat._FOLDER}/{name}", value, allow_overwrite=True)
 
 
 def hang(mesh: jax.sharding.Mesh, how: str) -> None:
@@ -370,18 +360,6 @@ def leave_in_order(mesh: jax.sharding.Mesh) -> None:
         again.check()
 
 
-def open_a_second(mesh: jax.sharding.Mesh) -> None:
-    """A process that has a group open is not thereby there for the next one."""
-    with open_group(mesh, 60) as first:
-        if jax.process_index() == 0 and on_cpu():
-            with pytest.raises(PeerTimeoutError, match=r"process 1.* did not create its part of the group within 1 s"):
-                open_group(mesh, 60, open_timeout=1)
-        multihost_utils.sync_global_devices("one has tried")
-        with open_group(mesh, 60) as second:
-            second.check()
-        first.check()
-
-
 def drop(mesh: jax.sharding.Mesh, groups: int = 20) -> None:
     """Groups that are not closed leave no threads, and processes may go on without them."""
     before = helpers.own_threads()
@@ -403,7 +381,6 @@ def leave() -> None:
 def close(mesh: jax.sharding.Mesh) -> None:
     leave_in_order(mesh)
     drop(mesh)
-    open_a_second(mesh)
 
 
 CHECKS = {"all": check_all, "mismatch": check_mismatch, "demo": print_losses, "close": close}

@@ -1,20 +1,18 @@
 """`jax_ep.lax.ragged_dot(..., lhs_indices=)` against numpy in float64, and where programs for CUDA gather."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+import test_ragged_dot
 from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
+from test_ragged_dot import BFLOAT16, FLOAT16, FLOAT32
 
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
-
-BFLOAT16, FLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 
 
 class Case(NamedTuple):
@@ -53,21 +51,14 @@ def gathered(lhs: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return rows
 
 
-def groups(case: Case) -> list[slice]:
-    ends = np.minimum(np.cumsum(case.sizes), case.indices)
-    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
 def exact(case: Case, lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any) -> tuple[np.ndarray, ...]:
     """The product and both gradients."""
-    rows, d_rows = gathered(lhs, indices), np.zeros((case.indices, case.contracted))
-    out, d_rhs, d_lhs = np.zeros((case.indices, case.columns)), np.zeros(rhs.shape), np.zeros(lhs.shape)
-    for group, each in enumerate(groups(case)):
-        above, matrix = cotangent[each].astype(np.float64), rhs[group].astype(np.float64)
-        out[each], d_rows[each], d_rhs[group] = rows[each] @ matrix, above @ matrix.T, rows[each].T @ above
+    rows, d_lhs = gathered(lhs, indices), np.zeros(lhs.shape)
+    taken = test_ragged_dot.Case(case.indices, case.contracted, case.columns, case.sizes)
+    d_rows, d_rhs = test_ragged_dot.exact_gradients(taken, rows, rhs, cotangent)
     inside = (indices >= 0) & (indices < len(lhs))
     np.add.at(d_lhs, indices[inside], d_rows[inside])
-    return out, d_lhs, d_rhs
+    return test_ragged_dot.exact(taken, rows, rhs), d_lhs, d_rhs
 
 
 def actual(lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any) -> tuple[jax.Array, ...]:
@@ -212,11 +203,7 @@ def test_bad_indices_are_refused() -> None:
 def test_cuda_programs_gather_in_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """The product gathers rows, the gradient of the matrices its contraction; that of the rows gathers nothing."""
     monkeypatch.setattr(gemm, "has_gemm", lambda: True)
-
-    def lowered(function: Callable[..., Any], *operands: Any) -> str:
-        return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-
-    text = lowered(actual, *draw(rng, Case(40, 64, 32, 16, (30, 20)), BFLOAT16))
+    text = test_ragged_dot.lowered_for_cuda(actual, *draw(rng, Case(40, 64, 32, 16, (30, 20)), BFLOAT16))
     calls = [line for line in text.splitlines() if "jax_ep_grouped_matmul" in line]
     kinds = sorted(('gathered = "lhs"' in line, 'grouping = "contraction"' in line) for line in calls)
     assert kinds == [(False, False), (True, False), (True, True)]
