@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import float8, lax
+from jax_ep import embedding, float8, lax
 
 
 def layer(mesh: Mesh, tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: list[jax.Array]) -> jax.Array:
@@ -27,6 +27,22 @@ def by_hand(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, matrix: jax.
 def of_rows(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, scales: jax.Array) -> jax.Array:
     out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, expand=False)
     return scales[out.expert_of_row()] * out.weight_of_row()
+
+
+def of_wires(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, weights: float8.Float8Weights) -> jax.Array:
+    decoded: jax_ep.Dispatched[jax.Array] = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, wire="float8")
+    rows, sizes, routing = jax_ep.dispatch(tokens, ids, None, group=group, num_experts=8, wire="float8_rows")
+    kept: float8.Float8Rows = rows
+    product = float8.ragged_dot(kept, weights, sizes) + decoded.rows
+    return jax_ep.combine(product, routing, group=group)
+
+
+def of_tables(group: jax_ep.Group, table: jax.Array, ids: dict[str, jax.Array], rows: jax_ep.SparseRows) -> jax.Array:
+    found = embedding.sharded_lookup(table, embedding.stacked_ids(ids, {"a": 3, "b": 5}), group=group)
+    optimizer: embedding.RowOptimizer = embedding.rowwise_adagrad(0.1)
+    clipped = embedding.clip_by_global_norm(embedding.add(rows, rows, capacity=8), 1.0)
+    updates, _ = optimizer.update(clipped, optimizer.init(table), table)
+    return embedding.apply_updates(table, updates) + embedding.bag(found["a"], ids["a"], combiner="mean")
 
 
 def replicas(

@@ -5,6 +5,7 @@ dispatch's backward sums cotangent rows per token, combine's backward sends the 
 """
 
 import dataclasses
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, runs_kernels, validated
@@ -21,6 +23,37 @@ from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
+class Options(TypedDict, total=False):
+    """Further arguments of `dispatch`, for the overloads that type its rows by `wire`."""
+
+    group: Required[Group]
+    num_experts: Required[int]
+    capacity: int | float | None
+    alignment: int
+    expand: bool
+    on_overflow: OnOverflow
+    nodes: NodeOptions | None
+    implementation: Implementation
+
+
+@overload
+def dispatch(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None = ...,
+    *,
+    wire: Literal["float8"] | None = ...,
+    **options: Unpack[Options],
+) -> Dispatched[jax.Array]: ...
+@overload
+def dispatch(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None = ...,
+    *,
+    wire: Literal["float8_rows"],
+    **options: Unpack[Options],
+) -> Dispatched[Float8Rows]: ...
 def dispatch(
     tokens: jax.Array,
     expert_ids: jax.Array,
@@ -35,7 +68,7 @@ def dispatch(
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
     implementation: Implementation = "auto",
-) -> Dispatched:
+) -> Dispatched[jax.Array] | Dispatched[Float8Rows]:
     """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Each token crosses the wire once per rank,

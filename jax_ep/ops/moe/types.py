@@ -1,7 +1,7 @@
 """The values that travel between dispatch and combine."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax_ep.ops.moe.shares import expert_of_rows, rows_of_experts, segments
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
 COMBINED = "jax_ep_combine"  # the sums
 
+RowsT = TypeVar("RowsT")  # jax.Array, or `Float8Rows`
 Wire = Literal["float8", "float8_rows"]
 WIRES: tuple[Wire | None, ...] = (None, "float8", "float8_rows")
 
@@ -304,8 +305,8 @@ class MoeStats(NamedTuple):
     invalid: jax.Array
 
 
-class Dispatched(NamedTuple):
-    """What `dispatch` returns.
+class Dispatched(NamedTuple, Generic[RowsT]):
+    """What `dispatch` returns. To a type checker `Dispatched[jax.Array]`, or `Dispatched[Float8Rows]`.
 
     Attributes:
       rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows": grouped by local expert; within
@@ -315,7 +316,7 @@ class Dispatched(NamedTuple):
       routing: what `combine` needs; a `NodeRouting` where the group is of several nodes.
     """
 
-    rows: Any
+    rows: RowsT
     group_sizes: jax.Array
     routing: Routing
 

@@ -1,7 +1,7 @@
 """Lookups in embedding tables and their sparse gradients, in plain JAX over `SparseRows`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse.sharded import Entries, entries_at_owners
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
 
+T = TypeVar("T")  # a pytree
 Combiner = Literal["sum", "mean", "sqrtn"]
 COMBINERS: tuple[Combiner, ...] = get_args(Combiner)
 
@@ -34,13 +35,13 @@ def _read(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 def sharded_lookup(
     table: jax.Array,
-    ids: Tree,
+    ids: T,
     *,
     group: Group,
     capacity: int | float | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
-) -> Tree:
+) -> T:
     """`lookup` in a table that is sharded over the ranks: rank r holds the rows [r B, (r + 1) B).
 
     Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
@@ -157,7 +158,7 @@ def sparse_value_and_grad(
     return value_and_grad
 
 
-def stacked_ids(ids: Tree, num_rows: Tree) -> Tree:
+def stacked_ids(ids: T, num_rows: Tree) -> T:
     """Ids of several tables as ids of one table that holds them one below the other, in the order of the tree.
 
     So one lookup, one exchange and one optimizer serve all tables of one width D.
