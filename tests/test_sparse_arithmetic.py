@@ -174,3 +174,14 @@ def test_multiples_and_norms(rng: np.random.Generator, dtype: Any) -> None:
         np.testing.assert_allclose(clipped_bias, expected[1], rtol=1e-5)
     with pytest.raises(TypeError, match=r"^scale: factor must be a number, got NoneType$"):
         embedding.scale(rows, None)  # type: ignore[arg-type]
+
+
+def test_ids_of_each_rank_and_values_of_all() -> None:
+    """As check_vma=True sees gradients that are constants: ids vary over the ranks, values do not."""
+
+    def norm(ids: jax.Array) -> jax.Array:
+        return embedding.global_norm(SparseRows.from_entries(ids, jnp.ones((2, D)), num_rows=V))[None]
+
+    mapped = jax.shard_map(norm, mesh=helpers.mesh_of(ep=2), in_specs=P("ep"), out_specs=P("ep"))
+    ids = jnp.asarray([1, 1, 3, 2], jnp.int32)
+    np.testing.assert_allclose(mapped(ids), [(4 * D) ** 0.5, (2 * D) ** 0.5])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
 
 
@@ -68,5 +68,5 @@ def with_different_ids(rows: SparseRows) -> SparseRows:
 
     # A while_loop of at most one iteration does not copy the rows, as a cond would.
     entries = rows.masked_indices, rows.values.astype(jnp.float32)
-    ids, values = jax.lax.while_loop(mixed, added_up, entries)
+    ids, values = jax.lax.while_loop(mixed, added_up, vary.vary_alike(None, *entries))
     return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))
