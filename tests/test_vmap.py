@@ -146,6 +146,23 @@ SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
         ),
         ((TOKENS, HIDDEN),),
     ),
+    "gradient of gathered rows": (
+        lambda group, implementation, ids, x, matrices: jax.grad(
+            lambda x: jnp.sum(
+                jax_ep.lax.ragged_dot(x, matrices, jnp.array([1, 2]), lhs_indices=ids[:, 0] % TOKENS) ** 2
+            )
+        )(x),
+        ((TOKENS, HIDDEN), (2, HIDDEN, HIDDEN)),
+    ),
+    "routers": (
+        lambda group, implementation, ids, logits: jax_ep.nn.physical_ids(
+            jax_ep.nn.round_tokens(
+                jax_ep.nn.softmax_top_k(logits, 4), 2, EXPERTS, multiple=2, axis_name="ep"
+            ).expert_ids,
+            jax_ep.nn.plan_replicas(np.arange(EXPERTS), num_ranks=SIZE, num_slots=EXPERTS + 2),
+        ),
+        ((TOKENS, EXPERTS),),
+    ),
     "sparse_all_reduce": (
         lambda group, implementation, ids, values: helpers.vary(
             jax_ep.sparse_all_reduce(

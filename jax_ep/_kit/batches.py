@@ -3,8 +3,11 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from jax_ep._kit import vary
 
 
 def batched_alike(*operands: Any) -> tuple[Any, ...]:
@@ -25,7 +28,8 @@ def _jvp(primals: Any, tangents: Any) -> Any:
 
 def _batch(operands: Any, dims: Any) -> Any:
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    return batching.bdim_at_front(operands[0], dims[0], size), 0
+    first = jax.lax.broadcast(operands[0], (size,)) if dims[0] is None else jnp.moveaxis(operands[0], dims[0], 0)
+    return vary.vary_alike(None, first, *operands[1:])[0], 0  # as some vary over a `spmd_axis_name`
 
 
 _alike_p.def_impl(lambda x, *_: x)

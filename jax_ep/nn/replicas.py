@@ -236,5 +236,6 @@ def _turns(ids: jax.Array) -> jax.Array:
     """[N] int32: how many equal ids stand before each."""
     order = jnp.argsort(ids, stable=True)
     ordered = ids[order]
-    before = jnp.arange(ids.size) - jnp.searchsorted(ordered, ordered, side="left")
+    places = jnp.arange(ids.size)
+    before = places - jax.lax.cummax(jnp.where(ordered != jnp.roll(ordered, 1), places, 0))
     return jnp.zeros_like(order).at[order].set(before, unique_indices=True)

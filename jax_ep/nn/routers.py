@@ -182,7 +182,8 @@ def round_tokens(
         ranges, order_by = jax.lax.all_gather((ranges, order_by), axis_name)
     places = jax.lax.iota(jnp.int32, ranges.size)
     ordered, _, order = jax.lax.sort((ranges.ravel(), order_by.ravel(), places), num_keys=2)
-    starts = jnp.searchsorted(ordered, jnp.arange(2 * num_experts + 1))
+    sizes = jnp.bincount(ordered, length=2 * num_experts + 1)
+    starts = jnp.cumsum(sizes) - sizes
     count, most = (ends - starts[:-1:2] for ends in (starts[1::2], starts[2::2]))
     target = (count + multiple // 2) // multiple * multiple
     target = jnp.where(target > most, count // multiple * multiple, target)

@@ -86,11 +86,11 @@ def _sum(count: int, indices: jax.Array, rows: jax.Array) -> jax.Array:
     ends = jnp.searchsorted(indices[order], jnp.arange(count), side="right")
     starts = jnp.append(0, ends[:-1])
 
-    def add(turn: jax.Array, total: jax.Array) -> jax.Array:
-        at = order.at[starts + turn].get(mode="clip")
-        return total + jnp.where((starts + turn < ends)[:, None], rows[at], 0).astype(jnp.float32)
+    def add(now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at, total = now
+        here = rows[order.at[at].get(mode="clip")]
+        return at + 1, total + jnp.where((at < ends)[:, None], here, 0).astype(jnp.float32)
 
-    total = jax.lax.fori_loop(
-        0, jnp.max(ends - starts), add, jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1]))
-    )
-    return total.astype(rows.dtype)
+    # The first turn is before the loop: JAX batches no loop that begins with constants if there is a spmd_axis_name.
+    first = add((starts, jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1]))))
+    return jax.lax.while_loop(lambda now: jnp.any(now[0] < ends), add, first)[1].astype(rows.dtype)
