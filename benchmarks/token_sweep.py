@@ -12,9 +12,9 @@ from .in_jit_loop import Loop, compile_loops, median_microseconds
 from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
 from .tables import heading, row
 
-TOKENS = (1, 8, 64, 128, 256, 512, 513, 1024, 2048, 8192, 32768)
+TOKENS = (1, 8, 32, 128, 256, 512, 513, 1024, 2048, 8192, 32768)
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
-CPU_TOKENS, CPU_HIDDEN, CPU_INNER, CPU_EXPERTS = (1, 8, 64, 128, 512, 513), 128, 64, 16
+CPU_TOKENS, CPU_HIDDEN, CPU_INNER, CPU_EXPERTS = (1, 8, 32, 128, 512, 513), 128, 64, 16
 CALLS, FEW_CALLS, MANY_TOKENS = 50, 10, 2048
 
 Op = Callable[..., Any]
