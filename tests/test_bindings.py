@@ -55,7 +55,7 @@ ALIKE = {"places", "bounds", "all_missing"}
     [
         ("sparse_union", UNION | {"sharded": False}, "sparse_all_reduce", ALIKE | {"indices"}),
         ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", ALIKE),
-        ("scatter", SCATTER | SCATTER_OPTIONS, "combine's backward pass", set()),
+        ("scatter", SCATTER | SCATTER_OPTIONS, "scatter", set()),
     ],
 )
 def test_a_call_says_its_op_and_what_ranks_have_alike(
@@ -180,7 +180,7 @@ def test_a_call_that_does_not_fit_says_what(
     change: dict[str, int | None], received: tuple[int, int], operands: list[Any], message: str, open_group: OpenGroup
 ) -> None:
     group = open_group(RANKS)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"combine's backward pass: {message}"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"scatter: {message}"):
         helpers.fetch(call_scatter(group, operands, received, **change))
     group.check()
 

@@ -201,7 +201,7 @@ template <>
 struct OpSpec<ScatterArgs> : OpDefaults {
   using Args = ScatterArgs;
   static constexpr const char* kTarget = "scatter";
-  static constexpr KindName kKinds[] = {{OpKind::scatter, "combine's backward pass"}};
+  static constexpr KindName kKinds[] = {{OpKind::scatter, "scatter"}};
   static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates, Ctas::one_a_token};
 
   template <class Visit>

@@ -1,4 +1,4 @@
-// scatter: sends rows along a routing that is already known. This is the backward pass of combine.
+// scatter: sends rows along a known routing, for combine's backward pass, dispatch's tangent and dispatch across nodes.
 #pragma once
 
 #include "comm/op.h"
