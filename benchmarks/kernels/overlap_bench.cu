@@ -29,10 +29,11 @@ struct Case {
   ProductShape shape_for(int ranks) const {
     return {op, shape.m, shape.n, shape.k, gathers() ? 2 : size_of(dtype), ranks};
   }
+  static HardwareModel hopper() { return hardware_model(132, 232448, 32); }
   OverlapConfig config(int ranks, int block_n, int communicating) const {
-    return plan_with(shape_for(ranks), hardware_model("sm_90"), block_n, communicating);
+    return plan_with(shape_for(ranks), hopper(), block_n, communicating);
   }
-  OverlapConfig choice(int ranks) const { return plan(shape_for(ranks), hardware_model("sm_90")); }
+  OverlapConfig choice(int ranks) const { return plan(shape_for(ranks), hopper()); }
 };
 
 std::vector<Rank> make_ranks(const Case& c, int count) {

@@ -3,36 +3,10 @@
 #include <algorithm>
 
 namespace jax_ep {
-namespace {
 
-constexpr int share_for_rows(int sms, const RowRates& rates = {}) {
-  const int share = sms * rates.sm_percent / 100;
-  return share > 1 ? share : 1;
-}
-
-// SMs, and the most shared memory of a CTA: the vendors' figures for the whole chip.
-constexpr HardwareModel kModels[] = {
-    {"sm_90", true, 132, share_for_rows(132), 232448, 32},
-    {"sm_80", false, 108, share_for_rows(108), 166912, 32},
-    {"gfx942", false, 304, share_for_rows(304), 65536, 64},
-};
-constexpr HardwareModel kUnknown{"unknown", false, 64, share_for_rows(64), 49152, 32};
-
-}  // namespace
-
-const HardwareModel& hardware_model(std::string_view architecture) {
-  const auto* const end = std::end(kModels);
-  const auto* const found =
-      std::find_if(kModels, end, [&](const HardwareModel& each) { return each.architecture == architecture; });
-  return found == end ? kUnknown : *found;
-}
-
-HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int warp_lanes) {
-  HardwareModel model = hardware_model(architecture);
-  model.sms = sms;
-  model.row_sms = share_for_rows(sms, model.rows);
-  model.shared_bytes = shared_bytes;
-  model.warp_lanes = warp_lanes;
+HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes) {
+  HardwareModel model{sms, 0, shared_bytes, warp_lanes};
+  model.row_sms = std::max(sms * model.rows.sm_percent / 100, 1);
   return model;
 }
 

@@ -1,11 +1,9 @@
-// A GPU as plans see it: its SMs, its shared memory, and the rates of ops. One model per architecture.
+// A GPU as plans see it: its SMs, its shared memory, and the rates of ops.
 //
-// kernels/plan.h turns a shape and a HardwareModel into a launch. The rates of all models were fitted on an H200; an
-// H100 has the same model. The comment of a rate names the command that measures it again: kernels_bench, gemm_bench
-// and overlap_bench are built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
+// kernels/plan.h turns a shape and a HardwareModel into a launch. The rates were fitted on an H200, and every GPU has
+// them. The comment of a rate names the command that measures it again: kernels_bench, gemm_bench and overlap_bench are
+// built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
 #pragma once
-
-#include <string_view>
 
 namespace jax_ep {
 
@@ -69,8 +67,6 @@ struct ExchangeRates {
 };
 
 struct HardwareModel {
-  std::string_view architecture;
-  bool timed;        // whether its rates were measured; otherwise they are guesses
   int sms;           // that an op may take
   int row_sms;       // that an op on rows may take
   int shared_bytes;  // that a CTA may have
@@ -82,11 +78,8 @@ struct HardwareModel {
   int sparse_sms = 1 << 20;  // the most that a sparse op may take, besides row_sms
 };
 
-// The model of "sm_90" (H100, H200), "sm_80" (A100) or "gfx942" (MI300); other architectures share one, "unknown".
-const HardwareModel& hardware_model(std::string_view architecture);
-
-// The model of an architecture, with the SMs, shared memory and lanes of a device.
-HardwareModel hardware_model(std::string_view architecture, int sms, int shared_bytes, int warp_lanes);
+// The model of a device.
+HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes);
 
 // The model with at most `most` SMs, all of which ops on rows may take.
 HardwareModel limit_sms(HardwareModel model, int most);

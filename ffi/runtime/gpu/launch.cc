@@ -9,17 +9,15 @@ namespace {
 
 // The model that fits every device: where they differ, the fewest SMs and the least shared memory.
 HardwareModel model_of(const std::vector<int>& devices) {
-  std::string architecture;
   int least_sms = INT_MAX, least_shared = INT_MAX;
   for (const int device : devices) {
     int sms = 0, shared_bytes = 0;
-    gpu::check(gpu::architecture(&architecture, device), "asking for the architecture of a device");
     gpu::check(gpu::sm_count(&sms, device), "asking for the number of SMs");
     gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
     least_sms = std::min(sms, least_sms);
     least_shared = std::min(shared_bytes, least_shared);
   }
-  return hardware_model(architecture, least_sms, least_shared, gpu::kWarpLanes);
+  return hardware_model(least_sms, least_shared, gpu::kWarpLanes);
 }
 
 }  // namespace

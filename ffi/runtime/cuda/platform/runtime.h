@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <string>
 
 namespace jax_ep::gpu {
 
@@ -48,14 +47,6 @@ inline Error synchronize() { return cudaDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return cudaStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return cudaDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return cudaDeviceEnablePeerAccess(peer, 0); }
-// As nvcc names it: "sm_90".
-inline Error architecture(std::string* name, int device) {
-  int major = 0, minor = 0;
-  Error error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  *name = "sm_" + std::to_string(major) + std::to_string(minor);
-  return error;
-}
 inline Error sm_count(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }

@@ -4,7 +4,6 @@
 #include <hip/hip_runtime_api.h>
 
 #include <cstddef>
-#include <string>
 
 namespace jax_ep::gpu {
 
@@ -58,15 +57,6 @@ inline Error synchronize() { return hipDeviceSynchronize(); }
 inline Error synchronize_stream(Stream stream) { return hipStreamSynchronize(stream); }
 inline Error can_access_peer(int* can, int device, int peer) { return hipDeviceCanAccessPeer(can, device, peer); }
 inline Error enable_peer(int peer) { return hipDeviceEnablePeerAccess(peer, 0); }
-// As clang names it, without its features: "gfx942" of "gfx942:sramecc+:xnack-".
-inline Error architecture(std::string* name, int device) {
-  hipDeviceProp_t properties;
-  const Error error = hipGetDeviceProperties(&properties, device);
-  if (error != hipSuccess) return error;
-  *name = properties.gcnArchName;
-  name->resize(name->find(':') == std::string::npos ? name->size() : name->find(':'));
-  return error;
-}
 inline Error sm_count(int* count, int device) {
   return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
 }
