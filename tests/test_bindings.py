@@ -23,7 +23,7 @@ DISPATCH = {**SIZES, "num_experts": 4, "wire": "plain", "drop": False, "expand":
 
 
 def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
-    _, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
+    *_, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
     return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
@@ -46,6 +46,8 @@ def test_results_follow_from_the_settings() -> None:
         assert result in landed
 
 
+PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
+DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
 UNION = {"entries": 3, "num_rows": 7, "capacity": 4}
 ALIKE = {"places", "bounds", "all_missing"}
 
@@ -56,13 +58,14 @@ ALIKE = {"places", "bounds", "all_missing"}
         ("sparse_union", UNION | {"sharded": False}, "sparse_all_reduce", ALIKE | {"indices"}),
         ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", ALIKE),
         ("scatter", SCATTER | SCATTER_OPTIONS, "scatter", set()),
+        ("gather_matmul", PRODUCT | DTYPES, "all_gather_matmul", set()),
     ],
 )
 def test_a_call_says_its_op_and_what_ranks_have_alike(
     name: str, settings: dict[str, Any], op: str, alike: set[str]
 ) -> None:
-    found, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
-    assert found == op
+    found, is_product, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
+    assert (found, is_product) == (op, name == "gather_matmul")
     assert {result for result, _, _, on_all_ranks in types if on_all_ranks} == alike
 
 
@@ -105,9 +108,6 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
         types_of("dispatch", **{"dtype": "float32", **DISPATCH, **settings})
 
 
-PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -117,9 +117,8 @@ PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
     ],
 )
 def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"dtype": "float32", "operand_dtype": "bfloat16", **PRODUCT, **settings}
     with pytest.raises(ValueError, match=f"^all_gather_matmul: {message}$"):
-        types_of("gather_matmul", **given)
+        types_of("gather_matmul", **PRODUCT | DTYPES | settings)
 
 
 @pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])

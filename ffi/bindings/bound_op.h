@@ -18,9 +18,10 @@ struct ResultType {
   bool alike;  // on all ranks
 };
 
-// The name of an op for users, and the results of a call in order.
+// The name of an op for users, whether it is a product with a collective, and the results of a call in order.
 struct CallTypes {
   std::string op;
+  bool is_product;
   std::vector<ResultType> results;
 };
 

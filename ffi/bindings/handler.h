@@ -74,7 +74,7 @@ CallTypes call_types(const Settings& settings, int ranks) {
   Args args{};
   if (const auto error = read_settings(settings, ranks, kSendsAhead, &args))
     throw std::invalid_argument(wrong_call(args, *error));
-  CallTypes types{op_name(args), {}};
+  CallTypes types{op_name(args), kIsProduct<Args>, {}};
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
     if (!spec.present || !spec.is_result()) return;
     types.results.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),

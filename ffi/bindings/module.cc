@@ -80,15 +80,15 @@ class Keywords final : public Settings {
   const py::kwargs& all_;
 };
 
-// What a call of an op by `ranks` ranks is: the name under which users know the op, and its results in order as (name,
-// dtype, shape, alike). The dtype is None if a result begins as an operand, whose dtype it has.
+// (name, dtype, shape, alike)
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
-using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
+// (op, is_product, results)
+using PyCallTypes = std::tuple<std::string, bool, std::vector<PyResultType>>;
 PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
   const CallTypes types = bound_ops().at(target).call_types(Keywords(settings), ranks);
-  PyCallTypes found{types.op, {}};
-  for (const ResultType& type : types.results) found.second.emplace_back(type.name, type.dtype, type.shape, type.alike);
-  return found;
+  std::vector<PyResultType> results;
+  for (const ResultType& type : types.results) results.emplace_back(type.name, type.dtype, type.shape, type.alike);
+  return {types.op, types.is_product, std::move(results)};
 }
 
 py::dict types() {

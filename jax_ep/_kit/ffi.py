@@ -75,16 +75,18 @@ def library(platform: str) -> ModuleType:
     return library
 
 
-_ResultType = tuple[
-    str, str | None, list[int], bool
-]  # name, dtype or that of the updated operand, shape, whether alike
+# Its name, its dtype (None: that of the operand it begins as), its shape, and whether all ranks have it alike.
+_ResultType = tuple[str, str | None, list[int], bool]
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _call_types(
     platform: str, name: str, ranks: int, **settings: bool | int | float | str
-) -> tuple[str, list[_ResultType]]:
-    """The user's name of an op, and the types of its results in order, from its OpSpec. Cached by settings."""
+) -> tuple[str, bool, list[_ResultType]]:
+    """The user's name of an op, whether it is a product with a collective, and the types of its results in order.
+
+    From its OpSpec, and cached by settings.
+    """
     return library(platform).call_types(name, ranks, **settings)
 
 
@@ -123,9 +125,7 @@ def call(
     name: str,
     *operands: jax.Array,
     group: Ranks,
-    op: str = "",
     updated: jax.Array | None = None,
-    computes: bool = False,
     **settings: bool | int | float | str | np.dtype,
 ) -> dict[str, jax.Array]:
     """Calls an op of a group, for the kernels.py of its family.
@@ -136,17 +136,15 @@ def call(
 
     Args:
       name: of the FFI target, without prefix.
-      op: the name for users, if it differs from the name in the library.
       updated: the last operand, whose values a result starts from.
-      computes: whether the op is a product with a collective, which stays on XLA's compute stream.
 
     Returns:
       Its results by name.
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _python_value(value) for key, value in settings.items()}
-    known_as, types = _call_types(group.platform, name, group.size, **plain)
-    operands = tuple(meshes.on_these_devices(op or known_as, x, group.mesh) for x in operands)
+    op, is_product, types = _call_types(group.platform, name, group.size, **plain)
+    operands = tuple(meshes.on_these_devices(op, x, group.mesh) for x in operands)
     names = [result for result, *_ in types if result != WORKSPACE]
     alike_over = frozenset(checks.axes_of(group.axis_name))
     aliases = {len(operands) - 1: i for i, (_, dtype, *_) in enumerate(types) if dtype is None}
@@ -170,7 +168,7 @@ def call(
 
     if group.platform == "cpu":
         returned = sequential_vmap(target)(*operands)
-    elif group.async_ops and is_scheduled() and not (computes or aliases):
+    elif group.async_ops and is_scheduled() and not (is_product or aliases):  # products stay on the compute stream
         returned = on_collective_stream(target, results(operands)[: len(names)], *operands)
     else:
         # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
@@ -186,7 +184,7 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
       Its results by name.
     """
     plain = {key: _python_value(value) for key, value in settings.items()}
-    _, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # both know them
+    *_, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]

@@ -73,19 +73,19 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
 def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if _exchanges_nothing(group):
         return combine_locally(expert_outputs, routing, weights)
-    return _combine("combine", group, expert_outputs, weights, routing, weighted=True)["combined"]
+    return _combine(group, expert_outputs, weights, routing, weighted=True)["combined"]
 
 
 def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     if _exchanges_nothing(group):
         return combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
-    called = _combine("dispatch's backward pass", group, rows, weights, routing, weighted=False)
+    called = _combine(group, rows, weights, routing, weighted=False)
     return called["combined"], called["returned"]
 
 
 def _combine(
-    op: str, group: Group, rows: jax.Array, weights: jax.Array, routing: Routing, *, weighted: bool
+    group: Group, rows: jax.Array, weights: jax.Array, routing: Routing, *, weighted: bool
 ) -> dict[str, jax.Array]:
     """The sums of rows times `weights` if `weighted`; otherwise of rows alone, and `weights` are returned."""
     return ffi.call(
@@ -94,7 +94,6 @@ def _combine(
         weights,
         routing.targets,
         routing.row_of,
-        op=op,
         group=group,
         dtype=rows.dtype,
         num_tokens=routing.targets.shape[0],

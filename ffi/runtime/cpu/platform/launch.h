@@ -56,7 +56,7 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
   return future;
 }
 
-// Local ops have no kernels on a CPU. The library only checks their calls.
+// Local ops have no kernels on a CPU. Its library types and checks their calls, for tests that trace them there.
 template <class Args>
 ffi::Future launch_local(const Call&, const Args&) {
   return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});
