@@ -232,7 +232,7 @@ class Handle {
 // The kinds, by the names of their exceptions, and `GroupException(kind, message)`, which opening a group may raise.
 void bind_errors(py::module_& module) {
   py::enum_<ErrorKind> kinds(module, "ErrorKind", py::module_local());
-  for (const ErrorKind kind : kErrorKinds) kinds.value(name_of(kind), kind);
+  for (std::size_t i = 0; i < std::size(kErrorNames); ++i) kinds.value(kErrorNames[i], static_cast<ErrorKind>(i));
   static PyObject* exception = nullptr;  // a translator holds no state
   const std::string name = module.attr("__name__").cast<std::string>() + ".GroupException";
   exception = PyErr_NewException(name.c_str(), PyExc_RuntimeError, nullptr);

@@ -9,35 +9,19 @@ namespace jax_ep {
 
 enum class ErrorKind { other, peer_timeout, peer_lost, mismatch, capacity, invalid_routing, group_closed };
 
-inline constexpr ErrorKind kErrorKinds[] = {ErrorKind::other,       ErrorKind::peer_timeout, ErrorKind::peer_lost,
-                                            ErrorKind::mismatch,    ErrorKind::capacity,     ErrorKind::invalid_routing,
-                                            ErrorKind::group_closed};
+// By kind: the Python exception (jax_ep/errors.py).
+inline constexpr const char* kErrorNames[] = {"JaxEpError",      "PeerTimeoutError", "PeerLostError",
+                                              "MismatchError",   "CapacityError",    "InvalidRoutingError",
+                                              "GroupClosedError"};
+static_assert(std::size(kErrorNames) == static_cast<int>(ErrorKind::group_closed) + 1);
+inline const char* name_of(ErrorKind kind) { return kErrorNames[static_cast<int>(kind)]; }
 
-// The Python exception (jax_ep/errors.py).
-inline const char* name_of(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::peer_timeout:
-      return "PeerTimeoutError";
-    case ErrorKind::peer_lost:
-      return "PeerLostError";
-    case ErrorKind::mismatch:
-      return "MismatchError";
-    case ErrorKind::capacity:
-      return "CapacityError";
-    case ErrorKind::invalid_routing:
-      return "InvalidRoutingError";
-    case ErrorKind::group_closed:
-      return "GroupClosedError";
-    case ErrorKind::other:
-      break;
-  }
-  return "JaxEpError";
-}
+// Whether the error fails the group.
+constexpr bool is_fatal(ErrorKind kind) { return kind != ErrorKind::capacity && kind != ErrorKind::invalid_routing; }
 
 struct GroupError {
   ErrorKind kind;
   std::string message;
-  bool fatal;
 };
 
 inline std::string text_of(const GroupError& error) { return name_of(error.kind) + (": " + error.message); }

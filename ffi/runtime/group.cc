@@ -109,7 +109,7 @@ void* Group::reach(RankSlot rank_slot, int mail_index, void* data, std::size_t b
 // Grows by doubling, so that there are few sizes. The old region stays, as a captured graph may still use it.
 Region Group::staging(RankSlot rank_slot, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
-  if (released_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran", true});
+  if (released_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran"});
   Region& region = staging_[{index_of(rank_slot), mail_index}];
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
@@ -136,7 +136,7 @@ void Group::lose(int process, const std::string& why) {
   const int first = culprits.begin()->second;
   const std::string who =
       "the process of rank " + std::to_string(first) + " (process " + std::to_string(process) + ") ";
-  fail({ErrorKind::peer_lost, who + why + "; the group has failed", true});
+  fail({ErrorKind::peer_lost, who + why + "; the group has failed"});
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
@@ -181,7 +181,7 @@ std::optional<RankSlot> Group::find_rank_slot(int ordinal) const {
 }
 
 void Group::close() {
-  fail({ErrorKind::group_closed, "the group was closed before the op ran", true});
+  fail({ErrorKind::group_closed, "the group was closed before the op ran"});
   if (sharing_) sharing_->close();
 }
 

@@ -261,8 +261,7 @@ GroupError Group::mismatch(int line, const Report& report, int other) const {
   return {ErrorKind::mismatch,
           describe_op(line, report.rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(report.rank) +
               ", but " + describe_op(line, other, report.epoch, "another op") + " at rank " + std::to_string(other) +
-              ": all ranks must run the same ops with the same shapes in one order; the group has failed",
-          true};
+              ": all ranks must run the same ops with the same shapes in one order; the group has failed"};
 }
 
 GroupError Group::describe(const Told& told) const {
@@ -277,8 +276,7 @@ GroupError Group::describe(const Told& told) const {
       const int culprit = silent_rank(line, report);
       std::snprintf(text, sizeof(text), ": rank %d waited %g s for rank %d in vain: ", report.rank, timeout_seconds_,
                     culprit);
-      return {ErrorKind::peer_timeout, op + text + progress(line, culprit, report.epoch) + "; the group has failed",
-              true};
+      return {ErrorKind::peer_timeout, op + text + progress(line, culprit, report.epoch) + "; the group has failed"};
     }
     case Failure::peer_lost:
       if (report.peer == report.rank)
@@ -287,14 +285,14 @@ GroupError Group::describe(const Told& told) const {
       else
         std::snprintf(text, sizeof(text), ": rank %d gave up because rank %d did not answer; the group has failed",
                       report.rank, report.peer);
-      return {ErrorKind::peer_lost, op + text, true};
+      return {ErrorKind::peer_lost, op + text};
     case Failure::mismatch:
       return mismatch(line, report, report.peer);
     case Failure::capacity:
       std::snprintf(text, sizeof(text),
                     "%s: rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
                     name_of(report.op), report.rank, seen, expected);
-      return {ErrorKind::capacity, text, false};
+      return {ErrorKind::capacity, text};
     case Failure::invalid_routing:
       if (report.op != OpKind::ragged_all_to_all)
         describe_routing(report, text, sizeof(text));
@@ -306,11 +304,11 @@ GroupError Group::describe(const Told& told) const {
                       "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
                       "receiver expects (expected at most %lld, got %lld)",
                       name_of(report.op), report.rank, report.peer, expected, seen);
-      return {ErrorKind::invalid_routing, text, false};
+      return {ErrorKind::invalid_routing, text};
     case Failure::none:
       break;
   }
-  return {ErrorKind::other, "an op failed without a reason", true};
+  return {ErrorKind::other, "an op failed without a reason"};
 }
 
 }  // namespace jax_ep

@@ -146,7 +146,7 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
   for (const int process : processes) {
     const Answer& answer = answers[process];
     if (peers_[process].other) await(lock, process, "map this process' memory", [&] { return answer.answered; });
-    if (!answer.refusal.empty()) throw GroupException({ErrorKind::other, answer.refusal, true});
+    if (!answer.refusal.empty()) throw GroupException({ErrorKind::other, answer.refusal});
     bases[process] = peers_[process].other ? answer.base : region.base;
   }
   return bases;
@@ -164,13 +164,12 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
   const Peer& peer = peers_[process];
   const bool in_time = changed_.wait_until(lock, deadline, [&] { return ready() || !peer.gone.empty() || closing_; });
   if (ready()) return;
-  if (closing_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran", true});
-  if (in_time) throw GroupException({ErrorKind::peer_lost, name_of(process) + peer.gone, true});
+  if (closing_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran"});
+  if (in_time) throw GroupException({ErrorKind::peer_lost, name_of(process) + peer.gone});
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", timeout_.count());
   throw GroupException({ErrorKind::peer_timeout,
-                        name_of(process) + "did not " + doing + " within " + seconds + " s: " + state_here(process),
-                        true});
+                        name_of(process) + "did not " + doing + " within " + seconds + " s: " + state_here(process)});
 }
 
 // The thread's loop, until this process closes.

@@ -76,7 +76,7 @@ void parked_when_the_group_fails() {
   const int site = 0;
   Outcome parked, late;
   arrive(*group, site, 0, [] {}, parked);
-  group->fail({ErrorKind::peer_lost, "gone", true});
+  group->fail({ErrorKind::peer_lost, "gone"});
   arrive(*group, site, 1, [] {}, late);
   expect(outcome_of(late)->message == "gone" && outcome_of(parked)->message == "gone", "all learn of a failure");
 }

@@ -133,7 +133,7 @@ inline void row_out_of_bounds(Group& group, int tokens, int index) {
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].combined[0]), "no rank delivers what another did not send");
     const auto seen = group.reported({0, rank});
-    expect(seen && seen->kind == ErrorKind::invalid_routing && !seen->fatal, "every rank reports it");
+    expect(seen && seen->kind == ErrorKind::invalid_routing, "every rank reports it");
   }
   const auto error = group.take_error();
   expect(error && error->message.find("rank 1: routing.row_of holds") != std::string::npos, "the leaf is named");

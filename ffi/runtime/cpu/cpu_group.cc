@@ -57,7 +57,7 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
   } catch (const GroupException& failure) {
     return failure.error;
   } catch (const std::exception& error) {
-    return GroupError{ErrorKind::other, error.what(), true};
+    return GroupError{ErrorKind::other, error.what()};
   }
 }
 
@@ -73,14 +73,13 @@ std::optional<GroupError> CpuGroup::outcome(RankSlot rank_slot, const Task& task
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) +
-            " did not answer or runs another op",
-        true});
+            " did not answer or runs another op"});
   return failure();
 }
 
 void CpuGroup::run(RankSlot rank_slot, const Arrival& arrival, Running& running) {
   std::optional<GroupError> error = outcome(rank_slot, arrival.task);
-  const bool failed = error && error->fatal;
+  const bool failed = error && is_fatal(error->kind);
   std::function<void()> complete = [done = arrival.done, error = std::move(error)] { done(error); };
   std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news
   if (failed) {
@@ -147,12 +146,10 @@ GroupError CpuGroup::nobody_came(const Key& key, const WaitingOp& op) const {
   std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), op.arrivals.begin()->first);
   const std::string call = describe_call(op.what.signature, op.what.site);
   if (missing.empty())
-    return {ErrorKind::mismatch,
-            call + ": not all ranks came" + text + diverged +
-                ": all ranks must run the same ops in one order; the group has failed",
-            true};
+    return {ErrorKind::mismatch, call + ": not all ranks came" + text + diverged +
+                                     ": all ranks must run the same ops in one order; the group has failed"};
   return {ErrorKind::peer_timeout,
-          call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed", true};
+          call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed"};
 }
 
 void CpuGroup::stall(int rank, const std::string& where) {

@@ -107,12 +107,11 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
   return give_up(*group, rank_slot,
-                 {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error, true});
+                 {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error});
 } catch (const GroupException& failure) {
   return give_up(*group, rank_slot, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, rank_slot,
-                 {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what(), true});
+  return give_up(*group, rank_slot, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what()});
 }
 
 template <class Args>
