@@ -2,13 +2,13 @@
 
 #include <algorithm>
 
-#include "kernels/signature.h"
+#include "kernels/moe/layout.h"
+#include "kernels/sparse/args.h"
 #include "rows/movers.h"
 
 namespace jax_ep {
 namespace {
 
-constexpr int kThreads = 256;  // more would leave a thread fewer than 255 registers
 // Shared memory of a coop; eight coops use all that a CTA may have on sm_90. Behind the barriers a kernel has
 // - Float8DispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
 // - LongCombineArgs: one half row of 16-bit values to write, and three to read;
@@ -23,39 +23,30 @@ int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int blocks)
   return ranks > 2 ? rule->more_ranks : rule->two_ranks;  // two ranks send each other less
 }
 
-LaunchPolicy policy_of(OpKind op) {
-  LaunchPolicy policy;
-#define JAX_EP_FIND_POLICY(Args) \
-  if (OpSpec<Args>::kKinds[0].kind == op) policy = OpSpec<Args>::kLaunch;
-  JAX_EP_ROW_OPS(JAX_EP_FIND_POLICY)
-#undef JAX_EP_FIND_POLICY
-  return policy;
-}
-
 // How many coops of a CTA are senders.
-int senders(Senders which, const RowShape& shape, const RowRates& rates, int blocks, int coops) {
-  const bool few = shape.num_tokens <= kFewTokens, combines = which == Senders::by_combine_rates;
-  if (which == Senders::all) return coops;
-  if (few && (combines || shape.encoded)) return rates.few_senders;
-  if (combines) return find_senders(rates.combine, shape.ranks, blocks);
-  return find_senders(shape.encoded ? rates.dispatch_float8 : rates.dispatch, shape.ranks, blocks);
+int senders(const RowShape& shape, const RowRates& rates, int blocks, int coops) {
+  const auto& [policy, ranks, work] = shape;
+  const bool few = work.tokens <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
+  if (policy.senders == Senders::all) return coops;
+  if (few && (combines || work.encoded)) return rates.few_senders;
+  if (combines) return find_senders(rates.combine, ranks, blocks);
+  return find_senders(work.encoded ? rates.dispatch_float8 : rates.dispatch, ranks, blocks);
 }
 
-int wanted_blocks(Ctas which, const RowShape& shape, const RowRates& rates, int all) {
-  if (which == Ctas::one_a_token) return shape.num_tokens;
-  if (which == Ctas::all) return all;
-  return std::min(shape.num_tokens / rates.union_entries_per_block + 1, rates.union_blocks);
+int wanted_blocks(const RowShape& shape, const RowRates& rates, int all) {
+  if (shape.policy.ctas == Ctas::one_a_token) return shape.work.tokens;
+  if (shape.policy.ctas == Ctas::all) return all;
+  return std::min(shape.work.tokens / rates.union_entries_per_block + 1, rates.union_blocks);
 }
 
 }  // namespace
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model) {
-  const LaunchPolicy policy = policy_of(shape.op);
-  const int most = std::max(1, policy.leaves_sms ? std::min(model.row_sms, model.sparse_sms) : model.row_sms);
-  const int blocks = std::clamp(wanted_blocks(policy.ctas, shape, model.rows, most), 1, most);
-  const int coops = kThreads / model.warp_lanes;
+  const int most = std::max(1, shape.policy.leaves_sms ? std::min(model.row_sms, model.sparse_sms) : model.row_sms);
+  const int blocks = std::clamp(wanted_blocks(shape, model.rows, most), 1, most);
+  const int coops = kRowThreads / model.warp_lanes;
   const int warp_bytes = std::min(kWarpBytes, model.shared_bytes / coops / 128 * 128);
-  return {blocks, kThreads, std::min(senders(policy.senders, shape, model.rows, blocks, coops), coops), warp_bytes};
+  return {blocks, kRowThreads, std::min(senders(shape, model.rows, blocks, coops), coops), warp_bytes};
 }
 
 std::string LaunchConfig::describe() const {

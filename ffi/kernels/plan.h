@@ -5,18 +5,20 @@
 #include <string>
 
 #include "kernels/hardware_model.h"
-#include "kernels/ops.h"
+#include "kernels/op_spec.h"
 
 namespace jax_ep {
 
 struct GatherMatmulArgs;
 struct MatmulReduceArgs;
 
+constexpr int kRowThreads = 256;  // of a CTA; more would leave a thread fewer than 255 registers
+
+// A call of an op on rows.
 struct RowShape {
-  OpKind op;
+  LaunchPolicy policy;
   int ranks;
-  int num_tokens;  // or entries, or the rows that the op zeroes at least
-  bool encoded;    // rows travel in float8
+  WorkSize work;
 };
 
 // Blocks are few, as they wait for peers while other kernels need SMs. In each block the first warps are senders, which

@@ -37,12 +37,11 @@ void check_row_plan(const RowShape& shape, const HardwareModel& model) {
 }
 
 void check_row_plans(const HardwareModel& model) {
-  constexpr OpKind kLaunched[] = {OpKind::dispatch,          OpKind::scatter,      OpKind::combine,
-                                  OpKind::ragged_all_to_all, OpKind::sparse_union, OpKind::sparse_reduce};
-  for (const OpKind op : kLaunched)
+#define JAX_EP_POLICY(Args) OpSpec<Args>::kLaunch,
+  for (const LaunchPolicy policy : {JAX_EP_ROW_OPS(JAX_EP_POLICY)})
     for (const int tokens : {0, 1, 128, 512, 513, 4096})
       for (const bool encoded : {false, true})
-        for (const int ranks : {2, 4}) check_row_plan({op, ranks, tokens, encoded}, model);
+        for (const int ranks : {2, 4}) check_row_plan({policy, ranks, {tokens, encoded}}, model);
 }
 
 void check_product_plan(const ProductShape& shape, const HardwareModel& model) {
@@ -104,9 +103,9 @@ void check_models() {
   const HardwareModel leaving = leave_sms(hopper());
   expect(leaving.sms == 132 && leaving.row_sms == 64, "asynchronous ops on rows leave SMs, products do not", leaving,
          "");
-  expect(plan(RowShape{OpKind::sparse_reduce, 2, 50000, false}, leaving).blocks == 24, "sums of sparse rows leave more",
-         leaving, "");
-  expect(plan(RowShape{OpKind::sparse_reduce, 2, 50000, false}, few).blocks == 100, "but not in order", few, "");
+  const RowShape sums{OpSpec<SparseReduceArgs>::kLaunch, 2, {50000}};
+  expect(plan(sums, leaving).blocks == 24, "sums of sparse rows leave more", leaving, "");
+  expect(plan(sums, few).blocks == 100, "but not in order", few, "");
   expect(leave_sms(limit_sms(few, 1)).row_sms == 1, "one is left", few, "");
 }
 

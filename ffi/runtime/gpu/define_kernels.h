@@ -8,12 +8,11 @@
 
 namespace jax_ep {
 
-constexpr int kMaxThreads = 256;
 static_assert(Coop::lanes == gpu::kWarpLanes, "host and device must agree on the lanes of a coop");
-static_assert(kMaxThreads / Coop::lanes <= kMaxCtaCoops, "the scratch of routing has room for no more");
+static_assert(kRowThreads / Coop::lanes <= kMaxCtaCoops, "the scratch of routing has room for no more");
 
 template <class Format, class Args>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kRowThreads, 1)
     kernel(const Comm comm, const Args args, int senders, int warp_bytes) {
   run_kernel<Format>(comm, args, this_coop(senders, warp_bytes));
 }

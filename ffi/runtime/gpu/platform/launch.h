@@ -41,9 +41,6 @@ class PlatformGroup final : public Group {
   void limit_sms(int most) { model_ = jax_ep::limit_sms(model_, most); }
   // Leaves most SMs to other work, for asynchronous ops. Called before the group is registered.
   void leave_sms() { model_ = jax_ep::leave_sms(model_); }
-  LaunchConfig config(OpKind op, int num_tokens, bool encoded) const {
-    return plan(RowShape{op, size(), num_tokens, encoded}, model_);
-  }
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
@@ -96,8 +93,8 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
       set_signature(&reached.comm, with_plan(reached.comm.signature, config));
       return OverlapKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
-      const WorkSize size = OpSpec<Args>::work_size(args);
-      const LaunchConfig config = group->config(kind_of(args), size.tokens, size.encoded);
+      using Spec = OpSpec<Args>;
+      const LaunchConfig config = plan(RowShape{Spec::kLaunch, group->size(), Spec::work_size(args)}, group->model());
       const auto error = explain(start_kernel(config, call.stream, reached.comm, reached.args));
       return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
     }
