@@ -1,8 +1,8 @@
 // A GPU as plans see it: its SMs, its shared memory, and the rates of ops.
 //
-// kernels/plan.h turns a shape and a HardwareModel into a launch. The rates were fitted on an H200, and every GPU has
-// them. The comment of a rate names the command that measures it again: kernels_bench, gemm_bench and overlap_bench are
-// built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
+// kernels/plan.h and kernels/matmul/plan.h turn a shape and a HardwareModel into a launch. The rates were fitted on an
+// H200, and every GPU has them. The comment of a rate names the command that measures it again: kernels_bench,
+// gemm_bench and overlap_bench are built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
 #pragma once
 
 namespace jax_ep {

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <variant>
 
-#include "kernels/matmul/gather.h"
+#include "kernels/matmul/all_gather.h"
 #include "kernels/matmul/reduce.h"
 #include "kernels/moe/combine.h"
 #include "kernels/moe/dispatch.h"

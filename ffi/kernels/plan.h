@@ -1,5 +1,5 @@
-// How an op is launched, on rows or with a product and a collective. A plan is a pure function of the op's shape and of
-// the device; its rates are measured, not derived.
+// How an op on rows is launched. A plan is a pure function of the op's shape and of the device; its rates are measured,
+// not derived.
 #pragma once
 
 #include <string>
@@ -8,9 +8,6 @@
 #include "kernels/op_spec.h"
 
 namespace jax_ep {
-
-struct GatherMatmulArgs;
-struct MatmulReduceArgs;
 
 constexpr int kRowThreads = 256;  // of a CTA; more would leave a thread fewer than 255 registers
 
@@ -33,45 +30,5 @@ struct LaunchConfig {
 };
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model);
-
-// A product with a collective. The product that one rank computes is m by n by k; a gather's has the rows of all ranks.
-struct ProductShape {
-  OpKind op;
-  int m, n, k;
-  int value_bytes;  // of what travels: a gather's operand, a reduction's result
-  int ranks;
-};
-
-ProductShape shape_of(const GatherMatmulArgs& args, int ranks);
-ProductShape shape_of(const MatmulReduceArgs& args, int ranks);
-
-// A launch has blocks() blocks, the larger of the two numbers, so blocks may have both jobs. In a gather the first
-// `communicating` blocks push rows. In a reduction the last `communicating` blocks fetch and sum; 0: two ranks
-// exchange, and all blocks push their tiles.
-struct OverlapConfig {
-  int block_n;          // tiles are 128 x block_n
-  int band;             // pairs of rows of tiles that are computed before the next ones
-  bool split_k;         // two blocks a tile, half of the contraction each
-  int communicating;    // blocks, an even number
-  int multiplying;      // blocks, an even number
-  double microseconds;  // expected
-
-  int blocks() const;
-
-  std::string describe() const;
-};
-
-OverlapConfig plan(const ProductShape& shape, const HardwareModel& model);
-
-// The best plan with this block_n and this number of communicating blocks.
-OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
-
-// The order in which pairs of rows of tiles are computed: see gemm::Problem.
-struct PairOrder {
-  int first = 0, lead = 0, parts = 1;
-};
-// Pairs that have only rows of this rank come first. Pairs of the other ranks follow, one of each rank in turn, as
-// their rows arrive. m: rows of one rank.
-PairOrder own_rows_first(int m, int rank, int ranks);
 
 }  // namespace jax_ep

@@ -8,9 +8,8 @@
 #include <string_view>
 #include <type_traits>
 
-#include "kernels/matmul/args.h"
+#include "kernels/matmul/plan.h"
 #include "kernels/moe/args.h"
-#include "kernels/plan.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"
 

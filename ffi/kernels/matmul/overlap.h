@@ -8,10 +8,10 @@
 #include "comm/target/ptx/bulk.h"
 #include "comm/target/ptx/cta.h"
 #include "gemm/multiply.h"
+#include "kernels/matmul/all_gather.h"
 #include "kernels/matmul/args.h"
-#include "kernels/matmul/gather.h"
 #include "kernels/matmul/reduce.h"
-#include "kernels/role.h"
+#include "kernels/matmul/role.h"
 
 namespace jax_ep {
 

@@ -1,10 +1,9 @@
-#include "kernels/plan.h"
+#include "kernels/matmul/plan.h"
 
 #include <algorithm>
 
 #include "comm/integers.h"
 #include "gemm/plan.h"
-#include "kernels/matmul/args.h"
 
 namespace jax_ep {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "comm/timeline.h"
-#include "kernels/matmul/args.h"
+#include "kernels/matmul/plan.h"
 #include "kernels/matmul/product_spec.h"
 #include "kernels/moe/args.h"
 #include "kernels/plan.h"
