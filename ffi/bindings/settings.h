@@ -95,7 +95,7 @@ class SettingsReader {
       fail(name, wanted, "");
   }
   void fail(const char* name, const std::string& wanted, const std::string& found) {
-    if (!error_) error_ = std::string(name) + " must be " + wanted + ", got " + (found.empty() ? "none" : found);
+    if (!error_) error_ = wrong(name, wanted, found.empty() ? "none" : found);
   }
 
   const Settings& settings_;
@@ -103,19 +103,13 @@ class SettingsReader {
   std::optional<std::string> error_;
 };
 
-// A literal of the spec, or null; or a text.
-inline std::optional<std::string> as_error(const char* literal) {
-  return literal ? std::optional<std::string>(literal) : std::nullopt;
-}
-inline std::optional<std::string> as_error(std::optional<std::string> text) { return text; }
-
 // Sets all of `args` but its pointers, or says what is wrong with the settings. `sends_ahead`: as in OpSpec::complete.
 template <class Args>
 std::optional<std::string> read_settings(const Settings& settings, int ranks, bool sends_ahead, Args* args) {
   SettingsReader<Args> reader(settings, args);
   OpSpec<Args>::settings([&](const char* name, const char* label, auto member) { reader(name, label, member); });
   if (reader.error()) return reader.error();
-  if (std::optional<std::string> error = as_error(OpSpec<Args>::validate(*args, ranks))) return error;
+  if (std::optional<std::string> error = OpSpec<Args>::validate(*args, ranks)) return error;
   OpSpec<Args>::complete(*args, ranks, sends_ahead);
   return std::nullopt;
 }

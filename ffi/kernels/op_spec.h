@@ -180,8 +180,11 @@ struct OpDefaults {
 };
 
 // "alignment must be positive, got 0".
+inline std::string wrong(const std::string& setting, const std::string& must, const std::string& got) {
+  return setting + " must be " + must + ", got " + got;
+}
 inline std::string wrong(const std::string& setting, const std::string& must, int64_t got) {
-  return setting + " must be " + must + ", got " + std::to_string(got);
+  return wrong(setting, must, std::to_string(got));
 }
 
 template <class Args>

@@ -58,8 +58,9 @@ struct ProductSpec : ProductDefaults {
     if (args.n < 1) return wrong("n", "at least 1", args.n);
     if (args.k < 1) return wrong("k", "at least 1", args.k);
     if (args.dtype != args.operand_dtype && args.dtype != DType::float32)
-      return std::string("dtype must be that of the operands, ") + name_of(values_of(args.operand_dtype)) +
-             ", or float32, got " + name_of(values_of(args.dtype));
+      return wrong("dtype",
+                   std::string("that of the operands, ") + name_of(values_of(args.operand_dtype)) + ", or float32",
+                   name_of(values_of(args.dtype)));
     if (fits_int32(int64_t{ranks} * args.m)) return std::nullopt;
     return wrong("m", "below 2**31 / " + std::to_string(ranks) + " ranks", args.m);
   }

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include "gemm/product.h"
 #include "kernels/op_spec.h"
@@ -66,17 +69,20 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit("columns", nullptr, &Args::columns);
   }
 
-  static const char* validate(const Args& x, int) {
-    if (x.m < 1 || x.n < 1 || x.k < 1 || x.groups < 1) return "m, n, k and groups must be at least 1";
-    if (x.in == Element::float32) return "operand_dtype must be bfloat16, float16 or float8_e4m3fn";
+  static std::optional<std::string> validate(const Args& x, int) {
+    const std::pair<const char*, int> sizes[] = {{"m", x.m}, {"n", x.n}, {"k", x.k}, {"groups", x.groups}};
+    for (const auto& [name, size] : sizes)
+      if (size < 1) return wrong(name, "at least 1", size);
+    if (x.in == Element::float32) return wrong("operand_dtype", "bfloat16, float16 or float8_e4m3fn", name_in(x.in));
     const bool is_gated = x.epilogue == Epilogue::gated, of_unit = is_gated || x.epilogue == Epilogue::d_gated;
     if (x.columns != x.n && (!of_unit || x.columns != int64_t{2} * x.n))
-      return "columns must be n, or 2 n if what belongs to gate and to up is in one array";
+      return wrong("columns", "n, or 2 n if what belongs to gate and to up is in one array", x.columns);
     if (of_unit == (x.activation == gemm::Activation::none))
-      return "activation must be silu, gelu or relu of a gated unit, and none of any other product";
+      return wrong("activation", "silu, gelu or relu of a gated unit, and none of any other product",
+                   name_in(x.activation));
     if (x.keeps_products && (!is_gated || is_float8(x)))
-      return "only a gated product of 16-bit operands keeps its products";
-    if (const char* const error = validate_gathered(x)) return error;
+      return wrong("keeps_products", "False but of a gated product of 16-bit operands", "True");
+    if (auto error = validate_gathered(x)) return error;
     return is_float8(x) ? validate_float8(x) : validate_16_bits(x);
   }
 
@@ -118,46 +124,67 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   JAX_EP_CONSTANT_FN static bool is_float8(const Args& x) { return x.in == Element::float8; }
   JAX_EP_CONSTANT_FN static bool by_contraction(const Args& x) { return x.grouping == gemm::Grouping::k_grouped; }
 
-  static const char* validate_gathered(const Args& x) {
+  static std::optional<std::string> validate_gathered(const Args& x) {
+    const auto wrong_side = [&](const char* must) { return wrong("gathered", must, name_in(x.gathered)); };
     if (x.gathered == gemm::Gathered::none)
-      return x.gathered_rows == 0 ? nullptr : "gathered_rows must be 0 where no operand is gathered";
+      return x.gathered_rows == 0 ? std::nullopt
+                                  : std::optional(wrong("gathered_rows", "0 if none is gathered", x.gathered_rows));
     if (x.epilogue == Epilogue::summed || (is_float8(x) && x.epilogue == Epilogue::gated))
-      return "sums of products and gated units of float8 gather nothing";
-    if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return "only groups of the contraction gather rhs";
-    if (x.gathered_rows < 1) return "gathered_rows must be at least 1";
+      return wrong_side("none of a sum of products or of a gated unit of float8");
+    if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return wrong_side("none or lhs of groups of rows");
+    if (x.gathered_rows < 1) return wrong("gathered_rows", "at least 1", x.gathered_rows);
     const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;
-    return fits_int32(int64_t{x.gathered_rows} * (columns / gemm::kLineMultiple)) ? nullptr : "there are too many rows";
+    return at_most("gathered_rows", x.gathered_rows, columns / gemm::kLineMultiple);
   }
 
-  static const char* validate_16_bits(const Args& x) {
-    if (by_contraction(x)) {
-      if (x.m % gemm::kLineMultiple || x.n % gemm::kLineMultiple) return "m and n must be multiples of 8";
-      return x.epilogue == Epilogue::store && x.out == x.in && x.rhs_is_k_by_n
-                 ? nullptr
-                 : "groups of the contraction must be stored in the dtype of the operands, which have it as rows";
-    }
-    if (x.n % gemm::kLineMultiple || x.k % gemm::kLineMultiple) return "n and k must be multiples of 8";
-    if (x.epilogue == Epilogue::gated && (x.out != x.in || !x.rhs_is_k_by_n))
-      return "a gated product must be of the operands' dtype, and of matrices stored [groups, k, n]";
-    if ((x.epilogue == Epilogue::summed || x.epilogue == Epilogue::d_gated) && (x.out != x.in || x.rhs_is_k_by_n))
-      return "a sum of products, or a gated unit's gradient, must be of the operands' dtype, and of matrices stored "
-             "[groups, n, k]";
-    if (x.out != x.in && (x.out != Element::float32 || !x.rhs_is_k_by_n))
-      return "the result must be of the operands' dtype, or float32 of an rhs stored [groups, k, n]";
-    return nullptr;
+  static std::optional<std::string> validate_16_bits(const Args& x) {
+    const bool grouped_k = by_contraction(x), stores = x.epilogue == Epilogue::store;
+    if (auto error = multiples(gemm::kLineMultiple, "n", x.n, grouped_k ? "m" : "k", grouped_k ? x.m : x.k))
+      return error;
+    if (grouped_k && !stores) return wrong("epilogue", "store of groups of the contraction", name_in(x.epilogue));
+    const bool may_widen = stores && !grouped_k, widens = may_widen && x.out == Element::float32;
+    if (x.out != x.in && !widens)
+      return wrong("dtype", std::string("that of the operands, ") + name_in(x.in) + (may_widen ? ", or float32" : ""),
+                   name_in(x.out));
+    const bool wants_n_by_k = x.epilogue == Epilogue::summed || x.epilogue == Epilogue::d_gated;
+    const bool wants_k_by_n = grouped_k || widens || x.epilogue == Epilogue::gated;
+    if (x.rhs_is_k_by_n ? !wants_n_by_k : !wants_k_by_n) return std::nullopt;
+    return wrong("rhs_is_k_by_n",
+                 "True of a gated product, a float32 result or groups of the contraction, and False of a sum of "
+                 "products or a gated unit's gradient",
+                 x.rhs_is_k_by_n ? "True" : "False");
   }
 
-  static const char* validate_float8(const Args& x) {
-    if (x.n % kScaleBlock || x.k % kScaleBlock) return "n and k must be multiples of 128";
-    if (by_contraction(x) || x.rhs_is_k_by_n || x.epilogue == Epilogue::summed || x.epilogue == Epilogue::d_gated)
-      return "a product of float8 must be of rows in groups, matrices stored [groups, n, k], no sum and no gradient";
-    if (x.epilogue == Epilogue::gated ? x.out != Element::float8
-                                      : x.out != Element::bfloat16 && x.out != Element::float32)
-      return "dtype must be bfloat16 or float32, or of a gated product float8_e4m3fn";
+  static std::optional<std::string> validate_float8(const Args& x) {
+    const bool is_gated = x.epilogue == Epilogue::gated;
+    if (auto error = multiples(kScaleBlock, "n", x.n, "k", x.k)) return error;
+    if (by_contraction(x)) return wrong("grouping", "rows of operands in float8", name_in(x.grouping));
+    if (x.rhs_is_k_by_n) return wrong("rhs_is_k_by_n", "False of operands in float8", "True");
+    if (!is_gated && x.epilogue != Epilogue::store)
+      return wrong("epilogue", "store or gated of operands in float8", name_in(x.epilogue));
+    if (is_gated ? x.out != Element::float8 : x.out != Element::bfloat16 && x.out != Element::float32)
+      return wrong("dtype", "bfloat16 or float32, or of a gated product float8_e4m3fn", name_in(x.out));
     const int64_t blocks = x.k / kScaleBlock;
-    if (!fits_int32(x.m * blocks)) return "there are too many rows";
-    if (!fits_int32(int64_t{x.groups} * (x.columns / kScaleBlock) * blocks)) return "there are too many weights";
-    return nullptr;
+    if (auto error = at_most("m", x.m, blocks)) return error;
+    return at_most("groups", x.groups, x.columns / kScaleBlock * blocks);
+  }
+
+  template <class Enum>
+  static const char* name_in(Enum value) {
+    const char* found = "";
+    for (const Named<Enum>& each : NamesOf<Enum>::all)
+      if (each.value == value) found = each.name;
+    return found;
+  }
+  // Kernels count blocks of values in int32.
+  static std::optional<std::string> at_most(const char* name, int64_t size, int64_t blocks) {
+    if (fits_int32(size * blocks)) return std::nullopt;
+    return wrong(name, "at most " + std::to_string(INT32_MAX / blocks), size);
+  }
+  static std::optional<std::string> multiples(int of, const char* first, int size, const char* second, int other) {
+    const std::string must = "a multiple of " + std::to_string(of);
+    if (size % of) return wrong(first, must, size);
+    return other % of ? std::optional(wrong(second, must, other)) : std::nullopt;
   }
 
   JAX_EP_CONSTANT_FN static Values values_of(Element element) {
