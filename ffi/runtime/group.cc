@@ -194,10 +194,6 @@ Epochs Group::local_epochs() const {
   return epochs;
 }
 
-std::vector<PeerState> Group::peer_states() const {
-  return sharing_ ? sharing_->peer_states() : std::vector<PeerState>{};
-}
-
 std::string Group::state_of(RankSlot rank_slot) const {
   if (is_local(rank_slot) || local_devices(rank_slot.line).empty()) return "";
   return sharing_->state_of(processes_[rank_slot.line][rank_slot.rank]);

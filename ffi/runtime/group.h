@@ -115,10 +115,8 @@ class Group {
   // staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
   void* reach(RankSlot rank_slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
-  // The heartbeats of the other processes. Neither this nor state_of() blocks.
-  std::vector<PeerState> peer_states() const;
-
   // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
+  // Does not block.
   std::string state_of(RankSlot rank_slot) const;
 
   // Test hook: from now on everything goes through staging.

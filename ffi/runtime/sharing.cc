@@ -374,11 +374,6 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   return heaps_.count(note.rank_slot) ? "it shared the heap of a rank slot twice" : "";
 }
 
-double Sharing::seconds_silent(int process) const {
-  std::lock_guard lock(mutex_);
-  return peers_.at(process).last_seen.seconds_silent();
-}
-
 std::string Sharing::state_of(int process) const {
   std::lock_guard lock(mutex_);
   return state_here(process);
@@ -388,17 +383,6 @@ std::string Sharing::state_here(int process) const {
   const Peer& peer = peers_.at(process);
   if (!peer.gone.empty()) return "it " + peer.gone;
   return peer.last_seen.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
-}
-
-std::vector<PeerState> Sharing::peer_states() const {
-  std::lock_guard lock(mutex_);
-  std::vector<PeerState> all;
-  for (int process = 0; process < static_cast<int>(peers_.size()); ++process) {
-    const LastSeen& last_seen = peers_[process].last_seen;
-    if (peers_[process].other)
-      all.push_back({process, last_seen.seconds_silent(), last_seen.epochs(), state_here(process)});
-  }
-  return all;
 }
 
 }  // namespace jax_ep

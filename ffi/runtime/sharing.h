@@ -43,7 +43,6 @@ class LastSeen {
   void beat() { heard_ = Clock::now(); }
   void note(int rank_slot, uint64_t epoch) { epochs_[rank_slot] = epoch; }
 
-  const Epochs& epochs() const { return epochs_; }
   double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
 
   // Says whether the process is slow or dead. `ours`: the epochs of this process. Ranks of one line run the same ops,
@@ -64,14 +63,6 @@ class LastSeen {
   using Clock = std::chrono::steady_clock;
   Clock::time_point heard_ = Clock::now();
   Epochs epochs_;
-};
-
-// The state of another process.
-struct PeerState {
-  int process;
-  double seconds_silent;
-  Epochs epochs;
-  std::string state;  // as Sharing::state_of says
 };
 
 // A region by the number of its process and its own number there.
@@ -110,14 +101,9 @@ class Sharing {
   // GroupException.
   char* await_heap(int process, int rank_slot);
 
-  // Seconds since the last note of a process.
-  double seconds_silent(int process) const;
-
   // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "it is alive, 2 ops behind".
+  // Does not block.
   std::string state_of(int process) const;
-
-  // The states of all other processes. Neither this nor the two functions above block.
-  std::vector<PeerState> peer_states() const;
 
  private:
   using Clock = std::chrono::steady_clock;

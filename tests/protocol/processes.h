@@ -180,10 +180,6 @@ inline void heartbeats() {
          "the error of a silent process says so");
   expect(ahead.state_of(1) == "it is alive, 3 ops behind", "a slow process is told from a dead one");
   expect(behind.state_of(0) == "it is alive, 0 ops behind", "a process that is ahead is not behind");
-  expect(ahead.seconds_silent(1) < 2 && ahead.seconds_silent(2) > 3, "it is known when a process was last heard of");
-  const std::vector<PeerState> all = ahead.peer_states();
-  expect(all.size() == 2 && all[0].process == 1 && all[1].process == 2, "there is a heartbeat of every other process");
-  expect(all[0].epochs == Epochs{{1, 4}} && all[1].epochs.empty(), "it tells the epochs");
   behind.close();
   while (ahead.state_of(1) != "it has left it") std::this_thread::yield();
   close(silent[1]);
