@@ -57,7 +57,7 @@ def save_results(mesh: Mesh, folder: Path, *, stage: bool) -> None:
     with Group(mesh, "ep", timeout=TIMEOUT) as group:
         assert group._native is not None
         if stage:  # everything, and not only what peers cannot map
-            group._native.stage_all()
+            group._native.test_hooks.stage_all()
         shards: dict[str, Any] = {
             f"{index} {shard.index[0].start or 0}": np.ascontiguousarray(shard.data).view(np.uint8)
             for index, array in enumerate(jax.tree.leaves(results(group)))
@@ -79,7 +79,7 @@ def run_into_errors(mesh: Mesh) -> None:
 
         assert group._native is not None
         stalled, holder = group.size - 1, jax.process_count() - 1
-        group._native.stall(stalled, "protocol")
+        group._native.test_hooks.stall(stalled, "protocol")
         with contextlib.suppress(*FAILURES):
             jax.block_until_ready(program(*operands))
         if jax.process_index() == holder:  # on a GPU the stalled rank does not even notice

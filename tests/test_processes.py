@@ -99,7 +99,7 @@ def in_one_process(*, staged: bool = False, mesh: Mesh | None = None) -> tuple[d
     with Group(mesh or helpers.mesh_of(ep=SIZE), "ep", timeout=30) as group:
         assert group._native is not None
         if staged:
-            group._native.stage_all()
+            group._native.test_hooks.stage_all()
         return helpers.fetch(worker.results(group)), worker.ops_of(group)
 
 

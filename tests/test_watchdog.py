@@ -40,7 +40,7 @@ def fail(group: Group, case: helpers.Case, where: str = "protocol", program: Any
     Nobody calls `check()`. Where nothing raises, all get NaN but the stalled rank, whose results nobody writes.
     """
     assert group._native is not None
-    group._native.stall(STALLED, where)
+    group._native.test_hooks.stall(STALLED, where)
     with helpers.awaiting_failure(group, f"rank {STALLED}"):
         results = helpers.fetch((program or helpers.dispatch_combine(group, **OPTIONS))(*case))
         dispatched, combined = jax.tree.map(lambda x: np.delete(x, STALLED, axis=0), results)
@@ -150,7 +150,7 @@ def test_a_record_on_request(
     program = helpers.dispatch_combine(group, **OPTIONS)
     helpers.fetch(program(*case))
     assert group._native is not None
-    stall = group._native.stall
+    stall = group._native.test_hooks.stall
     stall(STALLED, "protocol")
     found: list[Path] = []
 
@@ -215,13 +215,13 @@ group = Group(helpers.mesh_of(ep=here.SIZE), "ep", timeout=2.0)
 case = here.case_of(np.random.default_rng(helpers.SEED))
 program = helpers.dispatch_combine(group, **here.OPTIONS)
 helpers.fetch(program(*case))
-group._native.stall(here.STALLED, sys.argv[1])
+group._native.test_hooks.stall(here.STALLED, sys.argv[1])
 found = program(*case)
 time.sleep(0.5)
 print("stop me", flush=True)
 assert sys.stdin.readline() == "go on\\n"
 time.sleep(1.0)
-group._native.stall(-1, sys.argv[1])
+group._native.test_hooks.stall(-1, sys.argv[1])
 helpers.assert_round_trip(helpers.fetch(found), case, num_experts=here.EXPERTS)
 group.check()
 print("right", flush=True)

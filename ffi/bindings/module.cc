@@ -194,27 +194,15 @@ class Handle {
     if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_ctas());
     recorder_->start();
   }
-  // For tests: the op and the phase that a rank has entered last, while its ops are recorded.
-  std::optional<std::pair<std::string, std::string>> last_phase(int line, int rank) const {
-    const auto last = recorder_ ? recorder_->last_of({line, rank}) : std::nullopt;
-    if (!last) return std::nullopt;
-    return std::pair{name_of(last->op), name_of(last->phase)};
-  }
   std::vector<PyRecording> stop_recording() {
     std::vector<PyRecording> all;
     if (!recorder_) return all;
     for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
     return all;
   }
-  // Test hooks.
-  void stall(int rank, const std::string& where) {
-    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stall(rank, where);
-  }
-  void stage_all() {
-    if (const std::shared_ptr<PlatformGroup> group = open_group()) group->stage_all();
-  }
 
  private:
+  friend class TestHooks;
   bool is_forked() const { return getpid() != process_; }
   std::shared_ptr<PlatformGroup> open_group() const {
     const std::shared_ptr<Registration> registration = std::atomic_load(&registration_);
@@ -225,6 +213,27 @@ class Handle {
   std::shared_ptr<Registration> registration_;
   const int64_t id_;
   std::unique_ptr<Recorder> recorder_;
+};
+
+// What tests alone ask of a group.
+class TestHooks {
+ public:
+  explicit TestHooks(const Handle& handle) : handle_(handle) {}
+  void stall(int rank, const std::string& where) const {
+    if (const std::shared_ptr<PlatformGroup> group = handle_.open_group()) group->stall(rank, where);
+  }
+  void stage_all() const {
+    if (const std::shared_ptr<PlatformGroup> group = handle_.open_group()) group->stage_all();
+  }
+  // The op and the phase that a rank has entered last, while its ops are recorded.
+  std::optional<std::pair<std::string, std::string>> last_phase(int line, int rank) const {
+    const auto last = handle_.recorder_ ? handle_.recorder_->last_of({line, rank}) : std::nullopt;
+    if (!last) return std::nullopt;
+    return std::pair{name_of(last->op), name_of(last->phase)};
+  }
+
+ private:
+  const Handle& handle_;
 };
 
 }  // namespace
@@ -272,9 +281,12 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("history", &Handle::history, unlocked)
       .def("start_recording", &Handle::start_recording, unlocked)
       .def("stop_recording", &Handle::stop_recording, unlocked)
-      .def("last_phase", &Handle::last_phase, unlocked)
-      .def("stall", &Handle::stall)
-      .def("stage_all", &Handle::stage_all);
+      .def_property_readonly("test_hooks", py::cpp_function([](const Handle& handle) { return TestHooks(handle); },
+                                                            py::keep_alive<0, 1>()));
+  py::class_<TestHooks>(module, "TestHooks", py::module_local())
+      .def("last_phase", &TestHooks::last_phase, unlocked)
+      .def("stall", &TestHooks::stall)
+      .def("stage_all", &TestHooks::stage_all);
 }
 
 }  // namespace jax_ep

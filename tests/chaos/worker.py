@@ -68,7 +68,7 @@ class Strike(threading.Thread):
         began, seen, target, entered = time.monotonic(), set[str](), None, "no op"
         while (waited := time.monotonic() - began) < LATEST_SECONDS and (target is None or entered != target):
             assert self.group._native is not None
-            entered = " ".join(self.group._native.last_phase(0, self.rank) or ("no op",))
+            entered = " ".join(self.group._native.test_hooks.last_phase(0, self.rank) or ("no op",))
             if waited < LOOK_SECONDS:
                 seen.add(entered)
             elif target is None:
