@@ -70,41 +70,28 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
   return start;
 }
 
-// Scratch of routing, in int32: a histogram for each coop of the routing CTAs, and for each routing CTA; per expert the
-// first row of this rank's share, and the rows of all ranks; per rank the rows it needs. If rows may be dropped, three
-// tables [ranks, experts] follow (Overfull). A histogram has a bin per expert, and one for invalid ids.
 constexpr int kMaxRouters = 16;
-JAX_EP_CONSTANT_FN int64_t histogram_ints(int num_experts) { return num_experts + 1; }
-JAX_EP_CONSTANT_FN int64_t cta_bins_offset(int num_experts) {
-  return kMaxRouters * kMaxCtaCoops * histogram_ints(num_experts);
-}
-JAX_EP_CONSTANT_FN int64_t first_rows_offset(int num_experts) {
-  return cta_bins_offset(num_experts) + kMaxRouters * histogram_ints(num_experts);
-}
-JAX_EP_CONSTANT_FN int64_t totals_offset(int num_experts) { return first_rows_offset(num_experts) + num_experts; }
-JAX_EP_CONSTANT_FN int64_t needed_offset(int num_experts) { return totals_offset(num_experts) + num_experts; }
-JAX_EP_CONSTANT_FN int64_t shifts_offset(int num_experts, int ranks) { return needed_offset(num_experts) + ranks; }
-JAX_EP_CONSTANT_FN int64_t ends_offset(int num_experts, int ranks) {
-  return shifts_offset(num_experts, ranks) + int64_t{ranks} * num_experts;
-}
-JAX_EP_CONSTANT_FN int64_t chosen_offset(int num_experts, int ranks) {
-  return ends_offset(num_experts, ranks) + int64_t{ranks} * num_experts;
-}
-JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
-  return drop ? chosen_offset(num_experts, ranks) + int64_t{ranks} * num_experts : shifts_offset(num_experts, ranks);
-}
 
+// Scratch of routing. A histogram has a bin per expert, and one for invalid ids. The last three tables are there if
+// rows may be dropped (Overfull).
 struct RouteScratch {
   int32_t* ints;
   int num_experts, ranks;
 
-  JAX_EP_FN int32_t* first_rows() const { return ints + first_rows_offset(num_experts); }
-  JAX_EP_FN int32_t* totals() const { return ints + totals_offset(num_experts); }
-  JAX_EP_FN int32_t* needed() const { return ints + needed_offset(num_experts); }
-  JAX_EP_FN int32_t* shifts() const { return ints + shifts_offset(num_experts, ranks); }
-  JAX_EP_FN int32_t* ends() const { return ints + ends_offset(num_experts, ranks); }
-  JAX_EP_FN int32_t* chosen() const { return ints + chosen_offset(num_experts, ranks); }
+  JAX_EP_FN int64_t histogram_ints() const { return num_experts + 1; }
+  JAX_EP_FN int32_t* coop_bins(int coop) const { return ints + coop * histogram_ints(); }  // of the routing CTAs
+  JAX_EP_FN int32_t* cta_bins(int cta) const { return coop_bins(kMaxRouters * kMaxCtaCoops + cta); }
+  JAX_EP_FN int32_t* first_rows() const { return cta_bins(kMaxRouters); }              // [E] of this rank's share
+  JAX_EP_FN int32_t* totals() const { return first_rows() + num_experts; }             // [E] rows of all ranks
+  JAX_EP_FN int32_t* needed() const { return totals() + num_experts; }                 // [R] rows
+  JAX_EP_FN int32_t* shifts() const { return needed() + ranks; }                       // [R, E]
+  JAX_EP_FN int32_t* ends() const { return shifts() + int64_t{ranks} * num_experts; }  // [R, E]
+  JAX_EP_FN int32_t* chosen() const { return ends() + int64_t{ranks} * num_experts; }  // [R, E]
 };
+JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
+  const int64_t histograms = kMaxRouters * (kMaxCtaCoops + 1), tables = drop ? 3 * ranks : 0;
+  return histograms * (num_experts + 1) + (2 + tables) * num_experts + ranks;
+}
 
 // CTAs that take part in routing.
 JAX_EP_FN int router_ctas(int assignments, int per_cta, int ctas) {

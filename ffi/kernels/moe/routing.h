@@ -26,8 +26,7 @@ class Histogram {
   // CTA call together.
   JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
-        num_experts_(args.num_experts),
-        scratch_(args.scratch),
+        scratch_{args.scratch, args.num_experts, op.comm.size},
         coop_(as_router(op, router_ctas(items, per_cta, op.coop.cta.count))),
         ctas_(coop_.cta.count),
         mine_(share_of(items)) {}
@@ -47,7 +46,7 @@ class Histogram {
   template <class ChoiceOf, class Take>
   JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
     int32_t* mine = bins(coop_.member.index);
-    for (int i = coop_.lane; i < histogram_ints(num_experts_); i += Coop::lanes) mine[i] = 0;
+    for (int i = coop_.lane; i < scratch_.histogram_ints(); i += Coop::lanes) mine[i] = 0;
     coop_.sync();
     for_each(choice_of, [&](int, int bin, float) {
       if (bin >= 0) atomic_add(&mine[bin], 1);
@@ -66,15 +65,15 @@ class Histogram {
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.member.index);
-    const int32_t* before = cta_bins(coop_.cta.index);
-    for (int first = coop_.lane; first < num_experts_; first += kAhead * Coop::lanes) {
+    const int32_t* before = scratch_.cta_bins(coop_.cta.index);
+    for (int first = coop_.lane; first < scratch_.num_experts; first += kAhead * Coop::lanes) {
       int32_t starts[kAhead];  // all loads are in flight before the first value is used
       for (int i = 0; i < kAhead; ++i) {
-        const int e = smaller(first + i * Coop::lanes, num_experts_ - 1);
+        const int e = smaller(first + i * Coop::lanes, scratch_.num_experts - 1);
         starts[i] = first_of(e) + before[e];
       }
       for (int i = 0; i < kAhead; ++i)
-        if (const int e = first + i * Coop::lanes; e < num_experts_) mine[e] += starts[i];
+        if (const int e = first + i * Coop::lanes; e < scratch_.num_experts) mine[e] += starts[i];
     }
     coop_.sync();
     for_each(choice_of, [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
@@ -95,13 +94,9 @@ class Histogram {
   // This coop's histogram, or that of another member of its CTA.
   JAX_EP_FN int32_t* bins(int member) const {
     const Coop& coop = coop_;
-    const int64_t ints = histogram_ints(num_experts_);
-    if (coop.shared_bytes >= ints * 4)
+    if (coop.shared_bytes >= scratch_.histogram_ints() * 4)
       return reinterpret_cast<int32_t*>(coop.shared + (member - coop.member.index) * coop.shared_bytes);
-    return scratch_ + (coop.index + member - coop.member.index) * ints;
-  }
-  JAX_EP_FN int32_t* cta_bins(int cta) const {
-    return scratch_ + cta_bins_offset(num_experts_) + cta * histogram_ints(num_experts_);
+    return scratch_.coop_bins(coop.index + member - coop.member.index);
   }
 
   JAX_EP_FN Range share_of(int items) const {
@@ -115,7 +110,7 @@ class Histogram {
   // The bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin behind the last.
   JAX_EP_FN int bin_of(int expert) const {
     if (expert == -1) return -1;
-    return expert >= 0 && expert < num_experts_ ? expert : num_experts_;
+    return expert >= 0 && expert < scratch_.num_experts ? expert : scratch_.num_experts;
   }
 
   // Items are read from memory a few steps ahead.
@@ -154,14 +149,15 @@ class Histogram {
   template <class Take>
   JAX_EP_FN void sum_over_cta(Take take) {
     const Coop& coop = coop_;
-    for (int e = coop.member.index * Coop::lanes + coop.lane; e <= num_experts_; e += coop.member.count * Coop::lanes) {
+    for (int e = coop.member.index * Coop::lanes + coop.lane; e <= scratch_.num_experts;
+         e += coop.member.count * Coop::lanes) {
       int total = 0;
       for (int member = 0; member < coop.member.count; ++member) {
         const int32_t count = bins(member)[e];
         bins(member)[e] = total;
         total += count;
       }
-      cta_bins(coop.cta.index)[e] = ctas_ == 1 ? 0 : total;
+      scratch_.cta_bins(coop.cta.index)[e] = ctas_ == 1 ? 0 : total;
       if (ctas_ == 1 && op_.ok()) take(e, total);
     }
   }
@@ -170,12 +166,13 @@ class Histogram {
   template <class Take>
   JAX_EP_FN void sum_over_ctas(Take take) {
     const Coop& coop = coop_;
-    for (int e = coop.index * Coop::lanes + coop.lane; op_.ok() && e <= num_experts_; e += part().count * Coop::lanes) {
+    for (int e = coop.index * Coop::lanes + coop.lane; op_.ok() && e <= scratch_.num_experts;
+         e += part().count * Coop::lanes) {
       int32_t before[kMaxRouters];
-      for (int cta = 0; cta < kMaxRouters; ++cta) before[cta] = cta < ctas_ ? cta_bins(cta)[e] : 0;
+      for (int cta = 0; cta < kMaxRouters; ++cta) before[cta] = cta < ctas_ ? scratch_.cta_bins(cta)[e] : 0;
       int total = 0;
       for (int cta = 0; cta < kMaxRouters; ++cta) {
-        if (cta < ctas_) cta_bins(cta)[e] = total;
+        if (cta < ctas_) scratch_.cta_bins(cta)[e] = total;
         total += before[cta];
       }
       take(e, total);
@@ -183,8 +180,7 @@ class Histogram {
   }
 
   Op& op_;
-  const int num_experts_;
-  int32_t* const scratch_;
+  const RouteScratch scratch_;
   const Coop coop_;
   const int ctas_;
   const Range mine_;
