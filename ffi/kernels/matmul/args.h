@@ -23,7 +23,7 @@ struct MatmulReduceArgs {
   char* partial;        // [M, N]: the product of this rank
 };
 
-// For a kernel of its own, in which two ranks exchange their tiles.
+// MatmulReduceArgs for a kernel of its own, in which two ranks exchange their tiles.
 struct MatmulExchangeArgs : MatmulReduceArgs {};
 
 // Every rank's rows, one after the other, times this rank's matrix.

@@ -51,22 +51,21 @@ JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
 
-// The results of the op, as MatmulExchangeArgs has no spec.
-JAX_EP_FN Results<MatmulReduceArgs> results_of(const Comm& comm, const MatmulReduceArgs& args) {
-  return {args, comm.size};
-}
-JAX_EP_FN Results<GatherMatmulArgs> results_of(const Comm& comm, const GatherMatmulArgs& args) {
-  return {args, comm.size};
+// The results of the op. An exchange has the spec of a reduction.
+template <class Args>
+JAX_EP_FN auto results_of(const Work<Args>& work) {
+  using Spec = std::conditional_t<std::is_same_v<Args, MatmulExchangeArgs>, MatmulReduceArgs, Args>;
+  return Results<Spec>(work.args, work.comm.size);
 }
 
-// Debug: the communicating CTAs fill the results before any peer may write to them. All their warps call, before they
-// multiply. The CTAs wait for each other, so all must find an SM.
+// Debug: some CTAs fill the results, before any tile is stored there and any peer may write to them. All warps call,
+// before they multiply. The CTAs wait for each other, so all must find an SM.
 template <class Args>
-JAX_EP_FN void poison_results(const Work<Args>& work) {
-  const Role role = whole_ctas(work.first_communicating, work.communicating);
+JAX_EP_FN void poison_results(const Work<Args>& work, int first_cta, int ctas) {
+  const Role role = whole_ctas(first_cta, ctas);
   if (!work.comm.poison || !role.is_mine()) return;
   const Coop coop = role.coop();
-  Op(work.comm, coop, kind_of(work.args)).poison(results_of(work.comm, work.args));
+  Op(work.comm, coop, kind_of(work.args)).poison(results_of(work));
 }
 
 // Waits until a tile of this CTA, by its number, is written. `written` has a counter for each multiplying warp.
@@ -158,7 +157,7 @@ struct GatherHooks {
     finish(op);
   }
   // Called by all warps that have a role.
-  JAX_EP_FN void finish(Op& op) const { op.finish(results_of(work.comm, work.args), roles().coops()); }
+  JAX_EP_FN void finish(Op& op) const { op.finish(results_of(work), roles().coops()); }
 
  private:
   JAX_EP_FN Range rows_of(const gemm::Tile& tile) const {
@@ -190,7 +189,7 @@ struct GatherHooks {
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& operands,
                               const Work<GatherMatmulArgs>& work) {
-  poison_results(work);
+  poison_results(work, work.first_communicating, work.communicating);
   Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
   if (threadIdx.x == 0) aux.ready = 0;  // before all warps meet
   const GatherHooks hooks{work, operands.own, operands.problem, aux};
@@ -251,7 +250,7 @@ struct ReduceHooks {
       announce(op, share);
     else
       reduce(op);
-    op.finish(results_of(work.comm, work.args), roles.coops());
+    op.finish(results_of(work), roles.coops());
   }
 
  private:
@@ -287,7 +286,7 @@ template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulReduceArgs>& operands,
                               const Work<MatmulReduceArgs>& work) {
   using Hooks = ReduceHooks<typename RowOf<Out>::Type>;
-  poison_results(work);
+  poison_results(work, work.first_communicating, work.communicating);
   Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;
   if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before all warps meet
   const Hooks hooks{work, operands.problem, aux};

@@ -82,7 +82,7 @@ struct ExchangeHooks {
       announce_tiles(op);
     else
       add_tiles(op);
-    op.finish(results_of(work.comm, work.args), roles.coops());
+    op.finish(results_of(work), roles.coops());
   }
 
  private:
@@ -123,20 +123,13 @@ struct ExchangeHooks {
   }
 };
 
-// Debug: all CTAs fill the result before any tile is stored there.
-JAX_EP_FN void poison_results(const Work<MatmulExchangeArgs>& work) {
-  if (!work.comm.poison) return;
-  const Coop coop = whole_ctas(0, static_cast<int>(gridDim.x)).coop();
-  Op(work.comm, coop, kind_of(work.args)).poison(results_of(work.comm, work.args));
-}
-
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulExchangeArgs>& operands,
                               const Work<MatmulExchangeArgs>& work) {
-  poison_results(work);
+  const int cta = blockIdx.x, ctas = gridDim.x;
+  poison_results(work, 0, ctas);
   Exchanged& aux = reinterpret_cast<gemm::Shared<kBlockN, Exchanged>*>(memory)->aux;
   if (threadIdx.x == 0) aux = {};  // before all warps meet
-  const int cta = blockIdx.x, ctas = gridDim.x;
   const ExchangeHooks<Out, kBlockN> hooks{work, operands.problem, aux, cta, ctas};
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
   gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.a, operands.b), /*epilogue=*/hooks,

@@ -4,10 +4,6 @@
 
 namespace jax_ep {
 
-static RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
-  return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
-}
-
 template struct OverlapKernel<GatherMatmulArgs>;
 
 }  // namespace jax_ep

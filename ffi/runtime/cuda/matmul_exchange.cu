@@ -5,11 +5,6 @@
 
 namespace jax_ep {
 
-// The order of tiles gives both ranks tiles to add at any time.
-static RankProduct product_of(const MatmulExchangeArgs& args, const Comm& comm) {
-  return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
-}
-
 template struct OverlapKernel<MatmulExchangeArgs>;
 
 }  // namespace jax_ep

@@ -4,11 +4,6 @@
 
 namespace jax_ep {
 
-// The order of tiles gives all owners rows to sum at any time.
-static RankProduct product_of(const MatmulReduceArgs& args, const Comm& comm) {
-  return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
-}
-
 extern template struct OverlapKernel<MatmulExchangeArgs>;
 template struct OverlapKernel<MatmulReduceArgs>;
 

@@ -30,13 +30,20 @@ constexpr std::array kOverlappedKernels{
     kOverlapped<Args, gemm::F16, float, 128, true>,        kOverlapped<Args, gemm::F16, float, 256, true>,
     kOverlapped<Args, gemm::F16, gemm::F16, 128, false>,   kOverlapped<Args, gemm::F16, gemm::F16, 256, false>};
 
-// The product that a rank computes: `a` [m, k] times b, to `out` [m, n]. Each op's file has its product_of(args, comm).
+// The product that a rank computes: `a` [m, k] times b, to `out` [m, n].
 struct RankProduct {
   int m;
   const char* a;
   char* out;
   PairOrder order;
 };
+// The order of tiles gives all owners rows to sum at any time.
+inline RankProduct product_of(const MatmulReduceArgs& args, const Comm& comm) {
+  return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
+}
+inline RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
+  return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
+}
 
 // Describes this rank's own rows, which only a gather needs.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
