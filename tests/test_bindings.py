@@ -46,7 +46,7 @@ def test_results_follow_from_the_settings() -> None:
         assert result in landed
 
 
-PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_b": False}
+PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_rhs": False}
 DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
 UNION = {"entries": 3, "num_rows": 7, "capacity": 4}
 ALIKE = {"places", "bounds", "all_missing"}

@@ -21,7 +21,7 @@ bool failed = false;
 struct Case {
   OpKind op;
   Shape shape;
-  bool transpose_b;
+  bool transpose_rhs;
   DType dtype;
 
   bool gathers() const { return op == OpKind::all_gather_matmul; }
@@ -38,7 +38,7 @@ struct Case {
 
 std::vector<Rank> make_ranks(const Case& c, int count) {
   std::vector<Rank> ranks;
-  for (int i = 0; i < count; ++i) ranks.emplace_back(c.shape, i, count, c.transpose_b);
+  for (int i = 0; i < count; ++i) ranks.emplace_back(c.shape, i, count, c.transpose_rhs);
   return ranks;
 }
 void release(std::vector<Rank>& ranks) {
@@ -127,7 +127,7 @@ void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, con
   const bool bad = wrong || changed || lost;
   failed |= bad;
   std::printf("%-5s %-21s %5d x %5d x %5d %s %s  worst %.3g, wrong %lld, changed %lld  %s%s\n", bad ? "WRONG" : "ok",
-              name_of(c.op), c.shape.m, c.shape.k, c.shape.n, c.transpose_b ? "NK" : "KN",
+              name_of(c.op), c.shape.m, c.shape.k, c.shape.n, c.transpose_rhs ? "NK" : "KN",
               c.dtype == DType::float32 ? "float32" : "16 bits", worst, static_cast<long long>(wrong),
               static_cast<long long>(changed), config.describe().c_str(), lost ? lost->message.c_str() : "");
   std::fflush(stdout);
@@ -145,10 +145,10 @@ void check_all(const Group& group) {
                               {64 * ranks, 1096, 328},
                               {16 * ranks, 1096, 328},
                               {1354 * ranks, 512, 1408}})
-      for (const bool transpose_b : {false, true})
+      for (const bool transpose_rhs : {false, true})
         for (const DType dtype : {DType::bfloat16, DType::float32}) {
-          if (transpose_b && dtype == DType::float32) continue;
-          const Case c{op, shape, transpose_b, dtype};
+          if (transpose_rhs && dtype == DType::float32) continue;
+          const Case c{op, shape, transpose_rhs, dtype};
           std::vector<Rank> all = make_ranks(c, ranks);
           const std::vector<Exact> exact = exact_results(c, all);
           for (const int block_n : {128, 256})
@@ -165,7 +165,7 @@ double time_product(const Case& c, const std::vector<Rank>& ranks) {
     x.grouping = gemm::Grouping::none;
     x.m = c.shape.m, x.n = x.columns = c.shape.n, x.k = c.shape.k, x.groups = 1;
     x.in = x.out = gemm::Element::bfloat16;
-    x.rhs_is_k_by_n = !c.transpose_b;
+    x.rhs_is_k_by_n = !c.transpose_rhs;
     x.lhs = ranks[r].gathered, x.rhs = ranks[r].b, x.result = ranks[r].partial;
     if (const auto error = gemm::launch(x, ranks[r].stream)) std::printf("ERROR %s\n", error->c_str());
   });

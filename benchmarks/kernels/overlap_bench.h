@@ -25,13 +25,13 @@ struct Shape {
 
 // out [m, n] = a [m, k] x b, one thread a value.
 __global__ void multiply_naively(const __nv_bfloat16* a, const __nv_bfloat16* b, float* out, int m, int k, int n,
-                                 bool transpose_b) {
+                                 bool transpose_rhs) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, row = i / n, column = i % n;
   if (row >= m) return;
   float sum = 0;
   for (int j = 0; j < k; ++j)
     sum += __bfloat162float(a[row * k + j]) *
-           __bfloat162float(transpose_b ? b[column * k + j] : b[int64_t{j} * n + column]);
+           __bfloat162float(transpose_rhs ? b[column * k + j] : b[int64_t{j} * n + column]);
   out[i] = sum;
 }
 
@@ -42,14 +42,14 @@ struct Rank {
   Shape shape;
   int device;
   int ranks;
-  bool transpose_b;
+  bool transpose_rhs;
   __nv_bfloat16 *a, *b, *gathered;
   char *result, *partial;
   cudaStream_t stream{};
 
   // The rows of one rank; those of all must be as many as the product has, for a gather.
-  Rank(Shape s, int rank, int ranks, bool transpose_b)
-      : shape(s), device(rank), ranks(ranks), transpose_b(transpose_b) {
+  Rank(Shape s, int rank, int ranks, bool transpose_rhs)
+      : shape(s), device(rank), ranks(ranks), transpose_rhs(transpose_rhs) {
     CHECK(cudaSetDevice(rank));
     a = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
     b = device_array<__nv_bfloat16>(int64_t{s.k} * s.n);
@@ -79,19 +79,19 @@ struct Rank {
 
   MatmulReduceArgs reduce_args(bool reduce_scatter, DType dtype) const {
     MatmulReduceArgs args{};
-    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_b = transpose_b,
+    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_rhs = transpose_rhs,
     args.reduce_scatter = reduce_scatter;
     args.m = shape.m, args.n = shape.n, args.k = shape.k;
-    args.a = reinterpret_cast<char*>(a), args.b = reinterpret_cast<char*>(b);
+    args.lhs = reinterpret_cast<char*>(a), args.rhs = reinterpret_cast<char*>(b);
     args.result = result, args.partial = partial;
     return args;
   }
   // `a` holds the rows of this rank first.
   GatherMatmulArgs gather_args(DType dtype) const {
     GatherMatmulArgs args{};
-    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_b = transpose_b;
+    args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_rhs = transpose_rhs;
     args.m = shape.m / ranks, args.n = shape.n, args.k = shape.k;
-    args.a = reinterpret_cast<char*>(a), args.b = reinterpret_cast<char*>(b);
+    args.lhs = reinterpret_cast<char*>(a), args.rhs = reinterpret_cast<char*>(b);
     args.result = result, args.gathered = reinterpret_cast<char*>(gathered);
     return args;
   }
@@ -116,7 +116,7 @@ inline std::vector<float> exact_product(const Rank& rows, const Rank& matrix, in
   float* out = device_array<float>(int64_t{m} * s.n);
   __nv_bfloat16* here = device_array<__nv_bfloat16>(int64_t{m} * s.k);
   CHECK(cudaMemcpy(here, rows.a, int64_t{m} * s.k * 2, cudaMemcpyDefault));
-  multiply_naively<<<blocks_of(int64_t{m} * s.n), 256>>>(here, matrix.b, out, m, s.k, s.n, matrix.transpose_b);
+  multiply_naively<<<blocks_of(int64_t{m} * s.n), 256>>>(here, matrix.b, out, m, s.k, s.n, matrix.transpose_rhs);
   CHECK(cudaDeviceSynchronize());
   const std::vector<float> values = download(reinterpret_cast<char*>(out), int64_t{m} * s.n, DType::float32);
   CHECK(cudaFree(out));

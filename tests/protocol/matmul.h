@@ -32,7 +32,7 @@ struct MatmulRank {
   MatmulReduceArgs reduce_args(bool reduce_scatter) {
     MatmulReduceArgs args{};
     args.m = shape.m, args.n = shape.n, args.k = shape.k, args.reduce_scatter = reduce_scatter;
-    args.a = reinterpret_cast<char*>(a.data()), args.b = reinterpret_cast<char*>(b.data());
+    args.lhs = reinterpret_cast<char*>(a.data()), args.rhs = reinterpret_cast<char*>(b.data());
     args.result = reinterpret_cast<char*>(reduce_scatter ? scattered.data() : reduced.data());
     args.partial = reinterpret_cast<char*>(partial.data());
     return args;
@@ -40,7 +40,7 @@ struct MatmulRank {
   GatherMatmulArgs gather_args() {
     GatherMatmulArgs args{};
     args.m = shape.m, args.n = shape.n, args.k = shape.k;
-    args.a = reinterpret_cast<char*>(a.data()), args.b = reinterpret_cast<char*>(b.data());
+    args.lhs = reinterpret_cast<char*>(a.data()), args.rhs = reinterpret_cast<char*>(b.data());
     args.result = reinterpret_cast<char*>(product.data()), args.gathered = reinterpret_cast<char*>(gathered.data());
     return args;
   }

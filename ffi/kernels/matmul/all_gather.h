@@ -76,7 +76,7 @@ JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
     const int part = parts.at(i);
     const int64_t begin = parts.begin(part);
     const auto to = [&](int k) { return gathered.peer((op.comm.rank + 1 + k) % op.comm.size) + base + begin; };
-    copy_to_each(op.coop, op.comm.size, to, args.a + begin, parts.size(part));
+    copy_to_each(op.coop, op.comm.size, to, args.lhs + begin, parts.size(part));
     op.coop.sync();
     announcer.after(part, mover);
   }
@@ -109,7 +109,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const 
     wait_rows(op, args, {first, first + count});
     if (!op.ok()) break;
     multiply_rows(args.operand_dtype, args.gathered + first * row_bytes,
-                  Factor{args.b, args.k, args.n, args.transpose_b},
+                  Factor{args.rhs, args.k, args.n, args.transpose_rhs},
                   reinterpret_cast<T*>(args.result) + int64_t{first} * args.n, count);
   }
   op.finish(results);

@@ -13,12 +13,12 @@ namespace jax_ep {
 
 // This rank's factors of a sum of products over the ranks.
 struct MatmulReduceArgs {
-  DType dtype, operand_dtype;  // of the result, of a and b
+  DType dtype, operand_dtype;  // of the result, of lhs and rhs
   int m, n, k;
-  bool transpose_b;     // b is [N, K]
+  bool transpose_rhs;   // rhs is [N, K]
   bool reduce_scatter;  // a rank gets only its share of the rows
-  const char* a;        // [M, K]
-  const char* b;        // [K, N]
+  const char* lhs;      // [M, K]
+  const char* rhs;      // [K, N]
   char* result;         // [M, N], or [M / R, N]
   char* partial;        // [M, N]: the product of this rank
 };
@@ -30,11 +30,11 @@ struct MatmulExchangeArgs : MatmulReduceArgs {};
 struct GatherMatmulArgs {
   DType dtype, operand_dtype;
   int m, n, k;  // m: rows of one rank
-  bool transpose_b;
-  const char* a;   // [M, K]
-  const char* b;   // [K, N]
-  char* result;    // [R M, N]
-  char* gathered;  // [R M, K]
+  bool transpose_rhs;
+  const char* lhs;  // [M, K]
+  const char* rhs;  // [K, N]
+  char* result;     // [R M, N]
+  char* gathered;   // [R M, K]
 };
 
 JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
@@ -51,7 +51,7 @@ struct ProductSpec : ProductDefaults {
     visit("m", "M", &Args::m);
     visit("n", "N", &Args::n);
     visit("k", "K", &Args::k);
-    visit("transpose_b", "transposed b", &Args::transpose_b);
+    visit("transpose_rhs", "transposed rhs", &Args::transpose_rhs);
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
     if (args.m < 1) return wrong("m", "at least 1", args.m);
@@ -69,8 +69,8 @@ struct ProductSpec : ProductDefaults {
   template <class Visit>
   JAX_EP_CONSTANT_FN static void factors(const Args& a, Visit visit) {
     const Values values = values_of(a.operand_dtype);
-    visit(operand("a", values, a.m, a.k), &Args::a);
-    visit(operand("b", values, a.transpose_b ? a.n : a.k, a.transpose_b ? a.k : a.n), &Args::b);
+    visit(operand("lhs", values, a.m, a.k), &Args::lhs);
+    visit(operand("rhs", values, a.transpose_rhs ? a.n : a.k, a.transpose_rhs ? a.k : a.n), &Args::rhs);
   }
 };
 

@@ -77,7 +77,7 @@ JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int
 // All arguments of a kernel but its op's.
 template <class Args>
 struct Operands {
-  const CUtensorMap &a, &b, &out_map;
+  const CUtensorMap &lhs, &rhs, &out_map;
   const OwnMap<Args>& own;
   void* out;
   const gemm::Problem& problem;
@@ -87,7 +87,7 @@ struct Operands {
 template <class In, class Out, int kBlockN, bool kMnB, class Args, class Hooks>
 JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, const Hooks& hooks) {
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
-  gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.a, operands.b),
+  gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs),
                               gemm::StoreTile<Out>(operands.out_map, operands.out), operands.problem, hooks,
                               gemm::this_share());
 }
@@ -102,11 +102,11 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, cons
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::kThreads, 1)
-    overlapped_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+    overlapped_kernel(const __grid_constant__ CUtensorMap lhs, const __grid_constant__ CUtensorMap rhs,
                       const __grid_constant__ CUtensorMap out_map, const __grid_constant__ OwnMap<Args> own, void* out,
                       const __grid_constant__ gemm::Problem problem, const __grid_constant__ Work<Args> work) {
   extern __shared__ __align__(1024) char memory[];
-  run_overlapped<In, Out, kBlockN, kMnB>(memory, Operands<Args>{a, b, out_map, own, out, problem}, work);
+  run_overlapped<In, Out, kBlockN, kMnB>(memory, Operands<Args>{lhs, rhs, out_map, own, out, problem}, work);
 }
 
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");

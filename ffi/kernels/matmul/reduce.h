@@ -172,9 +172,9 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
   for (int row_block = 0; row_block < row_blocks.chunks && op.may_push(); ++row_block) {
     const Range rows = row_blocks.chunk(row_block), mine = share(rows.end - rows.begin, op.coop.index, op.coop.count);
     const int64_t first = rows.begin + mine.begin;
-    multiply_rows(args.operand_dtype, args.a + first * args.k * size_of(args.operand_dtype),
-                  Factor{args.b, args.k, args.n, args.transpose_b}, reinterpret_cast<T*>(args.partial) + first * args.n,
-                  mine.end - mine.begin);
+    multiply_rows(args.operand_dtype, args.lhs + first * args.k * size_of(args.operand_dtype),
+                  Factor{args.rhs, args.k, args.n, args.transpose_rhs},
+                  reinterpret_cast<T*>(args.partial) + first * args.n, mine.end - mine.begin);
     op.deliver(row_block, 1, op.coop.count);
   }
   op.wait_posted();
@@ -292,8 +292,8 @@ JAX_EP_FN void exchange_products(Op& op, const MatmulReduceArgs& args) {
     for (int row = rows.begin; row < rows.end; ++row) {
       T* const sent = exchange.sent(exchange.landing(op), row, 0);
       T* const kept = exchange.keeps(row) ? exchange.kept(row, 0) : sent;
-      multiply_rows(args.operand_dtype, args.a + int64_t{row} * args.k * size_of(args.operand_dtype),
-                    Factor{args.b, args.k, args.n, args.transpose_b}, kept, 1);
+      multiply_rows(args.operand_dtype, args.lhs + int64_t{row} * args.k * size_of(args.operand_dtype),
+                    Factor{args.rhs, args.k, args.n, args.transpose_rhs}, kept, 1);
       if (kept != sent && exchange.sends(row))
         copy_row(op.coop, reinterpret_cast<char*>(sent), reinterpret_cast<const char*>(kept), args.n * sizeof(T));
     }

@@ -178,7 +178,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     const Values rows = float8 ? Values::float8 : values_of(a.dtype);
     visit(operand("tokens", values_of(a.dtype), tokens, a.hidden), &Args::tokens);
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
-    visit(operand("weights", Values::float32, tokens, top_k), &Args::token_weights);
+    visit(operand("token_weights", Values::float32, tokens, top_k), &Args::token_weights);
     visit(result("rows", rows, moved, a.hidden).for_peers(straight), &Args::rows);
     visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::row_of);
     visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);

@@ -30,16 +30,16 @@ constexpr std::array kOverlappedKernels{
     kOverlapped<Args, gemm::F16, float, 128, true>,        kOverlapped<Args, gemm::F16, float, 256, true>,
     kOverlapped<Args, gemm::F16, gemm::F16, 128, false>,   kOverlapped<Args, gemm::F16, gemm::F16, 256, false>};
 
-// The product that a rank computes: `a` [m, k] times b, to `out` [m, n].
+// The product that a rank computes: `lhs` [m, k] times rhs, to `out` [m, n].
 struct RankProduct {
   int m;
-  const char* a;
+  const char* lhs;
   char* out;
   PairOrder order;
 };
 // The order of tiles gives all owners rows to sum at any time.
 inline RankProduct product_of(const MatmulReduceArgs& args, const Comm& comm) {
-  return {args.m, args.a, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
+  return {args.m, args.lhs, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }
 inline RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
   return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
@@ -48,7 +48,7 @@ inline RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
 // Describes this rank's own rows, which only a gather needs.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
 inline std::optional<std::string> describe_own(const GatherMatmulArgs& args, CUtensorMap* own) {
-  return gemm::describe_boxes({args.a, gemm::element_of(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, own);
+  return gemm::describe_boxes({args.lhs, gemm::element_of(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, own);
 }
 
 // Whether two ranks may exchange their tiles, instead of summing rows while the product runs.
@@ -65,13 +65,15 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const gemm::Element in = gemm::element_of(args.operand_dtype), out = gemm::element_of(args.dtype);
   const gemm::Variants<OverlappedKernel<Args>> kernels = kOverlappedKernels<Args>;
-  const auto* const chosen = gemm::find(kernels, {in, out, false, !args.transpose_b, config.block_n});
+  const auto* const chosen = gemm::find(kernels, {in, out, false, !args.transpose_rhs, config.block_n});
   if (!chosen) return gemm::kNotCompiled;
-  CUtensorMap a, b, out_map;
-  const int b_outer = args.transpose_b ? args.n : args.k, b_inner = args.transpose_b ? args.k : args.n;
-  if (const auto error = gemm::describe_boxes(gemm::Matrices{product.a, in, args.k, product.m, 1}, gemm::kSlice, &a))
+  CUtensorMap lhs, rhs, out_map;
+  const int rhs_outer = args.transpose_rhs ? args.n : args.k, rhs_inner = args.transpose_rhs ? args.k : args.n;
+  if (const auto error =
+          gemm::describe_boxes(gemm::Matrices{product.lhs, in, args.k, product.m, 1}, gemm::kSlice, &lhs))
     return error;
-  if (const auto error = gemm::describe_boxes(gemm::Matrices{args.b, in, b_inner, b_outer, 1}, gemm::kSlice, &b))
+  if (const auto error =
+          gemm::describe_boxes(gemm::Matrices{args.rhs, in, rhs_inner, rhs_outer, 1}, gemm::kSlice, &rhs))
     return error;
   if (const auto error =
           gemm::describe_boxes(gemm::Matrices{product.out, out, args.n, product.m, 1}, gemm::kOutRows, &out_map))
@@ -87,7 +89,7 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
   const int first = kSends ? 0 : config.blocks() - config.communicating;
   const Work<Args> work{comm, args, config.communicating, first, config.block_n};
-  const auto error = gemm::describe_error(gemm::start(*chosen, config.blocks(), stream, a, b, out_map, own,
+  const auto error = gemm::describe_error(gemm::start(*chosen, config.blocks(), stream, lhs, rhs, out_map, own,
                                                       static_cast<void*>(product.out), problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }

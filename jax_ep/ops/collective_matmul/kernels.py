@@ -30,7 +30,7 @@ def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.A
         m=lhs.shape[0],
         n=rhs.shape[0 if config.transpose_rhs else 1],
         k=lhs.shape[1],
-        transpose_b=config.transpose_rhs,
+        transpose_rhs=config.transpose_rhs,
         reduce_scatter=config.reduce_scatter,
     )
     return called["sums"]
@@ -48,6 +48,6 @@ def gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple
         m=lhs.shape[0],
         n=rhs.shape[0 if config.transpose_rhs else 1],
         k=lhs.shape[1],
-        transpose_b=config.transpose_rhs,
+        transpose_rhs=config.transpose_rhs,
     )
     return called["product"], called["gathered"]
