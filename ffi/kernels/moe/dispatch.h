@@ -327,8 +327,17 @@ class Float8Dispatch {
   RowWriter writer_;
 };
 
-template <class Dispatch>
-JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const Coop& coop) {
+// How a kernel's tokens travel.
+template <class T>
+PlainDispatch dispatch_of(const PlainDispatchArgs&);
+template <class T>
+EncodedDispatch<T> dispatch_of(const EncodedDispatchArgs&);
+template <class T>
+Float8Dispatch<T> dispatch_of(const Float8DispatchArgs&);
+
+template <class T = NoFormat, class Args, class Dispatch = decltype(dispatch_of<T>(Args{}))>
+JAX_EP_FN void run_kernel(const Comm& comm, const Args& chosen, const Coop& coop) {
+  const DispatchArgs& args = chosen;
   Op op(comm, coop, kind_of(args));
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
@@ -347,19 +356,6 @@ JAX_EP_FN void route_and_send(const Comm& comm, const DispatchArgs& args, const 
   else  // peers that learn of the lack of room later still push
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
   op.finish(results);
-}
-
-template <class = NoFormat>
-JAX_EP_FN void run_kernel(const Comm& comm, const PlainDispatchArgs& args, const Coop& coop) {
-  route_and_send<PlainDispatch>(comm, args, coop);
-}
-template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const EncodedDispatchArgs& args, const Coop& coop) {
-  route_and_send<EncodedDispatch<T>>(comm, args, coop);
-}
-template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const Float8DispatchArgs& args, const Coop& coop) {
-  route_and_send<Float8Dispatch<T>>(comm, args, coop);
 }
 
 // A dispatch has a kernel for each way that tokens travel.
