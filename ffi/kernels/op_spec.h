@@ -177,6 +177,8 @@ struct OpDefaults {
   static std::optional<std::string> validate(const Args&, int) {
     return std::nullopt;
   }
+  // What a report of Failure::invalid_routing says. Its `peer` is -1 if the routing of another rank is invalid.
+  static std::string describe_invalid(const Report&) { return "the routing of another rank is out of bounds"; }
 };
 
 // "alignment must be positive, got 0".

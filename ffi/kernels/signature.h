@@ -121,22 +121,34 @@ inline std::string describe_plan(const Signature& signature) {
          std::to_string(band) + (split_k ? ", two a tile" : "");
 }
 
-template <class Args>
-void find_names(OpKind op, SignatureNames* names) {
-  for (const KindName& kind : OpSpec<Args>::kKinds)
-    if (kind.kind == op) {
-      *names = describe_settings(Args{}).names;
-      names->op = kind.name;
-    }
+// Calls run(args, name) with empty arguments of the op of this kind, and the name of the kind.
+template <class Run>
+void with_op(OpKind op, Run run) {
+  const auto run_if = [&](const auto& args) {
+    for (const KindName& kind : OpSpec<std::decay_t<decltype(args)>>::kKinds)
+      if (kind.kind == op) run(args, kind.name);
+  };
+#define JAX_EP_RUN_IF(Args) run_if(Args{});
+  JAX_EP_ROW_OPS(JAX_EP_RUN_IF)
+  JAX_EP_PRODUCT_OPS(JAX_EP_RUN_IF)
+#undef JAX_EP_RUN_IF
 }
 
 inline SignatureNames names_of(OpKind op) {
   SignatureNames names;
-#define JAX_EP_FIND_NAMES(Args) find_names<Args>(op, &names);
-  JAX_EP_ROW_OPS(JAX_EP_FIND_NAMES)
-  JAX_EP_PRODUCT_OPS(JAX_EP_FIND_NAMES)
-#undef JAX_EP_FIND_NAMES
+  with_op(op, [&](const auto& args, const char* name) {
+    names = describe_settings(args).names;
+    names.op = name;
+  });
   return names;
+}
+
+inline std::string describe_invalid(const Report& report) {
+  std::string text;
+  with_op(report.op, [&](const auto& args, const char*) {
+    text = OpSpec<std::decay_t<decltype(args)>>::describe_invalid(report);
+  });
+  return text;
 }
 
 // "dispatch bfloat16 T=64 K=2 H=8192 E=16 capacity=1024 alignment=1, drop".

@@ -7,26 +7,11 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "kernels/moe/args.h"
 #include "kernels/signature.h"
 #include "runtime/group.h"
 
 namespace jax_ep {
 namespace {
-
-// Describes invalid_routing of an op along a routing. `peer` is the leaf with a value out of bounds, or -1 if the
-// routing of another rank has one, and that rank did not send.
-void describe_routing(const Report& report, char* text, std::size_t size) {
-  constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
-  const char* op = name_of(report.op);
-  if (report.peer < 0)
-    std::snprintf(text, size, "%s: rank %d: the routing of another rank is out of bounds", op, report.rank);
-  else
-    std::snprintf(text, size, "%s: rank %d: routing.%s holds %lld, which is out of bounds: it must be below %lld%s", op,
-                  report.rank, kLeaves[report.peer], static_cast<long long>(report.seen),
-                  static_cast<long long>(report.expected),
-                  report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
-}
 
 // How near an error is to the cause of a failure. An error that names the silent rank says more than one of a rank that
 // gave up. The error of a closed group is never replaced.
@@ -294,17 +279,8 @@ GroupError Group::describe(const Told& told) const {
                     name_of(report.op), report.rank, seen, expected);
       return {ErrorKind::capacity, text};
     case Failure::invalid_routing:
-      if (report.op != OpKind::ragged_all_to_all)
-        describe_routing(report, text, sizeof(text));
-      else if (report.peer < 0)
-        std::snprintf(text, sizeof(text), "%s: rank %d: on another rank a slice lies outside its buffer or is too long",
-                      name_of(report.op), report.rank);
-      else
-        std::snprintf(text, sizeof(text),
-                      "%s: rank %d, with rank %d: a slice lies outside its buffer or its size differs from what the "
-                      "receiver expects (expected at most %lld, got %lld)",
-                      name_of(report.op), report.rank, report.peer, expected, seen);
-      return {ErrorKind::invalid_routing, text};
+      std::snprintf(text, sizeof(text), "%s: rank %d: ", name_of(report.op), report.rank);
+      return {ErrorKind::invalid_routing, text + describe_invalid(report)};
     case Failure::none:
       break;
   }

@@ -79,6 +79,15 @@ struct Float8DispatchArgs : DispatchArgs {};
 // The leaves of a routing that users pass to scatter and combine. A report's `peer` names the leaf with a value out of
 // bounds.
 enum class RoutingLeaf : int32_t { targets, row_of, counts };
+struct RoutedDefaults : OpDefaults {
+  static std::string describe_invalid(const Report& report) {
+    constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
+    if (report.peer < 0) return OpDefaults::describe_invalid(report);
+    return std::string("routing.") + kLeaves[report.peer] + " holds " + std::to_string(report.seen) +
+           ", which is out of bounds: it must be below " + std::to_string(report.expected) +
+           (report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
+  }
+};
 
 struct ScatterArgs {
   DType dtype;
@@ -198,7 +207,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
 };
 
 template <>
-struct OpSpec<ScatterArgs> : OpDefaults {
+struct OpSpec<ScatterArgs> : RoutedDefaults {
   using Args = ScatterArgs;
   static constexpr const char* kTarget = "scatter";
   static constexpr KindName kKinds[] = {{OpKind::scatter, "scatter"}};
@@ -235,7 +244,7 @@ struct OpSpec<ScatterArgs> : OpDefaults {
 };
 
 template <>
-struct OpSpec<CombineArgs> : OpDefaults {
+struct OpSpec<CombineArgs> : RoutedDefaults {
   using Args = CombineArgs;
   static constexpr const char* kTarget = "combine";
   static constexpr KindName kKinds[] = {{OpKind::combine, "combine"}};

@@ -37,6 +37,12 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     if (args.row_bytes >> 32) return wrong("row_bytes", "below 4 GiB", args.row_bytes);
     return std::nullopt;
   }
+  static std::string describe_invalid(const Report& report) {
+    if (report.peer < 0) return "on another rank a slice lies outside its buffer or is too long";
+    return "with rank " + std::to_string(report.peer) +
+           " a slice lies outside its buffer or has another size than the receiver expects: it must be at most " +
+           std::to_string(report.expected) + ", got " + std::to_string(report.seen);
+  }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
