@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "check.h"
-#include "gemm/gemm.h"
+#include "runtime/cuda/product_launch.h"
 
 using namespace jax_ep::gemm;
 

@@ -3,9 +3,9 @@
 #include <initializer_list>
 #include <utility>
 
-#include "gemm/gemm.h"
 #include "gemm/tensor_map.h"
 #include "runtime/cuda/product_kernels.h"
+#include "runtime/cuda/product_launch.h"
 
 namespace jax_ep::gemm {
 namespace {

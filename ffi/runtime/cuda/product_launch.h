@@ -1,4 +1,4 @@
-// Matrix products on Hopper, as the host calls them.
+// Matrix products on Hopper, as the host calls them: the functions of product_launch.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
