@@ -242,42 +242,55 @@ class RoutedTokens {
   bool placed_ = false;
 };
 
-// Posts the buffers of a dispatch. The last coop of the last CTA does it, as the routing coops have other work. If that
-// CTA has no SM yet, a routing coop posts (LatePost). Posting twice does no harm.
-JAX_EP_FN void post_buffers(Op& op, const DispatchArgs& args, bool elected) {
-  op.post_by(elected, posted(args, op.comm.size));
-}
-
-// All coops call, before they route.
+// Posts the buffers of a dispatch; all coops call, before they route. The last coop of the last CTA posts, as the
+// routing coops have other work. If that CTA has no SM yet, a routing coop posts (Router::ask_posted).
 JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
-  post_buffers(op, args, op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1));
+  op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), posted(args, op.comm.size));
 }
 
-// Lets a routing coop post if the last CTA is late. The constructor, called when the peers' choices are here, starts
-// the load that asks; post_if_late(), called after the layout or the count, uses the answer.
-class LatePost {
- public:
-  // One coop of the rank is `responsible`. A CPU thread has posted itself.
-  JAX_EP_FN LatePost(const Op& op, bool responsible)
-      : asked_(Coop::lanes > 1 && responsible ? op.ask_posted() : ~uint64_t{0}) {}
+// What both ways of routing share.
+class Router {
+ protected:
+  // `items`: assignments that this rank counts; `per_cta`: those of a routing CTA.
+  JAX_EP_FN Router(Op& op, const DispatchArgs& args, int items, int per_cta)
+      : op_(op),
+        args_(args),
+        histogram_(op, args, items, per_cta),
+        segments_(op, args),
+        local_(args.num_experts / op.comm.size) {}
 
-  JAX_EP_FN void post_if_late(Op& op, const DispatchArgs& args) const { post_buffers(op, args, op.is_earlier(asked_)); }
+  // Whether the last CTA is late, for post_if_late(). Called when the peers' choices are here: it starts a load, which
+  // post_if_late(), called after the layout or the count, waits for. On a CPU this coop has posted.
+  JAX_EP_FN uint64_t ask_posted() const {
+    return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
+  }
+  // Posting twice does no harm.
+  JAX_EP_FN void post_if_late(uint64_t asked) { op_.post_by(op_.is_earlier(asked), posted(args_, op_.comm.size)); }
 
- private:
-  const uint64_t asked_;
+  // The row of the first of this rank's assignments of an expert, for Histogram::number.
+  JAX_EP_FN auto first_rows() const {
+    return [this](int e) { return segments_.first_row(e); };
+  }
+  // Adds what the lanes of this coop have counted to a result.
+  JAX_EP_FN void add_up(int count, int32_t* total) const {
+    count = op_.coop.sum(count);
+    if (op_.coop.lane == 0 && count) atomic_add(total, count);
+  }
+
+  Op& op_;
+  const DispatchArgs& args_;
+  Histogram histogram_;
+  const Segments segments_;
+  const int local_;
 };
 
 // Routes many tokens. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
 // of its assignments, while the eager tokens travel.
-class RoutingByCounts {
+class RoutingByCounts : Router {
  public:
   JAX_EP_FN RoutingByCounts(Op& op, const DispatchArgs& args)
-      : op_(op),
-        args_(args),
-        histogram_(op, args, args.num_tokens * args.top_k, kRoutingAssignments),
-        segments_(op, args),
-        local_(args.num_experts / op.comm.size) {}
+      : Router(op, args, args.num_tokens * args.top_k, kRoutingAssignments) {}
 
   // The other coops wait for the results only where they need them: see RoutingResults.
   JAX_EP_FN void run() {
@@ -285,10 +298,10 @@ class RoutingByCounts {
     count();
     op_.signal(&Heap::chosen, histogram_.is_first());
     op_.wait(&Heap::chosen);
-    const LatePost posted(op_, histogram_.is_responsible());
+    const uint64_t asked = ask_posted();
     op_.enter(Phase::layout);
     lay_out();
-    posted.post_if_late(op_, args_);
+    post_if_late(asked);
     histogram_.barrier();
     op_.signal_here(&op_.heap->laid_out, histogram_.is_first());
     op_.wait_posted();
@@ -347,8 +360,7 @@ class RoutingByCounts {
     int dropped = 0;
     const LaneWindow<int32_t> rows(op_, kWindow<&DispatchArgs::row_of>);
     const LaneWindow<float> weights(op_, kWindow<&DispatchArgs::weights>);
-    const auto first_row = [&](int e) { return segments_.first_row(e); };
-    histogram_.number([&](int item) { return choice(item); }, first_row,
+    histogram_.number([&](int item) { return choice(item); }, first_rows(),
                       [&](int index, int bin, int row, float weight) {
                         Target target{-1, -1};
                         if (bin >= 0 && bin < args_.num_experts) {
@@ -369,27 +381,16 @@ class RoutingByCounts {
                           *weights_there = rank == target.owner ? weight : 0.0f;
                         }
                       });
-    dropped = op_.coop.sum(dropped);
-    if (op_.coop.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
+    add_up(dropped, args_.dropped);
   }
-
-  Op& op_;
-  const DispatchArgs& args_;
-  Histogram histogram_;
-  const Segments segments_;
-  const int local_;
 };
 
 // Routes few tokens. Every rank sends its choices to all ranks, and each rank works out the whole routing. Ranks
 // exchange messages only once, while the tokens travel to landing slots.
-class RoutingByChoices {
+class RoutingByChoices : Router {
  public:
   JAX_EP_FN RoutingByChoices(Op& op, const DispatchArgs& args)
-      : op_(op),
-        args_(args),
-        histogram_(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRoutingAssignments),
-        segments_(op, args),
-        local_(args.num_experts / op.comm.size),
+      : Router(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRoutingAssignments),
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 
@@ -398,9 +399,9 @@ class RoutingByChoices {
     if (!histogram_.routes()) return;
     send_choices();
     op_.wait(&Heap::chosen);
-    const LatePost posted(op_, histogram_.is_responsible());
+    const uint64_t asked = ask_posted();
     count();
-    posted.post_if_late(op_, args_);
+    post_if_late(asked);
     op_.enter(Phase::layout);
     segments_.lay_out(
         histogram_.part(), [&](int e) { return segments_.totals()[e]; }, [](int) { return 0; }, [](int) {});
@@ -467,8 +468,7 @@ class RoutingByChoices {
     const Divider by_local(local_);
     const bool fits = !args_.drop || segments_.rank_without_room() < 0;
     int dropped = 0, invalid = 0;
-    const auto first_row = [&](int e) { return segments_.first_row(e); };
-    histogram_.number([&](int item) { return choice(item); }, first_row,
+    histogram_.number([&](int item) { return choice(item); }, first_rows(),
                       [&](int item, int bin, int number, float weight) {
                         if (item < 0) return;
                         const bool valid = bin >= 0 && bin < args_.num_experts;
@@ -486,17 +486,11 @@ class RoutingByChoices {
                         dropped += valid && !placed;
                         invalid += bin == args_.num_experts;
                       });
-    dropped = op_.coop.sum(dropped);
-    invalid = op_.coop.sum(invalid);
-    if (op_.coop.lane == 0 && dropped) atomic_add(args_.dropped, dropped);
-    if (op_.coop.lane == 0 && invalid) atomic_add(args_.invalid, invalid);
+    add_up(dropped, args_.dropped);
+    add_up(invalid, args_.invalid);
   }
 
-  Op& op_;
-  const DispatchArgs& args_;
-  Histogram histogram_;
-  const Segments segments_;
-  const int local_, per_rank_;
+  const int per_rank_;
   const Divider by_rank_;
 };
 
