@@ -40,8 +40,8 @@ JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, c
   return (is_up ? x.second_rhs_scales : x.rhs_scales) + block * (problem.k / kBlockK);
 }
 
-// The aux warps bring the scales of the stages in turns: the way to memory takes longer than the multiplies of a block.
-// `aux`: which of them calls.
+// The aux warps take turns to load the scales of a stage, as one load takes longer than the multiplies of a block.
+// `aux`: which aux warp calls.
 __device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& problem, const Product& product,
                                       Share share, int aux) {
   constexpr int kRows = kBlockM / 32;  // of a lane

@@ -43,7 +43,7 @@ struct SwappedMainloop {
   JAX_EP_FN static void open(SwappedMemory& shared) {
     if (threadIdx.x == 0) open_queue(shared.queue, kConsumerWarps + 1);
   }
-  JAX_EP_FN static void close() { sync_cluster(); }  // until nobody arrives at barriers of the other CTA
+  JAX_EP_FN static void close() { sync_cluster(); }  // the other CTA may still arrive at this one's barriers
   JAX_EP_FN static TakenTiles tiles(SwappedMemory& shared, const Problem& problem, Share) {
     return TakenTiles(shared.queue, problem, Source::kColumns, kSplitsRows);
   }

@@ -96,7 +96,8 @@ class Schedule {
     const int pairs = rows_ / 2, lead = problem_.pair_lead, parts = problem_.pair_parts;
     if (i < lead) return (problem_.pair_first + i) % pairs;
     i -= lead;
-    // The last parts have one more, which is their last: so no part begins behind an equal share of the rows.
+    // If pairs are left over, the last parts have one more pair each, as their last: no part begins later than at an
+    // equal division of the rows.
     const int each = (pairs - lead) / parts, more = (pairs - lead) % parts, regular = parts - more;
     const int part = i < each * parts ? i % parts : i - each * parts + regular,
               turn = i < each * parts ? i / parts : each;

@@ -16,9 +16,9 @@
 
 namespace jax_ep::gemm {
 
-// Loads this CTA's slices of an operand, of which the first `wanted` hold anything: what lies wholly outside is not
-// even filled with zeros, for which TMA takes its time. If `shared`, each CTA of the cluster loads half of the slices
-// for both; of an odd number one more every other step. `once`: nobody reads them again.
+// Loads this CTA's slices of an operand. Only the first `wanted` slices hold anything; the others are not loaded, as
+// TMA takes its time to fill them with zeros. If `shared`, each CTA of the cluster loads half of the slices for both;
+// if their number is odd, the CTAs take turns to load the odd one. `once`: nobody reads the slices again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
                            bool shared, int rank, uint64_t* barrier) {
