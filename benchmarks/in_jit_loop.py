@@ -179,7 +179,7 @@ def median_microseconds(
 def _executions_before(program: Callable[[], Any], hot: bool) -> int:
     """Warms up; returns how many executions go before: those of HEAT_SECONDS in a hot loop, or MOST_BEFORE.
 
-    No fewer than IN_FLIGHT: the first to end has done so when the host looks at it behind launching so many.
+    No fewer than IN_FLIGHT: the first one ends before the host, which launches IN_FLIGHT more, looks at it.
     """
     _seconds(program, IN_FLIGHT, MORE_EXECUTIONS)
     if not hot:
@@ -188,9 +188,9 @@ def _executions_before(program: Callable[[], Any], hot: bool) -> int:
 
 
 def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:
-    """What `timed` executions take behind `before` others and before IN_FLIGHT more, none of which waits for the host.
+    """What `timed` executions take after `before` others and before IN_FLIGHT more, none of which waits for the host.
 
-    Those behind keep the host as busy as those that count: where it takes longer than the devices, its time is seen.
+    The last ones keep the host as busy as those that count: where it takes longer than the devices, its time is seen.
     """
     results: list[Any] = []
     ended: list[float] = []

@@ -149,8 +149,8 @@ def combine(
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.rows`. H' is free.
-      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero. Where a leaf holds rows that no
-        rank has, no rank delivers ("ffi": `InvalidRoutingError`), or the sums of their tokens are NaN ("xla").
+      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero. If a leaf holds a row out of
+        bounds, "ffi" raises `InvalidRoutingError` on all ranks, and "xla" returns NaN for the row's token.
       group: the group of the dispatch.
       implementation: as for `dispatch`.
 

@@ -81,7 +81,7 @@ class DispatchConfig:
 
 
 class Chunks(NamedTuple):
-    """How tokens that a rank took in are cut: each node's tokens into `number` chunks, or fewer of few tokens."""
+    """How a rank cuts the tokens that it took in: those of each node into `number` chunks, of one token at least."""
 
     nodes: int = 1
     number: int = 1
