@@ -51,8 +51,8 @@ inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer
   return std::string(spec.name) + " must be " + wanted + where + ", got " + describe(buffer);
 }
 
-// All buffers of a call. Behind the operands of the spec come the operands that updated results begin as. Behind the
-// results comes the workspace, if there is one.
+// All buffers of a call. The operands of the spec come first, then the operands that updated results begin as. The
+// workspace, if there is one, follows the results.
 struct CallBuffers {
   std::vector<ffi::AnyBuffer> operands, results;
 

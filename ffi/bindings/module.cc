@@ -47,7 +47,7 @@ py::dict stages(XLA_FFI_Handler* handler) {
   return stages;
 }
 
-// Whether a product with grouped rows is planned as two halves of its contraction, on a Hopper of so many SMs.
+// Whether a product with grouped rows is planned as two halves of its contraction, on a Hopper with `sms` SMs.
 bool splits_contraction(int m, int n, int k, int groups, int sms) {
   return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }

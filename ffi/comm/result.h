@@ -7,7 +7,7 @@
 namespace jax_ep {
 
 // Every byte of an undelivered result. nan: NaN, or -1 in integers. size: 0, as other kernels trust sizes. target: a
-// number below -1, which tells combine that the dispatch failed, and is no row to a product that gathers.
+// number below -1. It tells combine that the dispatch failed, and a product that gathers makes NaN of it.
 enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
 
 // A result of an op.

@@ -134,7 +134,8 @@ struct WorkSize {
   bool encoded = false;  // rows travel in float8
 };
 
-// Which warps of a CTA are senders: all, or as many as the rates of dispatch or combine say (kernels/hardware_model.h).
+// Which warps of a CTA are senders: all, or the number that the rates of dispatch or combine say
+// (kernels/hardware_model.h).
 enum class Senders : uint8_t { all, by_dispatch_rates, by_combine_rates };
 // How many CTAs a launch has: all that it may have, at most one for each token, or one for some entries of a union.
 enum class Ctas : uint8_t { all, one_a_token, by_union_rates };
@@ -234,7 +235,7 @@ void set_pointer(T** member, void* buffer) {
   *member = static_cast<T*>(buffer);
 }
 
-// The parts of a workspace lie one behind the other, aligned as XLA aligns its own buffers.
+// The parts of a workspace follow each other, aligned as XLA aligns its own buffers.
 constexpr int64_t kWorkspaceAlignment = 256;
 
 // Calls visit(member, offset) for each part of the workspace; returns its bytes.

@@ -9,7 +9,7 @@
 namespace jax_ep {
 namespace {
 
-// Shared memory of a coop; eight coops use all that a CTA may have on sm_90. Behind the barriers a kernel has
+// Shared memory of a coop; eight coops use all that a CTA may have on sm_90. After the barriers a kernel has
 // - Float8DispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
 // - LongCombineArgs: one half row of 16-bit values to write, and three to read;
 // - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;

@@ -118,7 +118,7 @@ JAX_EP_FN void sum_values(const FewRows<const In>& rows, const FewRows<char>& si
     for (int i = 0; i < kValues; ++i) total[i] += term.weight * to_float(term.row[first + i]);
   Out rounded[kValues];
   from_floats(total, rounded);
-  for (const auto& sink : sinks) {  // several are results of as many ranks, not looked at soon
+  for (const auto& sink : sinks) {  // several are results of several ranks, not looked at soon
     auto* to = reinterpret_cast<Out*>(sink.row) + first;
     if (kValues > 1 && sinks.count() > 1) {
       stream_out(to, rounded);

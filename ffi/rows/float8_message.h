@@ -35,7 +35,7 @@ struct Message {
   const Coop& coop;
   const int hidden, first;  // the value with which it begins
   const int most;           // values, of all but the last of a row
-  const bool staged;  // in shared memory, which has room for a whole message; what lies behind the end is never sent
+  const bool staged;  // in shared memory, which has room for a whole message; what lies past the end is never sent
 
   JAX_EP_FN int values() const { return smaller(most, hidden - first); }
   JAX_EP_FN int at(int pack) const { return (pack * Coop::lanes + coop.lane) * kBlockValues; }

@@ -33,7 +33,7 @@ class Held {
   JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << coop_->lane) - 1)); }
   JAX_EP_FN float weight_in(int lane) const { return coop_->from_lane(mine_.weight, lane); }
 
-  // Walks through the terms; all lanes see the same ones, and null behind the last.
+  // Walks through the terms; all lanes see the same ones, and null past the last.
   class Walk {
    public:
     JAX_EP_FN explicit Walk(const Held& held) : held_(&held), left_(held.holders_) {}

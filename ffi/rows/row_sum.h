@@ -25,7 +25,7 @@ JAX_EP_CONSTANT_FN int even_packs(int packs, int most) {
 template <class T, int kPacks = kLanePacks>
 class RowSum {
  public:
-  // `words`: all rows are made of 16-byte words. `width`: of most rows.
+  // `words`: all rows are made of 16-byte words. `width`: values of a typical row.
   JAX_EP_FN RowSum(const Coop& coop, bool words, int width = kSumValues<T, kPacks>)
       : coop_(coop),
         words_(words),
@@ -71,7 +71,7 @@ class RowSum {
   static constexpr int kFewer = kUsed > kLanePacks         ? kLanePacks
                                 : kUsed > kDirectPacks / 2 ? (kUsed + 1) / 2
                                                            : kUsed;
-  // A stage has room for all that this code reads. What lies behind the end of a row is added too, but never sent.
+  // A stage has room for all that this code reads. What lies past the end of a row is added too, but never sent.
   template <int kUsed>
   static JAX_EP_FN int staged(int values) {
     if constexpr (kFewer<kUsed> < kUsed)

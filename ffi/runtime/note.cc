@@ -70,7 +70,7 @@ Sent send_note(int socket, const Note& note, int descriptor) {
   do sent = sendmsg(socket, &envelope.header, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (sent < 0 && errno == EINTR);
   if (sent == static_cast<ssize_t>(sizeof(Note))) return Sent::sent;
-  // ETOOMANYREFS: so many descriptors of this user are on their way
+  // ETOOMANYREFS: too many descriptors of this user are on their way
   const bool full = errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == ETOOMANYREFS;
   return full ? Sent::later : Sent::gone;
 }

@@ -237,7 +237,7 @@ class MatmulExchange {
 
   struct PackSpan {
     int64_t first;
-    int values;  // from `first` to the end of the row; 0 behind the last pack
+    int values;  // from `first` to the end of the row; 0 past the last pack
   };
 
   // Some rows and columns, cut into packs.

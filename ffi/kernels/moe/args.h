@@ -41,7 +41,7 @@ struct DispatchArgs {
   Wire wire;
   bool drop;
   bool expand = true;          // each token to all of its rows; or it stays in row `source * T + token`, its slot
-  bool zero_unused = true;     // rows behind the last expert's
+  bool zero_unused = true;     // rows past the last expert's
   const char* tokens;          // [T, H]
   const int32_t* expert_ids;   // [T, K]
   const float* token_weights;  // [T, K]
@@ -93,7 +93,7 @@ struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
   bool onto;                // writes to the rows of an operand, of which rows without a token stay; there are no counts
-  bool zero_unused = true;  // rows behind the last expert's
+  bool zero_unused = true;  // rows past the last expert's
   const char* tokens;       // [T, H]
   const int32_t* targets;   // [T, K]
   const int32_t* row_of;    // [R, T, K]

@@ -45,7 +45,7 @@ struct Segment {
   int start, rows, padded;
 };
 
-// Lays out the local experts in order, one lane for each. All lanes call visit(expert, segment) together; a lane behind
+// Lays out the local experts in order, one lane for each. All lanes call visit(expert, segment) together; a lane past
 // the last expert has an empty segment. Returns the end of the last segment. `rows_of(expert)` counts the expert's
 // assignments.
 template <class RowsOf, class Visit>

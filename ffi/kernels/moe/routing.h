@@ -22,7 +22,7 @@ struct Choice {
 // the first CTAs of a rank that have begun. A CTA's coops keep their histograms in shared memory.
 class Histogram {
  public:
-  // Counts `items` assignments, with a bin for every expert, and one behind them for ids out of range. All coops of a
+  // Counts `items` assignments, with a bin for every expert, and a last bin for ids out of range. All coops of a
   // CTA call together.
   JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
@@ -61,7 +61,7 @@ class Histogram {
   }
 
   // Calls visit(item, bin, position, weight) for this coop's share. first_of(expert) is the first position of a bin.
-  // All lanes call together, with item -1 behind the last item, and bin -1 for an assignment that is skipped.
+  // All lanes call together, with item -1 past the last item, and bin -1 for an assignment that is skipped.
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.member.index);
@@ -107,7 +107,7 @@ class Histogram {
     return {cta.begin + mine.begin, cta.begin + mine.end};
   }
 
-  // The bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin behind the last.
+  // The bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin past the last expert's.
   JAX_EP_FN int bin_of(int expert) const {
     if (expert == -1) return -1;
     return expert >= 0 && expert < scratch_.num_experts ? expert : scratch_.num_experts;
@@ -134,7 +134,7 @@ class Histogram {
     }
   }
 
-  // The next position in this lane's bin, behind those of the lanes before it.
+  // The next position in this lane's bin, after those of the lanes before it.
   JAX_EP_FN int take_position(int32_t* mine, int bin) const {
     const Coop& coop = coop_;
     const Match match = coop.match(bin);

@@ -239,7 +239,7 @@ JAX_EP_FN bool zeroes_rows(const Args& args) {
 }
 
 // Calls fill(begin, end, part) for this receiver's share of the rows without a token: the padding of every segment, and
-// the rows behind the last segment if `unused`. `counts`: RowCounts of segments.h, or alike. All lanes call.
+// the rows past the last segment if `unused`. `counts`: RowCounts of segments.h, or alike. All lanes call.
 template <class Args, class Counts, class Fill>
 JAX_EP_FN void for_each_gap(Op& op, const Args& args, const Counts& counts, bool unused, Fill fill) {
   const int capacity = args.capacity, alignment = args.alignment;
@@ -262,7 +262,7 @@ JAX_EP_FN void for_each_gap(Op& op, const Args& args, const Counts& counts, bool
   if (unused) within(end, capacity, receiver);
 }
 
-// Zeroes the rows without a token, those behind the last segment if `zero_unused` says so. `rows`: the rows, or what
+// Zeroes the rows without a token; those past the last segment only if `zero_unused` says so. `rows`: the rows, or what
 // belongs to each.
 template <class Args, class Counts>
 JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {

@@ -100,7 +100,7 @@ class RunLists {
     });
   }
 
-  // Fills the lists. Called behind a barrier.
+  // Fills the lists. Called after a barrier.
   JAX_EP_FN void fill() const {
     runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
     // Each coop takes one slice of one long list at a time.
@@ -183,7 +183,7 @@ class RunSums {
   JAX_EP_FN RunSums(Op& op, const SparseReduceArgs& args, const SparseRuns& runs, bool words)
       : op_(op), args_(args), lists_(op, args, runs), words_(words) {}
 
-  // Called when the runs are filled. Peers may read the sums behind the next barrier. `single`: as in allocate().
+  // Called when the runs are filled. Peers may read the sums after the next barrier. `single`: as in allocate().
   JAX_EP_FN void run(bool single) {
     op_.enter(Phase::layout);
     lists_.allocate(single);

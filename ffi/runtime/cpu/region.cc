@@ -19,7 +19,7 @@ std::runtime_error failed(const char* doing) {
   return std::runtime_error(std::string("jax_ep: ") + doing + " failed: " + std::strerror(errno));
 }
 
-// Makes shared memory of a fixed size. If the file shrank, a process that maps it would die at an access behind its
+// Makes shared memory of a fixed size. If the file shrank, a process that maps it would die at an access past its
 // end.
 Descriptor make_descriptor(std::size_t bytes) {
 #ifdef MFD_CLOEXEC

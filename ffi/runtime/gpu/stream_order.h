@@ -56,7 +56,7 @@ class StreamOrder {
   std::mutex mutex_;
   bool used_ = false;
   Stream last_{};
-  Event event_{};  // behind the last op
+  Event event_{};  // after the last op
 };
 
 }  // namespace jax_ep::gpu

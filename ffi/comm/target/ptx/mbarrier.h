@@ -29,7 +29,7 @@ JAX_EP_FN void arrive(uint64_t* barrier) {
   if constexpr (kHopper)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// An arrival; the phase ends when so many bytes have come, too.
+// An arrival; the phase also waits for this number of bytes.
 JAX_EP_FN void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   if constexpr (kHopper)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
