@@ -192,7 +192,7 @@ def test_bad_indices_are_refused() -> None:
     lhs, rhs, sizes = jnp.zeros((8, 8), BFLOAT16), jnp.zeros((2, 8, 8), BFLOAT16), jnp.zeros(2, jnp.int32)
     wrong: list[tuple[Any, type[Exception], str]] = [
         (jnp.zeros((4, 1), jnp.int32), ValueError, r"lhs_indices must have shape \[M\], got \(4, 1\)"),
-        (jnp.zeros(4), TypeError, "lhs_indices must be of integer dtype, got float32"),
+        (jnp.zeros(4), TypeError, "lhs_indices must be of an integer dtype, got float32"),
         ([0, 1], TypeError, "lhs_indices must be an array, got list"),
     ]
     for indices, error, text in wrong:

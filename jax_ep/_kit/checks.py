@@ -16,6 +16,8 @@ ON_OVERFLOW: tuple[OnOverflow, ...] = get_args(OnOverflow)
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
+NUMBERS = (np.integer, np.floating)
+KINDS: dict[Any, str] = {np.integer: "an integer", np.floating: "a float", NUMBERS: "an integer or float"}
 
 
 def describe(x: Any) -> str:
@@ -36,28 +38,35 @@ def is_jax_dtype(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def check_array(op: str, name: str, x: Any) -> None:
+def check_array(
+    op: str, name: str, x: Any, layout: str | None = None, dtype: Any = None, *, shape: tuple[int, ...] | None = None
+) -> None:
+    """Raises ValueError or TypeError unless `x` is an array of this shape and dtype.
+
+    Args:
+      layout: the shape in words, such as "[T, H]". Without `shape` its number of axes counts.
+      dtype: a dtype, a tuple of them, or one of `KINDS`; None: any.
+    """
     if not isinstance(x, ARRAYS):
         raise TypeError(f"{op}: {name} must be an array, got {describe(x)}")
-
-
-def check_rank(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
-    check_array(op, name, x)
-    if x.ndim != ndim:
-        raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
-
-
-def check_shape(op: str, name: str, x: Any, shape: tuple[int, ...], layout: str) -> None:
-    check_array(op, name, x)
-    if x.shape != shape:
+    if shape is not None and x.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got {x.shape}")
+    if shape is None and layout is not None and x.ndim != layout.count(",") + 1:
+        raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
+    if dtype is None:
+        return
+    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+    if dtype in KINDS:
+        fits, what = _is_of_kind(x.dtype, allowed), f"{KINDS[dtype]} dtype"
+    else:
+        allowed = tuple(map(np.dtype, allowed))
+        fits, what = x.dtype in allowed, f"dtype {', '.join(map(str, allowed))}"
+    if not fits:
+        raise TypeError(f"{op}: {name} must be of {what}, got {x.dtype}")
 
 
-def check_dtype(op: str, name: str, x: Any, allowed: Sequence[np.dtype]) -> None:
-    check_array(op, name, x)
-    if x.dtype not in allowed:
-        names = ", ".join(str(d) for d in allowed)
-        raise TypeError(f"{op}: {name} must be of dtype {names}, got {x.dtype}")
+def _is_of_kind(dtype: Any, kinds: tuple[Any, ...]) -> bool:
+    return is_jax_dtype(dtype) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def check_whole_bytes(op: str, name: str, x: Any) -> None:
@@ -67,12 +76,6 @@ def check_whole_bytes(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be of a dtype that jax has, got {x.dtype}")
     if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(x.dtype) < 8:
         raise TypeError(f"{op}: {name} must be of a dtype of whole bytes, such as int8, got {x.dtype}")
-
-
-def check_kind(op: str, name: str, x: Any, kind: Any, what: str) -> None:
-    check_array(op, name, x)
-    if not is_jax_dtype(x.dtype) or not jnp.issubdtype(x.dtype, kind):
-        raise TypeError(f"{op}: {name} must be of {what} dtype, got {x.dtype}")
 
 
 def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
@@ -96,8 +99,7 @@ def check_int(op: str, name: str, value: int, *, least: int = 1, below_32_bits: 
 def check_number(op: str, name: str, value: Any) -> None:
     """A real number: Python's, or an array of one, which may be traced."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    kinds = (np.integer, np.floating)
-    if array.ndim or not is_jax_dtype(array.dtype) or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+    if array.ndim or not _is_of_kind(array.dtype, NUMBERS):
         raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
 
 

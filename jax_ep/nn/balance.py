@@ -24,7 +24,7 @@ def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | No
 
 
 def _expert_load(op: str, expert_ids: Array, num_experts: int, axis_name: AxisName | None) -> jax.Array:
-    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
+    checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
     checks.check_int(op, "num_experts", num_experts, below_32_bits=True)
     expert_ids = checks.to_int32(expert_ids)
     valid = (expert_ids >= 0) & (expert_ids < num_experts)
@@ -50,10 +50,8 @@ def balance_loss(
     """
     op = "balance_loss"
     checks.check_one_of(op, "score", score, get_args(Score))
-    checks.check_rank(op, "logits", logits, 2, "[T, E]")
-    checks.check_kind(op, "logits", logits, np.floating, "a float")
-    checks.check_rank(op, "expert_ids", expert_ids, 2, "[T, K]")
-    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
+    checks.check_array(op, "logits", logits, "[T, E]", np.floating)
+    checks.check_array(op, "expert_ids", expert_ids, "[T, K]", np.integer)
     if len(expert_ids) != len(logits):
         raise ValueError(f"{op}: expert_ids must be of the {len(logits)} tokens of logits, got {expert_ids.shape}")
     expert_ids = checks.to_int32(expert_ids)
@@ -75,11 +73,9 @@ def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | No
       mask: [T] bool, tokens that count; None: all.
     """
     op = "z_loss"
-    checks.check_rank(op, "logits", logits, 2, "[T, E]")
-    checks.check_kind(op, "logits", logits, np.floating, "a float")
+    checks.check_array(op, "logits", logits, "[T, E]", np.floating)
     if mask is not None:
-        checks.check_shape(op, "mask", mask, logits.shape[:1], "[T]")
-        checks.check_dtype(op, "mask", mask, (np.dtype(bool),))
+        checks.check_array(op, "mask", mask, "[T]", bool, shape=logits.shape[:1])
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
     return _mean(op, squares, jnp.ones(squares.shape, bool) if mask is None else jnp.asarray(mask), axis_name)
 
@@ -94,9 +90,9 @@ def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-
       load: [E] assignments of all ranks, as by `expert_load` with `axis_name`, or `MoeStats.counts` of a whole layer.
     """
     op = "balanced_bias"
-    checks.check_kind(op, "bias", bias, np.floating, "a float")
+    checks.check_array(op, "bias", bias, dtype=np.floating)
     _check_load(op, load)
-    checks.check_shape(op, "load", load, bias.shape, "that of bias")
+    checks.check_array(op, "load", load, "that of bias", shape=bias.shape)
     checks.check_number(op, "rate", rate)
     load = load.astype(jnp.float32)
     return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)
@@ -136,11 +132,9 @@ def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
 
 
 def _check_load(op: str, load: Array) -> None:
-    checks.check_rank(op, "load", load, 1, "[E]")
+    checks.check_array(op, "load", load, "[E]", checks.NUMBERS)
     if not load.size:
         raise ValueError(f"{op}: load must be of one expert at least, got {load.shape}")
-    if not jnp.issubdtype(load.dtype, np.integer):
-        checks.check_kind(op, "load", load, np.floating, "an integer or float")
 
 
 def _sum(op: str, x: jax.Array, axis_name: AxisName | None) -> jax.Array:

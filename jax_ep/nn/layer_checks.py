@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import BLOCK, Float8Weights
@@ -26,8 +25,7 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
     """
     if not isinstance(experts, Experts):
         raise TypeError(f"{op}: experts must be a jax_ep.Experts, got {checks.describe(experts)}")
-    checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
-    checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
+    checks.check_array(op, "tokens", tokens, "[T, H]", checks.TOKEN_DTYPES)
     _check_names(op, "experts", experts)
     names = (*experts.first_names, "down")
     if any_matrices:
@@ -90,7 +88,7 @@ def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead:
     for each in (*experts.first_names, "down"):
         matrix = getattr(experts, each)
         if isinstance(matrix, Float8Weights) and lead:
-            checks.check_rank(op, f"{of}.{each}.bits", matrix.bits, 3, "[E / R, N, K]")
+            checks.check_array(op, f"{of}.{each}.bits", matrix.bits, "[E / R, N, K]")
         else:
             checks.check_array(op, f"{of}.{each}", matrix)
     layout = f"[{lead}H, 2 F]" if experts.up is None else f"[{lead}H, F]"
@@ -113,8 +111,7 @@ def _check_matrix(op: str, name: str, matrix: Any, dtype: Any, shape: tuple[int,
     if isinstance(matrix, Float8Weights):
         check_weights(op, name, matrix, shape, layout)
     else:
-        checks.check_shape(op, name, matrix, shape, layout)
-        checks.check_dtype(op, name, matrix, (np.dtype(dtype),))
+        checks.check_array(op, name, matrix, layout, dtype, shape=shape)
 
 
 def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: Any, outer: Any) -> None:
@@ -126,8 +123,7 @@ def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: 
         raise TypeError(f"{op}: {of}.biases must be None or those of (gate, up, down), got {checks.describe(biases)}")
     for i, (bias, (shape, layout)) in enumerate(zip(biases, (inner, inner, outer), strict=True)):
         if bias is not None:
-            checks.check_shape(op, f"{of}.biases[{i}]", bias, shape, layout)
-            checks.check_dtype(op, f"{of}.biases[{i}]", bias, (np.dtype(tokens.dtype),))
+            checks.check_array(op, f"{of}.biases[{i}]", bias, layout, tokens.dtype, shape=shape)
     if experts.gate is None and biases[0] is not None:
         raise ValueError(f"{op}: {of}.biases[0] must be None where {of}.gate is None, got one")
 

@@ -93,7 +93,7 @@ def plan_replicas(
         )
     before = itertools.repeat(None)
     if previous is not None:
-        checks.check_shape(op, "previous.experts", previous.experts, (*load.shape[:-1], num_slots), "[..., S]")
+        checks.check_array(op, "previous.experts", previous.experts, "[..., S]", shape=(*load.shape[:-1], num_slots))
         before = np.atleast_2d(previous.experts)
     each = partial(_plan, ranks=num_ranks // num_nodes, num_slots=num_slots, nodes=num_nodes, groups=number)
     plans = list(map(each, np.atleast_2d(load), before))
@@ -187,7 +187,7 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
 
     def replicated(own: jax.Array) -> jax.Array:
         checks.check_array(op, "each leaf of experts", own)
-        checks.check_shape(op, "each leaf of experts", own, (local, *own.shape[1:]), "[E / R, ...]")
+        checks.check_array(op, "each leaf of experts", own, "[E / R, ...]", shape=(local, *own.shape[1:]))
         own, *known = vary.vary_alike(group.axis_name, own, *index)
         return linear(out, home, known, own) if jnp.issubdtype(own.dtype, np.inexact) else out(known, own)
 
@@ -206,11 +206,10 @@ def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Arra
       offset: the replica that begins. With the rank, what cannot be divided goes to another one on every rank.
     """
     op = "physical_ids"
-    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
+    checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
     _check_plan(op, plan)
     first = offset if isinstance(offset, jax.Array) else np.asarray(offset)
-    checks.check_kind(op, "offset", first, np.integer, "an integer")
-    checks.check_shape(op, "offset", first, (), "[]")
+    checks.check_array(op, "offset", first, "[]", np.integer, shape=())
     num_experts, num_slots = len(plan.counts), len(plan.experts)
     flat = checks.to_int32(expert_ids).reshape(-1)
     inside = (flat >= 0) & (flat < num_experts)
@@ -225,11 +224,11 @@ def _check_plan(op: str, plan: ReplicaPlan) -> None:
     if not isinstance(plan, ReplicaPlan):
         raise TypeError(f"{op}: plan must be the ReplicaPlan of plan_replicas, got {checks.describe(plan)}")
     for name, leaf in plan._asdict().items():
-        checks.check_kind(op, f"plan.{name}", leaf, np.integer, "an integer")
-    checks.check_rank(op, "plan.experts", plan.experts, 1, "[S]")
-    checks.check_rank(op, "plan.counts", plan.counts, 1, "[E]")
+        checks.check_array(op, f"plan.{name}", leaf, dtype=np.integer)
+    checks.check_array(op, "plan.experts", plan.experts, "[S]")
+    checks.check_array(op, "plan.counts", plan.counts, "[E]")
     slots, experts = plan.experts.size, plan.counts.size
-    checks.check_shape(op, "plan.slots", plan.slots, (experts, slots - experts + 1), "[E, S - E + 1]")
+    checks.check_array(op, "plan.slots", plan.slots, "[E, S - E + 1]", shape=(experts, slots - experts + 1))
 
 
 def _turns(ids: jax.Array) -> jax.Array:

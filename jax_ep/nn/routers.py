@@ -89,8 +89,7 @@ def sigmoid_top_k(
 def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
     """Scores [T, E] with minus infinity for the experts outside of each token's `top_groups` best groups."""
     op = "within_top_groups"
-    checks.check_rank(op, "scores", scores, 2, "[T, E]")
-    checks.check_kind(op, "scores", scores, np.floating, "a float")
+    checks.check_array(op, "scores", scores, "[T, E]", np.floating)
     checks.check_int(op, "top_k", top_k)
     return _within_top_groups(op, jnp.asarray(scores), top_k, groups, top_groups, best_of_group)
 
@@ -162,10 +161,8 @@ def round_tokens(
     """
     op = "round_tokens"
     expert_ids, weights = routed
-    checks.check_rank(op, "routed.expert_ids", expert_ids, 2, "[T, K]")
-    checks.check_kind(op, "routed.expert_ids", expert_ids, np.integer, "an integer")
-    checks.check_shape(op, "routed.weights", weights, expert_ids.shape, "[T, K]")
-    checks.check_kind(op, "routed.weights", weights, np.floating, "a float")
+    checks.check_array(op, "routed.expert_ids", expert_ids, "[T, K]", np.integer)
+    checks.check_array(op, "routed.weights", weights, "[T, K]", np.floating, shape=expert_ids.shape)
     for name, number in (("top_k", top_k), ("num_experts", num_experts), ("multiple", multiple)):
         checks.check_int(op, name, number, below_32_bits=True)
     if top_k > expert_ids.shape[1]:
@@ -200,8 +197,7 @@ def round_tokens(
 
 
 def _check_logits(op: str, logits: Any, top_k: int) -> None:
-    checks.check_rank(op, "logits", logits, 2, "[T, E]")
-    checks.check_dtype(op, "logits", logits, checks.TOKEN_DTYPES)
+    checks.check_array(op, "logits", logits, "[T, E]", checks.TOKEN_DTYPES)
     checks.check_int(op, "top_k", top_k)
     if top_k > logits.shape[1]:
         raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
@@ -209,5 +205,4 @@ def _check_logits(op: str, logits: Any, top_k: int) -> None:
 
 def _check_bias(op: str, bias: Any, num_experts: int) -> None:
     if bias is not None:
-        checks.check_shape(op, "bias", bias, (num_experts,), "[E]")
-        checks.check_dtype(op, "bias", bias, (np.dtype(np.float32),))
+        checks.check_array(op, "bias", bias, "[E]", np.float32, shape=(num_experts,))

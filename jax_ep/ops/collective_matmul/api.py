@@ -123,11 +123,9 @@ def _call(
 
 
 def _check_operands(op: str, lhs: jax.Array, rhs: jax.Array) -> None:
-    checks.check_rank(op, "lhs", lhs, 2, "[M, K]")
-    checks.check_dtype(op, "lhs", lhs, checks.TOKEN_DTYPES)
-    checks.check_rank(op, "rhs", rhs, 2, "[K, N]")
-    checks.check_dtype(op, "rhs", rhs, (np.dtype(lhs.dtype),))
-    checks.check_shape(op, "rhs", rhs, (lhs.shape[1], rhs.shape[1]), "[K, N]")
+    checks.check_array(op, "lhs", lhs, "[M, K]", checks.TOKEN_DTYPES)
+    checks.check_array(op, "rhs", rhs, "[K, N]", lhs.dtype)
+    checks.check_array(op, "rhs", rhs, "[K, N]", shape=(lhs.shape[1], rhs.shape[1]))
     if 0 in (*lhs.shape, *rhs.shape):
         raise ValueError(f"{op}: lhs and rhs must not be empty, got {lhs.shape} and {rhs.shape}")
 
@@ -136,8 +134,7 @@ def _check_result(
     op: str, lhs: jax.Array, rhs: jax.Array, bias: jax.Array | None, group: Group, dtype: np.dtype
 ) -> None:
     if bias is not None:
-        checks.check_shape(op, "bias", bias, (rhs.shape[1],), "[N]")
-        checks.check_dtype(op, "bias", bias, checks.TOKEN_DTYPES)
+        checks.check_array(op, "bias", bias, "[N]", checks.TOKEN_DTYPES, shape=(rhs.shape[1],))
     allowed = dict.fromkeys((np.dtype(lhs.dtype), np.dtype(np.float32)))
     if dtype not in allowed:
         raise TypeError(f"{op}: preferred_element_type must be {' or '.join(map(str, allowed))}, got {dtype}")

@@ -87,7 +87,7 @@ def ragged_dot(
     rows, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     if lhs_indices is not None:
         gathered = gathered_rows("ragged_dot", rows, lhs_indices)
-        checks.check_rank("ragged_dot", "lhs", rows, 2, "[rows, K]")
+        checks.check_array("ragged_dot", "lhs", rows, "[rows, K]")
         rows = gathered
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:

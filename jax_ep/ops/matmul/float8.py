@@ -57,7 +57,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
                 f"{op}: {name} must be {kind.__name__} as the other one is in float8, got {checks.describe(operand)}"
             )
     check_rows(op, "lhs", lhs)
-    checks.check_rank(op, "rhs.bits", rhs.bits, ndim, "[G, N, K]" if ndim == 3 else "[N, K]")
+    checks.check_array(op, "rhs.bits", rhs.bits, "[G, N, K]" if ndim == 3 else "[N, K]")
     k = lhs.bits.shape[1]
     if rhs.bits.shape[-1] != k:
         raise ValueError(f"{op}: rhs.bits must have {k} columns, as lhs.bits has, got {rhs.bits.shape}")

@@ -21,8 +21,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
       ValueError, TypeError: H is no multiple of 128, or the dtype is another.
     """
     op = "quantize_rows"
-    checks.check_rank(op, "rows", rows, 2, "[M, H]")
-    checks.check_dtype(op, "rows", rows, checks.TOKEN_DTYPES)
+    checks.check_array(op, "rows", rows, "[M, H]", checks.TOKEN_DTYPES)
     check_blocks(op, "rows", rows.shape[1:])
     return float8.quantize_rows(rows)
 
@@ -36,7 +35,7 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
       ValueError, TypeError: K or N is no multiple of 128, or the dtype is another.
     """
     op = "quantize_weights"
-    checks.check_dtype(op, "weights", weights, checks.TOKEN_DTYPES)
+    checks.check_array(op, "weights", weights, dtype=checks.TOKEN_DTYPES)
     if weights.ndim not in (2, 3):
         raise ValueError(f"{op}: weights must have shape [K, N] or [G, K, N], got {weights.shape}")
     check_blocks(op, "weights", weights.shape[-2:])
@@ -67,27 +66,21 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
 
 def check_rows(op: str, name: str, rows: Float8Rows) -> None:
     """Raises ValueError or TypeError unless `rows` are quantized rows [M, K]."""
-    _check_dtypes(op, name, rows)
-    checks.check_rank(op, f"{name}.bits", rows.bits, 2, "[M, K]")
+    checks.check_array(op, f"{name}.bits", rows.bits, "[M, K]", BITS)
     m, k = rows.bits.shape
     check_blocks(op, f"{name}.bits", (k,))
-    checks.check_shape(op, f"{name}.scales", rows.scales, (m, k // BLOCK), "[M, K / 128]")
+    checks.check_array(op, f"{name}.scales", rows.scales, "[M, K / 128]", np.float32, shape=(m, k // BLOCK))
 
 
 def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, ...], layout: str) -> None:
     """Raises ValueError or TypeError unless `weights` are quantized matrices of `shape`, [G, K, N] or [K, N]."""
     if weights.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {weights.shape}")
-    _check_dtypes(op, name, weights)
+    checks.check_array(op, f"{name}.bits", weights.bits, dtype=BITS)
     *groups, k, n = shape
     check_blocks(op, f"{name}.bits", (n, k))
-    scales = (*groups, n // BLOCK, k // BLOCK)
-    checks.check_shape(op, f"{name}.scales", weights.scales, scales, f"[{'G, ' if groups else ''}N / 128, K / 128]")
-
-
-def _check_dtypes(op: str, name: str, quantized: Float8) -> None:
-    checks.check_dtype(op, f"{name}.bits", quantized.bits, (BITS,))
-    checks.check_dtype(op, f"{name}.scales", quantized.scales, (np.dtype(np.float32),))
+    scales, layout = (*groups, n // BLOCK, k // BLOCK), f"[{'G, ' if groups else ''}N / 128, K / 128]"
+    checks.check_array(op, f"{name}.scales", weights.scales, layout, np.float32, shape=scales)
 
 
 def dequantized(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:

@@ -39,8 +39,7 @@ Rows = jax.Array | GatheredRows
 
 def gathered_rows(op: str, matrix: Any, lhs_indices: jax.Array) -> GatheredRows:
     """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless these fit."""
-    checks.check_rank(op, "lhs_indices", lhs_indices, 1, "[M]")
-    checks.check_kind(op, "lhs_indices", lhs_indices, jnp.integer, "integer")
+    checks.check_array(op, "lhs_indices", lhs_indices, "[M]", np.integer)
     return GatheredRows(matrix, checks.to_int32(lhs_indices))
 
 

@@ -66,23 +66,19 @@ def ragged_dot(
 
 def _check_group_sizes(op: str, rhs: Any, group_sizes: Any) -> jax.Array:
     """Returns `group_sizes` as int32."""
-    checks.check_kind(op, "group_sizes", group_sizes, np.integer, "an integer")
-    checks.check_shape(op, "group_sizes", group_sizes, rhs.shape[:1], "[G]")
+    checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
     return checks.to_int32(group_sizes)
 
 
 def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
     """Checks rows in an array, and matrices."""
-    checks.check_rank(op, "lhs", lhs, 2, "[M, K]")
-    checks.check_dtype(op, "lhs", lhs, checks.TOKEN_DTYPES)
+    checks.check_array(op, "lhs", lhs, "[M, K]", checks.TOKEN_DTYPES)
     shape = (rhs.shape[0], lhs.shape[1], rhs.shape[-1])
     if isinstance(rhs, Float8Weights):
         check_weights(op, "rhs", rhs, shape, "[G, K, N]")
         return
-    checks.check_shape(op, "rhs", rhs, shape, "[G, K, N]")
+    checks.check_array(op, "rhs", rhs, "[G, K, N]", lhs.dtype, shape=shape)
     check_blocks(op, "rhs", shape[1:])
-    if lhs.dtype != rhs.dtype:
-        raise TypeError(f"{op}: rhs must be of the dtype of lhs, {lhs.dtype}, got {rhs.dtype}")
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

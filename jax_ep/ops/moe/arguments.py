@@ -50,15 +50,12 @@ def validated(
     Args:
       shared_tokens: all ranks have the same tokens, which do not travel.
     """
-    checks.check_rank(op, "tokens", tokens, 2, "[T, H]")
-    checks.check_dtype(op, "tokens", tokens, checks.TOKEN_DTYPES)
-    checks.check_rank(op, "expert_ids", expert_ids, 2, "[T, K]")
-    checks.check_kind(op, "expert_ids", expert_ids, np.integer, "an integer")
+    checks.check_array(op, "tokens", tokens, "[T, H]", checks.TOKEN_DTYPES)
+    checks.check_array(op, "expert_ids", expert_ids, "[T, K]", np.integer)
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
-    checks.check_shape(op, "expert_ids", expert_ids, (num_tokens, top_k), "[T, K]")
+    checks.check_array(op, "expert_ids", expert_ids, "[T, K]", shape=(num_tokens, top_k))
     if weights is not None:
-        checks.check_kind(op, "weights", weights, np.floating, "a float")
-        checks.check_shape(op, "weights", weights, (num_tokens, top_k), "[T, K]")
+        checks.check_array(op, "weights", weights, "[T, K]", np.floating, shape=(num_tokens, top_k))
     checks.check_int(op, "num_experts", num_experts)
     checks.check_int(op, "alignment", alignment)
     checks.check_one_of(op, "on_overflow", on_overflow, checks.ON_OVERFLOW)
@@ -169,7 +166,6 @@ def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group:
     if routing.counts.shape[0] != group.size or config.size * group.nodes != group.size:
         raise ValueError(f"{op}: routing is of a group of {routing.counts.shape[0]} ranks, group has {group.size}")
     routing.check_own(op, group.axis_name)
-    checks.check_rank(op, name, rows, 2, "[capacity, H']")
-    checks.check_dtype(op, name, rows, checks.TOKEN_DTYPES)
+    checks.check_array(op, name, rows, "[capacity, H']", checks.TOKEN_DTYPES)
     if rows.shape[0] != config.capacity:
         raise ValueError(f"{op}: {name} must have the {config.capacity} rows of the dispatch, got {rows.shape}")

@@ -201,7 +201,7 @@ class Routing:
         """Checks the leaves of a dispatch among the ranks of `config`; `counts` names the leaf of its counts."""
         if not isinstance(self.config, DispatchConfig):
             raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {checks.describe(self.config)}")
-        checks.check_rank(op, "routing.targets", self.targets, 2, "[T, K]")
+        checks.check_array(op, "routing.targets", self.targets, "[T, K]")
         self.config.check(op, "routing.config", empty=self.targets.size == 0)
         size, local_experts, (num_tokens, top_k) = self.config.size, self.config.local_experts, self.targets.shape
         rows = size * num_tokens * top_k
@@ -216,8 +216,7 @@ class Routing:
             ("invalid", (1,), "[1]", np.int32),
         ):
             leaf = getattr(self, name)
-            checks.check_shape(op, f"routing.{name}", leaf, shape, layout)
-            checks.check_dtype(op, f"routing.{name}", leaf, (np.dtype(dtype),))
+            checks.check_array(op, f"routing.{name}", leaf, layout, dtype, shape=shape)
 
     def check_own(self, op: str, axis_name: AxisName) -> None:
         """Raises ValueError if the types say that all ranks have the same routing."""
@@ -277,18 +276,15 @@ class NodeRouting(Routing):
         self._check_leaves(op, counts="local_counts")
         checks.check_int(op, "routing.num_tokens", self.num_tokens, least=0)
         checks.check_int(op, "routing.chunks", self.chunks)
-        checks.check_rank(op, "routing.counts", self.counts, 2, "[R, E / R]")
+        checks.check_array(op, "routing.counts", self.counts, "[R, E / R]")
         ranks, pairs = self.counts.shape[0], self.targets.shape[0]
         nodes = max(1, ranks // self.config.size)
-        checks.check_shape(
-            op, "routing.counts", self.counts, (nodes * self.config.size, self.config.local_experts), "[R, E / R]"
-        )
-        checks.check_dtype(op, "routing.counts", self.counts, (np.dtype(np.int32),))
+        shape = (nodes * self.config.size, self.config.local_experts)
+        checks.check_array(op, "routing.counts", self.counts, "[R, E / R]", np.int32, shape=shape)
         if pairs != nodes * (self.num_tokens if self.sent is None else pairs // nodes):
             raise ValueError(f"{op}: routing.targets must be of the tokens of {nodes} nodes, got {self.targets.shape}")
         if self.sent is not None:
-            checks.check_shape(op, "routing.sent", self.sent, (nodes, pairs // nodes), "[N, B]")
-            checks.check_dtype(op, "routing.sent", self.sent, (np.dtype(np.int32),))
+            checks.check_array(op, "routing.sent", self.sent, "[N, B]", np.int32, shape=(nodes, pairs // nodes))
 
 
 class MoeStats(NamedTuple):

@@ -120,7 +120,7 @@ def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:
         if array.ndim != 1 or array.shape[0] < 1:
             raise ValueError(f"{op} {name} must be rank 1 with positive dimension size, but got shape {array.shape}")
     for name, array in offsets.items():
-        checks.check_shape(op, name, array, slices[0].shape, "that of input_offsets")
+        checks.check_array(op, name, array, "that of input_offsets", shape=slices[0].shape)
 
 
 def _check_slices(op: str, entries: int, size: int) -> None:

@@ -25,7 +25,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
       ValueError, TypeError: the table is not [V, D], or the ids are no array of int32 or int64.
     """
     check_table("lookup", table)
-    checks.check_dtype("lookup", "ids", ids, INDEX_DTYPES)
+    checks.check_array("lookup", "ids", ids, dtype=INDEX_DTYPES)
     return _read(table, ids)
 
 
@@ -80,7 +80,7 @@ def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options:
     if not leaves:
         raise ValueError(f"{op}: ids must hold an array at least for every table, got {ids!r}")
     for x in leaves:
-        checks.check_dtype(op, "ids", x, INDEX_DTYPES)
+        checks.check_array(op, "ids", x, dtype=INDEX_DTYPES)
     flat = jnp.concatenate([x.ravel() for x in leaves])
 
     def apart(rows: jax.Array) -> Tree:
@@ -176,7 +176,7 @@ def stacked_ids(ids: T, num_rows: Tree) -> T:
     for height, its_ids in zip(heights, structure.flatten_up_to(ids), strict=True):
         checks.check_int(op, "num_rows", height)
         for x in jax.tree.leaves(its_ids):
-            checks.check_dtype(op, "ids", x, INDEX_DTYPES)
+            checks.check_array(op, "ids", x, dtype=INDEX_DTYPES)
         begin = below
         stacked.append(jax.tree.map(lambda x, n=height, i=begin: jnp.where((x >= 0) & (x < n), x + i, -1), its_ids))
         below += height
@@ -211,18 +211,18 @@ def bag(
       ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
     op = "bag"
-    checks.check_kind(op, "ids", ids, jnp.integer, "an integer")
-    checks.check_kind(op, "rows", rows, jnp.floating, "a float")
+    checks.check_array(op, "ids", ids, dtype=np.integer)
+    checks.check_array(op, "rows", rows, dtype=np.floating)
     layout = "[..., L, D] for ids [..., L]"
-    checks.check_shape(op, "rows", rows, (*ids.shape, *rows.shape[-1:]), layout)
+    checks.check_array(op, "rows", rows, layout, shape=(*ids.shape, *rows.shape[-1:]))
     checks.check_one_of(op, "combiner", combiner, COMBINERS)
     if weights is not None:
-        checks.check_shape(op, "weights", weights, ids.shape, "that of ids")
+        checks.check_array(op, "weights", weights, "that of ids", shape=ids.shape)
     if (bag_of is None) != (num_bags is None):
         raise ValueError(f"{op}: num_bags must be given with bag_of and not without it, got {num_bags}")
     if bag_of is not None:
-        checks.check_rank(op, "ids", ids, 1, "[N] with bag_of")
-        checks.check_shape(op, "bag_of", bag_of, ids.shape, "that of ids")
+        checks.check_array(op, "ids", ids, "[N] with bag_of")
+        checks.check_array(op, "bag_of", bag_of, "that of ids", shape=ids.shape)
 
     def total(x: jax.Array) -> jax.Array:  # [..., L, W] -> [..., W]
         return x.sum(axis=-2) if bag_of is None else jax.ops.segment_sum(x, bag_of, num_bags)

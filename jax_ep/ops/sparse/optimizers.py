@@ -74,7 +74,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         if found != structure:
             raise ValueError(f"update: state must be that of init, {structure}, got {found}")
         for x, (expected, _) in zip(whole, types, strict=True):
-            checks.check_shape("update", "state", x, expected, "that of init")
+            checks.check_array("update", "state", x, "that of init", shape=expected)
 
         def read(x: jax.Array) -> jax.Array:
             return x.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
@@ -83,7 +83,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             return x.at[rows.indices].set(y.astype(x.dtype), mode="drop", indices_are_sorted=True)
 
         if table is not None:
-            checks.check_shape("update", "table", table, shape, "[V, D] of the gradient")
+            checks.check_array("update", "table", table, "[V, D] of the gradient", shape=shape)
             table = read(table).astype(jnp.float32)
         named = structure.unflatten(read(x) if by_row else x for x, (_, by_row) in zip(whole, types, strict=True))
         updates, named = optimizer.update(rows.values, named, table)
@@ -130,7 +130,7 @@ def apply_updates(table: T, updates: Tree) -> T:
 
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
         check_sparse_rows(op, "updates", rows)
-        checks.check_shape(op, "table", table, (rows.num_rows, rows.values.shape[1]), "[V, D] of the gradient")
+        checks.check_array(op, "table", table, "[V, D] of the gradient", shape=(rows.num_rows, rows.values.shape[1]))
         return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
 
     return jax.tree.map(apply, table, updates)

@@ -118,18 +118,15 @@ class SparseRows:
 
     def check(self, op: str) -> None:
         """Raises ValueError or TypeError, naming `op`, unless shapes and dtypes are those of sparse rows."""
-        checks.check_rank(op, "indices", self.indices, 1, "[N]")
-        checks.check_dtype(op, "indices", self.indices, INDEX_DTYPES)
-        checks.check_rank(op, "values", self.values, 2, "[N, D]")
-        checks.check_dtype(op, "values", self.values, checks.TOKEN_DTYPES)
+        checks.check_array(op, "indices", self.indices, "[N]", INDEX_DTYPES)
+        checks.check_array(op, "values", self.values, "[N, D]", checks.TOKEN_DTYPES)
         if self.values.shape[0] != self.indices.shape[0]:
             raise ValueError(
                 f"{op}: values must have as many rows as indices, {self.indices.shape[0]}, got {self.values.shape}"
             )
         checks.check_int(op, "num_rows", self.num_rows, below_32_bits=True)
         for name in ("count", "ignored", "dropped"):
-            checks.check_shape(op, name, getattr(self, name), (), "[]")
-            checks.check_dtype(op, name, getattr(self, name), (np.dtype(np.int32),))
+            checks.check_array(op, name, getattr(self, name), "[]", np.int32, shape=())
 
     @property
     def _counted(self) -> jax.Array:
@@ -147,7 +144,7 @@ def check_sparse_rows(op: str, name: str, rows: Any) -> None:
 
 
 def check_table(op: str, table: Any) -> None:
-    checks.check_rank(op, "table", table, 2, "[V, D]")
+    checks.check_array(op, "table", table, "[V, D]")
     if not len(table):
         raise ValueError(f"{op}: table must have at least one row, got {table.shape}")
 
