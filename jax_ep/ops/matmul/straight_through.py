@@ -101,7 +101,9 @@ def _product_jvp(dtype: np.dtype, float8_dgrad: bool, primals: Any, tangents: An
         lhs = d_rhs = None
 
     def forward(kept: Any, changes: Any) -> jax.Array:
-        return product_tangent(*kept, *changes).astype(dtype)
+        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = kept, changes
+        by_lhs = api.ragged_dot(d_lhs, dequantized(rhs, d_lhs.dtype), group_sizes)
+        return (by_lhs if d_rhs is None else by_lhs + api.ragged_dot(lhs, d_rhs, group_sizes)).astype(dtype)
 
     def backward(kept: Any, cotangent: jax.Array) -> Any:
         lhs, rhs, group_sizes = kept
@@ -133,18 +135,3 @@ def _transposed(weights: jax.Array | Float8Weights) -> Float8Weights:
     if isinstance(weights, Float8Weights):
         return jax.tree.map(lambda x: x.swapaxes(-1, -2), weights)
     return float8.quantize_weights(weights.swapaxes(-1, -2))
-
-
-def product_tangent(
-    lhs: jax.Array | Float8Rows,
-    rhs: jax.Array | Float8Weights,
-    group_sizes: jax.Array,
-    d_lhs: jax.Array,
-    d_rhs: jax.Array | None,
-) -> jax.Array:
-    """The tangent of a grouped product, straight through the rounding of operands in float8. For other families.
-
-    `d_rhs` is None if `rhs` has no tangent; `lhs` is then not used.
-    """
-    by_lhs = api.ragged_dot(d_lhs, dequantized(rhs, d_lhs.dtype), group_sizes)
-    return by_lhs if d_rhs is None else by_lhs + api.ragged_dot(dequantized(lhs, d_rhs.dtype), d_rhs, group_sizes)

@@ -42,20 +42,10 @@ from jax_ep.ops.matmul.api import (
 from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product, quantized_weights
 from jax_ep.ops.matmul.quantize import dequantized, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
-from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, product, product_tangent
+from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, product
+from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
-from jax_ep.ops.moe.gradients import (
-    combine,
-    combine_tangent,
-    inner_products,
-    of_assignments,
-    return_rows,
-    scatter,
-    scatter_in_float8,
-    sent_weights,
-    to_slots,
-    weighed,
-)
+from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
 from jax_ep.ops.moe.in_place import may_land
 from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
@@ -103,17 +93,17 @@ def experts_of_tokens(
     config = call.dispatch.config
     shape = (config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
-    zeroed = bool(parameters) or _zeroes_unused(call)  # gradients of parameters add up all rows
-    wire = "float8_rows" if call.in_float8 else config.wire
-    expand = wire == "float8_rows" or _zeroes_unused(call) or not _lands(call.dispatch, tokens.shape[0])
-    config = dataclasses.replace(config, wire=wire, zero_unused=zeroed, expand=expand)
+    zeroed = _zeroes_unused(call)
+    # With several ranks, products lose more by gathering than an exchange by expanding (docs/negative-results.md).
+    gathers = config.size == 1 and not (zeroed or call.in_float8) and may_land(call.dispatch, tokens.shape[0])
+    config = dataclasses.replace(
+        config,
+        wire="float8_rows" if call.in_float8 else config.wire,
+        zero_unused=zeroed or bool(parameters),  # gradients of parameters add up all rows
+        expand=not gathers,
+    )
     call = call._replace(dispatch=call.dispatch._replace(config=config), unit=unit)
     return _experts(call, *operands, parameters, overlapped)
-
-
-def _lands(call: DispatchCall, num_tokens: int) -> bool:
-    """Not on several GPUs: products lose more by gathering than an exchange by expanding (docs/negative-results.md)."""
-    return may_land(call, num_tokens) and (call.group.size == 1 or call.group.platform == "cpu")
 
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
@@ -141,7 +131,12 @@ def _plain_chain(
 
 
 def plain_answers(
-    call: ExpertsCall, rows: jax.Array, sizes: jax.Array, routing: Routing, experts: Experts
+    call: ExpertsCall,
+    rows: jax.Array,
+    sizes: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    parameters: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, Routing]:
     """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
     multiply: Any = call.product or partial(ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla")
@@ -152,7 +147,7 @@ def plain_answers(
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
     products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first_matrices), PRODUCTS)
     first_biases, down_bias = split_biases(experts, experts.biases)
-    inner = call.unit(products, first_biases, sizes).astype(rows.dtype)
+    inner = call.unit(products, first_biases, sizes, parameters).astype(rows.dtype)
     answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(rows.dtype)
     return with_bias(answers, down_bias, sizes), routing
 
@@ -232,7 +227,7 @@ def _forward(
         rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
     kept = Kept(rows, sizes, routing, (), experts, parameters)
     answers, products = answers_of(call, kept, tokens.dtype, keep_products=keep_products)
-    combined = checkpoint_name(combine(group, answers, routing.weights, routing), COMBINED)
+    combined = checkpoint_name(gradients.combine(group, answers, routing.weights, routing), COMBINED)
     return combined, kept._replace(products=products), overlapped
 
 
@@ -252,61 +247,51 @@ def _up_and_gate(
     On Hopper one kernel computes both, if the unit is known and has no biases. In float8 that kernel keeps no products,
     and quantizes its result, as the product by down would.
     """
-    rows: Any
-    rows, sizes, experts = kept.rows, kept.sizes, kept.experts
-    biases, _ = split_biases(experts, experts.biases)
-    matrices: Any = experts.first_matrices
+    biases, _ = split_biases(kept.experts, kept.experts.biases)
+    multiply: Any = partial(quantized_product, dtype=dtype) if call.in_float8 else rows_product
+
+    def composed(rows: Any, sizes: jax.Array, *matrices: Any) -> tuple[jax.Array, Products]:
+        products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
+        return call.unit(products, biases, sizes, kept.parameters), products if keep_products else ()
+
+    def quantized(*operands: Any) -> Float8Rows:
+        return quantize_rows(composed(*operands)[0])
+
     known = call.unit.known if all(bias is None for bias in biases) else None
+    rows: Any = kept.rows
+    operands, matrices = (rows, kept.sizes), kept.experts.first_matrices
     if known is not None and not call.in_float8:
-
-        def gated(rows: Rows, sizes: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, Products]:
-            products = tuple(rows_product(rows, matrix, sizes) for matrix in matrices)
-            return call.unit(products, biases, sizes), products if keep_products else ()
-
-        inner, products = gated_product(known, gated, rows, sizes, *matrices, keep_products=keep_products)
-        return inner, checkpoint_name(products, PRODUCTS)
-    if known is not None and not keep_products and dtype == jnp.bfloat16:
-
-        def quantized(rows: Float8Rows, sizes: jax.Array, *matrices: Float8Weights) -> Float8Rows:
-            products = tuple(quantized_product(rows, matrix, sizes) for matrix in matrices)
-            return quantize_rows(call.unit(products, biases, sizes))
-
-        return quantized_gated_product(known, quantized, rows, sizes, *map(quantized_weights, matrices)), ()
-    multiply = partial(quantized_product, dtype=dtype) if call.in_float8 else rows_product
-    products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in matrices), PRODUCTS)
-    return call.unit(products, biases, sizes, kept.parameters), products if keep_products else ()
-
-
-def _unit_of_kept(call: ExpertsCall, kept: Kept) -> Callable[..., jax.Array]:
-    """The unit as a function of its differentiable operands: products, biases and parameters."""
-    return lambda products, biases, parameters: call.unit(products, biases, kept.sizes, parameters)
+        inner, products = gated_product(known, composed, *operands, *matrices, keep_products=keep_products)
+    elif known is not None and not keep_products and dtype == jnp.bfloat16:
+        return quantized_gated_product(known, quantized, *operands, *map(quantized_weights, matrices)), ()
+    else:
+        inner, products = composed(*operands, *matrices)
+    return inner, checkpoint_name(products, PRODUCTS)
 
 
 def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> tuple[jax.Array, jax.Array | None]:
-    rows, sizes, routing, products, experts, parameters = kept
-    d_experts = changes.experts
-    first_biases, down_bias = split_biases(experts, experts.biases)
-    d_first_biases, d_down_bias = split_biases(experts, d_experts.biases)
+    """Those of the plain chain behind the dispatch."""
+    rows, sizes, routing, _, experts, parameters = kept
+    group, d_experts = call.dispatch.group, changes.experts
     if isinstance(rows, GatheredRows):
-        d_landed = to_slots(call.dispatch.group, changes.tokens, routing)
-        d_rows, rows = taken(dataclasses.replace(rows, matrix=d_landed)), taken(rows)
+        d_rows = taken(dataclasses.replace(rows, matrix=changes.tokens))
     else:
-        d_rows = scatter(call.dispatch.group, changes.tokens, routing)
-    d_routed_weights = sent_weights(call.dispatch.group, changes.weights, routing)
-    d_products = tuple(
-        product_tangent(rows, getattr(experts, name), sizes, d_rows, getattr(d_experts, name))
-        for name in experts.first_names
-    )
-    inner, d_inner = jax.jvp(
-        _unit_of_kept(call, kept),
-        (products, first_biases, parameters),
-        (d_products, d_first_biases, changes.parameters),
-    )
-    answers = with_bias(ragged_dot(inner, dequantized(experts.down, inner.dtype), sizes), down_bias, sizes)
-    d_answers = product_tangent(inner, experts.down, sizes, d_inner, d_experts.down)
-    d_answers = with_bias(d_answers, d_down_bias, sizes)
-    changed = (d_answers, d_routed_weights)
-    return combine_tangent(call.dispatch.group, answers, routing.weights, routing, *changed)[0], changes.overlapped
+        d_rows = gradients.scatter(group, changes.tokens, routing)
+    names = [name for name in (*experts.first_names, "down") if getattr(d_experts, name) is not None]
+
+    def sums(rows: jax.Array, weights: jax.Array, matrices: Any, biases: Any, parameters: Any) -> jax.Array:
+        moved = dataclasses.replace(experts, **dict(zip(names, matrices, strict=True)), biases=biases)
+        answers, _ = plain_answers(call, rows, sizes, routing, moved, parameters)
+        return gradients.combine(group, answers, weights, routing)
+
+    def operands_of(rows: Any, weights: jax.Array, experts: Experts, parameters: Any) -> tuple[Any, ...]:
+        return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
+
+    wide = dequantized(taken(rows), changes.tokens.dtype)
+    primals = operands_of(wide, routing.weights, experts, parameters)
+    d_weights = gradients.sent_weights(group, changes.weights, routing)
+    tangents = operands_of(d_rows, d_weights, d_experts, changes.parameters)
+    return jax.jvp(sums, primals, tangents)[1], changes.overlapped
 
 
 def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
@@ -316,11 +301,11 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
 
     d_answers: Any  # not yet weighed
     if isinstance(rows, GatheredRows):
-        d_answers = dataclasses.replace(rows, matrix=to_slots(group, d_combined, routing))
+        d_answers = dataclasses.replace(rows, matrix=d_combined)
     elif call.float8_dgrad:
-        d_answers = scatter_in_float8(group, d_combined, routing)
+        d_answers = gradients.scatter_in_float8(group, d_combined, routing)
     else:
-        d_answers = scatter(group, d_combined, routing)
+        d_answers = gradients.scatter(group, d_combined, routing)
     if d_overlapped is not None:
         d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
     dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
@@ -347,7 +332,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
     else:
         matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
         d_rows = add_lhs_gradients(jnp.zeros_like(weighed_inner, shape=wide.shape), d_products, matrices, sizes)
-    d_tokens, d_weights = return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
+    d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
     return _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
@@ -364,7 +349,10 @@ def _unit_cotangents(
     def composed(
         d_answers: Any, down: Any, sizes: jax.Array, products: Products, row_weights: jax.Array
     ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
-        inner, pull = jax.vjp(_unit_of_kept(call, kept), products, biases, kept.parameters)
+        def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
+            return call.unit(products, biases, sizes, parameters)
+
+        inner, pull = jax.vjp(unit, products, biases, kept.parameters)
         if call.float8_dgrad:
             back = float8_lhs_gradient((d_answers,), (down,), sizes, dtype)
         else:

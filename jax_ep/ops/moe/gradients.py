@@ -87,21 +87,6 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
     return jnp.sum(rows.astype(jnp.float32) * others.astype(jnp.float32), axis=1)
 
 
-def combine_tangent(
-    group: Group,
-    expert_outputs: jax.Array,
-    weights: jax.Array,
-    routing: Routing,
-    d_outputs: jax.Array,
-    d_weights: jax.Array,
-    chunks: Chunks = WHOLE,
-) -> list[jax.Array]:
-    """The tangents of the sums of each chunk's tokens."""
-    by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
-    by_weights = combine_chunks(group, chunks, expert_outputs, d_weights, routing)
-    return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
-
-
 def to_slots(group: Group, tokens: jax.Array, routing: Routing) -> jax.Array:
     """Tokens [T, H] to their slots [R T, H] at the ranks that have rows of theirs; other slots may hold anything."""
     if group.size == 1:
@@ -169,7 +154,10 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> A
     out = checkpoint_name(combine_chunks(group, chunks, expert_outputs, weights, routing), COMBINED)
 
     def forward(known: Any, changes: Any) -> list[jax.Array]:
-        return combine_tangent(group, *known, *changes, chunks=chunks)
+        (outputs, weights, routing), (d_outputs, d_weights) = known, changes
+        by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
+        by_weights = combine_chunks(group, chunks, outputs, d_weights, routing)
+        return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
 
     def backward(known: Any, cotangents: list[jax.Array]) -> Any:
         outputs, weights, routing = known
