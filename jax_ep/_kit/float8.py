@@ -92,7 +92,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
 
 def packed(rows: Float8Rows) -> jax.Array:
     """Rows as float32 that travel as one: four values in each, then the scales, a multiple of 16 bytes in all."""
-    fours = rows.bits.reshape(rows.bits.shape[0], -1, 4)
+    fours = rows.bits.reshape(rows.bits.shape[0], rows.bits.shape[1] // 4, 4)
     padding = (0, 0), (0, -rows.scales.shape[1] % 4)
     return jnp.concatenate([jax.lax.bitcast_convert_type(fours, jnp.float32), jnp.pad(rows.scales, padding)], axis=1)
 
@@ -124,11 +124,6 @@ def dequantize_weights(weights: Float8Weights, dtype: DTypeLike) -> jax.Array:
     return blocks.reshape(weights.bits.shape).astype(dtype).swapaxes(-1, -2)
 
 
-def to_bits(values: jax.Array) -> jax.Array:
-    """Values, rounded to float8_e4m3fn, as uint8."""
-    return jax.lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), BITS)
-
-
 def _from_bits(bits: jax.Array) -> jax.Array:
     if isinstance(bits, np.ndarray):
         return bits.view(jnp.float8_e4m3fn)
@@ -153,4 +148,5 @@ def _quantized(blocks: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
     inverse = jnp.where(largest == 0, 1.0, jnp.minimum(LARGEST / largest, jnp.finfo(jnp.float32).max))
     divisor = jnp.where(largest < 0, largest, LARGEST)  # XLA would multiply by the rounded inverse of a constant
-    return to_bits(blocks * inverse), jnp.where(largest == 0, 1.0, largest / divisor)
+    rounded = jax.lax.bitcast_convert_type((blocks * inverse).astype(jnp.float8_e4m3fn), BITS)
+    return rounded, jnp.where(largest == 0, 1.0, largest / divisor)

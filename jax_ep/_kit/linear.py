@@ -6,6 +6,7 @@ transpose alone.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +42,17 @@ def linear(
 
     leaves = _bind(flat_forward, flat_transpose, len(known), (*known, *linear_in))
     return out_tree.unflatten(leaves)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def without_gradient(message: str, x: Any) -> Any:
+    """`x`, a pytree. Its differentiation raises a TypeError with this message."""
+    return x
+
+
+@without_gradient.defjvp
+def _refuse(message: str, *_: Any) -> Any:
+    raise TypeError(message)
 
 
 _linear_p = Primitive("jax_ep_linear")

@@ -10,7 +10,7 @@ import jax
 from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
-from jax_ep.ops.matmul.quantize import check_weights, without_gradient
+from jax_ep.ops.matmul.quantize import check_weights, frozen
 from jax_ep.ops.moe.units import Experts
 
 LOGGER = logging.getLogger("jax_ep")
@@ -41,8 +41,8 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
                 )
     if any_matrices:
         return dataclasses.replace(experts, biases=NO_BIASES)
-    frozen = {name: without_gradient(op, f"experts.{name}", getattr(experts, name)) for name in names}
-    return dataclasses.replace(experts, **frozen, biases=experts.biases or NO_BIASES)
+    matrices = {name: frozen(op, f"experts.{name}", getattr(experts, name)) for name in names}
+    return dataclasses.replace(experts, **matrices, biases=experts.biases or NO_BIASES)
 
 
 def experts_per_rank(experts: Experts) -> int:

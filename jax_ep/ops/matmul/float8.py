@@ -15,11 +15,16 @@ from jax.typing import DTypeLike
 from jax_ep._kit import checks, float8, gemm, vary
 from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
+from jax_ep._kit.linear import without_gradient
 from jax_ep.ops.matmul import kernels
 from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
+NO_GRADIENT = (
+    "products of float8 operands have no gradient: differentiate moe_mlp(precision='float8'), or wrap the product in a "
+    "jax.custom_vjp"
+)
 
 
 def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
@@ -68,7 +73,6 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
     return result
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def grouped_product(
     dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
@@ -76,6 +80,7 @@ def grouped_product(
 
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
+    lhs, rhs = without_gradient(NO_GRADIENT, (lhs, rhs))
     operands = batched_alike(lhs, rhs, group_sizes)
     by_xla, core = partial(_by_xla, dtype=dtype), partial(kernels.grouped_matmul, dtype=dtype)
     if not (gemm.has_gemm() and _none_empty(operands)):
@@ -85,14 +90,6 @@ def grouped_product(
 
 def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     return jax.lax.ragged_dot(dequantize(taken(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
-
-
-@grouped_product.defjvp
-def _no_gradient(*_: Any) -> Any:
-    raise TypeError(
-        "products of float8 operands have no gradient: differentiate moe_mlp(precision='float8'), or wrap the product "
-        "in a jax.custom_vjp"
-    )
 
 
 def quantized_product(

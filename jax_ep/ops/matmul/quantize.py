@@ -1,7 +1,6 @@
 """float8 operands: rows with a scale per 128 values, weights with a scale per 128 x 128 (DeepGEMM's recipe)."""
 
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, float8
 from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
-
-Operand = TypeVar("Operand", bound=jax.Array | Float8)
+from jax_ep._kit.linear import without_gradient
 
 
 def quantize_rows(rows: jax.Array) -> Float8Rows:
@@ -88,21 +86,10 @@ def dequantized(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
     return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
 
 
-def without_gradient(op: str, name: str, operand: Operand) -> Operand:
+def frozen(op: str, name: str, operand: Any) -> Any:
     """The operand. If it is in float8, its differentiation raises a TypeError that names `op` and the argument."""
-    if not isinstance(operand, Float8):
-        return operand
-    return jax.tree.map(partial(_frozen, op, name), operand)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _frozen(op: str, name: str, part: jax.Array) -> jax.Array:
-    return part
-
-
-@_frozen.defjvp
-def _no_gradient_of_float8(op: str, name: str, *_: Any) -> Any:
-    raise TypeError(f"{op}: {name} in float8 has no gradient: differentiate one of another dtype")
+    message = f"{op}: {name} in float8 has no gradient: differentiate one of another dtype"
+    return without_gradient(message, operand) if isinstance(operand, Float8) else operand
 
 
 def check_blocks(op: str, name: str, shape: tuple[int, ...]) -> None:

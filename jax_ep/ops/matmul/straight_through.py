@@ -13,7 +13,7 @@ from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
 from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product, quantized_weights
-from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, without_gradient
+from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, frozen
 from jax_ep.ops.matmul.rows import gathered_rows
 
 
@@ -61,7 +61,7 @@ def ragged_dot(
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
-    return product(dtype, False, lhs, without_gradient(op, "rhs", rhs), groups)
+    return product(dtype, False, lhs, frozen(op, "rhs", rhs), groups)
 
 
 def _check_group_sizes(op: str, rhs: Any, group_sizes: Any) -> jax.Array:

@@ -30,9 +30,7 @@ from jax_ep._kit.float8 import Float8Rows
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
-
-NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with wire='float8'"
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
 
 scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
 return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))

@@ -17,20 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit.float8 import BITS, BLOCK, Float8Rows, dequantize_rows, quantize_rows
-from jax_ep._kit.linear import linear
+from jax_ep._kit.float8 import Float8Rows, dequantize_rows, packed, quantize_rows, unpacked
+from jax_ep._kit.linear import linear, without_gradient
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import gradients, xla
-from jax_ep.ops.moe.types import (
-    DISPATCHED,
-    WHOLE,
-    Chunks,
-    DispatchCall,
-    Dispatched,
-    NodeRouting,
-    Routing,
-)
+from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchCall, Dispatched, NodeRouting, Routing
 from jax_ep.runtime.topology import added_up, sum_over_nodes
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -164,8 +156,9 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
     """The rows of the local experts, [C, H], or `Float8Rows`."""
     if call.config.wire is None:
         return _moved(call, tokens, sent, local)
-    through = _float8_rows if call.config.wire == "float8_rows" else _dequantized_rows
-    return through(call, tokens, sent, local)
+    if call.config.wire == "float8_rows":
+        return _float8_rows(call, without_gradient(NO_GRADIENT, tokens), sent, local)
+    return _dequantized_rows(call, tokens, sent, local)
 
 
 def _moved(
@@ -178,14 +171,8 @@ def _moved(
     return xla.scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _float8_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Float8Rows:
-    return _from_floats(_moved(call, _as_floats(tokens), sent, local))
-
-
-@_float8_rows.defjvp
-def _float8_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
-    raise TypeError(gradients.NO_GRADIENT)
+    return unpacked(_moved(call, packed(quantize_rows(tokens)), sent, local), tokens.shape[1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -199,18 +186,6 @@ def _dequantized_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> An
     tokens, sent, local = primals
     moved = _moved(call, tangents[0], sent, local, gradients.scatter_tangent)
     return _dequantized_rows(call, tokens, sent, local), moved
-
-
-def _as_floats(tokens: jax.Array) -> jax.Array:
-    """[T, H] -> [T, H / 4 + H / 128] float32, whose bits are float8 values and scales."""
-    rows = quantize_rows(tokens)
-    words = jax.lax.bitcast_convert_type(rows.bits.reshape(tokens.shape[0], tokens.shape[1] // 4, 4), jnp.float32)
-    return jnp.concatenate([words, rows.scales], axis=1)
-
-
-def _from_floats(rows: jax.Array) -> Float8Rows:
-    words, scales = jnp.split(rows, [rows.shape[1] * BLOCK // (BLOCK + 4)], axis=1)
-    return Float8Rows(jax.lax.bitcast_convert_type(words, BITS).reshape(rows.shape[0], words.shape[1] * 4), scales)
 
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:

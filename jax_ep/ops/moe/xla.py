@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit.checks import AxisName
-from jax_ep._kit.float8 import Float8Rows, dequantize_rows, quantize_rows, to_bits
+from jax_ep._kit.float8 import dequantize_rows, packed, quantize_rows, unpacked
+from jax_ep._kit.linear import without_gradient
 from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources, segments
-from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import NO_GRADIENT, DispatchConfig, Dispatched, Routing
 
 _BLOCK = 64  # assignments
 
@@ -93,9 +94,8 @@ def dispatch(
     (num_tokens, top_k), size = expert_ids.shape, config.size
     me = jax.lax.axis_index(axis_name)
     sent = tokens
-    if config.wire == "float8_rows":  # both parts in one row; float32 holds them exactly
-        quantized = quantize_rows(tokens)
-        sent = jnp.concatenate([quantized.values.astype(jnp.float32), quantized.scales], axis=1)
+    if config.wire == "float8_rows":
+        sent = packed(quantize_rows(without_gradient(NO_GRADIENT, tokens)))
     elif config.wire == "float8":  # the gradient passes straight through the rounding
         rounded = dequantize_rows(quantize_rows(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
@@ -127,8 +127,7 @@ def dispatch(
             indices = jnp.where((placed.needed > config.capacity).any(), jnp.iinfo(jnp.int32).min, indices)
         routing, received = dataclasses.replace(routing, indices=indices), all_tokens
     if config.wire == "float8_rows":
-        values, scales = jnp.split(received, [tokens.shape[1]], axis=1)
-        received = Float8Rows(to_bits(values), scales)
+        received = unpacked(received, tokens.shape[1])
     return Dispatched(received, placed.group_sizes[me], routing), placed.needed
 
 
