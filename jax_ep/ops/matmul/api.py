@@ -86,9 +86,8 @@ def ragged_dot(
         options["out_sharding"] = out_sharding
     rows, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     if lhs_indices is not None:
-        gathered = gathered_rows("ragged_dot", rows, lhs_indices)
         checks.check_array("ragged_dot", "lhs", rows, "[rows, K]")
-        rows = gathered
+        rows = gathered_rows("ragged_dot", rows, lhs_indices)
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:
         return by_xla(rows, rhs, group_sizes)
@@ -136,11 +135,7 @@ def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax
 
     For backward passes, here and in other families: the operands vary over the same mesh axes, as in `rhs_gradient`.
     """
-    return _grouped("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
-
-
-def _by_transposed(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return _by_xla(lhs, rhs.swapaxes(1, 2), group_sizes, **options)
+    return product("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
 
 
 def add_lhs_gradients(
@@ -163,7 +158,10 @@ def _summed(
     first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
     """The sum by XLA, of rounded products."""
-    return _by_transposed(first, first_rhs, group_sizes) + _by_transposed(second, second_rhs, group_sizes)
+    by_first, by_second = (
+        _by_xla(x, rhs.swapaxes(1, 2), group_sizes) for x, rhs in ((first, first_rhs), (second, second_rhs))
+    )
+    return by_first + by_second
 
 
 def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
@@ -171,7 +169,7 @@ def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Arra
 
     At most one operand may be `GatheredRows`.
     """
-    return _grouped("contracted", AUTO, lhs.dtype, lhs, cotangent, group_sizes)
+    return product("contracted", AUTO, lhs.dtype, lhs, cotangent, group_sizes)
 
 
 def gated_product(
@@ -233,8 +231,6 @@ def gated_gradient(
 
 def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, whose derivative is that of the same function by XLA."""
-    if call is by_xla:
-        return call
     product = jax.custom_jvp(call)
     product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(by_xla, primals, tangents)[1]))
     return product
@@ -297,12 +293,6 @@ def _choose(
     return "pallas" if by_pallas else "xla"
 
 
-def _grouped(form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
-    """`product`, which JAX differentiates where XLA multiplies."""
-    by_xla = _choose(settings, dtype, left, right, sizes) == "xla"
-    return (_multiplied if by_xla else product)(form, settings, dtype, left, right, sizes)
-
-
 def _multiplied(
     form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
@@ -312,8 +302,8 @@ def _multiplied(
         options: Any = {"precision": settings.precision, "preferred_element_type": dtype}
         if form == "contracted":
             return jax.lax.ragged_dot_general(taken(left), taken(right), sizes, _CONTRACT_ROWS, **options)
-        matrices: Any = right
-        return (_by_transposed if form == "transposed" else _by_xla)(left, matrices, sizes, **options)
+        matrices = taken(right)
+        return _by_xla(left, matrices.swapaxes(1, 2) if form == "transposed" else matrices, sizes, **options)
 
     left, right, sizes = batched_alike(left, right, sizes)
     if form == "contracted":
@@ -352,7 +342,7 @@ def _product_jvp(
             "transposed": (("plain", c, right), ("contracted", c, left)),
             "contracted": (("transposed", right, c), ("plain", left, c)),
         }
-        d_left, d_right = (_grouped(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
+        d_left, d_right = (product(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
         return home(left, d_left), home(right, d_right)
 
     changes = tuple(parts(d)[0] for d in tangents[:2])
