@@ -1,5 +1,8 @@
 """The kernels of dispatch and combine, and of their gradients, as FFI calls."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -32,17 +35,9 @@ def dispatch(
         zero_unused=config.zero_unused,
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
-    routing = Routing(
-        targets=called["targets"],
-        row_of=called["row_of"],
-        weights=called["weights"],
-        counts=called["counts"],
-        dropped=called["dropped"],
-        invalid=called["invalid"],
-        config=config,
-        indices=called.get("indices"),
-    )
-    return Dispatched(rows, called["group_sizes"], routing)
+    leaves: dict[str, Any] = {leaf.name: called.get(leaf.name) for leaf in dataclasses.fields(Routing)}
+    leaves["config"] = config
+    return Dispatched(rows, called["group_sizes"], Routing(**leaves))
 
 
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
