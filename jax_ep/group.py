@@ -117,13 +117,7 @@ class Group:
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
             self._native, self._free_number = opening.open_native(
-                self.platform,
-                mesh,
-                self.axis_name,
-                timeout=timeout,
-                open_timeout=open_timeout,
-                max_sms=max_sms,
-                async_ops=async_ops,
+                self, timeout=timeout, open_timeout=open_timeout, max_sms=max_sms
             )
             self._finalizer = weakref.finalize(self, self._native.release)
             self._finalizer.atexit = False  # then the watchdogs close all groups
@@ -143,14 +137,8 @@ class Group:
         open_groups.discard(self.intranode)
         try:
             exit_process = partial(watchdog.exit_with_record, self.intranode._native, repr(self))
-            self._liveness = opening.open_liveness(
-                repr(self),
-                self.platform,
-                self.mesh,
-                self.axis_name,
-                on_lost=exit_process if on_lost == "exit" else lambda error: None,
-                **waits,
-            )
+            on_lost_process = exit_process if on_lost == "exit" else lambda error: None
+            self._liveness = opening.open_liveness(self, on_lost=on_lost_process, **waits)
         except BaseException:
             self.intranode.close()
             raise
