@@ -5,5 +5,4 @@ from pallas_kernels import (
     ActivationName as ActivationName,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
-    index_match as index_match,
 )

@@ -6,4 +6,3 @@ from .grouped_matmul import (
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
 )
-from .index_match import index_match as index_match

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .arguments import check_array
 from .varying import result_type, vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
@@ -99,11 +99,11 @@ def grouped_matmul(
     Raises:
       ValueError, TypeError: an argument is wrong.
     """
-    check_array("lhs", lhs, 2, "[M, K]")
-    check_array("group_sizes", group_sizes, 1, "[G]")
+    _check_array("lhs", lhs, 2, "[M, K]")
+    _check_array("group_sizes", group_sizes, 1, "[G]")
     layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
     for i, matrix in enumerate(rhs):
-        check_array(f"rhs[{i}]", matrix, 3, layout)
+        _check_array(f"rhs[{i}]", matrix, 3, layout)
         if matrix.shape != rhs[0].shape or matrix.shape[0] != group_sizes.shape[0]:
             raise ValueError(f"rhs must be {layout} alike, with G = {group_sizes.shape[0]}, got {matrix.shape}")
         if matrix.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
@@ -152,9 +152,9 @@ def grouped_outer(
 
     The arguments are those of `grouped_matmul`; each operand may be gathered, and the default is `outer_tiling`.
     """
-    check_array("lhs", lhs, 2, "[M, K]")
-    check_array("rhs", rhs, 2, "[M, N]")
-    check_array("group_sizes", group_sizes, 1, "[G]")
+    _check_array("lhs", lhs, 2, "[M, K]")
+    _check_array("rhs", rhs, 2, "[M, N]")
+    _check_array("group_sizes", group_sizes, 1, "[G]")
     groups, (total, rows), columns = group_sizes.shape[0], lhs.shape, rhs.shape[1]
     lists = [x for x in (lhs_indices, rhs_indices) if x is not None]
     total = lists[0].shape[0] if lists else total
@@ -171,6 +171,13 @@ def grouped_outer(
     grid = (pl.cdiv(columns, tiling.columns), pl.cdiv(rows, tiling.rows), groups)
     result = result_type((groups, rows, columns), dtype or lhs.dtype, lhs)
     return _call(body, grid, tiling, [result], interpret)(lhs, *rest)[0]
+
+
+def _check_array(name: str, x: Any, ndim: int, layout: str) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must have shape {layout}, got {x.shape}")
 
 
 def _call(body: Any, grid: tuple[int, ...], tiling: Tiling, results: list[Any], interpret: bool) -> Any:

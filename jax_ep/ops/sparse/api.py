@@ -17,7 +17,6 @@ from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, nodes, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
-from jax_ep.pallas_kernels import index_match
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -56,14 +55,12 @@ def sparse_all_reduce(
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
         Otherwise all ranks have the same result, which does not vary over the group's axis.
       method: how places are found. "bitmap": by prefix sums over a bitmap of the table's rows. "match": by sorting the
-        ids of all ranks and searching each id, on a GPU by `pallas_kernels.index_match`. "auto": "bitmap" if the bitmap
-        has at most 4 MiB or an eighth of the bytes of all ranks' rows. The results are the same. "xla" and groups
-        across nodes always take "match".
+        ids of all ranks and searching each id. "auto": "bitmap" if the bitmap has at most 4 MiB or an eighth of the
+        bytes of all ranks' rows. The results are the same. "xla" and groups across nodes always take "match".
       on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
         last ids find no room, and are counted in `dropped`.
-      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
-        exchange by kernels are CPU devices of several processes. With "xla", and across nodes, an overflow fills
-        `values` with NaN and is raised by `group.check()` or the next op.
+      implementation: as for `dispatch`. With "xla", and across nodes, an overflow fills `values` with NaN and is raised
+        by `group.check()` or the next op.
 
     Returns:
       C entries in the dtypes of `rows`, `count` of them rows, padded with id `num_rows` and zero values. `ignored`
@@ -71,9 +68,7 @@ def sparse_all_reduce(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
-      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
-        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN; `group.check()` and the next op raise the
-        typed error.
+      JaxEpError: as for `dispatch`.
     """
     name = "sparse_all_reduce"
     check_group(name, group)
@@ -143,8 +138,7 @@ def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method,
     operands = vary.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if native and method == "bitmap" and group.intranode is None:
         return kernels.sparse_union(group, config, *operands)
-    on_gpu = native and group.platform != "cpu"
-    return xla.match(config, group.axis_name, *operands, find=index_match if on_gpu else xla.search)
+    return xla.match(config, group.axis_name, *operands)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

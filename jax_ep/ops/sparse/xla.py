@@ -3,7 +3,6 @@
 With `method="match"` kernels take the second step.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,16 +16,10 @@ from jax_ep.ops.sparse.types import SparseConfig, Union
 @sequential_vmap  # jnp.searchsorted has no batch with spmd_axis_name
 def search(union: jax.Array, ids: jax.Array) -> jax.Array:
     """[N] int32: the place of each id, its number in the sorted union. Padding has the place where it begins."""
-    return jnp.searchsorted(union, ids).astype(jnp.int32)
+    return jnp.searchsorted(union, ids, method="scan_unrolled").astype(jnp.int32)
 
 
-def match(
-    config: SparseConfig,
-    axis_name: AxisName,
-    ids: jax.Array,
-    missing: jax.Array,
-    find: Callable[[jax.Array, jax.Array], jax.Array] = search,
-) -> Union:
+def match(config: SparseConfig, axis_name: AxisName, ids: jax.Array, missing: jax.Array) -> Union:
     """The union, by sorting all ranks' ids and finding this rank's ids among them. Arguments as for the kernel."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
@@ -41,7 +34,7 @@ def match(
     place = begin + jnp.arange(config.capacity, dtype=jnp.int32)
     return Union(
         indices=jnp.where(place < end, union.at[place].get(mode="clip"), config.num_rows),
-        places=gather(find(union, ids)),
+        places=gather(search(union, ids)),
         bounds=bounds,
         missing=jax.lax.psum(missing, axis_name),
     )
