@@ -85,23 +85,6 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
     return jnp.sum(rows.astype(jnp.float32) * others.astype(jnp.float32), axis=1)
 
 
-def to_slots(group: Group, tokens: jax.Array, routing: Routing) -> jax.Array:
-    """Tokens [T, H] to their slots [R T, H] at the ranks that have rows of theirs; other slots may hold anything."""
-    if group.size == 1:
-        return tokens
-    return scatter(group, tokens, routing.of_slots(jax.lax.axis_index(group.axis_name)))
-
-
-def from_slots(group: Group, slots: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """The transpose of `to_slots`, for tokens, and of `sent_weights`."""
-    arrived = jnp.where(routing.row_of >= 0, weights, 0)
-    if group.size == 1:
-        return slots, arrived[0]
-    along = routing.of_slots(jax.lax.axis_index(group.axis_name))
-    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), along)
-    return tokens, jax.lax.psum_scatter(arrived, group.axis_name)
-
-
 def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
     """[T, K] of each rank to the [R, T, K] that a dispatch would deliver."""
     return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
@@ -130,20 +113,40 @@ def _followed(
 def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
     if config.wire == "float8_rows":
         raise TypeError(NO_GRADIENT)
-    routing = primals[2].routing
-
-    def forward(routing: Routing, sent: Any) -> Any:
-        d_tokens, d_weights = sent
-        send = scatter if config.expand else to_slots
-        return send(group, d_tokens, routing), sent_weights(group, d_weights, routing)
-
-    def backward(routing: Routing, cotangents: Any) -> Any:
-        d_rows, d_routed_weights = cotangents
-        take_back = return_rows if config.expand else from_slots
-        return take_back(group, d_rows, d_routed_weights, routing)
-
+    there, back = (_to_rows, _from_rows) if config.expand else (_to_slots, _from_slots)
     # Derivatives of this derivative need `_followed` again.
-    return _followed(group, config, *primals), linear(forward, backward, routing, tuple(tangents[:2]))
+    tangent = linear(partial(there, group), partial(back, group), primals[2].routing, tuple(tangents[:2]))
+    return _followed(group, config, *primals), tangent
+
+
+def _to_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Tokens [T, H] and weights [T, K] to [C, H] and the [R, T, K] that a dispatch would deliver."""
+    tokens, weights = operands
+    return scatter(group, tokens, routing), sent_weights(group, weights, routing)
+
+
+def _from_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The transpose of `_to_rows`."""
+    return return_rows(group, *operands, routing)
+
+
+def _to_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Tokens to their slots [R T, H] at the ranks that have rows of theirs, and weights. Other slots hold anything."""
+    tokens, weights = operands
+    if group.size > 1:
+        tokens = scatter(group, tokens, routing.of_slots(jax.lax.axis_index(group.axis_name)))
+    return tokens, sent_weights(group, weights, routing)
+
+
+def _from_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The transpose of `_to_slots`."""
+    slots, weights = operands
+    arrived = jnp.where(routing.row_of >= 0, weights, 0)
+    if group.size == 1:
+        return slots, arrived[0]
+    along = routing.of_slots(jax.lax.axis_index(group.axis_name))
+    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), along)
+    return tokens, jax.lax.psum_scatter(arrived, group.axis_name)
 
 
 @combine_chunks.defjvp
@@ -191,11 +194,5 @@ def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: ja
 def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
     rows, weights, routing = primals
 
-    def forward(routing: Routing, changes: Any) -> Any:
-        return return_rows(group, *changes, routing)
-
-    def backward(routing: Routing, cotangents: Any) -> Any:
-        d_tokens, d_weights = cotangents
-        return scatter(group, d_tokens, routing), sent_weights(group, d_weights, routing)
-
-    return return_rows(group, rows, weights, routing), linear(forward, backward, routing, tuple(tangents[:2]))
+    moved = linear(partial(_from_rows, group), partial(_to_rows, group), routing, tuple(tangents[:2]))
+    return return_rows(group, rows, weights, routing), moved
