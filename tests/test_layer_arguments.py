@@ -70,7 +70,7 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
-    ({"shared": (zeros(HIDDEN, 8),) * 3}, r"shared must be a jax_ep\.Experts or None, got tuple"),
+    ({"shared": (zeros(HIDDEN, 8),) * 3}, r"shared must be a jax_ep\.Experts, got tuple"),
     ({"shared": Experts(*[zeros(HIDDEN, 8)] * 3)}, r"shared\.down must have shape \[F, H\] = \(8, 16\)"),
     (
         {"shared": Experts(*[zeros(HIDDEN, 8, dtype=FLOAT16)] * 3)},

@@ -20,18 +20,13 @@ Score = Literal["softmax", "sigmoid"]
 
 def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
     """[E] int32: the assignments [T, K] of each expert; those to ids outside [0, E) do not count."""
-    return _expert_load("expert_load", expert_ids, num_experts, axis_name)
-
-
-def _expert_load(op: str, expert_ids: Array, num_experts: int, axis_name: AxisName | None) -> jax.Array:
+    op = "expert_load"
     checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
     checks.check_int(op, "num_experts", num_experts, below_32_bits=True)
     expert_ids = checks.to_int32(expert_ids)
     valid = (expert_ids >= 0) & (expert_ids < num_experts)
-    load = jnp.bincount(jnp.where(valid, expert_ids, num_experts).reshape(-1), length=num_experts + 1)[:-1].astype(
-        jnp.int32
-    )
-    return _sum(op, load, axis_name)
+    load = jnp.bincount(jnp.where(valid, expert_ids, num_experts).reshape(-1), length=num_experts + 1)[:-1]
+    return _sum(op, load.astype(jnp.int32), axis_name)
 
 
 def balance_loss(
@@ -60,9 +55,10 @@ def balance_loss(
     if score == "sigmoid":
         scores = jax.nn.sigmoid(wide)
         probabilities = scores / jnp.maximum(scores.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    load = _expert_load(op, expert_ids, experts, axis_name).astype(jnp.float32)
     going = jnp.any((expert_ids >= 0) & (expert_ids < experts), axis=1)
-    return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * _mean(op, probabilities, going, axis_name))
+    mean = _mean(op, probabilities, going, axis_name)
+    load = expert_load(expert_ids, experts, axis_name=axis_name).astype(jnp.float32)
+    return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * mean)
 
 
 def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | None = None) -> jax.Array:

@@ -23,11 +23,8 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
     Args:
       any_matrices: the matrices are pytrees, for a product of the user's.
     """
-    if not isinstance(experts, Experts):
-        raise TypeError(f"{op}: experts must be a jax_ep.Experts, got {checks.describe(experts)}")
     checks.check_array(op, "tokens", tokens, "[T, H]", checks.TOKEN_DTYPES)
-    _check_names(op, "experts", experts)
-    names = (*experts.first_names, "down")
+    names = _names_of(op, "experts", experts)
     if any_matrices:
         _check_pytrees(op, experts, names)
     else:
@@ -43,11 +40,6 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
         return dataclasses.replace(experts, biases=NO_BIASES)
     matrices = {name: frozen(op, f"experts.{name}", getattr(experts, name)) for name in names}
     return dataclasses.replace(experts, **matrices, biases=experts.biases or NO_BIASES)
-
-
-def experts_per_rank(experts: Experts) -> int:
-    """E / R, of experts that were checked."""
-    return jax.tree.leaves(experts.down)[0].shape[0]
 
 
 def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
@@ -69,16 +61,18 @@ def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
 
 def checked_shared(op: str, tokens: jax.Array, shared: Any) -> Experts:
     """`shared` with three biases, each may be None."""
-    if not isinstance(shared, Experts):
-        raise TypeError(f"{op}: shared must be a jax_ep.Experts or None, got {checks.describe(shared)}")
-    _check_names(op, "shared", shared)
+    _names_of(op, "shared", shared)
     _check_matrices(op, "shared", tokens, shared, "")
     return dataclasses.replace(shared, biases=shared.biases or NO_BIASES)
 
 
-def _check_names(op: str, of: str, experts: Experts) -> None:
+def _names_of(op: str, of: str, experts: Any) -> tuple[str, ...]:
+    """The names of the matrices that there are."""
+    if not isinstance(experts, Experts):
+        raise TypeError(f"{op}: {of} must be a jax_ep.Experts, got {checks.describe(experts)}")
     if not experts.first_names:
         raise ValueError(f"{op}: {of}.gate and {of}.up must not both be None")
+    return (*experts.first_names, "down")
 
 
 def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead: str) -> None:

@@ -98,7 +98,7 @@ def moe_mlp(
         expert_ids,
         weights,
         group=group,
-        num_experts=group.size * layer_checks.experts_per_rank(experts),
+        num_experts=group.size * jax.tree.leaves(experts.down)[0].shape[0],
         capacity=capacity,
         alignment=1,
         wire="float8" if in_float8 else wire,

@@ -80,8 +80,10 @@ def sigmoid_top_k(
     op = "sigmoid_top_k"
     _check_logits(op, logits, top_k)
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
-    _check_bias(op, bias, logits.shape[1])
-    biased = scores if bias is None else scores + bias
+    biased = scores
+    if bias is not None:
+        checks.check_array(op, "bias", bias, "[E]", np.float32, shape=logits.shape[1:])
+        biased = scores + bias
     chosen_by = _within_top_groups(op, biased, top_k, groups, top_groups, best_of_group)
     return _take(op, scores, chosen_by, top_k, renormalize, scale)
 
@@ -201,8 +203,3 @@ def _check_logits(op: str, logits: Any, top_k: int) -> None:
     checks.check_int(op, "top_k", top_k)
     if top_k > logits.shape[1]:
         raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
-
-
-def _check_bias(op: str, bias: Any, num_experts: int) -> None:
-    if bias is not None:
-        checks.check_array(op, "bias", bias, "[E]", np.float32, shape=(num_experts,))
