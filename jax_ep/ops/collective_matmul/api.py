@@ -105,11 +105,7 @@ def _call(
     implementation: Implementation,
 ) -> jax.Array:
     check_group(op, group)
-    _check_operands(op, lhs, rhs)
-    dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
-    _check_result(op, lhs, rhs, bias, group, dtype)
-    if op == "all_gather_matmul" and group.size * lhs.shape[0] >= 2**31:  # kernels count rows in int32
-        raise ValueError(f"{op}: lhs must have fewer than 2**31 / {group.size} rows, got {lhs.shape}")
+    dtype = _result_dtype(op, lhs, rhs, bias, group, preferred_element_type)
     lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
     if _resolve(op, group, implementation, lhs, rhs) == "xla":
         agreement = Agreement(group, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
@@ -122,17 +118,16 @@ def _call(
     return out if bias is None else out + bias.astype(dtype)
 
 
-def _check_operands(op: str, lhs: jax.Array, rhs: jax.Array) -> None:
+def _result_dtype(
+    op: str, lhs: jax.Array, rhs: jax.Array, bias: jax.Array | None, group: Group, given: DTypeLike | None
+) -> np.dtype:
+    """The dtype of the product. Raises ValueError or TypeError if an argument is wrong."""
     checks.check_array(op, "lhs", lhs, "[M, K]", checks.TOKEN_DTYPES)
     checks.check_array(op, "rhs", rhs, "[K, N]", lhs.dtype)
     checks.check_array(op, "rhs", rhs, "[K, N]", shape=(lhs.shape[1], rhs.shape[1]))
     if 0 in (*lhs.shape, *rhs.shape):
         raise ValueError(f"{op}: lhs and rhs must not be empty, got {lhs.shape} and {rhs.shape}")
-
-
-def _check_result(
-    op: str, lhs: jax.Array, rhs: jax.Array, bias: jax.Array | None, group: Group, dtype: np.dtype
-) -> None:
+    dtype = checks.canonical_dtype(op, "preferred_element_type", given) or np.dtype(lhs.dtype)
     if bias is not None:
         checks.check_array(op, "bias", bias, "[N]", checks.TOKEN_DTYPES, shape=(rhs.shape[1],))
     allowed = dict.fromkeys((np.dtype(lhs.dtype), np.dtype(np.float32)))
@@ -140,6 +135,9 @@ def _check_result(
         raise TypeError(f"{op}: preferred_element_type must be {' or '.join(map(str, allowed))}, got {dtype}")
     if op == "matmul_reduce_scatter" and lhs.shape[0] % group.size:
         raise ValueError(f"{op}: lhs must have a multiple of the group's size {group.size} rows, got {lhs.shape}")
+    if op == "all_gather_matmul" and group.size * lhs.shape[0] >= 2**31:  # kernels count rows in int32
+        raise ValueError(f"{op}: lhs must have fewer than 2**31 / {group.size} rows, got {lhs.shape}")
+    return dtype
 
 
 def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Array, rhs: jax.Array) -> Chosen:

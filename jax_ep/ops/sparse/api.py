@@ -77,11 +77,9 @@ def sparse_all_reduce(
     native = group._resolve(name, implementation, serves_nodes=True) == "ffi"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
-        padding = (
-            jnp.full(1, rows.num_rows, rows.indices.dtype),
-            jnp.zeros((1, rows.values.shape[1]), rows.values.dtype),
-        )
-        rows = dataclasses.replace(rows, indices=padding[0], values=padding[1])
+        indices = jnp.full_like(rows.indices, rows.num_rows, shape=1)
+        values = jnp.zeros_like(rows.values, shape=(1, rows.values.shape[1]))
+        rows = dataclasses.replace(rows, indices=indices, values=values)
     entries, row_values = rows.values.shape
     settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": native}
     agreement = Agreement(group, name, **settings, **dataclasses.asdict(config))

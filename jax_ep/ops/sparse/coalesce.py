@@ -50,7 +50,7 @@ def places_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Arra
     An id `num_rows`, which stands for no row, has the place 2**31 - 1.
     """
     valid = ids < num_rows
-    first = valid & (ids != jnp.concatenate([jnp.full((1,), -1, ids.dtype), ids[:-1]])[: ids.shape[0]])
+    first = valid & (jnp.diff(ids, prepend=-1) > 0)
     places = jnp.cumsum(first, dtype=jnp.int32) - 1
     return jnp.where(valid, places, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)
 

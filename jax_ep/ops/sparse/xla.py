@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit.checks import AxisName
+from jax_ep.ops.sparse.coalesce import places_of_sorted
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
@@ -23,9 +24,8 @@ def match(config: SparseConfig, axis_name: AxisName, ids: jax.Array, missing: ja
     """The union, by sorting all ranks' ids and finding this rank's ids among them. Arguments as for the kernel."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
     all_ids = jnp.sort(gather(ids, tiled=True))
-    first = (all_ids < config.num_rows) & (jnp.diff(all_ids, prepend=-1) > 0)
-    place_of_id = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, all_ids.shape[0])
-    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[place_of_id].set(all_ids, mode="drop")
+    places, _ = places_of_sorted(all_ids, config.num_rows)
+    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[places].set(all_ids, mode="drop")
 
     starts = jnp.minimum(jnp.arange(config.size + 1, dtype=jnp.uint32) * config.rank_rows, config.num_rows)
     bounds = jnp.sum(union < starts.astype(jnp.int32)[:, None], axis=1, dtype=jnp.int32)
