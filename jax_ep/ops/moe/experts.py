@@ -30,15 +30,7 @@ from jax.custom_derivatives import zero_from_primal
 from jax_ep._kit import gemm, vary
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
-from jax_ep.ops.matmul.api import (
-    add_lhs_gradients,
-    gated_gradient,
-    gated_product,
-    lhs_gradient,
-    ragged_dot,
-    rhs_gradient,
-    rows_product,
-)
+from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product, quantized_weights
 from jax_ep.ops.matmul.quantize import dequantized, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
@@ -139,7 +131,9 @@ def plain_answers(
     parameters: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, Routing]:
     """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
-    multiply: Any = call.product or partial(ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla")
+    multiply: Any = call.product or partial(
+        matmul.ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla"
+    )
     if call.in_float8:  # rows were dequantized, and are quantized again
         multiply = partial(product, np.dtype(rows.dtype), call.float8_dgrad)
     if call.weigh_inputs:
@@ -234,7 +228,7 @@ def _forward(
 def answers_of(call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool) -> tuple[jax.Array, Products]:
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
     inner, products = _up_and_gate(call, kept, dtype, keep_products=keep_products)
-    multiply: Any = quantized_product if call.in_float8 else ragged_dot
+    multiply: Any = quantized_product if call.in_float8 else matmul.ragged_dot
     answers = multiply(inner, kept.experts.down, kept.sizes)
     return with_bias(answers, split_biases(kept.experts, kept.experts.biases)[1], kept.sizes), products
 
@@ -248,7 +242,7 @@ def _up_and_gate(
     and quantizes its result, as the product by down would.
     """
     biases, _ = split_biases(kept.experts, kept.experts.biases)
-    multiply: Any = partial(quantized_product, dtype=dtype) if call.in_float8 else rows_product
+    multiply: Any = partial(quantized_product, dtype=dtype) if call.in_float8 else matmul.rows_product
 
     def composed(rows: Any, sizes: jax.Array, *matrices: Any) -> tuple[jax.Array, Products]:
         products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
@@ -261,7 +255,7 @@ def _up_and_gate(
     rows: Any = kept.rows
     operands, matrices = (rows, kept.sizes), kept.experts.first_matrices
     if known is not None and not call.in_float8:
-        inner, products = gated_product(known, composed, *operands, *matrices, keep_products=keep_products)
+        inner, products = matmul.gated_product(known, composed, *operands, *matrices, keep_products=keep_products)
     elif known is not None and not keep_products and dtype == jnp.bfloat16:
         return quantized_gated_product(known, quantized, *operands, *map(quantized_weights, matrices)), ()
     else:
@@ -331,7 +325,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
         d_rows = float8_lhs_gradient(tuple(map(quantize_rows, d_products)), experts.first_matrices, sizes, dtype)
     else:
         matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
-        d_rows = add_lhs_gradients(jnp.zeros_like(weighed_inner, shape=wide.shape), d_products, matrices, sizes)
+        d_rows = matmul.add_lhs_gradients(jnp.zeros_like(weighed_inner, shape=wide.shape), d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
@@ -356,7 +350,7 @@ def _unit_cotangents(
         if call.float8_dgrad:
             back = float8_lhs_gradient((d_answers,), (down,), sizes, dtype)
         else:
-            back = lhs_gradient(d_answers, down, sizes)
+            back = matmul.lhs_gradient(d_answers, down, sizes)
         d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
         return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
 
@@ -366,12 +360,12 @@ def _unit_cotangents(
     operands: Any = (d_answers, dequantized(kept.experts.down, dtype), *others)
     if call.unit.known is None or any(bias is not None for bias in biases):
         return composed(*operands)
-    known = gated_gradient(call.unit.known, lambda *operands: composed(*operands)[:3], *operands)
+    known = matmul.gated_gradient(call.unit.known, lambda *operands: composed(*operands)[:3], *operands)
     return *known, biases, ()
 
 
 def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:
-    return None if isinstance(matrix, Float8Weights) else rhs_gradient(rows, cotangent, sizes)
+    return None if isinstance(matrix, Float8Weights) else matmul.rhs_gradient(rows, cotangent, sizes)
 
 
 def _down_bias_gradients(

@@ -193,6 +193,5 @@ def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: ja
 @return_rows.defjvp
 def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
     rows, weights, routing = primals
-
     moved = linear(partial(_from_rows, group), partial(_to_rows, group), routing, tuple(tangents[:2]))
     return return_rows(group, rows, weights, routing), moved

@@ -8,8 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import Group
 from jax_ep.ops.matmul.rows import ZERO_ROW
-from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched, Routing
-from jax_ep.ops.moe.xla import count_invalid, layout
+from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched
+from jax_ep.ops.moe.xla import layout, routing_of
 
 
 def may_land(call: DispatchCall, num_tokens: int) -> bool:
@@ -39,17 +39,8 @@ def dispatch_in_place(
     """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
     shape = expert_ids.shape
     placed = layout(expert_ids.reshape(-1), config, 1)
-    row_of = placed.row.reshape(1, *shape)
-    routing = Routing(
-        targets=placed.row.reshape(shape),
-        row_of=row_of,
-        weights=jnp.where(row_of >= 0, weights[None], 0),
-        counts=placed.counts,
-        dropped=placed.dropped.sum(dtype=jnp.int32)[None],
-        invalid=count_invalid(expert_ids, config.num_experts),
-        config=config,
-    )
-    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], row_of.shape)
+    routing = routing_of(placed, weights[None], 0, config, expert_ids)
+    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (1, *shape))
     routing = dataclasses.replace(routing, indices=routing.by_row(token, ZERO_ROW))
     group_sizes, routing = checkpoint_name((placed.group_sizes[0], routing), DISPATCHED)
     return Dispatched(tokens, group_sizes, routing)

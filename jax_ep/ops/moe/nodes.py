@@ -90,26 +90,13 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     me = jax.lax.axis_index(axis)
     by_source = jax.lax.all_gather(ids, axis, axis=1)  # [N, L, B, K], as ranks are numbered
     first_expert = jax.lax.axis_index(call.group.node_axes) * inside.num_experts
-    layout = xla.layout(by_source.reshape(-1), inside, nodes * size, first_expert)
+    placed = xla.layout(by_source.reshape(-1), inside, nodes * size, first_expert)
 
     def by_rank(x: jax.Array) -> jax.Array:
         return x.reshape(nodes, size, tokens, top_k).swapaxes(0, 1).reshape(size, nodes * tokens, top_k)
 
-    rows = by_rank(jnp.where(layout.owner == me, layout.row, -1))
-    targets = by_rank(jnp.where(layout.row >= 0, layout.owner * inside.capacity + layout.row, -1))
-    mine = by_rank(by_source) - me * inside.local_experts
-    here = (mine[..., None] == jnp.arange(inside.local_experts)).sum(axis=(1, 2), dtype=jnp.int32)
-    none = jnp.zeros((1,), jnp.int32)
-    routing = Routing(
-        targets=targets[me].astype(jnp.int32),
-        row_of=rows,
-        weights=jnp.where(rows >= 0, jax.lax.all_gather(weights, axis), 0),
-        counts=here,
-        dropped=none,
-        invalid=none,
-        config=inside,
-    )
-    return routing, layout.needed
+    placed = placed._replace(owner=by_rank(placed.owner), row=by_rank(placed.row), dropped=by_rank(placed.dropped))
+    return xla.routing_of(placed, jax.lax.all_gather(weights, axis), me, inside, ids), placed.needed
 
 
 def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None) -> NodeRouting:

@@ -87,6 +87,25 @@ def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
     return ((expert_ids < -1) | (expert_ids >= num_experts)).sum(dtype=jnp.int32)[None]
 
 
+def routing_of(
+    placed: Layout, weights: jax.Array, me: jax.Array | int, config: DispatchConfig, expert_ids: jax.Array
+) -> Routing:
+    """The routing of rank `me`, whose own ids are `expert_ids`; `weights` [R, T, K] of all ranks."""
+    row, owner, dropped = (x.reshape(weights.shape) for x in (placed.row, placed.owner, placed.dropped))
+    row_of = jnp.where(owner == me, row, -1)
+    targets = jnp.where(row >= 0, owner * config.capacity + row, -1)
+    by_node = placed.counts.reshape(-1, config.size, config.size, config.local_experts)  # of the source
+    return Routing(
+        targets=targets[me].astype(jnp.int32),
+        row_of=row_of,
+        weights=jnp.where(row_of >= 0, weights, 0),
+        counts=by_node[:, :, me].sum(axis=0, dtype=jnp.int32),
+        dropped=dropped[me].sum(dtype=jnp.int32)[None],
+        invalid=count_invalid(expert_ids, config.num_experts),
+        config=config,
+    )
+
+
 def dispatch(
     tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
 ) -> tuple[Dispatched, jax.Array]:
@@ -101,28 +120,15 @@ def dispatch(
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
     placed = layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config, size)
-    shape = (size, num_tokens, top_k)
-    here = (placed.row >= 0) & (placed.owner == me)
-    rows = jnp.where(here, placed.row, -1)
-    source = jnp.arange(rows.size) // max(top_k, 1)
+    routing = routing_of(placed, jax.lax.all_gather(weights, axis_name), me, config, expert_ids)
+    source = jnp.arange(routing.row_of.size) // max(top_k, 1)
     all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, sent.shape[1])
-
-    targets = jnp.where(placed.row >= 0, placed.owner * config.capacity + placed.row, -1).reshape(shape)
-    routed_weights = jnp.where(here.reshape(shape), jax.lax.all_gather(weights, axis_name), 0)
-    routing = Routing(
-        targets=targets[me].astype(jnp.int32),
-        row_of=rows.reshape(shape),
-        weights=routed_weights,
-        counts=placed.counts.reshape(size, size, config.local_experts)[:, me],
-        dropped=placed.dropped.reshape(shape)[me].sum(dtype=jnp.int32)[None],
-        invalid=count_invalid(expert_ids, config.num_experts),
-        config=config,
-    )
     if config.expand:
+        rows = jnp.where(routing.row_of >= 0, routing.row_of, config.capacity).reshape(-1)
         received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
-        received = received.at[jnp.where(here, rows, config.capacity)].set(all_tokens[source], mode="drop")
+        received = received.at[rows].set(all_tokens[source], mode="drop")
     else:
-        indices = routing.by_row(source.astype(jnp.int32).reshape(shape), -1)
+        indices = routing.by_row(source.astype(jnp.int32).reshape(routing.row_of.shape), -1)
         if not config.drop:  # an index out of bounds is a row of NaN
             indices = jnp.where((placed.needed > config.capacity).any(), jnp.iinfo(jnp.int32).min, indices)
         routing, received = dataclasses.replace(routing, indices=indices), all_tokens
