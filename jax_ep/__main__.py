@@ -18,11 +18,24 @@ from jax_ep._kit import ffi
 from jax_ep.runtime import report as flight_report
 from jax_ep.version import __version__
 
-_DEMOS = {
-    "demo": "train_moe_lm",
-    "demo-mlp": "tensor_parallel_mlp",
-    "demo-sparse": "sparse_embedding",
-    "demo-nodes": "node_limited",
+_DEMOS = {  # their modules and what they do
+    "demo": ("train_moe_lm", "train a small MoE language model over all devices"),
+    "demo-mlp": ("tensor_parallel_mlp", "train a tensor-parallel MLP"),
+    "demo-sparse": ("sparse_embedding", "train word vectors with sparse gradients"),
+    "demo-nodes": ("node_limited", "train experts on several nodes, few of them a token"),
+}
+_BENCHES = {
+    "moe": "dispatch and combine",
+    "layer": "moe_mlp beside its products alone, --float8 too",
+    "peers": "moe_mlp beside other libraries' layers on one GPU",
+    "ragged": "ragged_all_to_all",
+    "sparse": "sparse_all_reduce",
+    "matmul": "dense and grouped matrix products",
+    "collective_matmul": "products overlapped with a collective",
+    "phases": "where the time of dispatch, combine and sparse_all_reduce goes",
+    "overlap": "ops beside other work, in order and asynchronous",
+    "nodes": "dispatch and combine over several nodes",
+    "report": "the tables of docs/performance.md, and which results are old",
 }
 _DEMO_EXTRAS = ("matplotlib", "optax", "tqdm")
 _CPU_DEVICES = 8
@@ -32,26 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Collectives for mixture-of-experts in JAX.")
     parser.add_argument("--version", action="version", version=f"jax_ep {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", add_help=False, help="train a small MoE language model over all devices")
-    commands.add_parser("demo-mlp", add_help=False, help="train a tensor-parallel MLP")
-    commands.add_parser("demo-sparse", add_help=False, help="train word vectors with sparse gradients")
-    commands.add_parser("demo-nodes", add_help=False, help="train experts on several nodes, few of them a token")
+    for name, (_, text) in _DEMOS.items():
+        commands.add_parser(name, add_help=False, help=text)
     commands.add_parser("info", help="built platforms, devices, links, versions")
     report = commands.add_parser("report", help="merge the flight records of a folder, and name the first divergence")
     report.add_argument("folder", type=Path, help="that of JAX_EP_DUMP; touch its file `request` for records of a job")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives; --json [FILE] keeps it")
     kinds = bench.add_subparsers(dest="what", required=True)
-    kinds.add_parser("moe", add_help=False, help="dispatch and combine")
-    kinds.add_parser("layer", add_help=False, help="moe_mlp beside its products alone, --float8 too")
-    kinds.add_parser("peers", add_help=False, help="moe_mlp beside other libraries' layers on one GPU")
-    kinds.add_parser("ragged", add_help=False, help="ragged_all_to_all")
-    kinds.add_parser("sparse", add_help=False, help="sparse_all_reduce")
-    kinds.add_parser("matmul", add_help=False, help="dense and grouped matrix products")
-    kinds.add_parser("collective_matmul", add_help=False, help="products overlapped with a collective")
-    kinds.add_parser("phases", add_help=False, help="where the time of dispatch, combine and sparse_all_reduce goes")
-    kinds.add_parser("overlap", add_help=False, help="ops beside other work, in order and asynchronous")
-    kinds.add_parser("nodes", add_help=False, help="dispatch and combine over several nodes")
-    kinds.add_parser("report", add_help=False, help="the tables of docs/performance.md, and which results are old")
+    for name, text in _BENCHES.items():
+        kinds.add_parser(name, add_help=False, help=text)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command in ("info", "report"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -65,10 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "info":
         return info()
     _avoid_unbuilt_gpus()
-    demo = _DEMOS.get(options.command)
     try:
-        if demo:
-            return load("examples", demo).main(rest)
+        if options.command in _DEMOS:
+            return load("examples", _DEMOS[options.command][0]).main(rest)
         return load("benchmarks", "provenance").run(options.what, load("benchmarks", options.what).main, rest)
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:

@@ -1,5 +1,5 @@
-"""The Pallas kernels against numpy, on a CPU in interpret mode, and what they become for a GPU: what test_ragged_dot and
-test_gathered_product do not reach."""
+"""The Pallas kernels against numpy, on a CPU in interpret mode, and what they become for a GPU: what
+test_ragged_dot and test_gathered_product do not reach."""
 
 from typing import Any
 
@@ -19,7 +19,6 @@ INTERPRET = jax.default_backend() == "cpu"
 # A machine without a GPU can still lower for one.
 _DEVICE = AbstractDevice("NVIDIA H200", None, "gpu")
 H200 = AbstractMesh((4,), ("ep",), axis_types=(AxisType.Auto,), abstract_device=_DEVICE)
-
 
 SIZES = (13, 0, 50, 20)
 

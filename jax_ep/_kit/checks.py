@@ -103,13 +103,6 @@ def check_number(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
 
 
-def check_seconds(op: str, name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{op}: {name} must be a number of seconds, got {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{op}: {name} must be a positive number of seconds, got {value}")
-
-
 def check_bool(op: str, name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be True or False, got {value!r}")

@@ -4,7 +4,7 @@ import os
 import time
 from typing import Self
 
-from jax_ep._kit import checks
+import numpy as np
 
 LONGEST_TIMEOUT = 24 * 24 * 3600.0  # seconds; sockets count milliseconds in 31 bits
 LONGEST_OPENING = 300.0  # seconds, unless it is given
@@ -12,7 +12,10 @@ DEFAULT_TIMEOUT = 300.0  # seconds, as of jax.distributed.initialize; the first 
 
 
 def seconds(name: str, value: float) -> float:
-    checks.check_seconds("Group", name, value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"Group: {name} must be a number of seconds, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"Group: {name} must be a positive number of seconds, got {value}")
     return float(min(value, LONGEST_TIMEOUT))  # an int may be larger than any float
 
 

@@ -138,20 +138,19 @@ def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax
     return product("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
 
 
-def add_lhs_gradients(
-    total: jax.Array, cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array
+def sum_of_lhs_gradients(
+    cotangents: tuple[jax.Array, ...], rhs: tuple[jax.Array, ...], group_sizes: jax.Array
 ) -> jax.Array:
-    """`total` [M, K] plus the `lhs_gradient` of each product. All arrays have one dtype.
+    """The sum [M, K] of the `lhs_gradient` of one or two products. All arrays have one dtype.
 
     On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
     if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
         both = batched_alike(*cotangents, *rhs, group_sizes)
-        return total + jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
-    for cotangent, matrix in zip(cotangents, rhs, strict=True):
-        total += lhs_gradient(cotangent, matrix, group_sizes)
-    return total
+        return jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
+    first, *second = (lhs_gradient(c, matrix, group_sizes) for c, matrix in zip(cotangents, rhs, strict=True))
+    return first + second[0] if second else first
 
 
 def _summed(

@@ -81,9 +81,14 @@ def grouped_product(
     XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
     lhs, rhs = without_gradient(NO_GRADIENT, (lhs, rhs))
-    operands = batched_alike(lhs, rhs, group_sizes)
-    by_xla, core = partial(_by_xla, dtype=dtype), partial(kernels.grouped_matmul, dtype=dtype)
-    if not (gemm.has_gemm() and _none_empty(operands)):
+    core, by_xla = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, dtype=dtype)
+    return _on_hopper(core, by_xla, lhs, rhs, group_sizes)
+
+
+def _on_hopper(core: Callable[..., Any], by_xla: Callable[..., Any], *operands: Any) -> Any:
+    """core(*operands) where the GEMM core runs and no operand is empty, else by_xla(*operands)."""
+    operands = batched_alike(*operands)
+    if not gemm.has_gemm() or not all(x.size for x in jax.tree.leaves(operands)):
         return by_xla(*operands)
     return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_xla)
 
@@ -132,13 +137,8 @@ def quantized_gated_product(
       composed: the same function of rows, group sizes and matrices, for calls that the core does not serve.
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """
-    operands = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[-1] // (2 if len(rhs) == 1 else 1)
-    if not gemm.has_gemm() or columns % BLOCK or not _none_empty(operands):
-        return composed(*operands)
+    if columns % BLOCK:
+        return composed(rows, group_sizes, *rhs)
     core = partial(kernels.gated_matmul_float8, activation=activation)
-    return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=composed)
-
-
-def _none_empty(operands: Any) -> bool:
-    return all(x.size for x in jax.tree.leaves(operands))
+    return _on_hopper(core, composed, rows, group_sizes, *rhs)

@@ -48,13 +48,13 @@ def ragged_dot(
       ValueError, TypeError: an argument is wrong, or an operand given in float8 is differentiated; raised when traced.
     """
     op = "float8.ragged_dot"
-    groups = _check_group_sizes(op, rhs, group_sizes)
+    checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
+    groups = checks.to_int32(group_sizes)
     if isinstance(lhs, Float8Rows):
         rhs = quantized_weights(rhs)
         dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
-        if lhs_indices is None:
-            return grouped_product(dtype, lhs, rhs, groups)
-        return grouped_product(dtype, gathered_rows(op, lhs, lhs_indices), rhs, groups)
+        rows = lhs if lhs_indices is None else gathered_rows(op, lhs, lhs_indices)
+        return grouped_product(dtype, rows, rhs, groups)
     if lhs_indices is not None:
         raise ValueError(f"{op}: lhs_indices must be None unless lhs is Float8Rows, got {checks.describe(lhs_indices)}")
     _check_mixed(op, lhs, rhs)
@@ -62,12 +62,6 @@ def ragged_dot(
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
     return product(dtype, False, lhs, frozen(op, "rhs", rhs), groups)
-
-
-def _check_group_sizes(op: str, rhs: Any, group_sizes: Any) -> jax.Array:
-    """Returns `group_sizes` as int32."""
-    checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
-    return checks.to_int32(group_sizes)
 
 
 def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:

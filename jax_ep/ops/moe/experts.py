@@ -325,7 +325,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
         d_rows = float8_lhs_gradient(tuple(map(quantize_rows, d_products)), experts.first_matrices, sizes, dtype)
     else:
         matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
-        d_rows = matmul.add_lhs_gradients(jnp.zeros_like(weighed_inner, shape=wide.shape), d_products, matrices, sizes)
+        d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
