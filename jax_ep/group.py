@@ -6,7 +6,7 @@ import threading
 import weakref
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
@@ -21,7 +21,6 @@ from jax_ep.runtime.topology import NodePlan
 
 LOGGER = logging.getLogger("jax_ep")
 OnLost = Literal["raise", "exit"]
-ON_LOST: tuple[OnLost, ...] = get_args(OnLost)
 
 # Whether kernels on the CPU serve several processes, as tests do. Elsewhere they must not: independent ops may run in
 # another order in each process, and wait for each other.
@@ -87,7 +86,7 @@ class Group:
     ):
         meshes.check_mesh(mesh, axis_name)
         checks.check_bool("Group", "async_ops", async_ops)
-        checks.check_one_of("Group", "on_lost", on_lost, ON_LOST)
+        checks.check_one_of("Group", "on_lost", on_lost, OnLost)
         if max_sms is not None:
             checks.check_int("Group", "max_sms", max_sms)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
@@ -260,7 +259,7 @@ class Group:
           ValueError: there is no such implementation.
           GroupClosedError, PlatformError: the group is closed, or has no kernels for it and "ffi" was asked for.
         """
-        checks.check_one_of(op, "implementation", implementation, checks.IMPLEMENTATIONS)
+        checks.check_one_of(op, "implementation", implementation, Implementation)
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":

@@ -9,10 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 Chosen = Literal["ffi", "xla"]  # by kernels, or by jax.lax alone
-Implementation = Literal["auto"] | Chosen
+Implementation = Literal["auto", Chosen]
 OnOverflow = Literal["raise", "drop"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", *get_args(Chosen))
-ON_OVERFLOW: tuple[OnOverflow, ...] = get_args(OnOverflow)
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
@@ -115,7 +113,9 @@ def canonical_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype | N
         raise TypeError(f"{op}: {name} must be a dtype or None, got {dtype!r}") from None
 
 
-def check_one_of(op: str, name: str, value: Any, allowed: Sequence[str | None]) -> None:
+def check_one_of(op: str, name: str, value: Any, literal: Any) -> None:
+    """Raises ValueError or TypeError unless the value is one of a `Literal` of strings, perhaps with None."""
+    allowed = get_args(literal)
     is_of_type = isinstance(value, str) or (value is None and None in allowed)
     if not is_of_type or value not in allowed:
         error = ValueError if is_of_type else TypeError

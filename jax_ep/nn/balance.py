@@ -5,7 +5,7 @@ the tokens of all devices along it, the same on each; without, that of the token
 """
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def balance_loss(
       score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
     """
     op = "balance_loss"
-    checks.check_one_of(op, "score", score, get_args(Score))
+    checks.check_one_of(op, "score", score, Score)
     checks.check_array(op, "logits", logits, "[T, E]", np.floating)
     checks.check_array(op, "expert_ids", expert_ids, "[T, K]", np.integer)
     if len(expert_ids) != len(logits):

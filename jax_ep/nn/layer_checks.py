@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -124,8 +124,8 @@ def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: 
 
 def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: Any) -> bool:
     """Whether the products of routed rows have operands in float8."""
-    checks.check_one_of(op, "precision", precision, (None, "float8", "float8_dgrad"))
-    checks.check_one_of(op, "wire", wire, (None, "float8"))
+    checks.check_one_of(op, "precision", precision, Literal[None, "float8", "float8_dgrad"])
+    checks.check_one_of(op, "wire", wire, Literal[None, "float8"])
     if product is not None:
         if not callable(product):
             raise TypeError(f"{op}: product must be a function of (rows, matrix, group_sizes) or None, got {product!r}")

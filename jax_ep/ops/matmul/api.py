@@ -17,7 +17,6 @@ from jax_ep.ops.matmul import kernels, pallas
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, gathered_rows, parts, sum_rows, taken
 
 ProductImplementation = Literal["auto", "pallas", "xla"]
-IMPLEMENTATIONS: tuple[ProductImplementation, ...] = ("auto", "pallas", "xla")
 
 
 class ProductSettings(NamedTuple):
@@ -80,7 +79,7 @@ def ragged_dot(
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
     check_operands("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
-    checks.check_one_of("ragged_dot", "implementation", implementation, IMPLEMENTATIONS)
+    checks.check_one_of("ragged_dot", "implementation", implementation, ProductImplementation)
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
         options["out_sharding"] = out_sharding

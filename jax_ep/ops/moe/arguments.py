@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax_ep._kit import checks, ffi, float8, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group
 from jax_ep.ops.moe.types import (
-    WIRES,
     Chunks,
     DispatchCall,
     DispatchConfig,
@@ -58,7 +57,7 @@ def validated(
         checks.check_array(op, "weights", weights, "[T, K]", np.floating, shape=(num_tokens, top_k))
     checks.check_int(op, "num_experts", num_experts)
     checks.check_int(op, "alignment", alignment)
-    checks.check_one_of(op, "on_overflow", on_overflow, checks.ON_OVERFLOW)
+    checks.check_one_of(op, "on_overflow", on_overflow, OnOverflow)
     if num_experts % group.size:
         raise ValueError(f"{op}: num_experts must be a multiple of the group's size {group.size}, got {num_experts}")
     if num_experts > ffi.MAX_EXPERTS:
@@ -75,7 +74,7 @@ def validated(
     if group.size * room >= 2**31:
         given, way_out = ("the default capacity", "; pass capacity=") if capacity is None else ("capacity", "")
         raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {room}{way_out}")
-    checks.check_one_of(op, "wire", wire, WIRES)
+    checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
         raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of 128, got H = {hidden}")
     nodes = NodeOptions() if nodes is None else nodes

@@ -18,7 +18,6 @@ COMBINED = "jax_ep_combine"  # the sums
 
 RowsT = TypeVar("RowsT")  # jax.Array, or `Float8Rows`
 Wire = Literal["float8", "float8_rows"]
-WIRES: tuple[Wire | None, ...] = (None, "float8", "float8_rows")
 NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with wire='float8'"
 
 

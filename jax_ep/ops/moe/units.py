@@ -112,7 +112,7 @@ def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
             )
         return Unit(_elementwise(op, name, activation.function), 2, splits, None)
     if isinstance(activation, str):
-        checks.check_one_of(op, f"{name}.activation", activation, tuple(ACTIVATIONS))
+        checks.check_one_of(op, f"{name}.activation", activation, ActivationName)
     elif not callable(activation):
         names = ", ".join(map(repr, ACTIVATIONS))
         raise TypeError(f"{op}: {name}.activation must be a function, Gated or one of {names}, got {activation!r}")

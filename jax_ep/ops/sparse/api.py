@@ -6,7 +6,7 @@ hold a row, its owner, receives the parts of the others and writes their sum int
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from jax_ep.ops.sparse import kernels, nodes, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
-
-OPS: tuple[SparseOp, ...] = get_args(SparseOp)
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 def sparse_all_reduce(
@@ -73,7 +70,7 @@ def sparse_all_reduce(
     name = "sparse_all_reduce"
     check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
-    checks.check_one_of(name, "method", method, METHODS)
+    checks.check_one_of(name, "method", method, Method)
     native = group._resolve(name, implementation, serves_nodes=True) == "ffi"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
@@ -119,9 +116,9 @@ def _config(
     if rows.values.shape[1] == 0:
         raise ValueError(f"{name}: values must have at least one column, got {rows.values.shape}")
     checks.check_int(name, "capacity", capacity)
-    checks.check_one_of(name, "op", op, OPS)
+    checks.check_one_of(name, "op", op, SparseOp)
     checks.check_bool(name, "sharded", sharded)
-    checks.check_one_of(name, "on_overflow", on_overflow, checks.ON_OVERFLOW)
+    checks.check_one_of(name, "on_overflow", on_overflow, OnOverflow)
     if capacity >= 2**31 or group.size * rows.indices.shape[0] >= 2**31:
         raise ValueError(
             f"{name}: capacity and the indices of all ranks must be below 2**31, "

@@ -1,7 +1,7 @@
 """Lookups in embedding tables and their sparse gradients, in plain JAX over `SparseRows`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
 
 T = TypeVar("T")  # a pytree
 Combiner = Literal["sum", "mean", "sqrtn"]
-COMBINERS: tuple[Combiner, ...] = get_args(Combiner)
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -215,7 +214,7 @@ def bag(
     checks.check_array(op, "rows", rows, dtype=np.floating)
     layout = "[..., L, D] for ids [..., L]"
     checks.check_array(op, "rows", rows, layout, shape=(*ids.shape, *rows.shape[-1:]))
-    checks.check_one_of(op, "combiner", combiner, COMBINERS)
+    checks.check_one_of(op, "combiner", combiner, Combiner)
     if weights is not None:
         checks.check_array(op, "weights", weights, "that of ids", shape=ids.shape)
     if (bag_of is None) != (num_bags is None):
