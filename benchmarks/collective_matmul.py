@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import jax_ep
 from jax_ep.lax import ragged_dot
 
+from .device_events import kernel_microseconds
 from .in_jit_loop import (
     Loop,
     add_pause,
@@ -21,7 +22,6 @@ from .in_jit_loop import (
     describe_pause,
     draw,
     in_digits,
-    kernel_microseconds,
     median_microseconds,
     on_ranks,
     teraflops,

@@ -4,16 +4,13 @@ import argparse
 import dataclasses
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.profiler import ProfileData
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 MORE_EXECUTIONS = 2  # at least
@@ -201,18 +198,3 @@ def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:
             ended.append(time.perf_counter())
     jax.block_until_ready(results)
     return ended[-1] - ended[before - 1]
-
-
-def kernel_microseconds(execute: Callable[[], Any]) -> float | None:
-    """Median duration, over all devices, of our kernels of one execution, by JAX's profiler: without launches and gaps.
-
-    None where it sees none: on the CPU, or where device events cannot be collected.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(execute())
-        traces = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
-    planes = [plane for trace in traces for plane in trace.planes if plane.name.startswith("/device:")]
-    events = [event for plane in planes for line in plane.lines for event in line.events]
-    durations = [event.duration_ns / 1e3 for event in events if "jax_ep" in event.name]
-    return statistics.median(durations) if durations else None

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 
 from . import formulations as forms, token_sweep
+from .device_events import kernel_microseconds
 from .formulations import AXIS, Formulation
-from .in_jit_loop import Loop, compile_loops, kernel_microseconds, median_microseconds, microseconds, on_ranks
+from .in_jit_loop import Loop, compile_loops, median_microseconds, microseconds, on_ranks
 from .moe_cases import (
     FAMILIES,
     TINY_FAMILIES,

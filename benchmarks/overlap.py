@@ -13,6 +13,7 @@ import jax_ep
 from jax_ep.lax import ragged_dot
 
 from . import sparse
+from .device_events import timeline
 from .formulations import AXIS
 from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, on_ranks
 from .layer import chosen_models, gated, ours, training_step
@@ -206,9 +207,17 @@ def check_close(name: str, found: jax.Array, other: jax.Array) -> None:
         raise AssertionError(f"{name}: in order and asynchronous differ by {error} of the largest value")
 
 
+def trace(one: Overlap, apart: jax_ep.Group) -> Iterator[str]:
+    """The table of one asynchronous execution, which another one precedes."""
+    program = on_ranks(one.both(apart), apart.mesh)
+    jax.block_until_ready(program(*one.operands))
+    return timeline(lambda: program(*one.operands))
+
+
 def main(arguments: list[str]) -> int:
     parser = command_line("overlap", __doc__, "the first model only")
     parser.add_argument("--max-sms", type=int, help="of the asynchronous ops [64 of 132, sparse_all_reduce 24]")
+    parser.add_argument("--trace", action="store_true", help="also when each GPU ran exchanges, and other kernels")
     options = parser.parse_args(arguments)
     on_cpu = jax.default_backend() == "cpu"
     models = chosen_models(on_cpu, options.shapes, None)[: 1 if options.quick else 2]
@@ -220,7 +229,11 @@ def main(arguments: list[str]) -> int:
         print("- in order: a group as it is; asynchronous: Group(async_ops=True), whose ops take few SMs")
         print("- hidden: how much shorter the asynchronous program is, of the exchange alone\n")
         print(heading(COLUMNS), flush=True)
+        timelines: list[str] = []
         for overlaps in (*(moe_overlaps(model, group) for model in models), [sparse_overlap(group, on_cpu=on_cpu)]):
             for one in overlaps:
                 print(line(one, group, apart, 2 if on_cpu else CALLS, options.repeats), flush=True)
+                if options.trace:
+                    timelines += ["", one.name, "", *trace(one, apart)]
+        print("\n".join(timelines))
     return 0
