@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -34,6 +35,20 @@ def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_library_is_of_this_version() -> None:
     platform = ffi.library_name(jax.devices()[0])
     assert ffi.library(platform).version == importlib.metadata.version("jax_ep")
+
+
+@pytest.mark.usefixtures("native")
+def test_a_library_of_another_version_is_refused() -> None:
+    """By one error, and nothing at exit."""
+    script = (
+        "import jax, jax_ep\n"
+        "from jax_ep._kit import ffi\n"
+        "ffi.__version__ = '0.0.9'\n"
+        "jax_ep.Group(jax.make_mesh((1,), ('ep',)), 'ep')"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=gpu.ROOT, check=False)
+    assert f"is of jax_ep {jax_ep.__version__}, the Python code of 0.0.9: install jax_ep again" in run.stderr
+    assert run.stderr.count("Traceback") == 1
 
 
 def test_readme_names_the_last_run_on_gpus() -> None:

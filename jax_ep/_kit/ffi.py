@@ -52,8 +52,10 @@ def built_platforms() -> tuple[str, ...]:
     return tuple(platform for platform in PLATFORMS if is_built(platform))
 
 
-def loaded_platforms() -> tuple[str, ...]:
-    return tuple(platform for platform in PLATFORMS if f"_jax_ep_{platform}" in sys.modules)
+def loaded_libraries() -> list[ModuleType]:
+    """Also those of another version, which `library` refuses."""
+    names = (f"_jax_ep_{platform}" for platform in PLATFORMS)
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 @functools.cache

@@ -80,8 +80,8 @@ def create_group(
 
 def close_all() -> None:
     """At exit: also groups that only compiled programs hold."""
-    for platform in ffi.loaded_platforms():
-        ffi.library(platform).close_all()
+    for library in ffi.loaded_libraries():
+        library.close_all()
 
 
 class OpRecord(NamedTuple):
