@@ -135,9 +135,8 @@ class Group:
         self.intranode = Group(self.mesh, axes[-1], **waits, **options)
         open_groups.discard(self.intranode)
         try:
-            exit_process = partial(watchdog.exit_with_record, self.intranode._native, repr(self))
-            on_lost_process = exit_process if on_lost == "exit" else lambda error: None
-            self._liveness = opening.open_liveness(self, on_lost=on_lost_process, **waits)
+            on_failure = partial(watchdog.record_loss, self.intranode._native, repr(self), on_lost == "exit")
+            self._liveness = opening.open_liveness(self, on_lost=on_failure, **waits)
         except BaseException:
             self.intranode.close()
             raise

@@ -1,5 +1,6 @@
 """Groups across nodes, each of which is a process: kernels inside, XLA's collectives between; lost processes."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,17 @@ def test_a_lost_process_is_named(how: str, lost: int) -> None:
 
 
 @pytest.mark.skipif(not ON_CPU, reason="heartbeats of GPUs do not say where they are")
-@pytest.mark.parametrize("how", ["hang, wait", pytest.param("hang, close", marks=pytest.mark.nightly), "hang, exit"])
-def test_a_process_that_lives_and_does_not_come(how: str, tmp_path: Path) -> None:
-    exits = how == "hang, exit"
+@pytest.mark.parametrize(
+    ("how", "recorded"),
+    [
+        ("hang, wait", ["PeerLostError", "PeerTimeoutError"]),
+        pytest.param("hang, close", ["PeerLostError"], marks=pytest.mark.nightly),
+        ("hang, exit", ["PeerTimeoutError"]),
+    ],
+)
+def test_a_process_that_lives_and_does_not_come(how: str, recorded: list[str], tmp_path: Path) -> None:
     environment = {"JAX_EP_DUMP": str(tmp_path)}
-    output = launch(2, 2, how, exit_code=watchdog.EXIT_CODE if exits else 0, environment=environment)
+    code = watchdog.EXIT_CODE if how == "hang, exit" else 0
+    output = launch(2, 2, how, exit_code=code, environment=environment)
     assert "Error: Group(" in output  # in the log
-    assert len([*tmp_path.glob("*.json")]) == exits
+    assert sorted(json.loads(path.read_text())["error"] for path in tmp_path.glob("*.json")) == recorded

@@ -116,7 +116,7 @@ class Liveness:
       timeout: seconds of silence after which a process is lost, if they are more than 2.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread: of this process.
-      on_lost: called with the error, in the watching thread, when the group fails.
+      on_lost: called with the error, in the watching thread, when the group fails, before a caller sees the error.
 
     Raises:
       PeerTimeoutError: a process did not open the group.
@@ -212,8 +212,8 @@ class Liveness:
             if self._lost is None and (lost := self._look(last - before)) is not None:
                 _LOGGER.error("%s: %s", type(lost).__name__, self._failed(lost))
                 self._end(LEFT)  # before a caller sees the error: it may end the process
-                self._lost = lost
                 self._on_lost(self._failed(lost))
+                self._lost = lost
             if self._heartbeat.over:
                 return
         if self._released:

@@ -48,11 +48,12 @@ def _end_all() -> None:
         thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def exit_with_record(native: NativeGroup | None, name: str, error: JaxEpError) -> None:
-    """Ends the process, after another flight record of its ranks: its main thread may wait in XLA's collectives."""
+def record_loss(native: NativeGroup | None, name: str, exits: bool, error: JaxEpError) -> None:
+    """A group across nodes has failed: writes the flight record of its ranks in this process, which then `exits`."""
     if native is not None:
         flight_records.write(native, name, type(error).__name__, str(error))
-    _exit(name)
+    if exits:
+        _exit(name)
 
 
 def _exit(name: str) -> None:
