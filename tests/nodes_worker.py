@@ -360,7 +360,7 @@ def leave_in_order(mesh: jax.sharding.Mesh) -> None:
         again.check()
 
 
-def drop(mesh: jax.sharding.Mesh, groups: int = 20) -> None:
+def drop(mesh: jax.sharding.Mesh, groups: int) -> None:
     """Groups that are not closed leave no threads, and processes may go on without them."""
     before = helpers.own_threads()
     for _ in range(groups):
@@ -378,20 +378,16 @@ def leave() -> None:
     os._exit(0)
 
 
-def close(mesh: jax.sharding.Mesh) -> None:
-    leave_in_order(mesh)
-    drop(mesh)
-
-
-CHECKS = {"all": check_all, "mismatch": check_mismatch, "demo": print_losses, "close": close}
+CHECKS = {"all": check_all, "mismatch": check_mismatch, "demo": print_losses}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     last = (*HANGS, "kill", "stop", "stop the coordinator")
-    parser.add_argument("what", choices=[*CHECKS, *last], nargs="+", help="in this order; the last ones alone")
+    parser.add_argument("what", choices=[*CHECKS, "close", *last], nargs="+", help="in this order; the last ones alone")
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, help="of equally many processes; default: each is one")
+    parser.add_argument("--groups", type=int, default=20, help="how many `close` drops")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -402,6 +398,9 @@ def main() -> None:
         print(f"\n{what}", flush=True)
         if what in CHECKS:
             CHECKS[what](mesh)
+        elif what == "close":
+            leave_in_order(mesh)
+            drop(mesh, options.groups)
         elif what in HANGS:
             hang(mesh, what.removeprefix("hang, "))
         else:

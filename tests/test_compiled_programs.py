@@ -111,6 +111,13 @@ def test_an_exported_program(open_group: OpenGroup) -> None:
     other.check()
 
 
+def test_calls_inside_a_host_ask_nobody(open_group: OpenGroup) -> None:
+    """Only those between CPU processes do, by callbacks (`jax_ep.runtime.agreement`)."""
+    text = jax.jit(helpers.dispatch_combine(open_group(2), **OPTIONS)).lower(*case_of(2)).as_text()
+    assert "jax_ep_dispatch" in text
+    assert "callback" not in text
+
+
 def test_a_new_group_serves_programs_of_a_closed_one(open_group: OpenGroup) -> None:
     group = open_group(SIZE)
     case = case_of(SIZE)
