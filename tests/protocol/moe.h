@@ -113,6 +113,19 @@ inline void check_counts(const std::vector<Rank>& ranks) {
     }
 }
 
+inline void round_trip(const Group& group, std::vector<Rank>& ranks, Way way, std::mt19937& random) {
+  fill(ranks, random);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
+  });
+  check_counts(ranks);
+  if (!ranks[0].dispatch_args(way).expand) expand_rows(ranks);
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_in_float32(comm, ranks[rank].combine_args(), coop);
+  });
+  check_round_trip(ranks, is_float8(way) ? 0.2f : 1e-5f);
+}
+
 // A dispatch, and a combine in which rank 1 has been handed a row that it does not have.
 inline void combine_out_of_bounds(const Group& group, std::vector<Rank>& ranks, int index) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {

@@ -21,19 +21,7 @@ void round_trips(int tokens, int times) {
   recorder.start();
   std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(1);
-  for (int i = 0; i < times; ++i) {
-    const Way way = static_cast<Way>(i % kWays);
-    fill(ranks, random);
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-      run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
-    });
-    check_counts(ranks);
-    if (!ranks[0].dispatch_args(way).expand) expand_rows(ranks);
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-      run_in_float32(comm, ranks[rank].combine_args(), coop);
-    });
-    check_round_trip(ranks, is_float8(way) ? 0.2f : 1e-5f);
-  }
+  for (int i = 0; i < times; ++i) round_trip(group, ranks, static_cast<Way>(i % kWays), random);
   expect(!group.take_error(), "no error is reported");
   check_recordings(recorder.stop(), 2 * times);
 }

@@ -1,6 +1,7 @@
 // What the checks of the protocol share: ranks on bare threads.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -11,19 +12,42 @@
 
 namespace jax_ep {
 
-constexpr int kRanks = 4, kCoops = 3, kSenders = 2;
+#ifndef JAX_EP_WAVES  // else waves/comm/target/host.h has these
+struct Cta {
+  explicit Cta(int) {}
+};
 
-// Every rank on kCoops threads of its own, as a GPU would run it.
+inline Coop coop_of(Part cta, Part member, int senders, Cta&) {
+  return Coop({cta.index * member.count + member.index, cta.count * member.count},
+              sender_part(cta.index, cta.count, member.index, senders),
+              receiver_part(cta.index, cta.count, member.index, member.count, senders));
+}
+
+template <class Body>
+void on_all_lanes(const Coop& coop, Body body) {
+  body(coop);
+}
+#endif
+
+// Every rank as a GPU would run it: each coop on a thread of its own.
+constexpr bool kInWaves = Coop::lanes > 1;
+constexpr int kRanks = 4, kCtas = kInWaves ? 2 : 1, kCtaCoops = kInWaves ? 2 : 3, kCtaSenders = kCtaCoops - 1;
+constexpr int kCoops = kCtas * kCtaCoops;
+
+// Calls body(comm, rank, coop), on each lane.
 template <class Body>
 void on_all_ranks(const Group& group, Body body) {
   std::vector<std::thread> threads;
+  std::deque<Cta> shared;
   for (int rank = 0; rank < group.size(); ++rank)
-    for (int coop = 0; coop < kCoops; ++coop)
-      threads.emplace_back([&, rank, coop] {
-        const Coop roles({coop, kCoops}, sender_part(0, 1, coop, kSenders),
-                         receiver_part(0, 1, coop, kCoops, kSenders));
-        body(group.comm({0, rank}), rank, roles);
-      });
+    for (int cta = 0; cta < kCtas; ++cta) {
+      Cta& own = shared.emplace_back(kCtaCoops);
+      for (int coop = 0; coop < kCtaCoops; ++coop)
+        threads.emplace_back([&, rank, cta, coop] {
+          const Coop roles = coop_of({cta, kCtas}, {coop, kCtaCoops}, kCtaSenders, own);
+          on_all_lanes(roles, [&](const Coop& lane) { body(group.comm({0, rank}), rank, lane); });
+        });
+    }
   for (std::thread& thread : threads) thread.join();
 }
 
