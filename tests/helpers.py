@@ -228,6 +228,11 @@ def draw_case(
     )
 
 
+def zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """numpy's, as a leaf of one of our pytrees: jax.numpy's would start a backend where a module is imported."""
+    return np.zeros(shape, dtype)
+
+
 def wide(x: Any) -> np.ndarray:
     """In a dtype that numpy compares: bfloat16 and float16 are float32 too."""
     array = np.asarray(x)

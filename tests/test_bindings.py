@@ -176,7 +176,7 @@ def test_a_call_of_another_release(release: str, open_group: OpenGroup) -> None:
     ],
 )
 def test_a_call_that_does_not_fit_says_what(
-    change: dict[str, int | None], received: tuple[int, int], operands: list[Any], message: str, open_group: OpenGroup
+    change: dict[str, Any], received: tuple[int, int], operands: list[Any], message: str, open_group: OpenGroup
 ) -> None:
     group = open_group(RANKS)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"scatter: {message}"):

@@ -236,8 +236,8 @@ def test_products_have_no_gradient(rng: np.random.Generator) -> None:
         jax.grad(loss)(lhs.scales)
 
 
-WEIGHTS = Float8Weights(np.zeros((2, 128, 256), np.uint8), np.zeros((2, 1, 2), np.float32))
-ROWS = Float8Rows(np.zeros((4, 256), np.uint8), np.zeros((4, 2), np.float32))
+WEIGHTS = Float8Weights(helpers.zeros((2, 128, 256), np.uint8), helpers.zeros((2, 1, 2)))
+ROWS = Float8Rows(helpers.zeros((4, 256), np.uint8), helpers.zeros((4, 2)))
 PLAIN = np.zeros((4, 256), np.float32)
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (PLAIN, np.zeros((2, 256, 64), np.float32), ValueError, r"rhs must have sizes that are multiples of 128"),

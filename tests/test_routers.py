@@ -151,7 +151,7 @@ def test_round_tokens(
 
 
 def test_no_tokens_to_round() -> None:
-    none = nn.Routed(np.zeros((0, 3), np.int32), np.zeros((0, 3), np.float32))
+    none = nn.Routed(helpers.zeros((0, 3), np.int32), helpers.zeros((0, 3)))
     routed = jax.jit(lambda none: nn.round_tokens(none, 2, EXPERTS))(none)
     assert routed.expert_ids.shape == routed.weights.shape == (0, 3)
 
@@ -271,7 +271,7 @@ def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
 
 
 X = np.zeros((TOKENS, EXPERTS), np.float32)
-ROUTED = nn.Routed(np.zeros((TOKENS, 4), np.int32), X[:, :4])
+ROUTED = nn.Routed(helpers.zeros((TOKENS, 4), np.int32), helpers.zeros((TOKENS, 4)))
 REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.softmax_top_k, (X, 17), {}, r"top_k must be in \[1, E = 16\], got 17"),
     (nn.softmax_top_k, (X[0], 1), {}, r"logits must have shape \[T, E\], got \(16,\)"),
