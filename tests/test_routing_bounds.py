@@ -161,7 +161,12 @@ def test_leaf_refused_by_name(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"alignment": 0}, ValueError, "routing.config.alignment must be at least 1, got 0"),
+        ({"alignment": 7}, ValueError, "routing.config.capacity must be a multiple of alignment 7"),
+        ({"capacity": 4.0}, TypeError, "routing.config.capacity must be a Python int"),
         ({"capacity": 4}, ValueError, "expert_outputs must have the 4 rows of the dispatch, got (40, 16)"),
+        ({"capacity": 2**30}, ValueError, "routing.config.capacity must be a multiple of alignment 4, below 2**31 / 2"),
+        ({"num_experts": 9}, ValueError, "routing.config.num_experts must be a multiple of 2 ranks, got 9"),
         ({"num_experts": 4}, ValueError, "routing.counts must have shape [R, E / R] = (2, 2), got (2, 4)"),
         ({"size": 1}, ValueError, "routing.row_of must have shape [R, T, K] = (1, 6, 3), got (2, 6, 3)"),
         (None, TypeError, "routing.config must be a DispatchConfig, got NoneType"),

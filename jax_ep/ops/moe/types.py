@@ -60,6 +60,25 @@ class DispatchConfig:
     def local_experts(self) -> int:
         return self.num_experts // self.size
 
+    def check(self, op: str, name: str, *, empty: bool) -> None:
+        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
+
+        Args:
+          empty: there are no assignments: then the capacity may be 0.
+        """
+        for field in ("size", "num_experts", "alignment"):
+            checks.check_int(op, f"{name}.{field}", getattr(self, field))
+        checks.check_int(op, f"{name}.capacity", self.capacity, least=0 if empty else 1)
+        if self.num_experts % self.size:
+            raise ValueError(
+                f"{op}: {name}.num_experts must be a multiple of {self.size} ranks, got {self.num_experts}"
+            )
+        if self.capacity % self.alignment or self.size * self.capacity >= 2**31:
+            raise ValueError(
+                f"{op}: {name}.capacity must be a multiple of alignment {self.alignment}, below 2**31 / {self.size}, "
+                f"got {self.capacity}"
+            )
+
 
 class Chunks(NamedTuple):
     """How a rank cuts the tokens that it took in: those of each node into `number` chunks, of one token at least."""
@@ -183,7 +202,11 @@ class Routing:
         if not isinstance(self.config, DispatchConfig):
             raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {checks.describe(self.config)}")
         checks.check_array(op, "routing.targets", self.targets, "[T, K]")
+        self.config.check(op, "routing.config", empty=self.targets.size == 0)
         size, local_experts, (num_tokens, top_k) = self.config.size, self.config.local_experts, self.targets.shape
+        rows = size * num_tokens * top_k
+        if rows + local_experts * self.config.alignment >= 2**31:
+            raise ValueError(f"{op}: routing.targets must be of fewer than 2**31 / {size} values, got {rows // size}")
         for name, shape, layout, dtype in (
             ("targets", (num_tokens, top_k), "[T, K]", np.int32),
             ("row_of", (size, num_tokens, top_k), "[R, T, K]", np.int32),
