@@ -52,7 +52,8 @@ class Exchange:
     def sent_row(self) -> int:
         """Bytes of a token on the wire of a dispatch."""
         hidden = self.shape.hidden
-        return hidden + hidden // FP8_BLOCK * WEIGHT if self.float8 else self.row
+        scales = -(-hidden // FP8_BLOCK // 4) * 4  # a multiple of 16 bytes
+        return hidden + scales * WEIGHT if self.float8 else self.row
 
     def share(self, parts: int) -> float:
         """The share of the tokens that need a certain one of `parts` equal parts of a node's experts."""

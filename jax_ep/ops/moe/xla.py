@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import dequantize_rows, packed, quantize_rows, unpacked
 from jax_ep._kit.linear import without_gradient
+from jax_ep._kit.vary import vary_alike
 from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources, segments
 from jax_ep.ops.moe.types import NO_GRADIENT, DispatchConfig, Dispatched, Routing
 
@@ -94,7 +95,8 @@ def routing_of(
     row, owner, dropped = (x.reshape(weights.shape) for x in (placed.row, placed.owner, placed.dropped))
     row_of = jnp.where(owner == me, row, -1)
     targets = jnp.where(row >= 0, owner * config.capacity + row, -1)
-    by_node = placed.counts.reshape(-1, config.size, config.size, config.local_experts)  # of the source
+    counts, _ = vary_alike(None, placed.counts, expert_ids)  # also where there are no ids to count
+    by_node = counts.reshape(-1, config.size, config.size, config.local_experts)  # of the source
     return Routing(
         targets=targets[me].astype(jnp.int32),
         row_of=row_of,
