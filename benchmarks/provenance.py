@@ -19,6 +19,7 @@ from typing import Any
 import jax_ep
 
 _ROOT = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = ("XLA_FLAGS", "NCCL_NVLS_ENABLE")  # they change what is measured
 
 
 def cpu_name() -> str:
@@ -33,12 +34,13 @@ def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: 
     """`note` says how jax_ep ran, `packages` are named with their versions besides JAX's own."""
     names = ("jax", "jaxlib", "numpy", *packages)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    settings = [f"{name}={shlex.quote(os.environ[name])} " for name in _ENVIRONMENT if name in os.environ]
     return "\n".join(
         (
             f"- date: {datetime.date.today().isoformat()}",
             f"- hardware: {cpu_name()}, {os.cpu_count()} cores; {len(devices)} x {devices[0].device_kind} devices",
             f"- versions: jax_ep {jax_ep.__version__} ({note}), {versions}, python {platform.python_version()}",
-            f"- command: `{shlex.join(['python', '-m', 'jax_ep', 'bench', *command])}`",
+            f"- command: `{''.join(settings)}{shlex.join(['python', '-m', 'jax_ep', 'bench', *command])}`",
         )
     )
 
