@@ -271,11 +271,6 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
         ],
         ("bfloat16", (3, 256)),
     ),
-    "d_gated": (
-        {"epilogue": "d_gated", "activation": "gelu", "rhs_is_k_by_n": False, "columns": 16},
-        [("lhs", "bfloat16", (3, 16)), ("rhs", "bfloat16", (2, 8, 16))],
-        ("bfloat16", (3, 8)),
-    ),
     "gated float8": (
         {
             **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "epilogue": "gated", "activation": "relu"},
@@ -291,10 +286,8 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
 }
 GROUP_SIZES = ("group_sizes", "int32", (2,))
 MORE_OPERANDS: dict[str, Any] = {case: [("indices", "int32", (3,))] for case in ("gathered rows", "gathered float8")}
-MORE_OPERANDS["d_gated"] = [("gate", "bfloat16", (3, 16)), ("row_weights", "float32", (3,))]
 MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
-MORE_RESULTS["d_gated"] = [jax.ShapeDtypeStruct((3, 16), jax.numpy.bfloat16), jax.ShapeDtypeStruct((1, 3), np.float32)]
-TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed", "d_gated")
+TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
 
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
@@ -370,8 +363,6 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("summed", {"gathered": "lhs", "gathered_rows": 5}, "gathered must be none of a sum of products .*, got lhs"),
         ("gated float8", {"gathered": "lhs", "gathered_rows": 5}, "gathered must be none of .* float8, got lhs"),
         ("summed", {"dtype": "float32"}, "dtype must be that of the operands, float16, got float32"),
-        ("d_gated", {"rhs_is_k_by_n": True}, "rhs_is_k_by_n must be .* False of .* gradient, got True"),
-        ("d_gated", {"activation": "none"}, "activation must be silu, gelu or relu of a gated unit, .*, got none"),
         ("float8", {"k": 64}, "k must be a multiple of 128, got 64"),
         ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, .* float8_e4m3fn, got float16"),
         ("float8", {"rhs_is_k_by_n": True}, "rhs_is_k_by_n must be False of operands in float8, got True"),

@@ -16,7 +16,6 @@ from jax_ep import dispatch, lax
 from jax_ep._kit import ffi, gemm
 from jax_ep.ops.matmul import kernels
 from jax_ep.ops.matmul.api import gated_product, sum_of_lhs_gradients
-from jax_ep.ops.matmul.rows import GatheredRows
 
 pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
@@ -169,60 +168,6 @@ def test_products_that_are_kept(one_matrix: bool) -> None:
     product, kept = jax.eval_shape(call, rows, sizes, *rhs)
     assert product.shape == (3, 8)
     assert [x.shape for x in kept] == [(3, shape[2]) for shape in shapes]
-
-
-WIDTHS = [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 640, 2048)]
-
-
-def slope_of(activation: str, x: np.ndarray) -> np.ndarray:
-    return np.asarray(jax.vjp(ACTIVATIONS[activation], x)[1](np.ones_like(x))[0])
-
-
-@pytest.mark.matrix
-@on_hopper
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("one_array", [False, True])
-@pytest.mark.parametrize(("rows", "hidden", "width"), WIDTHS)
-def test_backward_through_a_unit(
-    rows: int,
-    hidden: int,
-    width: int,
-    one_array: bool,
-    gathers: bool,
-    activation: Any,
-    dtype: np.dtype,
-    rng: np.random.Generator,
-) -> None:
-    """Against float32 of the same rounded operands: one rounding of the product by `down`, one of each result."""
-    sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.3, 0.2]).astype(np.int32)
-    down = (rng.standard_normal((EXPERTS, width, hidden)) / hidden**0.5).astype(dtype)
-    gate, up = rng.standard_normal((2, rows, width)).astype(dtype)
-    weights = rng.random(rows).astype(np.float32)
-    matrix = rng.standard_normal((rows // 2 + 1 if gathers else rows, hidden)).astype(dtype)
-    indices = rng.integers(-1, matrix.shape[0], rows).astype(np.int32)
-    cotangent = GatheredRows(jnp.asarray(matrix), jnp.asarray(indices)) if gathers else matrix
-    products = (np.concatenate([gate, up], axis=1),) if one_array else (gate, up)
-    call = jax.jit(partial(kernels.d_gated_matmul, activation=activation))
-    unit, d_products, d_weights = call(cotangent, down, sizes, products, weights)
-
-    taken = np.where((indices >= 0)[:, None], matrix[indices], 0).astype(dtype) if gathers else matrix
-    back = np.zeros((rows, width), np.float32)
-    for expert, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
-        at = slice(end - size, end)
-        back[at] = (taken[at].astype(np.float32) @ down[expert].astype(np.float32).T).astype(dtype)
-    wide_gate, wide_up = gate.astype(np.float32), up.astype(np.float32)
-    value, slope = np.asarray(ACTIVATIONS[activation](wide_gate)), slope_of(activation, wide_gate)
-    weighed = weights[:, None] * back
-    wanted = weights[:, None] * value * wide_up, weighed * wide_up * slope, weighed * value
-    found = unit, *(np.split(np.asarray(d_products[0]), 2, axis=1) if one_array else d_products)
-    step, used = float(jnp.finfo(dtype).eps), sizes.sum()
-    for a, b in zip(found, wanted, strict=True):  # the product's sum may be rounded to the neighbour
-        np.testing.assert_allclose(helpers.wide(np.asarray(a))[:used], b[:used], rtol=3 * step, atol=step * 1e-2)
-    np.testing.assert_allclose(
-        np.asarray(d_weights)[:used], (back * value * wide_up).sum(axis=1)[:used], rtol=1e-2, atol=step * width**0.5
-    )
 
 
 ADDED = 5  # groups

@@ -21,7 +21,7 @@
 // An Epilogue is made of Maps and Product, and has store().
 //
 // Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
-// multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h, epilogue_d_gated.h.
+// multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h.
 // runtime/cuda/product_*.cu list the kernels that are compiled.
 #pragma once
 

@@ -24,10 +24,9 @@ JAX_EP_CONSTANT_FN Element element_of(DType dtype) {
 // What becomes of the sums. Products are rounded to the dtype of the operands before an activation, in float8 to
 // bfloat16.
 enum class Epilogue {
-  store,    // lhs x rhs, rounded
-  gated,    // activation(lhs x rhs) * (lhs x second_rhs): rhs is the gate, second_rhs is up. Quantized if out is float8
-  summed,   // lhs x rhs + second_lhs x second_rhs, rounded once
-  d_gated,  // backward through a gated unit: lhs x rhs is the cotangent of its result, not yet weighed (Product)
+  store,   // lhs x rhs, rounded
+  gated,   // activation(lhs x rhs) * (lhs x second_rhs): rhs is the gate, second_rhs is up. Quantized if out is float8
+  summed,  // lhs x rhs + second_lhs x second_rhs, rounded once
 };
 
 enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
@@ -36,7 +35,6 @@ enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
 // the array a row of NaN.
 enum class Gathered { none, lhs, rhs };
 
-constexpr int kSumColumns = 64;   // of each of d_gated's row sums
 constexpr int kLineMultiple = 8;  // 16-bit values: TMA wants lines of 16 bytes
 
 // Row-major arrays without gaps. Their dimensions are multiples of kLineMultiple along lines, in float8 of kScaleBlock
@@ -63,17 +61,9 @@ struct Product {
   uint32_t* counter;                            // m-grouped: a word on the device, of this product alone while it runs
   void* result;                                 // [m, n], k-grouped [groups, m, n]
   float* result_scales;                         // [m, n / 128]
-  void *first_product, *second_product;  // [m, columns], kept or d_gated. Where columns is 2 n the first has both
-
-  // d_gated. Let unit = activation(gate) * up. The result is row_weights * unit, and row_weights times the cotangents
-  // of gate and up are first_product and second_product. All are computed in float32 of the rounded lhs x rhs.
-  const void *gate, *up;     // [m, columns]. Where columns is 2 n the first has both
-  const float* row_weights;  // [m]
-  float* row_sums;           // [ceil(n / 64), m]: over 64 columns each, of lhs x rhs times unit
+  void *first_product, *second_product;         // [m, columns], kept. Where columns is 2 n the first has both
 
   JAX_EP_CONSTANT_FN bool is_float8() const { return in == Element::float8; }
-  // Of rhs: in d_gated it belongs to neither gate nor up.
-  JAX_EP_CONSTANT_FN int rhs_columns() const { return epilogue == Epilogue::d_gated ? n : columns; }
   // Where the second matrix begins in the array that holds it.
   JAX_EP_CONSTANT_FN int second_column() const { return columns - n; }
 };

@@ -26,10 +26,8 @@ struct NamesOf<gemm::Grouping> {
 };
 template <>
 struct NamesOf<gemm::Epilogue> {
-  static constexpr Named<gemm::Epilogue> all[] = {{"store", gemm::Epilogue::store},
-                                                  {"gated", gemm::Epilogue::gated},
-                                                  {"summed", gemm::Epilogue::summed},
-                                                  {"d_gated", gemm::Epilogue::d_gated}};
+  static constexpr Named<gemm::Epilogue> all[] = {
+      {"store", gemm::Epilogue::store}, {"gated", gemm::Epilogue::gated}, {"summed", gemm::Epilogue::summed}};
 };
 template <>
 struct NamesOf<gemm::Gathered> {
@@ -74,10 +72,10 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     for (const auto& [name, size] : sizes)
       if (size < 1) return wrong(name, "at least 1", size);
     if (x.in == Element::float32) return wrong("operand_dtype", "bfloat16, float16 or float8_e4m3fn", name_in(x.in));
-    const bool is_gated = x.epilogue == Epilogue::gated, of_unit = is_gated || x.epilogue == Epilogue::d_gated;
-    if (x.columns != x.n && (!of_unit || x.columns != int64_t{2} * x.n))
+    const bool is_gated = x.epilogue == Epilogue::gated;
+    if (x.columns != x.n && (!is_gated || x.columns != int64_t{2} * x.n))
       return wrong("columns", "n, or 2 n if what belongs to gate and to up is in one array", x.columns);
-    if (of_unit == (x.activation == gemm::Activation::none))
+    if (is_gated == (x.activation == gemm::Activation::none))
       return wrong("activation", "silu, gelu or relu of a gated unit, and none of any other product",
                    name_in(x.activation));
     if (x.keeps_products && (!is_gated || is_float8(x)))
@@ -90,7 +88,6 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
     const Values in = values_of(x.in), out = values_of(x.out);
     const bool quantized = is_float8(x), summed = x.epilogue == Epilogue::summed, gated = x.epilogue == Epilogue::gated;
-    const bool d_gated = x.epilogue == Epilogue::d_gated, two_arrays = x.columns == x.n;
     const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
     visit(lhs("lhs", x), &Args::lhs);
     const int scaled_rows = x.gathered == gemm::Gathered::lhs ? x.gathered_rows : x.m;
@@ -106,17 +103,12 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
     visit(operand("indices", Values::int32, by_contraction(x) ? x.k : x.m).when(x.gathered != gemm::Gathered::none),
           &Args::indices);
-    visit(operand("gate", in, x.m, x.columns).when(d_gated), &Args::gate);
-    visit(operand("up", in, x.m, x.columns).when(d_gated && two_arrays), &Args::up);
-    visit(operand("row_weights", Values::float32, x.m).when(d_gated), &Args::row_weights);
     visit(by_contraction(x) ? result("product", out, x.groups, x.m, x.n) : result("product", out, x.m, x.n),
           &Args::result);
     visit(result("scales", Values::float32, x.m, x.n / kScaleBlock).when(quantized && gated), &Args::result_scales);
-    visit(result("first_product", in, x.m, x.columns).when(x.keeps_products || d_gated), &Args::first_product);
-    visit(result("second_product", in, x.m, x.columns).when((x.keeps_products || d_gated) && two_arrays),
+    visit(result("first_product", in, x.m, x.columns).when(x.keeps_products), &Args::first_product);
+    visit(result("second_product", in, x.m, x.columns).when(x.keeps_products && x.columns == x.n),
           &Args::second_product);
-    visit(result("row_sums", Values::float32, (x.n + gemm::kSumColumns - 1) / gemm::kSumColumns, x.m).when(d_gated),
-          &Args::row_sums);
     visit(scratch("counter", Values::int32, 1).when(!quantized && !by_contraction(x)), &Args::counter);
   }
 
@@ -146,12 +138,12 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     if (x.out != x.in && !widens)
       return wrong("dtype", std::string("that of the operands, ") + name_in(x.in) + (may_widen ? ", or float32" : ""),
                    name_in(x.out));
-    const bool wants_n_by_k = x.epilogue == Epilogue::summed || x.epilogue == Epilogue::d_gated;
+    const bool wants_n_by_k = x.epilogue == Epilogue::summed;
     const bool wants_k_by_n = grouped_k || widens || x.epilogue == Epilogue::gated;
     if (x.rhs_is_k_by_n ? !wants_n_by_k : !wants_k_by_n) return std::nullopt;
     return wrong("rhs_is_k_by_n",
                  "True of a gated product, a float32 result or groups of the contraction, and False of a sum of "
-                 "products or a gated unit's gradient",
+                 "products",
                  x.rhs_is_k_by_n ? "True" : "False");
   }
 
@@ -201,8 +193,8 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   JAX_EP_CONSTANT_FN static BufferSpec rhs(const char* name, const Args& x) {
     if (by_contraction(x))
       return operand(name, values_of(x.in), x.gathered == gemm::Gathered::rhs ? x.gathered_rows : x.k, x.n);
-    return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.rhs_columns())
-                           : operand(name, values_of(x.in), x.groups, x.rhs_columns(), x.k);
+    return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.columns)
+                           : operand(name, values_of(x.in), x.groups, x.columns, x.k);
   }
 };
 

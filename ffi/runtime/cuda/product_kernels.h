@@ -13,7 +13,6 @@ using ProductKernel = void (*)(Maps, Problem, Product);
 Variants<ProductKernel> tile_kernels();
 Variants<ProductKernel> swapped_kernels();
 Variants<ProductKernel> gated_kernels();
-Variants<ProductKernel> d_gated_kernels();
 Variants<ProductKernel> gathered_kernels();
 Variants<ProductKernel> float8_kernels();
 

@@ -11,7 +11,7 @@ namespace jax_ep::gemm {
 namespace {
 
 std::array<Variants<ProductKernel>, 6> all_kernels() {
-  return {tile_kernels(), swapped_kernels(), gated_kernels(), d_gated_kernels(), gathered_kernels(), float8_kernels()};
+  return {tile_kernels(), swapped_kernels(), gated_kernels(), gathered_kernels(), float8_kernels()};
 }
 
 // An array of the product; null if it has none.
@@ -41,8 +41,7 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
   };
   const auto rhs = [&](const void* data) {
     const int count = m_grouped ? x.groups : 1;
-    const int columns = x.rhs_columns();
-    return x.rhs_is_k_by_n ? Matrices{data, x.in, columns, x.k, count} : Matrices{data, x.in, x.k, columns, count};
+    return x.rhs_is_k_by_n ? Matrices{data, x.in, x.columns, x.k, count} : Matrices{data, x.in, x.k, x.columns, count};
   };
   // TMA does not gather, nor store a result of float8.
   const void* const gathered_or_lhs = x.gathered == Gathered::none ? x.lhs : nullptr;
@@ -72,17 +71,14 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
                   config.block_n,
                   config.swap_ab,
                   x.epilogue,
-                  x.epilogue == Epilogue::d_gated ? Activation::none : x.activation,  // one kernel has all
+                  x.activation,
                   x.gathered};
   const Variant<ProductKernel>* chosen = nullptr;
   for (const auto& kernels : all_kernels())
     if (!chosen) chosen = find(kernels, form);
   if (!chosen) return config.describe() + ": " + kNotCompiled;
   Product product = oriented(x);
-  if (x.columns != x.n) {  // one array has both
-    product.second_product = x.first_product;
-    product.up = x.gate;
-  }
+  if (x.columns != x.n) product.second_product = x.first_product;  // which has both
   Maps maps;
   if (const auto error = describe(product, &maps)) return error;
   Problem problem{x.grouping, product.m,     product.n,  x.is_float8() ? x.k / 2 : x.k,

@@ -205,28 +205,6 @@ def gated_product(
     return _differentiated_as(composed, call)(rows, group_sizes, *varying)
 
 
-def gated_gradient(
-    activation: str,
-    composed: Callable[..., tuple[jax.Array, tuple[jax.Array, ...], jax.Array]],
-    cotangent: Rows,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    products: tuple[jax.Array, ...],
-    row_weights: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-    """Backward through a product by `rhs` and the gated unit before it, as `kernels.d_gated_matmul` has it.
-
-    For other families. The operands must vary over the same mesh axes. The derivative is that of `composed`, the same
-    function of all arrays, which serves calls that the GEMM core does not.
-    """
-    operands = batched_alike(cotangent, rhs, group_sizes, products, row_weights)
-    if _choose(AUTO, rhs.dtype, *operands[:3]) != "core":
-        return composed(*operands)
-    by_core = partial(kernels.d_gated_matmul, activation=activation)
-    call = partial(jax.lax.platform_dependent, cuda=by_core, default=composed)
-    return _differentiated_as(composed, call)(*operands)
-
-
 def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, whose derivative is that of the same function by XLA."""
     product = jax.custom_jvp(call)

@@ -48,37 +48,7 @@ def gated_matmul(
     """
     options: dict[str, Any] = {"dtype": rhs[0].dtype, "activation": activation, "keeps_products": keep_products}
     called = _call([rows], rhs, group_sizes, epilogue="gated", **options)
-    return called["product"], _first_products(called)
-
-
-def d_gated_matmul(
-    cotangent: Rows,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    products: tuple[jax.Array, ...],
-    row_weights: jax.Array,
-    *,
-    activation: str,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-    """Backward through a product by `rhs` [G, F, H] and the gated unit before it, whose rows are weighed behind it.
-
-    Args:
-      cotangent: [M, H], of the product, not yet weighed.
-      products: by gate and up, each [M, F], or one [M, 2 F] of both.
-      row_weights: [M] float32.
-
-    Returns:
-      The unit times the weights [M, F], the cotangents of `products`, and that of `row_weights` [M].
-    """
-    unit = (*products, row_weights)
-    called = _call(
-        [cotangent], [rhs], group_sizes, dtype=rhs.dtype, epilogue="d_gated", unit=unit, activation=activation
-    )
-    return called["product"], _first_products(called), called["row_sums"].sum(axis=0)
-
-
-def _first_products(called: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(called[name] for name in ("first_product", "second_product") if name in called)
+    return called["product"], tuple(called[name] for name in ("first_product", "second_product") if name in called)
 
 
 def gated_matmul_float8(rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8Weights, activation: str) -> Float8Rows:
@@ -98,13 +68,11 @@ def _call(
     activation: str = "none",
     keeps_products: bool = False,
     transpose_rhs: bool = False,
-    unit: Sequence[jax.Array] = (),
 ) -> dict[str, jax.Array]:
     """The results, by name, of the op (ffi/kernels/matmul/product_spec.h) on one or two left and right operands.
 
     Args:
       rhs: for a gated product gate and up, or one array of both, gate in front.
-      unit: of a gated unit's gradient the products by gate and up, or one array of both, then the weights of the rows.
       grouping: groups divide the "rows" of lhs, or the "contraction", which is along the rows of both operands.
     """
     gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
@@ -113,14 +81,13 @@ def _call(
     left, right = (x.bits if isinstance(x, Float8) else x for x in first)
     rows = indices[0].shape[0] if indices else left.shape[0]
     by_contraction = grouping == "contraction"
-    rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights) or unit)
-    n = right.shape[-1 if rhs_is_k_by_n else -2]
-    columns = unit[0].shape[1] if unit else n
+    rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
+    columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = epilogue == "gated" and len(rhs) == 1
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
     return ffi.call_local(
         "grouped_matmul",
-        *jax.tree.leaves([*first, *second, group_sizes, indices, *unit]),
+        *jax.tree.leaves([*first, *second, group_sizes, indices]),
         dtype=np.dtype(dtype),
         operand_dtype=FLOAT8 if isinstance(first[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
@@ -131,7 +98,7 @@ def _call(
         gathered_rows={"none": 0, "lhs": left.shape[0], "rhs": right.shape[0]}[gathered],
         rhs_is_k_by_n=rhs_is_k_by_n,
         m=left.shape[1] if by_contraction else rows,
-        n=n // (2 if both_in_one else 1),
+        n=columns // (2 if both_in_one else 1),
         k=rows if by_contraction else left.shape[1],
         groups=group_sizes.shape[0],
         columns=columns,

@@ -336,32 +336,19 @@ def _unit_cotangents(
     call: ExpertsCall, kept: Kept, d_answers: Rows | Float8Rows, row_weights: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
-    biases and of the unit's parameters. On Hopper one kernel computes them, if the unit is known, has no biases, and
-    `down` is not multiplied in float8."""
-    biases, _ = split_biases(kept.experts, kept.experts.biases)
+    biases and of the unit's parameters."""
+    _, sizes, _, products, experts, parameters = kept
 
-    def composed(
-        d_answers: Any, down: Any, sizes: jax.Array, products: Products, row_weights: jax.Array
-    ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
-        def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
-            return call.unit(products, biases, sizes, parameters)
+    def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
+        return call.unit(products, biases, sizes, parameters)
 
-        inner, pull = jax.vjp(unit, products, biases, kept.parameters)
-        if call.float8_dgrad:
-            back = float8_lhs_gradient((d_answers,), (down,), sizes, dtype)
-        else:
-            back = matmul.lhs_gradient(d_answers, down, sizes)
-        d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
-        return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
-
-    others = (kept.sizes, kept.products, row_weights)
+    inner, pull = jax.vjp(unit, products, split_biases(experts, experts.biases)[0], parameters)
     if call.float8_dgrad:
-        return composed(d_answers, kept.experts.down, *others)
-    operands: Any = (d_answers, dequantized(kept.experts.down, dtype), *others)
-    if call.unit.known is None or any(bias is not None for bias in biases):
-        return composed(*operands)
-    known = matmul.gated_gradient(call.unit.known, lambda *operands: composed(*operands)[:3], *operands)
-    return *known, biases, ()
+        back = float8_lhs_gradient((d_answers,), (experts.down,), sizes, dtype)
+    else:
+        back = matmul.lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
+    d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
+    return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
 
 
 def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:
