@@ -83,11 +83,12 @@ def test_a_benchmark_keeps_what_it_printed(
         return 0
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "--first --second")
     assert provenance.run("some_thing", main, ["--quick", "--json", *commit]) == 0
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     assert path.name == f"{record['date']}-cpu-some-thing.json"
-    assert record["command"] == "`python -m jax_ep bench some_thing --quick`"
+    assert record["command"] == "`XLA_FLAGS='--first --second' python -m jax_ep bench some_thing --quick`"
     assert record["notes"] == ["hot"]
     assert record["tables"] == [
         {"title": "four rows", "columns": ["row", "us"], "rows": [["a, b", "1,000.5"], ["c", "-"]]}
