@@ -1,10 +1,9 @@
-"""Pictures of the docs, as SVG: bars of what docs/performance.md has in tables, and timelines.
+"""Pictures of the docs, as SVG: bars of what docs/performance.md has in tables.
 
 `python -m jax_ep bench report --write` writes them.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -99,31 +98,10 @@ def ranks(find: Find) -> str:
     return bars("GB/s that a rank gets from others", groups, "{:.0f}", (370, "NVLink, one way: 370"))
 
 
-def timeline(title: str, find: Find) -> str:
-    """When exchanges and other kernels ran on two GPUs: `bench overlap --trace`."""
-    left, width, high = 150, 640, 24
-    lanes: dict[str, tuple[str, list[list[float]]]] = {}
-    for gpu in ("0", "1"):
-        for kernels, color in (("exchanges", ORANGE), ("other kernels", BLUE)):
-            _, (cell,) = find("2 H200", {"GPU": gpu, "kernels": kernels}, ["from-to, us"], title)
-            lanes[f"GPU {gpu}, {kernels}"] = color, [[float(x) for x in span.split("-")] for span in cell.split()]
-    scale = width / max(end for _, spans in lanes.values() for _, end in spans)
-    parts, y = [_text(16, 26, title, weight="bold")], 44
-    for name, (color, spans) in lanes.items():
-        parts.append(_text(left - 10, y + high / 2 + 4, name, "end"))
-        parts += [_box(left + scale * begin, y, scale * (end - begin), high, color) for begin, end in spans]
-        y += high + (14 if color == BLUE else 4)
-    for ms in range(0, int(width / scale / 1000) + 1, 2):
-        parts.append(_text(left + scale * 1000 * ms, y + 8, f"{ms} ms", "middle"))
-    return _svg(left + width + 30, y + 20, *parts)
-
-
 PICTURES: dict[str, Callable[[Find], str]] = {
     "layers": layers,
     "peers": peers,
     "ranks": ranks,
-    "micro_batches": partial(timeline, "V3: two micro-batches with attention"),
-    "training_step": partial(timeline, "V3: training step, weight gradients"),
 }
 
 

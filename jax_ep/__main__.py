@@ -33,7 +33,6 @@ _BENCHES = {
     "matmul": "dense and grouped matrix products",
     "collective_matmul": "products overlapped with a collective",
     "phases": "where the time of dispatch, combine and sparse_all_reduce goes",
-    "overlap": "ops beside other work, in order and asynchronous",
     "nodes": "dispatch and combine over several nodes",
     "report": "the tables of docs/performance.md, and which results are old",
 }

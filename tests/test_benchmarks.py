@@ -3,7 +3,6 @@
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -37,7 +36,6 @@ def rows_of(table: str) -> list[dict[str, str]]:
         "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick",
         pytest.param("matmul --by float8 --repeats 1 --quick", marks=pytest.mark.nightly),
-        pytest.param("overlap --repeats 1 --quick --shapes narrow --trace", marks=pytest.mark.nightly),
         pytest.param("phases --ops moe", marks=pytest.mark.nightly),
     ],
 )
@@ -93,20 +91,3 @@ def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, for
     out, backward = jax.vjp(dense, *others)
     for mine, expected in zip(jax.tree.leaves(actual), (out, *backward(others[-1])), strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
-
-
-def test_overlap_shows_when_kernels_ran() -> None:
-    def plane(name: str, *events: tuple[str, int, int]) -> Any:
-        kernels = [SimpleNamespace(name=name, start_ns=at, duration_ns=takes) for name, at, takes in events]
-        lines = [SimpleNamespace(name=name, events=kernels) for name in ("Stream #7(Compute)", "XLA Ops")]
-        return SimpleNamespace(name=name, lines=lines)
-
-    ours = "void jax_ep::kernel<float, jax_ep::CombineArgs>"
-    busy = [("gemm", 5_000, 500_000), ("gemm", 505_100, 400_000), (ours, 100_000, 50_000), ("gemm", 950_000, 55_000)]
-    planes = [plane("/device:GPU:1", (ours, 6_000, 1_000)), plane("/device:GPU:0", *busy), plane("/host:CPU")]
-    assert list(benchmark("device_events").busy_spans(planes)) == [
-        "| 0 | exchanges | 95-145 |",
-        "| 0 | other kernels | 0-900 945-1000 |",
-        "| 1 | exchanges | 1-2 |",
-        "| 1 | other kernels |  |",
-    ]

@@ -17,8 +17,7 @@ constexpr int kSenderRules = 4;
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // For ops that run beside products: 64 of 132, and 24 for sums of sparse rows, which run beside longer products:
-  // bench overlap, with --max-sms 24, 48 and 80 too.
+  // For ops that run beside products: 64 of 132, and 24 for sums of sparse rows, which run beside longer products.
   int async_percent = 48, async_sparse_percent = 18;
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};
