@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 from jax_ep import Experts, Group, combine, dispatch
-from jax_ep._kit import collective_stream, ffi, gemm, vary
+from jax_ep._kit import collective_stream, ffi, vary
 from jax_ep.runtime import opening
 
 RANKS, EXPERTS, T, H, K = 2, 8, 2048, 1024, 4
@@ -43,7 +43,7 @@ def test_values_and_bits(native: None, rng: np.random.Generator) -> None:
 
 @pytest.mark.optimized
 def test_layer_and_gradients(native: None, rng: np.random.Generator) -> None:
-    """A layer with a shared expert, under jax.checkpoint: what is tied together changes no bit."""
+    """A layer with a shared expert, under jax.checkpoint."""
     mesh = helpers.mesh_of(ep=RANKS)
     case = helpers.draw_case(rng, RANKS, 32, 2, EXPERTS, 16)
     square = rng.normal(size=(RANKS, EXPERTS // RANKS, 16, 16)).astype(np.float32)
@@ -231,21 +231,6 @@ def test_of_synchronous_groups(mesh: Mesh) -> None:
 
 
 @overlapped
-@pytest.mark.parametrize("core", [False, True])
-def test_shared_expert(group: Group, core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of its products, of which XLA makes one, beside the dispatch, the third beside the combine."""
-    monkeypatch.setattr(gemm, "has_gemm", lambda: core)
-    monkeypatch.setattr(gemm, "splits_contraction", lambda *shape: False)
-
-    def one(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax.Array, *shared: jax.Array) -> jax.Array:
-        matrices = [experts] * 3
-        return helpers.moe_sums(tokens, ids, weights, *matrices, group=group, capacity=C, shared=Experts(*shared))
-
-    beside = products_beside(steps_of(one, group.mesh, *SHAPES, *[SHAPES[4]] * 2))
-    assert beside == [1, 1]
-
-
-@overlapped
 def test_micro_batches(group: Group) -> None:
     """The exchanges of one half run beside the products of the other, but for the first and the last."""
 
@@ -255,22 +240,6 @@ def test_micro_batches(group: Group) -> None:
     beside = products_beside(steps_of(halves, group.mesh, *SHAPES))
     assert len(beside) == 4
     assert sum(count > 0 for count in beside) >= 2
-
-
-@overlapped
-def test_training_step(group: Group) -> None:
-    """Forward and backward: gradients of the shared expert beside both exchanges of the backward pass."""
-
-    def loss(tokens: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
-        return jnp.sum(layer(group, tokens, ids, *others).astype(jnp.float32) ** 2)[None]
-
-    def step(tokens: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
-        value, back = jax.vjp(lambda tokens, *others: loss(tokens, ids, *others), tokens, *others)
-        return value, back(jnp.ones_like(value))
-
-    beside = products_beside(steps_of(step, group.mesh, *SHAPES))
-    assert len(beside) == 4
-    assert all(beside)
 
 
 @overlapped

@@ -1,6 +1,5 @@
 """Whole layers made of the ops."""
 
-from functools import partial
 from typing import Literal
 
 import jax
@@ -55,8 +54,7 @@ def moe_mlp(
         experts in float8, except between nodes, with `weigh_inputs` and by "xla". Gradients of matrices are products
         in the dtype of `tokens`.
       shared: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S], [S], [H]
-        in the dtype of `tokens`, the same on all ranks. It needs nothing of the routed rows, so it can be computed
-        while they travel. Several shared experts are one whose S is the sum of theirs.
+        in the dtype of `tokens`, the same on all ranks. Several shared experts are one whose S is the sum of theirs.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis is
@@ -110,16 +108,10 @@ def moe_mlp(
     varying = vary.vary_alike(group.axis_name, *operands, experts)
     product = None if product is None else layer_checks.checked_product(op, product)
     call = ExpertsCall(dispatch, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
-    routed = partial(sums_of_shared_tokens if shared_tokens else experts_of_tokens, call, *varying)
+    out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, *varying)
     if shared is None:
-        return routed(overlapped=None)[:2]
+        return out, stats
     first_biases, down_bias = split_biases(shared, shared.biases)
     products = tuple(jnp.dot(tokens, matrix) for matrix in shared.first_matrices)
     hidden = unit_of(op, shared, "shared")(products, first_biases)
-    overlaps = group.async_ops and dispatch.by_kernels and not shared_tokens
-    # With async ops, the products by gate and up overlap the dispatch, and the product by down overlaps the combine.
-    out, stats, overlapped = routed(overlapped=hidden if overlaps else None)
-    always = with_bias(jnp.dot(hidden if overlapped is None else overlapped, shared.down), down_bias)
-    if overlaps:  # without it XLA adds in the product's epilogue, and the product waits for the combine
-        out, always = jax.lax.optimization_barrier((out, always))
-    return out + always, stats
+    return out + with_bias(jnp.dot(hidden, shared.down), down_bias), stats

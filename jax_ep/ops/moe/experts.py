@@ -72,16 +72,11 @@ def experts_of_tokens(
     expert_ids: jax.Array,
     weights: jax.Array,
     experts: Experts,
-    overlapped: jax.Array | None,
-) -> tuple[jax.Array, MoeStats, jax.Array | None]:
-    """Each token's weighted sum [T, H'] of its experts' answers, what was counted, and `overlapped`.
-
-    `overlapped` is returned unchanged. The products wait for it: otherwise XLA would compute it after an asynchronous
-    dispatch instead of during it. In the backward pass they wait for its cotangent.
-    """
+) -> tuple[jax.Array, MoeStats]:
+    """Each token's weighted sum [T, H'] of its experts' answers, and what was counted."""
     operands = (tokens, expert_ids, weights, experts)
     if not call.has_own_derivative:
-        return _plain_chain(call, *operands, overlapped)
+        return _plain_chain(call, *operands)
     config = call.dispatch.config
     shape = (config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
@@ -95,7 +90,7 @@ def experts_of_tokens(
         expand=not gathers,
     )
     call = call._replace(dispatch=call.dispatch._replace(config=config), unit=unit)
-    return _experts(call, *operands, parameters, overlapped)
+    return _experts(call, *operands, parameters)
 
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
@@ -111,15 +106,12 @@ def _plain_chain(
     expert_ids: jax.Array,
     weights: jax.Array,
     experts: Experts,
-    overlapped: jax.Array | None,
-) -> tuple[jax.Array, MoeStats, jax.Array | None]:
+) -> tuple[jax.Array, MoeStats]:
     rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
-    if overlapped is not None:
-        rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
     answers, weighed_routing = plain_answers(call, rows, sizes, routing, experts)
     by_kernels = call.dispatch.by_kernels
     combined = run_combine(call.dispatch.group, answers, weighed_routing, by_kernels=by_kernels)
-    return combined, stats_of(routing), overlapped
+    return combined, stats_of(routing)
 
 
 def plain_answers(
@@ -168,7 +160,6 @@ class _Changes(NamedTuple):
     weights: jax.Array
     experts: Experts
     parameters: tuple[jax.Array, ...]
-    overlapped: jax.Array | None
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -179,26 +170,24 @@ def _experts(
     weights: jax.Array,
     experts: Experts,
     parameters: tuple[jax.Array, ...],
-    overlapped: jax.Array | None,
-) -> tuple[jax.Array, MoeStats, jax.Array | None]:
-    operands = (tokens, expert_ids, weights, experts, parameters, overlapped)
-    combined, kept, overlapped = _forward(call, *operands, keep_products=False)
-    return combined, stats_of(kept.routing), overlapped
+) -> tuple[jax.Array, MoeStats]:
+    combined, kept = _forward(call, tokens, expert_ids, weights, experts, parameters, keep_products=False)
+    return combined, stats_of(kept.routing)
 
 
 @_experts.defjvp
 def _experts_jvp(call: ExpertsCall, primals: Any, tangents: Any) -> Any:
-    combined, kept, overlapped = _forward(call, *primals, keep_products=True)
-    d_tokens, _, d_weights, d_experts, d_parameters, d_overlapped = tangents
+    combined, kept = _forward(call, *primals, keep_products=True)
+    d_tokens, _, d_weights, d_experts, d_parameters = tangents
     d_matrices = {
         name: None if isinstance(getattr(kept.experts, name), Float8Weights) else getattr(d_experts, name)
         for name in ("gate", "up", "down")
     }
     d_experts = dataclasses.replace(d_experts, **d_matrices)
-    changes = _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
-    d_combined, d_overlapped = linear(partial(_tangents, call), partial(_cotangents, call), kept, changes)
+    changes = _Changes(d_tokens, d_weights, d_experts, d_parameters)
+    d_combined = linear(partial(_tangents, call), partial(_cotangents, call), kept, changes)
     stats = stats_of(kept.routing)
-    return (combined, stats, overlapped), (d_combined, zero_from_primal(stats), d_overlapped)
+    return (combined, stats), (d_combined, zero_from_primal(stats))
 
 
 def _forward(
@@ -208,21 +197,18 @@ def _forward(
     weights: jax.Array,
     experts: Experts,
     parameters: tuple[jax.Array, ...],
-    overlapped: jax.Array | None,
     *,
     keep_products: bool,
-) -> tuple[jax.Array, Kept, jax.Array | None]:
-    """The sums, what derivatives need (without `keep_products` no products), and `overlapped`."""
+) -> tuple[jax.Array, Kept]:
+    """The sums, and what derivatives need: without `keep_products` no products."""
     group = call.dispatch.group
     rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
     if routing.indices is not None:
         rows = GatheredRows(rows, routing.indices)
-    if overlapped is not None:
-        rows, overlapped = jax.lax.optimization_barrier((rows, overlapped))
     kept = Kept(rows, sizes, routing, (), experts, parameters)
     answers, products = answers_of(call, kept, tokens.dtype, keep_products=keep_products)
     combined = checkpoint_name(gradients.combine(group, answers, routing.weights, routing), COMBINED)
-    return combined, kept._replace(products=products), overlapped
+    return combined, kept._replace(products=products)
 
 
 def answers_of(call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool) -> tuple[jax.Array, Products]:
@@ -263,7 +249,7 @@ def _up_and_gate(
     return inner, checkpoint_name(products, PRODUCTS)
 
 
-def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> tuple[jax.Array, jax.Array | None]:
+def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> jax.Array:
     """Those of the plain chain behind the dispatch."""
     rows, sizes, routing, _, experts, parameters = kept
     group, d_experts = call.dispatch.group, changes.experts
@@ -285,12 +271,11 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> tuple[jax.Arr
     primals = operands_of(wide, routing.weights, experts, parameters)
     d_weights = gradients.sent_weights(group, changes.weights, routing)
     tangents = operands_of(d_rows, d_weights, d_experts, changes.parameters)
-    return jax.jvp(sums, primals, tangents)[1], changes.overlapped
+    return jax.jvp(sums, primals, tangents)[1]
 
 
-def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.Array | None]) -> _Changes:
+def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Changes:
     rows, sizes, routing, _, experts, _ = kept
-    d_combined, d_overlapped = cotangents
     group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
     d_answers: Any  # not yet weighed
@@ -300,8 +285,6 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
         d_answers = gradients.scatter_in_float8(group, d_combined, routing)
     else:
         d_answers = gradients.scatter(group, d_combined, routing)
-    if d_overlapped is not None:
-        d_answers, d_overlapped = jax.lax.optimization_barrier((d_answers, d_overlapped))
     dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
     weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
         call, kept, d_answers, row_weights, dtype
@@ -329,7 +312,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, cotangents: tuple[jax.Array, jax.
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
-    return _Changes(d_tokens, d_weights, d_experts, d_parameters, d_overlapped)
+    return _Changes(d_tokens, d_weights, d_experts, d_parameters)
 
 
 def _unit_cotangents(

@@ -23,8 +23,7 @@ def sums_of_shared_tokens(
     expert_ids: jax.Array,
     weights: jax.Array,
     experts: Experts,
-    overlapped: None = None,
-) -> tuple[jax.Array, MoeStats, None]:
+) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
 
     A rank takes the rows of its own experts. It rounds its sum of a token to the dtype of the tokens, as `combine`
@@ -56,4 +55,4 @@ def sums_of_shared_tokens(
         needed = jax.lax.psum(rows_here, group.axis_name)
         total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)
     invalid = jnp.where(rank == 0, count_invalid(expert_ids, config.num_experts), 0)
-    return total, stats_of(routing)._replace(invalid=invalid), overlapped
+    return total, stats_of(routing)._replace(invalid=invalid)
