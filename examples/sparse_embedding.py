@@ -162,7 +162,6 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
-    parser.add_argument("--async-ops", action="store_true", help="let XLA overlap the sums, on GPUs")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
@@ -170,7 +169,7 @@ def main(arguments: list[str]) -> int:
     corpus = load_corpus(np.random.default_rng(SEED))
     devices = np.array(jax.devices())
     devices = devices[: np.gcd.reduce([devices.size, PAIRS, NOISE])]  # the batch must divide
-    with jax_ep.Group(Mesh(devices, ("dp",)), "dp", async_ops=options.async_ops) as group:
+    with jax_ep.Group(Mesh(devices, ("dp",)), "dp") as group:
         implementation = options.implementation
         print(
             f"2 tables of {len(corpus.vocabulary):,} words x {DIMENSION}, {PAIRS} pairs a step "

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from jax.sharding import Mesh
 
 from jax_ep import profiling
-from jax_ep._kit import checks, collective_stream, ffi, meshes
+from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
@@ -38,13 +38,10 @@ class Group:
         when an op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
-      async_ops: if True, on GPUs since jax 0.12, ops run on XLA's collective stream, as XLA's own collectives do, and
-        overlap work that does not depend on them. Results keep their bits, and the group's ops their order. Products
-        with a collective and `ragged_all_to_all` remain on the compute stream.
       max_sms: the most SMs that an op of this group may take on a GPU; other platforms ignore it. Default: the fastest
-        number that leaves room for XLA's own collectives, 96 of 132; with `async_ops` 64, and 24 for
-        `sparse_all_reduce`. Products with a collective may take all SMs. An op that takes nearly all SMs can deadlock
-        with a collective that runs at the same time, until the timeout. All processes must give the same number.
+        number that leaves room for XLA's own collectives, 96 of 132. Products with a collective may take all SMs. An op
+        that takes nearly all SMs can deadlock with a collective that runs at the same time, until the timeout. All
+        processes must give the same number.
       across_nodes: if True, the axes before the last one cross *nodes*: kernels exchange along the last axis, XLA's
         collectives (NCCL, gloo) along the others, and ranks are numbered node by node. If False, kernels exchange along
         all axes. Default: True if every line along the last axis is on one host (on a CPU: in one process), and some
@@ -66,7 +63,7 @@ class Group:
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, one axis
         shall cross nodes, or on_lost is another text.
-      TypeError: max_sms is no int, across_nodes or async_ops no bool, or a timeout no number.
+      TypeError: max_sms is no int, across_nodes no bool, or a timeout no number.
       RuntimeError: this is traced code.
       PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
@@ -78,14 +75,12 @@ class Group:
         axis_name: AxisName,
         *,
         across_nodes: bool | None = None,
-        async_ops: bool = False,
         timeout: float | None = None,
         open_timeout: float | None = None,
         max_sms: int | None = None,
         on_lost: OnLost = "raise",
     ):
         meshes.check_mesh(mesh, axis_name)
-        checks.check_bool("Group", "async_ops", async_ops)
         checks.check_one_of("Group", "on_lost", on_lost, OnLost)
         if max_sms is not None:
             checks.check_int("Group", "max_sms", max_sms)
@@ -97,10 +92,7 @@ class Group:
         self.mesh = mesh
         self.axis_name: AxisName = checks.canonical_axis(axis_name)
         self.timeout = timeout
-        self.async_ops = async_ops
         self.platform = ffi.library_name(mesh.devices.flat[0])
-        if async_ops and self.platform != "cpu":
-            collective_stream.warn_unless_scheduled()
         self._closed = False
         self._kept_error: JaxEpError | None = None
         self._lock = threading.Lock()
@@ -131,8 +123,7 @@ class Group:
     def _open_across_nodes(self, open_timeout: timeouts.Deadline, max_sms: int | None, on_lost: OnLost) -> None:
         axes = checks.axes_of(self.axis_name)
         waits: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout}
-        options: dict[str, Any] = {"async_ops": self.async_ops, "max_sms": max_sms, "on_lost": on_lost}
-        self.intranode = Group(self.mesh, axes[-1], **waits, **options)
+        self.intranode = Group(self.mesh, axes[-1], **waits, max_sms=max_sms, on_lost=on_lost)
         open_groups.discard(self.intranode)
         try:
             on_failure = partial(watchdog.record_loss, self.intranode._native, repr(self), on_lost == "exit")
@@ -324,7 +315,6 @@ class Group:
         shape = dict(self.mesh.shape)
         text = f"mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r}"
         text += f", nodes={self.nodes}" if self.nodes > 1 else ""
-        text += ", async_ops=True" if self.async_ops else ""
         return f"Group({text}{', closed=True' if self._closed else ''})"
 
 

@@ -94,7 +94,7 @@ def run_beside_collectives(mesh: Mesh, turns: int, shared: bool) -> None:
     operands = mixed_cases.draw(np.random.default_rng(helpers.SEED), size, 8 * size)
     options: dict[str, Any] = {"collectives": not shared, "in_turn": on_cpu}
     options |= {"turns": 4 if on_cpu else 50 if shared else turns, "look": 1 if on_cpu else 25}
-    with Group(mesh, "ep", timeout=60) as one, Group(mesh, "ep", async_ops=True, timeout=60) as other:
+    with Group(mesh, "ep", timeout=60) as one, Group(mesh, "ep", timeout=60) as other:
         mixed_cases.run(one, other, operands, **options)
 
 

@@ -20,32 +20,29 @@ SIZE = 4 if ON_CPU else helpers.largest_size()
 # XLA's CPU client deadlocks over many programs that nobody awaits.
 TURNS, LOOK = (6, 1) if ON_CPU else (1000, 100)
 TIMEOUT = 60.0
-ASYNC = {"in order": (False,), "asynchronous": (True,), "both": (False, True)}  # of the groups
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
 
 
 @contextlib.contextmanager
-def opened(names: str, size: int = SIZE) -> Iterator[tuple[Group, Group]]:
+def opened(groups: int) -> Iterator[tuple[Group, Group]]:
     """Two groups over one mesh, or one group twice."""
-    mesh = helpers.mesh_of(ep=size)
+    mesh = helpers.mesh_of(ep=SIZE)
     with contextlib.ExitStack() as stack:
-        groups = [stack.enter_context(Group(mesh, "ep", async_ops=a, timeout=TIMEOUT)) for a in ASYNC[names]]
-        yield groups[0], groups[-1]
+        all_groups = [stack.enter_context(Group(mesh, "ep", timeout=TIMEOUT)) for _ in range(groups)]
+        yield all_groups[0], all_groups[-1]
 
 
-@pytest.mark.parametrize(
-    ("groups", "check_vma"), [("in order", True), ("asynchronous", True), ("both", True), ("both", False)]
-)
-def test_in_one_program(groups: str, check_vma: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("groups", "check_vma"), [(1, True), (2, True), (2, False)])
+def test_in_one_program(groups: int, check_vma: bool, rng: np.random.Generator) -> None:
     operands = mixed_cases.draw(rng, SIZE, 8 * SIZE)
     with opened(groups) as (one, other):
         options = {"collectives": True, "in_turn": False, "check_vma": check_vma}
         mixed_cases.run(one, other, operands, turns=TURNS, look=LOOK, **options)
 
 
-@pytest.mark.parametrize("groups", ASYNC)
-def test_scan_and_remat(groups: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_scan_and_remat(groups: int, rng: np.random.Generator) -> None:
     """The gradient of a chain of exchanges and of XLA's collectives, whose forward pass runs twice."""
     turns, drawn = 3, mixed_cases.draw(rng, SIZE, 8)
     scale = (drawn.weights * (1 + drawn.ids % 3)).sum(-1, keepdims=True)

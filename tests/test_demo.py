@@ -85,7 +85,7 @@ def test_the_tensor_parallel_mlp_trains(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("native")
 def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert example("sparse_embedding").main(["--steps", "100", "--async-ops"]) == 0, capsys.readouterr().out
+    assert example("sparse_embedding").main(["--steps", "100"]) == 0, capsys.readouterr().out
 
 
 def run(*arguments: str, cwd: Path) -> str:

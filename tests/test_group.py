@@ -43,7 +43,6 @@ def test_axis() -> None:
         ({"timeout": True}, TypeError, "timeout must be a number of seconds, got bool"),
         ({"open_timeout": 0}, ValueError, "open_timeout must be a positive number of seconds, got 0"),
         ({"open_timeout": "3"}, TypeError, "open_timeout must be a number of seconds, got str"),
-        ({"async_ops": 1}, TypeError, "async_ops must be True or False, got 1"),
         ({"on_lost": "stop"}, ValueError, "on_lost must be .*'raise'.*'exit'.*got 'stop'"),
         ({"max_sms": 0}, ValueError, "max_sms must be at least 1, got 0"),
         ({"max_sms": 1.5}, TypeError, "max_sms must be a Python int, .*got float"),
@@ -160,8 +159,6 @@ def test_describes_itself(open_group: OpenGroup) -> None:
     assert f"size={SIZE}" in repr(group)
     group.close()
     assert repr(group).endswith(", closed=True)")
-    with Group(group.mesh, "ep", async_ops=True) as other:
-        assert repr(other).endswith(", async_ops=True)")
 
 
 def test_results_describe_themselves(open_group: OpenGroup, rng: np.random.Generator) -> None:

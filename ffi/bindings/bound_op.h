@@ -18,19 +18,15 @@ struct ResultType {
   bool alike;  // on all ranks
 };
 
-// The name of an op for users, whether it is a product with a collective, and the results of a call in order.
+// The name of an op for users, and the results of a call in order.
 struct CallTypes {
   std::string op;
-  bool is_product;
   std::vector<ResultType> results;
 };
 
 struct BoundOp {
   const char* target;  // of the FFI
   XLA_FFI_Handler* handler;
-  // The handler that groups with async_ops call. XLA keeps it out of command buffers, whose graphs run on one stream.
-  // Null for an op that needs no group.
-  XLA_FFI_Handler* uncaptured;
   // The types of a call with these settings. Throws std::invalid_argument.
   CallTypes (*call_types)(const Settings& settings, int ranks);
 };

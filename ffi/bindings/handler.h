@@ -74,7 +74,7 @@ CallTypes call_types(const Settings& settings, int ranks) {
   Args args{};
   if (const auto error = read_settings(settings, ranks, kSendsAhead, &args))
     throw std::invalid_argument(wrong_call(args, *error));
-  CallTypes types{op_name(args), kIsProduct<Args>, {}};
+  CallTypes types{op_name(args), {}};
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
     if (!spec.present || !spec.is_result()) return;
     types.results.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
@@ -89,9 +89,7 @@ template <class Args>
 BoundOp bind() {
   XLA_FFI_DEFINE_HANDLER(handler, execute<Args>, ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(),
                          {kTraits});
-  XLA_FFI_DEFINE_HANDLER(uncaptured, execute<Args>,
-                         ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs());
-  return {OpSpec<Args>::kTarget, handler, kIsLocal<Args> ? nullptr : uncaptured, call_types<Args>};
+  return {OpSpec<Args>::kTarget, handler, call_types<Args>};
 }
 
 }  // namespace jax_ep

@@ -55,10 +55,7 @@ bool splits_contraction(int m, int n, int k, int groups, int sms) {
 // The stages of each target's handler.
 py::dict handlers() {
   py::dict all;
-  for (const auto& [target, op] : bound_ops()) {
-    all[py::str(target)] = stages(op.handler);
-    if (op.uncaptured) all[py::str(target + "_uncaptured")] = stages(op.uncaptured);
-  }
+  for (const auto& [target, op] : bound_ops()) all[py::str(target)] = stages(op.handler);
   return all;
 }
 
@@ -82,13 +79,13 @@ class Keywords final : public Settings {
 
 // (name, dtype, shape, alike)
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
-// (op, is_product, results)
-using PyCallTypes = std::tuple<std::string, bool, std::vector<PyResultType>>;
+// (op, results)
+using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
 PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
   const CallTypes types = bound_ops().at(target).call_types(Keywords(settings), ranks);
   std::vector<PyResultType> results;
   for (const ResultType& type : types.results) results.emplace_back(type.name, type.dtype, type.shape, type.alike);
-  return {types.op, types.is_product, std::move(results)};
+  return {types.op, std::move(results)};
 }
 
 py::dict types() {
@@ -140,14 +137,11 @@ PyError to_python(const std::optional<GroupError>& error) {
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
-         std::vector<int> sockets, int64_t content, int index, std::optional<int> max_sms, bool async_ops)
+         std::vector<int> sockets, int64_t content, int index, std::optional<int> max_sms)
       : registration_(register_group(content, index)), id_(registration_->id) {
     const auto group = std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
                                                        Neighbours{std::move(processes), std::move(sockets)}, id_);
-    if (max_sms)
-      group->limit_sms(*max_sms);
-    else if (async_ops)
-      group->leave_sms();
+    if (max_sms) group->limit_sms(*max_sms);
     registration_->open(group);  // from here on programs may call it
   }
   ~Handle() {
@@ -271,7 +265,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
-                    int64_t, int, std::optional<int>, bool>(),
+                    int64_t, int, std::optional<int>>(),
            unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)

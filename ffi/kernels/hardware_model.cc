@@ -15,11 +15,4 @@ HardwareModel limit_sms(HardwareModel model, int most) {
   return model;
 }
 
-HardwareModel leave_sms(HardwareModel model) {
-  const auto part = [&](int percent) { return std::max(1, (model.sms * percent + 99) / 100); };
-  model.row_sms = std::min(model.row_sms, part(model.rows.async_percent));
-  model.sparse_sms = part(model.rows.async_sparse_percent);
-  return model;
-}
-
 }  // namespace jax_ep

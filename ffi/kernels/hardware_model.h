@@ -17,8 +17,6 @@ constexpr int kSenderRules = 4;
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // For ops that run beside products: 64 of 132, and 24 for sums of sparse rows, which run beside longer products.
-  int async_percent = 48, async_sparse_percent = 18;
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};
   SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
@@ -74,7 +72,6 @@ struct HardwareModel {
   GatherRates gather{};
   ReduceRates reduce{};
   ExchangeRates exchange{};
-  int sparse_sms = 1 << 20;  // the most that a sparse op may take, besides row_sms
 };
 
 // The model of a device.
@@ -82,8 +79,5 @@ HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes);
 
 // The model with at most `most` SMs, all of which ops on rows may take.
 HardwareModel limit_sms(HardwareModel model, int most);
-
-// The model for asynchronous ops, which leave most SMs to the products beside them.
-HardwareModel leave_sms(HardwareModel model);
 
 }  // namespace jax_ep

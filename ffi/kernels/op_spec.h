@@ -144,7 +144,6 @@ enum class Ctas : uint8_t { all, one_a_token, by_union_rates };
 struct LaunchPolicy {
   Senders senders = Senders::all;
   Ctas ctas = Ctas::all;
-  bool leaves_sms = false;  // of a group with async_ops, to the products that run meanwhile
 };
 
 struct KindName {

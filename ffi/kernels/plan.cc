@@ -42,7 +42,7 @@ int wanted_blocks(const RowShape& shape, const RowRates& rates, int all) {
 }  // namespace
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model) {
-  const int most = std::max(1, shape.policy.leaves_sms ? std::min(model.row_sms, model.sparse_sms) : model.row_sms);
+  const int most = std::max(1, model.row_sms);
   const int blocks = std::clamp(wanted_blocks(shape, model.rows, most), 1, most);
   const int coops = kRowThreads / model.warp_lanes;
   const int warp_bytes = std::min(kWarpBytes, model.shared_bytes / coops / 128 * 128);

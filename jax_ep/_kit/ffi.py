@@ -16,7 +16,6 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import Mesh
 
 from jax_ep._kit import checks, float8, meshes, vary
-from jax_ep._kit.collective_stream import is_scheduled, on_collective_stream
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
@@ -26,7 +25,6 @@ MAX_EXPERTS = 4096  # ffi/comm/heap.h: the size of a mailbox
 LINE_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants lines of a multiple of this many 16-bit values
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
-_UNCAPTURED = "_uncaptured"  # ends the names of targets that XLA keeps out of command buffers (ffi/bindings/bound_op.h)
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
 _INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # parts of it where it is installed, but its users
@@ -84,11 +82,8 @@ _ResultType = tuple[str, str | None, list[int], bool]
 @functools.lru_cache(maxsize=4096, typed=True)
 def _call_types(
     platform: str, name: str, ranks: int, **settings: bool | int | float | str
-) -> tuple[str, bool, list[_ResultType]]:
-    """The user's name of an op, whether it is a product with a collective, and the types of its results in order.
-
-    From its OpSpec, and cached by settings.
-    """
+) -> tuple[str, list[_ResultType]]:
+    """The user's name of an op, and the types of its results in order: from its OpSpec, and cached by settings."""
     return library(platform).call_types(name, ranks, **settings)
 
 
@@ -119,8 +114,6 @@ class Ranks(Protocol):
     def size(self) -> int: ...
     @property
     def _native_id(self) -> int: ...
-    @property
-    def async_ops(self) -> bool: ...
 
 
 def call(
@@ -145,7 +138,7 @@ def call(
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _python_value(value) for key, value in settings.items()}
-    op, is_product, types = _call_types(group.platform, name, group.size, **plain)
+    op, types = _call_types(group.platform, name, group.size, **plain)
     operands = tuple(meshes.on_these_devices(op, x, group.mesh) for x in operands)
     names = [result for result, *_ in types if result != WORKSPACE]
     alike_over = frozenset(checks.axes_of(group.axis_name))
@@ -161,21 +154,15 @@ def call(
         ]
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
-        called = jax.ffi.ffi_call(
-            f"jax_ep_{name}" + (_UNCAPTURED if group.async_ops and group.platform != "cpu" else ""),
-            results(operands),
-            input_output_aliases=aliases,
-        )(*operands, group=np.int64(group._native_id), site=site, **_attributes(plain))
-        return called[: len(names)]
+        called = jax.ffi.ffi_call(f"jax_ep_{name}", results(operands), input_output_aliases=aliases)
+        attributes = {"group": np.int64(group._native_id), "site": site, **_attributes(plain)}
+        return called(*operands, **attributes)[: len(names)]
 
-    if group.platform == "cpu":
-        returned = sequential_vmap(target)(*operands)
-    elif group.async_ops and is_scheduled() and not (is_product or aliases):  # products stay on the compute stream
-        returned = on_collective_stream(target, results(operands)[: len(names)], *operands)
-    else:
+    returned = sequential_vmap(target)(*operands)
+    if group.platform != "cpu":
         # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
         # of its results, and runs the call again for the other results. The barrier prevents that.
-        returned = jax.lax.optimization_barrier(sequential_vmap(target)(*operands))
+        returned = jax.lax.optimization_barrier(returned)
     return dict(zip(names, returned, strict=True))
 
 
@@ -186,7 +173,7 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
       Its results by name.
     """
     plain = {key: _python_value(value) for key, value in settings.items()}
-    *_, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
+    _, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]

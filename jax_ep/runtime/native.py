@@ -51,7 +51,6 @@ def create_group(
     processes: Sequence[Sequence[int]] = (),
     sockets: Sequence[int] = (),
     max_sms: int | None = None,
-    async_ops: bool = False,
 ) -> NativeGroup:
     """Creates a group. `JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF, so that stale data shows.
 
@@ -63,7 +62,6 @@ def create_group(
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
       max_sms: the most SMs that an op takes on a GPU.
-      async_ops: ops on rows leave most SMs to other work, unless `max_sms` is given.
 
     Raises:
       PlatformError: the compiled library is of another version.
@@ -71,7 +69,7 @@ def create_group(
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     library = ffi.library(platform)
     try:
-        return library.Group(lines, timeout, poison, processes, sockets, content, index, max_sms, async_ops)
+        return library.Group(lines, timeout, poison, processes, sockets, content, index, max_sms)
     except library.GroupException as error:
         raise getattr(errors, error.args[0].name)(error.args[1]) from error
     except RuntimeError as error:

@@ -32,11 +32,10 @@ def open_native(
     ffi.library(group.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
     processes = topology.processes(group.mesh, axes)
     everyone = {process for line in processes for process in line}
-    what = _identity(group) + (", async_ops" if group.async_ops else "")
+    what = _identity(group)
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
-    options = {"content": content, "max_sms": most, "async_ops": group.async_ops}
-    create = partial(native.create_group, group.platform, ordinals, timeout, **options)
+    create = partial(native.create_group, group.platform, ordinals, timeout, content=content, max_sms=most)
     if everyone == {me}:
         return create(), lambda: None
     introduced = rendezvous.introduce(what, me, processes, open_timeout)

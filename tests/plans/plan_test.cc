@@ -100,13 +100,6 @@ void check_models() {
   const HardwareModel few = limit_sms(hopper(), 100);
   expect(few.sms == 100 && few.row_sms == 100, "what the user allows is used", few, "");
   expect(limit_sms(few, 200).sms == 100, "a limit adds nothing", few, "");
-  const HardwareModel leaving = leave_sms(hopper());
-  expect(leaving.sms == 132 && leaving.row_sms == 64, "asynchronous ops on rows leave SMs, products do not", leaving,
-         "");
-  const RowShape sums{OpSpec<SparseReduceArgs>::kLaunch, 2, {50000}};
-  expect(plan(sums, leaving).blocks == 24, "sums of sparse rows leave more", leaving, "");
-  expect(plan(sums, few).blocks == 100, "but not in order", few, "");
-  expect(leave_sms(limit_sms(few, 1)).row_sms == 1, "one is left", few, "");
 }
 
 // Runs a check on H100, A100 and MI300, and on devices of odd sizes.

@@ -90,7 +90,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
   using Args = SparseUnionArgs;
   static constexpr const char* kTarget = "sparse_union";
   static constexpr KindName kKinds[] = {{OpKind::sparse_union, "sparse_all_reduce"}};
-  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::by_union_rates, /*leaves_sms=*/true};
+  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::by_union_rates};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -119,7 +119,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
   using Args = SparseReduceArgs;
   static constexpr const char* kTarget = "sparse_reduce";
   static constexpr KindName kKinds[] = {{OpKind::sparse_reduce, "sparse_all_reduce"}};
-  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::one_a_token, /*leaves_sms=*/true};
+  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::one_a_token};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {

@@ -44,7 +44,6 @@ class CpuGroup final : public Group {
   int most_ctas() const { return 1; }
   // A rank's part of an op is one thread.
   void limit_sms(int) {}
-  void leave_sms() {}
 
   // Test hook: this rank never arrives ("arrival"), or stops inside the protocol ("protocol"), until the group fails.
   void stall(int rank, const std::string& where);

@@ -1,5 +1,6 @@
 // Keeps the ops of a rank in the order in which XLA enqueues them, on any streams. Two ops of a rank must not overlap,
-// as they share its flags. The order is the same on all ranks.
+// as they share its flags. The order is the same on all ranks. XLA takes one stream for all ops, but for those that a
+// program puts on others (`jax.experimental.compute_on`).
 #pragma once
 
 #include <mutex>

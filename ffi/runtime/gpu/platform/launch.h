@@ -39,8 +39,6 @@ class PlatformGroup final : public Group {
 
   // Limits the SMs of all ops. Called before the group is registered.
   void limit_sms(int most) { model_ = jax_ep::limit_sms(model_, most); }
-  // Leaves most SMs to other work, for asynchronous ops. Called before the group is registered.
-  void leave_sms() { model_ = jax_ep::leave_sms(model_); }
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
