@@ -81,6 +81,20 @@ def test_numbers(form: str, check_vma: bool, open_group: OpenGroup, rng: np.rand
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, np.abs(y).max()), err_msg=name)
 
 
+@pytest.mark.optimized
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_rank(check_vma: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """The bits of the plain layer, also of gradients."""
+    floats, ids, cotangent = draw(rng)
+    operands = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (floats, cotangent))
+    found = [
+        helpers.bits(helpers.fetch(layer(open_group(1), shared, check_vma)(operands[0], ids, operands[1])))
+        for shared in (True, False)
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.usefixtures("native")
 def test_overflow(open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, (floats, ids, cotangent) = open_group(2), draw(rng)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_ep._kit import vary
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.experts import ExpertsCall, Kept, answers_of, plain_answers, stats_of
+from jax_ep.ops.moe.experts import ExpertsCall, Kept, answers_of, experts_of_tokens, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts
@@ -27,9 +27,12 @@ def sums_of_shared_tokens(
     """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
 
     A rank takes the rows of its own experts. It rounds its sum of a token to the dtype of the tokens, as `combine`
-    does; the sums of the ranks are added in float32.
+    does; the sums of the ranks are added in float32. In a group of one rank this is the plain layer.
     """
     group, config = call.dispatch.group, call.dispatch.config
+    if group.size == 1:  # the sum over this rank makes the types alike on all ranks
+        total, stats, _ = experts_of_tokens(call, tokens, expert_ids, weights, experts, overlapped)
+        return jax.lax.psum(total, group.axis_name), stats, overlapped
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
     agreement = Agreement(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
