@@ -96,6 +96,20 @@ def test_one_rank(check_vma: bool, open_group: OpenGroup, rng: np.random.Generat
 
 
 @pytest.mark.usefixtures("native")
+def test_sums_are_rounded_once(open_group: OpenGroup) -> None:
+    """Not at each rank: one sum, 1 + 2^-9, is 1 in bfloat16, and the other is -1."""
+    group, matrix = open_group(2), jnp.ones((2, 1, 1), jnp.bfloat16)
+    weights = jnp.array([[1 + 2**-9, -1]], jnp.float32)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrix: jax.Array) -> jax.Array:
+        experts = Experts(None, matrix, matrix, activation=lambda x: x)
+        return moe_mlp(tokens, ids, weights, experts, group=group, shared_tokens=True)[0]
+
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=(P(), P(), P(), P("ep")), out_specs=P())
+    assert jax.jit(mapped)(matrix[0], jnp.array([[0, 1]]), weights, matrix) == 2**-9
+
+
+@pytest.mark.usefixtures("native")
 def test_overflow(open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, (floats, ids, cotangent) = open_group(2), draw(rng)
     with helpers.expect_failure(group, CapacityError, "capacity is 8", "xla"):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
+from jax_ep.ops.moe.in_place import stays_in_place
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 from jax_ep.ops.moe.xla import add_rows_of_tokens
 
@@ -67,14 +68,14 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
 
 def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if _exchanges_nothing(group):
-        return combine_locally(expert_outputs, routing, weights)
+        return _combine_locally(group, expert_outputs, routing, weights)
     return _combine(group, expert_outputs, weights, routing, weighted=True)["combined"]
 
 
 def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     if _exchanges_nothing(group):
-        return combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
+        return _combine_locally(group, rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
     called = _combine(group, rows, weights, routing, weighted=False)
     return called["combined"], called["returned"]
 
@@ -100,13 +101,15 @@ def _combine(
     )
 
 
-def combine_locally(rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
+def _combine_locally(group: Group, rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
     """`combine` of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
 
     The tokens of a dispatch that failed become NaN.
     """
-    row_of, failed = routing.row_of[0], routing.targets[:, :1] < -1
-    total = jnp.where(failed, jnp.nan, jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32))
+    row_of = routing.row_of[0]
+    total = jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32)
+    if not stays_in_place(group, routing.config, row_of.size):
+        total = jnp.where(routing.targets[:, :1] < -1, jnp.nan, total)
     return add_rows_of_tokens(total, rows, row_of, None if weights is None else weights[0]).astype(rows.dtype)
 
 

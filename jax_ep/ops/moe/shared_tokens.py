@@ -7,12 +7,11 @@ import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep.ops.matmul.rows import GatheredRows, taken
-from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.experts import ExpertsCall, Kept, answers_of, experts_of_tokens, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts
-from jax_ep.ops.moe.xla import count_invalid
+from jax_ep.ops.moe.xla import add_rows_of_tokens, count_invalid
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -26,8 +25,8 @@ def sums_of_shared_tokens(
 ) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
 
-    A rank takes the rows of its own experts. It rounds its sum of a token to the dtype of the tokens, as `combine`
-    does; the sums of the ranks are added in float32. In a group of one rank this is the plain layer.
+    A rank takes the rows of its own experts. The sums are float32 until those of all ranks are added up. In a group of
+    one rank this is the plain layer.
     """
     group, config = call.dispatch.group, call.dispatch.config
     if group.size == 1:  # the sum over this rank makes the types alike on all ranks
@@ -38,8 +37,8 @@ def sums_of_shared_tokens(
     agreement = Agreement(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
     tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
-    valid = (expert_ids >= 0) & (expert_ids < config.num_experts)
-    mine = jnp.where(valid & (expert_ids // local == rank), expert_ids - rank * local, -1)
+    mine = expert_ids - rank * local
+    mine = jnp.where((mine >= 0) & (mine < local), mine, -1)  # without a division XLA fuses it into what reads it
     alone = dataclasses.replace(config, size=1, num_experts=local, wire=None)
     _, sizes, routing = dispatch_in_place(alone, tokens, mine, weights)
     assert routing.indices is not None
@@ -51,8 +50,9 @@ def sums_of_shared_tokens(
         answers, weighed_routing = answers_of(call, kept, tokens.dtype, keep_products=False)[0], routing
     else:
         answers, weighed_routing = plain_answers(call, taken(rows), sizes, routing, experts)
-    own = kernels.combine_locally(answers, weighed_routing, weighed_routing.weights)
-    total = agreement.leave(jax.lax.psum(own.astype(jnp.float32), group.axis_name)).astype(tokens.dtype)
+    nothing = jnp.zeros((num_tokens, answers.shape[1]), jnp.float32)
+    own = add_rows_of_tokens(nothing, answers, weighed_routing.row_of[0], weighed_routing.weights[0])
+    total = agreement.leave(jax.lax.psum(own, group.axis_name)).astype(tokens.dtype)
     if not always_fits(alone, num_tokens * top_k):
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
