@@ -1,6 +1,8 @@
 # pyright: strict
 """A user's code: the types of what `jax_ep` exports say what these return. Never run; pyright and mypy check it."""
 
+from typing import assert_type
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -43,6 +45,21 @@ def of_tables(group: jax_ep.Group, table: jax.Array, ids: dict[str, jax.Array], 
     clipped = embedding.clip_by_global_norm(embedding.add(rows, rows, capacity=8), 1.0)
     updates, _ = optimizer.update(clipped, optimizer.init(table), table)
     return embedding.apply_updates(table, updates) + embedding.bag(found["a"], ids["a"], combiner="mean")
+
+
+def of_lookups(table: jax.Array, ids: jax.Array, scale: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(rows: jax.Array, scale: jax.Array) -> jax.Array:
+        return (rows * scale).sum()
+
+    def with_aux(rows: jax.Array, scale: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return loss(rows, scale), {"mean": rows.mean()}
+
+    value, gradient = embedding.sparse_value_and_grad(loss)(table, ids, scale)
+    (_, aux), (rows, by_scale) = embedding.sparse_value_and_grad(with_aux, 1, has_aux=True)(table, ids, scale)
+    assert_type(gradient, jax_ep.SparseRows)
+    assert_type(rows, jax_ep.SparseRows)
+    dense: jax.Array = by_scale
+    return assert_type(value, jax.Array) + dense, assert_type(aux, dict[str, jax.Array])
 
 
 def replicas(

@@ -1,7 +1,7 @@
 """Lookups in embedding tables and their sparse gradients, in plain JAX over `SparseRows`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,19 @@ from jax_ep.ops.sparse.sharded import Entries, entries_at_owners
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
 
 T = TypeVar("T")  # a pytree
+Value = TypeVar("Value", covariant=True)  # what a loss returns
+Gradient = TypeVar("Gradient", covariant=True)
 Combiner = Literal["sum", "mean", "sqrtn"]
+WithFurther: TypeAlias = tuple[SparseRows, *tuple[Any, ...]]  # the gradient of a table, and those of `argnums`
+
+
+class ValueAndGrad(Protocol[Value, Gradient]):
+    """What `sparse_value_and_grad` returns. The gradient of a pytree of tables has no type of its own."""
+
+    @overload
+    def __call__(self, table: jax.Array, ids: Tree, *args: Any, **keywords: Any) -> tuple[Value, Gradient]: ...
+    @overload
+    def __call__(self, table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Value, Any]: ...
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -92,6 +104,24 @@ def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options:
     return found._replace(rows_of_ids=lambda rows: apart(found.rows_of_ids(rows)))
 
 
+class Options(TypedDict, total=False):
+    """Further arguments of `sparse_value_and_grad`, for the overloads that type its gradients by `argnums`."""
+
+    has_aux: bool
+    group: Group | None
+    capacity: int | float | None
+    on_overflow: OnOverflow
+    implementation: Implementation
+
+
+@overload
+def sparse_value_and_grad(
+    loss: Callable[..., Value], argnums: tuple[()] = ..., **options: Unpack[Options]
+) -> ValueAndGrad[Value, SparseRows]: ...
+@overload
+def sparse_value_and_grad(
+    loss: Callable[..., Value], argnums: int | Sequence[int], **options: Unpack[Options]
+) -> ValueAndGrad[Value, WithFurther]: ...
 def sparse_value_and_grad(
     loss: Callable[..., Any],
     argnums: int | Sequence[int] = (),
@@ -101,7 +131,7 @@ def sparse_value_and_grad(
     capacity: int | float | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
-) -> Callable[..., tuple[Any, Any]]:
+) -> ValueAndGrad[Any, Any]:
     """`jax.value_and_grad` for a loss of embedding rows: the gradient of a table is `SparseRows`, never a table.
 
     Inside `jax.shard_map`, `loss` is the loss of one rank, and the gradient is this rank's part: let
