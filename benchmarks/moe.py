@@ -243,14 +243,16 @@ def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line("moe", __doc__, "only shapes that are compared with ragged_all_to_all")
+    parser = command_line(
+        "moe", __doc__, "only shapes that are compared with ragged_all_to_all; of the sweep, decoding"
+    )
     parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
     options = parser.parse_args(arguments)
 
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         print(group_header(group, "moe", *arguments), flush=True)
         if options.sweep:
-            token_sweep.run(group, options.repeats)
+            token_sweep.run(group, options.repeats, options.quick)
         else:
             run(group, options.repeats, options.quick, options.shapes)
     return 0

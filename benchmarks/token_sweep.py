@@ -1,4 +1,4 @@
-"""`bench moe --sweep`: the ops of a layer by the number of tokens, from one to many."""
+"""`bench moe --sweep`: the ops of a layer by the number of tokens, from one to many; those of decoding by --quick."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,16 +12,18 @@ from .in_jit_loop import Loop, compile_loops, median_microseconds
 from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
 from .tables import heading, row
 
-TOKENS = (1, 8, 32, 128, 256, 512, 513, 1024, 2048, 8192, 32768)
+DECODED = (1, 8, 32, 128)
+TOKENS = (*DECODED, 256, 512, 513, 1024, 2048, 8192, 32768)
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
-CPU_TOKENS, CPU_HIDDEN, CPU_INNER, CPU_EXPERTS = (1, 8, 32, 128, 512, 513), 128, 64, 16
+CPU_TOKENS, CPU_HIDDEN, CPU_INNER, CPU_EXPERTS = (*DECODED, 512, 513), 128, 64, 16
 CALLS, FEW_CALLS, MANY_TOKENS = 50, 10, 2048
+DECODING = ("dispatch, combine", "layer", "layer, shared tokens")
 
 Op = Callable[..., Any]
 
 
-def ops(group: jax_ep.Group, experts: int) -> dict[str, Op]:
-    """Each of tokens, expert ids, weights and a rank's own experts."""
+def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
+    """Each of tokens, expert ids, weights and a rank's own experts. `quick`: those of DECODING."""
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
         return jax_ep.moe_mlp(tokens, ids, weights, own, group=group)[0]
@@ -44,7 +46,7 @@ def ops(group: jax_ep.Group, experts: int) -> dict[str, Op]:
     def both_gradients(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: Any) -> Any:
         return jax.vjp(lambda t, w: exchange(t, ids, w, own), tokens, weights)[1](tokens)
 
-    return {
+    each = {
         "dispatch": dispatch,
         "dispatch, combine": exchange,
         "and their gradients": both_gradients,
@@ -52,18 +54,19 @@ def ops(group: jax_ep.Group, experts: int) -> dict[str, Op]:
         "layer, shared tokens": shared,
         "training step": step,
     }
+    return {name: op for name, op in each.items() if name in DECODING} if quick else each
 
 
-def run(group: jax_ep.Group, repeats: int) -> None:
-    """Prints a line for each number of tokens a rank: microseconds."""
+def run(group: jax_ep.Group, repeats: int, quick: bool) -> None:
+    """Prints a line for each number of tokens a rank (shared tokens: of all ranks): microseconds."""
     on_cpu, mesh = group.platform == "cpu", group.mesh
     hidden, inner, experts = (CPU_HIDDEN, CPU_INNER, CPU_EXPERTS) if on_cpu else (HIDDEN, INNER, EXPERTS)
-    each = ops(group, experts)
+    each = ops(group, experts, quick)
     names = " | ".join(f"{name}, us" for name in each)
     print(heading(f"tokens a rank, H={hidden}, F={inner}, E={experts}, top-{TOP_K} | {names}"), flush=True)
     shape = Shape(0, hidden, TOP_K, experts, "bfloat16")
     own = jax_ep.Experts(*draw_matrices(Model("any", shape, inner), mesh))
-    for tokens in CPU_TOKENS if on_cpu else TOKENS:
+    for tokens in DECODED if quick else CPU_TOKENS if on_cpu else TOKENS:
         case = Case(dataclasses.replace(shape, tokens=tokens))
         operands = make_inputs(case.shape, make_ids(case, group.size), mesh)
         calls = FEW_CALLS if on_cpu or tokens > MANY_TOKENS else CALLS

@@ -50,6 +50,14 @@ def test_a_benchmark_prints_a_table(
     assert all(rows_of(table) for table in tables)
 
 
+def test_decoding_is_part_of_the_sweep(open_group: OpenGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the sweep's own rows and columns: few tokens, the layers and what they are compared with."""
+    benchmark("token_sweep").run(open_group(1), 1, True)
+    rows = rows_of(capsys.readouterr().out)
+    assert [next(iter(row.values())) for row in rows] == ["1", "8", "32", "128"]
+    assert [*rows[0]][1:] == ["dispatch, combine, us", "layer, us", "layer, shared tokens, us"]
+
+
 def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
     layer, cases, group = benchmark("layer"), benchmark("moe_cases"), open_group(2)
     shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
