@@ -109,7 +109,7 @@ def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: Imple
     state = place(embedding.rowwise_adagrad(LEARNING_RATE).init(tables))
     rng = np.random.default_rng(SEED)
     history: list[Metrics] = []
-    with tqdm(range(steps), unit="step", mininterval=0.5) as bar:
+    with tqdm(range(steps), unit="step", mininterval=0.5, postfix="compiling") as bar:
         for i in bar:
             batch = sample_batch(corpus, rng, PAIRS, NOISE)
             tables, state, metrics = step(tables, state, batch, LEARNING_RATE * (1 - i / steps))

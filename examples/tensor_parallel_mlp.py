@@ -96,7 +96,7 @@ def train(
         return jax.tree.map(jnp.add, params, updates), state, value
 
     rng, losses = np.random.default_rng(SEED), []
-    with tqdm(range(steps), unit="step", mininterval=0.5) as bar:
+    with tqdm(range(steps), unit="step", mininterval=0.5, postfix="compiling") as bar:
         for _ in bar:
             params, state, value = train_step(params, state, sample_batch(text, rng, ROWS, CONTEXT))
             losses.append(float(value))

@@ -63,7 +63,7 @@ def train(
     rng = np.random.default_rng(SEED)
     history: list[moe_lm.Metrics] = []
     start = time.perf_counter()
-    with tqdm(range(steps), unit="step", mininterval=0.5, disable=jax.process_index() != 0) as bar:
+    with tqdm(range(steps), unit="step", mininterval=0.5, postfix="compiling", disable=jax.process_index() != 0) as bar:
         for step in bar:
             params, state, metrics = train_step(params, state, sample_batch(text, rng, SEQUENCES, LENGTH))
             history.append(jax.device_get(metrics))  # awaits the step

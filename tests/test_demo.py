@@ -26,7 +26,7 @@ example = partial(load, "examples")  # by its name
 
 @pytest.mark.timeout(600)
 def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
-    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Experts in float8, also backward, learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit.
     So do experts whose 32 rows in the mean are rounded to eights. One of both by day, by the seed."""
@@ -44,6 +44,7 @@ def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
         return metrics.loss
 
     ours = losses(jax.devices()[:size], "ffi")
+    assert f" 0/{STEPS} [00:00<?, ?step/s, compiling]" in capsys.readouterr().err
     wanted = losses(jax.devices("cpu")[:size], "xla")
     print(f"largest difference {np.abs(ours - wanted).max():.1e}")
     np.testing.assert_allclose(ours, wanted, rtol=1e-4)
