@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, moe_mlp
+from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, dispatch, moe_mlp
 from jax_ep.nn import layer_checks
+from jax_ep.ops.moe import arguments
 
 P = jax.sharding.PartitionSpec
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 4, 12, 3, 8, 128, 256
@@ -128,10 +129,12 @@ def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.L
         with pytest.raises(ValueError, match=text):
             jax.eval_shape(layer(group, True, **options), *operands)
 
-    def body(tokens: jax.Array, ids: jax.Array, matrix: jax.Array, *, shared: bool) -> jax.Array:
+    def body(tokens: jax.Array, ids: jax.Array, matrix: jax.Array, *, shared: bool | None) -> jax.Array:
+        if shared is None:
+            return dispatch(tokens, ids, group=group, num_experts=4).rows
         return moe_mlp(tokens, ids, None, Experts(None, matrix, matrix), group=group, shared_tokens=shared)[0]
 
-    def traced(rows: Any, shared: bool) -> None:
+    def traced(rows: Any, shared: bool | None) -> None:
         mapped = jax.shard_map(
             lambda *x: body(*x, shared=shared), mesh=group.mesh, in_specs=(rows, rows, P("ep")), out_specs=P("ep")
         )
@@ -140,9 +143,15 @@ def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.L
     with pytest.raises(ValueError, match="tokens must be the same on all ranks where shared_tokens is true"):
         traced(P("ep"), True)
     layer_checks._warn_of_shared_tokens.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="jax_ep"):
-        traced(P(), False)
-        traced(P(), False)
-    assert [x.getMessage() for x in caplog.records] == [
-        "moe_mlp: tokens are the same on all 2 ranks, and each computes all of them: pass shared_tokens=True"
+    arguments.note_shared_tokens.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jax_ep"):
+        for shared in (False, None) * 2:
+            traced(P(), shared)
+        traced(P("ep"), None)
+    assert [(x.levelname, x.getMessage()) for x in caplog.records] == [
+        (
+            "WARNING",
+            "moe_mlp: tokens are the same on all 2 ranks, and each computes all of them: pass shared_tokens=True",
+        ),
+        ("INFO", "dispatch: tokens and ids are the same on all 2 ranks, and each sends all of them"),
     ]

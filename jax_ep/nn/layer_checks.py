@@ -11,6 +11,7 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights, frozen
+from jax_ep.ops.moe.arguments import same_on_all_ranks
 from jax_ep.ops.moe.units import Experts
 
 LOGGER = logging.getLogger("jax_ep")
@@ -150,15 +151,14 @@ def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: G
       excluded: arguments that must be None if `shared_tokens` is true.
     """
     checks.check_bool(op, "shared_tokens", shared_tokens)
-    typed = group.size > 1 and vary.tracks_varying(group.axis_name)
     if not shared_tokens:
-        if typed and not vary.varies(tokens, group.axis_name):
+        if same_on_all_ranks(group, tokens):
             _warn_of_shared_tokens(op, group.size)
         return
     for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"{op}: {name} must be None where shared_tokens is true, got {value!r}")
-    if typed and vary.varies(tokens, group.axis_name):
+    if group.size > 1 and vary.tracks_varying(group.axis_name) and vary.varies(tokens, group.axis_name):
         raise ValueError(
             f"{op}: tokens must be the same on all ranks where shared_tokens is true, got those of each rank: "
             f"take {group.axis_name!r} out of their in_specs"

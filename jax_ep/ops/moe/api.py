@@ -16,7 +16,7 @@ from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
-from jax_ep.ops.moe.arguments import check_combined, runs_kernels, validated
+from jax_ep.ops.moe.arguments import check_combined, note_shared_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
 from jax_ep.runtime.agreement import Agreement
@@ -128,6 +128,8 @@ def dispatch(
         nodes=nodes,
         implementation=implementation,
     )
+    if same_on_all_ranks(group, tokens, expert_ids):
+        note_shared_tokens(op, group.size)
     if expand:
         return run_dispatch(call, *operands)
     if may_land(call, tokens.shape[0]):

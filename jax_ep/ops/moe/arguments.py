@@ -94,6 +94,17 @@ def validated(
     return DispatchCall(group, config, to_nodes, chunks, by_kernels), operands
 
 
+def same_on_all_ranks(group: Group, *operands: jax.Array) -> bool:
+    """Whether types show that these arrays are the same on several ranks."""
+    typed = group.size > 1 and vary.tracks_varying(group.axis_name)
+    return typed and not any(vary.varies(x, group.axis_name) for x in operands)
+
+
+@functools.cache
+def note_shared_tokens(op: str, ranks: int) -> None:
+    LOGGER.info("%s: tokens and ids are the same on all %d ranks, and each sends all of them", op, ranks)
+
+
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:
     """Whether an op of so many tokens runs kernels. Of none it does not: jaxlib does not compile a custom call in a
     `jax.shard_map` whose operands are all empty.
