@@ -76,7 +76,7 @@ def check_inside_shard_map(op: str, mesh: Mesh, axis_name: AxisName) -> None:
         raise ValueError(
             f"{op}: every mesh axis must be manual in jax.shard_map; {automatic} are not: leave axis_names out there, "
             f"or call the op in a second jax.shard_map inside, with axis_names={set(automatic)}, whose in_specs say "
-            "how its operands are sharded over them"
+            "how its operands are sharded over them; for a gradient both need check_vma=False"
         )
 
 
