@@ -1,4 +1,4 @@
-// One op on one rank: its life, its signals and its share of the work. Every kernel of this library is written over it.
+// One op on one rank: its life, its signals and its work. Every kernel of this library is written over it.
 //
 // Op is one class without bases: with bases, nvcc 13.0 keeps a copy of the kernel's arguments in local memory, and a
 // dispatch of float8 rows took 10 % longer (bench moe, 2 H100).
@@ -175,12 +175,12 @@ class Op {
   // Loads the abort word for later. Nothing may be pushed if it is not zero.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
 
-  // Adds `share` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
+  // Adds `pushed` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
   // peer. All lanes call.
-  JAX_EP_FN void deliver(int chunk, int share, int whole) {
+  JAX_EP_FN void deliver(int chunk, int pushed, int whole) {
     int last = 0;
     if (coop.lane == 0 && may_push())  // rows may be missing once the group has failed
-      last = share == whole || count_pushed(chunk, share, whole) == whole;
+      last = pushed == whole || count_pushed(chunk, pushed, whole) == whole;
     if (!coop.broadcast(last)) return;
     coop.sync();
     each_peer([&](int peer) { store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_); });
@@ -260,11 +260,11 @@ class Op {
 
   JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return coop.lane == 0 ? draw(tickets) : 0; }
 
-  // How much of the chunk is pushed, this share included. The counter is zero again when the chunk is whole.
-  JAX_EP_FN int count_pushed(int chunk, int share, int whole) {
-    const int pushed = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(share))) + share;
-    if (pushed == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
-    return pushed;
+  // Adds `pushed` to the count of the chunk and returns the sum. Resets the counter when the chunk is whole.
+  JAX_EP_FN int count_pushed(int chunk, int pushed, int whole) {
+    const int sum = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(pushed))) + pushed;
+    if (sum == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    return sum;
   }
 
   // The mailbox in which `source` leaves its mail at `rank` for this op: see window.h.
@@ -296,7 +296,7 @@ class Op {
     if (failed && (reported_in == epoch || !is_earlier(ask_posted())) && !has_record()) begin_record();
     if (undelivered) fill(results, {0, 1});
     for (int source = 0; comm.poison && !failed && source < comm.size; ++source)
-      fill_share(coop.lane, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
+      fill_part(coop.lane, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
     if (coop.lane != 0) return;
     clear_counts(heap);
     if (!failed || has_record()) {  // else it never began
@@ -328,7 +328,7 @@ class Op {
 
   template <class Results>
   JAX_EP_FN void fill(const Results& results, Part part) const {
-    results.each([&](const Buffer& result) { fill_share(coop.lane, result, part); });
+    results.each([&](const Buffer& result) { fill_part(coop.lane, result, part); });
     coop.sync();
   }
 

@@ -34,8 +34,8 @@ struct Range {
   int begin, end;
 };
 
-// The contiguous share of `items` that one coop of `count` takes.
-JAX_EP_FN Range share(int items, int index, int count) {
+// The contiguous range of `items` that part `index` of `count` takes.
+JAX_EP_FN Range part_of(int items, int index, int count) {
   return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
 }
 

@@ -1,4 +1,4 @@
-// How the coops of a rank share the rows to push, and how peers learn that a chunk is whole.
+// How the coops of a rank divide the rows to push, and how peers learn that a chunk is whole.
 #pragma once
 
 #include "comm/integers.h"

@@ -17,8 +17,8 @@ struct Buffer {
   Undelivered undelivered = Undelivered::nan;
 };
 
-// Fills one coop's share of a buffer. It takes the lane alone, as a coop would cost the caller registers.
-JAX_EP_COLD_FN void fill_share(int lane, Buffer buffer, Part part) {
+// Fills one coop's part of a buffer. It takes the lane alone, as a coop would cost the caller registers.
+JAX_EP_COLD_FN void fill_part(int lane, Buffer buffer, Part part) {
   constexpr int64_t kChunk = 1 << 16;
   for (int64_t begin = part.index * kChunk; begin < buffer.bytes; begin += part.count * kChunk) {
     const int64_t left = buffer.bytes - begin;

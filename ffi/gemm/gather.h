@@ -153,13 +153,13 @@ struct LaneRows {
 
 // A gathering warp: its slice of all stages.
 template <class Mainloop, class Memory>
-__device__ void gather(Memory& shared, const typename Mainloop::Source& source, const Problem& problem, Share share,
+__device__ void gather(Memory& shared, const typename Mainloop::Source& source, const Problem& problem, Part cta,
                        int warp) {
   using Source = typename Mainloop::Source;
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
   Position<Memory::kStages> at;
-  auto tiles = Mainloop::tiles(shared, problem, share);
+  auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
     const int first = tile.row + warp * kSlice, lines = Source::rows_of(tile) - warp * kSlice;
     LaneRows rows;
@@ -198,12 +198,12 @@ JAX_EP_FN void announce_stage(Memory& shared, const Position<Memory::kStages>& a
 // The announcing warp where rows are gathered. It takes tiles off the queue, too.
 template <class Mainloop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
-                              Share share) {
+                              Part cta) {
   const int rank = blockIdx.x % kCluster, lane = threadIdx.x % 32;
   Position<Memory::kStages> at;
   auto taker = Mainloop::taker(shared, source, problem);
   if (rank == 0) taker.take();
-  auto tiles = Mainloop::tiles(shared, problem, share);
+  auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
     if (rank == 0) taker.take();
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) announce_stage(shared, at, lane);
@@ -234,10 +234,10 @@ class Steps {
 // gathering warp would wait behind the copies of that warp.
 template <class Mainloop, class Memory>
 __device__ void announce_contraction(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
-                                     Share share) {
+                                     Part cta) {
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
-  Steps steps(Mainloop::tiles(shared, problem, share));
+  Steps steps(Mainloop::tiles(shared, problem, cta));
   int ahead = 0;  // steps whose rows are found and which are not announced
   for (FoundRows found; ahead < Memory::kStages; ++ahead) {
     const int k = steps.next();
@@ -263,13 +263,13 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
 // What the three aux warps do.
 template <class Mainloop, class Memory>
 JAX_EP_FN void assist_gathering(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
-                                Share share, int aux_warp) {
+                                Part cta, int aux_warp) {
   if (aux_warp < kGatherWarps)
-    gather<Mainloop>(shared, source, problem, share, aux_warp);
+    gather<Mainloop>(shared, source, problem, cta, aux_warp);
   else if constexpr (Mainloop::Source::kGathersContraction)
-    announce_contraction<Mainloop>(shared, source, problem, share);
+    announce_contraction<Mainloop>(shared, source, problem, cta);
   else
-    announce_rows<Mainloop>(shared, source, problem, share);
+    announce_rows<Mainloop>(shared, source, problem, cta);
 }
 
 }  // namespace jax_ep::gemm

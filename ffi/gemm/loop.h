@@ -49,7 +49,7 @@ struct NoHooks {
 };
 
 // This CTA among all.
-JAX_EP_FN Share this_share() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
+JAX_EP_FN Part this_cta() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
 
 // How many stages a tile's operands fill. TMA fills the last stage of each term up with zeros.
 template <class Source, class Tile>
@@ -60,10 +60,10 @@ JAX_EP_FN int stages_of(const Tile& tile) {
 // A producer warp: fills the stages of all tiles of a CTA.
 template <class Mainloop, class Memory, class Hooks>
 __device__ void produce(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
-                        const Hooks& hooks, Share share) {
+                        const Hooks& hooks, Part cta) {
   const int rank = blockIdx.x % kCluster;
   Position<Memory::kStages> at;
-  auto tiles = Mainloop::tiles(shared, problem, share);
+  auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
     const auto opened = source.open(problem, tile, hooks);
     for (int term = 0; term < Mainloop::Source::kTerms; ++term)
@@ -78,12 +78,12 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
 // A consumer warp: multiplies and stores all tiles of a CTA. Where the warpgroups ping-pong, they take tiles in turns.
 template <class Mainloop, class Memory, class Epilogue, class Hooks>
 __device__ void consume(Memory& shared, const typename Mainloop::Source& source, const Epilogue& epilogue,
-                        const Problem& problem, const Hooks& hooks, Share share) {
+                        const Problem& problem, const Hooks& hooks, Part cta) {
   using Source = typename Mainloop::Source;
   constexpr bool kPingPong = Mainloop::kPingPong;
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
   Position<Memory::kStages> at;
-  auto tiles = Mainloop::tiles(shared, problem, share);
+  auto tiles = Mainloop::tiles(shared, problem, cta);
   typename Mainloop::Tile tile{};
   int taken = 0, stored = 0;
   for (; tiles.next(&tile); ++taken) {
@@ -113,7 +113,7 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
 // All that a CTA does.
 template <class Mainloop, class Epilogue, class Hooks>
 JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
-                           const Problem& problem, const Hooks& hooks, Share share) {
+                           const Problem& problem, const Hooks& hooks, Part cta) {
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
   using Wanted = Registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>;
   auto& shared = *reinterpret_cast<Memory*>(memory);
@@ -122,15 +122,15 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
     take_registers<Wanted::kConsumer>();
-    consume<Mainloop>(shared, source, epilogue, problem, hooks, share);
+    consume<Mainloop>(shared, source, epilogue, problem, hooks, cta);
   } else {
     give_registers<Wanted::kOther>();
     if (warp == kConsumerWarps) {
-      produce<Mainloop>(shared, source, problem, hooks, share);
+      produce<Mainloop>(shared, source, problem, hooks, cta);
     } else if constexpr (!std::is_empty_v<typename Hooks::Aux>) {
-      hooks.run_aux(share);
+      hooks.run_aux(cta);
     } else {
-      Mainloop::assist(shared, source, problem, share, warp - kFirstAuxWarp);
+      Mainloop::assist(shared, source, problem, cta, warp - kFirstAuxWarp);
     }
   }
   Mainloop::close();
@@ -144,7 +144,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                    const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) char memory[];
   run_product<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
-                        this_share());
+                        this_cta());
 }
 
 }  // namespace jax_ep::gemm

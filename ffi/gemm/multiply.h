@@ -100,15 +100,15 @@ struct FixedTiles {
   JAX_EP_FN static void open(Memory&) {}
   JAX_EP_FN static void close() {}
   template <class Memory>
-  JAX_EP_FN static Schedule tiles(Memory&, const Problem& problem, Share share) {
-    return Schedule(problem, kBlockN, share);
+  JAX_EP_FN static Schedule tiles(Memory&, const Problem& problem, Part cta) {
+    return Schedule(problem, kBlockN, cta);
   }
   template <class Memory, class Source>
   JAX_EP_FN static NoTaker taker(Memory&, const Source&, const Problem&) {
     return {};
   }
   template <class Memory, class Source>
-  JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Share, int /*aux_warp*/) {}
+  JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Part, int /*aux_warp*/) {}
 };
 
 // kMnA, kMnB: the contiguous dimension of lhs is m, of rhs is n, rather than k.

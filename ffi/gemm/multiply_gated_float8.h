@@ -43,12 +43,12 @@ JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, c
 // The aux warps take turns to load the scales of a stage, as one load takes longer than the multiplies of a block.
 // `aux`: which aux warp calls.
 __device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& problem, const Product& product,
-                                      Share share, int aux) {
+                                      Part cta, int aux) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32, blocks = problem.k / kBlockK;
   int turn = 0;
   Position<GatedFloat8Memory::kStages> at;
-  Schedule schedule(problem, kScaleBlock, share);
+  Schedule schedule(problem, kScaleBlock, cta);
   for (Tile tile; schedule.next(&tile);) {
     const float* const weights = weight_scales(product, problem, tile, lane % 2);
     int rows[kRows];
@@ -104,9 +104,9 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
   static constexpr bool kPingPong = false;
   static constexpr int kAccumulators = 192, kProducers = 2;  // scales arrive, too
 
-  JAX_EP_FN static void assist(GatedFloat8Memory& shared, const Source& source, const Problem& problem, Share share,
+  JAX_EP_FN static void assist(GatedFloat8Memory& shared, const Source& source, const Problem& problem, Part cta,
                                int aux_warp) {
-    produce_scales(shared, problem, source.product, share, aux_warp);
+    produce_scales(shared, problem, source.product, cta, aux_warp);
   }
 
   JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int /*warpgroup*/) {

@@ -79,9 +79,8 @@ struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>> {
     open_queue(shared.queue, kConsumerWarps + 1 + kAuxWarps);
     shared.open_gather();
   }
-  JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
-                               int aux_warp) {
-    assist_gathering<GatheredRowsMainloop>(shared, source, problem, share, aux_warp);
+  JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Part cta, int aux_warp) {
+    assist_gathering<GatheredRowsMainloop>(shared, source, problem, cta, aux_warp);
   }
 };
 
@@ -98,9 +97,8 @@ struct GatheredTiles : Base {
   JAX_EP_FN static void open(Shared& shared) {
     if (threadIdx.x == 0) shared.open_gather();
   }
-  JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Share share,
-                               int aux_warp) {
-    assist_gathering<GatheredTiles>(shared, source, problem, share, aux_warp);
+  JAX_EP_FN static void assist(Shared& shared, const Source& source, const Problem& problem, Part cta, int aux_warp) {
+    assist_gathering<GatheredTiles>(shared, source, problem, cta, aux_warp);
   }
 };
 

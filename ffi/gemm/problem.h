@@ -27,15 +27,10 @@ struct Problem {
   bool split_k = false;  // both CTAs of a cluster take the same tile, half of the contraction each
 };
 
-// Which part of the tiles a CTA takes: that of one of `ctas`.
-struct Share {
-  int cta, ctas;
-};
-
 // What the tiles of a cluster's two CTAs have in common.
 enum class Common { lhs, rhs, tile };
 
-// A CTA's share of one step: out[row.., col..] of one matrix, from the range [k_begin, k_end) of the contraction.
+// What a CTA computes in one step: out[row.., col..] of one matrix, over the range [k_begin, k_end) of the contraction.
 struct Tile {
   int group;
   int row, col;

@@ -14,7 +14,7 @@ constexpr int kMostRows = 256;                // of a tile: what its sums take o
 constexpr int kMostGathered = kMostRows / 2;  // where CTAs of a cluster split the rows
 constexpr int kTileColumns = 128;             // of one matrix of weights; a gated product has 64 of each
 
-// A CTA's share of one step: out[row.., col..], of which the rows up to `row_end` are the group's.
+// What a CTA computes in one step: out[row.., col..]. The rows before `row_end` belong to the group.
 struct RowTile {
   int group;
   int row, row_end;

@@ -11,10 +11,10 @@ namespace jax_ep::gemm {
 // Clusters take the tiles of a group, then of the next, round-robin; the groups' sizes are read on the way.
 class Schedule {
  public:
-  JAX_EP_FN Schedule(const Problem& problem, int block_n, const Share& share) : problem_(problem), block_n_(block_n) {
-    const int cluster = share.cta / kCluster;
-    rank_ = share.cta % kCluster;
-    step_ = share.ctas / kCluster;
+  JAX_EP_FN Schedule(const Problem& problem, int block_n, Part cta) : problem_(problem), block_n_(block_n) {
+    const int cluster = cta.index / kCluster;
+    rank_ = cta.index % kCluster;
+    step_ = cta.count / kCluster;
     next_ = cluster;
     open_group(0);
   }

@@ -70,7 +70,7 @@ class Scaling {
   JAX_EP_FN Scaling(const Message& message, uint32_t (&largest)[Message::kPacks])
       : message_(message), lane_in_block_(message.coop.lane % kLanes) {
     for (uint32_t& each : largest) each = message.coop.max(each, kLanes);
-    for (int i = 0; i < kShare; ++i) {
+    for (int i = 0; i < kQuotients; ++i) {
       uint32_t mine = 0;
       for (int pack = 0; pack < kPacks; ++pack)
         if ((i * kLanes + lane_in_block_) % kPacks == pack) mine = largest[pack];
@@ -83,7 +83,7 @@ class Scaling {
     return message_.coop.from_lane(quotients_[pack / kLanes], message_.coop.lane - lane_in_block_ + pack % kLanes);
   }
   JAX_EP_FN void store_scales(float* to) const {
-    for (int i = 0; i < kShare; ++i) {
+    for (int i = 0; i < kQuotients; ++i) {
       const int pack = i * kLanes + lane_in_block_ - kPacks, at = message_.at(pack);
       if (pack >= 0 && pack < kPacks && at < message_.values()) to[at / kScaleBlock] = quotients_[i];
     }
@@ -91,11 +91,11 @@ class Scaling {
 
  private:
   static constexpr int kPacks = Message::kPacks, kLanes = Message::kBlockLanes;
-  static constexpr int kShare = (2 * kPacks + kLanes - 1) / kLanes;
+  static constexpr int kQuotients = (2 * kPacks + kLanes - 1) / kLanes;
 
   const Message& message_;
   const int lane_in_block_;
-  float quotients_[kShare];
+  float quotients_[kQuotients];
 };
 
 // A message that is encoded when it is stored. Short messages are kept in registers; long ones are read again.

@@ -48,8 +48,8 @@ class HostClock {
     const int64_t ahead = ahead_at(begin_), drift = ahead_at(end_) - ahead;
     const double whole = static_cast<double>(end_.device_ns - begin_.device_ns);
     const double part = static_cast<double>(static_cast<int64_t>(device_ns - begin_.device_ns));
-    const double share = whole > 0 ? std::clamp(part / whole, 0.0, 1.0) : 0.0;
-    return static_cast<int64_t>(device_ns) - ahead - static_cast<int64_t>(share * static_cast<double>(drift));
+    const double fraction = whole > 0 ? std::clamp(part / whole, 0.0, 1.0) : 0.0;
+    return static_cast<int64_t>(device_ns) - ahead - static_cast<int64_t>(fraction * static_cast<double>(drift));
   }
 
  private:

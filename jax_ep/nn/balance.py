@@ -32,7 +32,7 @@ def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | No
 def balance_loss(
     logits: Array, expert_ids: Array, *, score: Score = "softmax", axis_name: AxisName | None = None
 ) -> jax.Array:
-    """E times the sum over experts of (share of assignments) * (mean probability): 1 when both are even.
+    """E times the sum over experts of (fraction of the assignments) * (mean probability): 1 when both are even.
 
     The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable in the logits alone.
     It is no mean over tokens: the loss of a whole batch needs `axis_name`, and the mean of the losses of ranks, or of
@@ -99,8 +99,8 @@ class LoadStats(NamedTuple):
 
     Attributes:
       max_over_mean: of the assignments per expert; 1 is even. By rank with `ranks`, it bounds how fast a layer can be.
-      idle: the share of experts without assignments.
-      entropy: of the shares, over log(number): 1 is even, 0 means that one has all.
+      idle: the fraction of experts without assignments.
+      entropy: of the fractions per expert, over log(number): 1 is even, 0 means that one has all.
     """
 
     max_over_mean: jax.Array
@@ -118,8 +118,8 @@ def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
         if load.size % ranks:
             raise ValueError(f"{op}: ranks must divide the {load.size} experts, got {ranks}")
         load = load.reshape(ranks, -1).sum(axis=1)
-    share = load / jnp.maximum(load.sum(), 1)
-    entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0))
+    fraction = load / jnp.maximum(load.sum(), 1)
+    entropy = -jnp.sum(jnp.where(fraction > 0, fraction * jnp.log(jnp.where(fraction > 0, fraction, 1)), 0))
     return LoadStats(
         max_over_mean=load.max() / jnp.maximum(load.mean(), 1 / load.size),
         idle=jnp.mean(load == 0, dtype=jnp.float32),

@@ -123,16 +123,16 @@ def _plan(
     return ReplicaPlan(flat, np.array([np.resize(s, most) for s in slots], np.int32), counts)
 
 
-def _packed(shares: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: Any) -> list[list[int]]:
+def _packed(loads: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: Any) -> list[list[int]]:
     """The kinds of the items in each bin. Args: `before`, the kinds that each bin had, or None."""
     busy, held = np.zeros(bins), [[] for _ in range(bins)]
-    limit = SLACK * shares.sum() / bins
-    for i in np.argsort(-shares, kind="stable"):
-        kind, share = int(kinds[i]), shares[i]
-        moves = [before is None or kind not in before[b] or busy[b] + share > limit for b in range(bins)]
+    limit = SLACK * loads.sum() / bins
+    for i in np.argsort(-loads, kind="stable"):
+        kind, load = int(kinds[i]), loads[i]
+        moves = [before is None or kind not in before[b] or busy[b] + load > limit for b in range(bins)]
         chosen = min((len(held[b]) >= room, kind in held[b], moves[b], busy[b], b) for b in range(bins))[-1]
         held[chosen].append(kind)
-        busy[chosen] += share
+        busy[chosen] += load
     return held
 
 

@@ -21,7 +21,7 @@ from jax_ep.runtime import bootstrap, rendezvous
 from jax_ep.runtime.store import store
 from jax_ep.runtime.timeouts import Deadline
 
-MOSTLY = 0.9  # a node that needs this share of the tokens is sent all
+MOSTLY = 0.9  # a node that needs this fraction of the tokens is sent all
 SLACK = 1.25  # room for a router that is not quite even
 _FOLDER = "jax_ep/node"  # in the key-value store of jax.distributed
 

@@ -14,6 +14,7 @@
 #include "kernels/matmul/plan.h"
 
 using namespace jax_ep::gemm;
+using jax_ep::Part;
 
 namespace {
 
@@ -39,12 +40,12 @@ std::vector<Range> ranges_of(const std::vector<int>& sizes, int total) {
 }
 
 // CTAs of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
-void check_clusters(const Problem& problem, const Config& config, Share share) {
+void check_clusters(const Problem& problem, const Config& config, Part cta) {
   for (int first = 0; first < config.blocks; first += kCluster) {
-    share.cta = first;
-    Schedule one(problem, config.block_n, share);
-    share.cta = first + 1;
-    Schedule other(problem, config.block_n, share);
+    cta.index = first;
+    Schedule one(problem, config.block_n, cta);
+    cta.index = first + 1;
+    Schedule other(problem, config.block_n, cta);
     for (bool more = true; more;) {
       Tile a{}, b{};
       more = one.next(&a);
@@ -60,13 +61,13 @@ void check_clusters(const Problem& problem, const Config& config, Share share) {
   }
 }
 
-void check_cover(const Problem& problem, const Config& config, const std::vector<int>& sizes, Share share) {
+void check_cover(const Problem& problem, const Config& config, const std::vector<int>& sizes, Part cta) {
   const bool rows = problem.grouping == Grouping::m_grouped, contraction = problem.grouping == Grouping::k_grouped;
   const auto ranges = ranges_of(sizes, contraction ? problem.k : problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n * (contraction ? problem.groups : 1));
   for (int block = 0; block < config.blocks; ++block) {
-    share.cta = block;
-    Schedule schedule(problem, config.block_n, share);
+    cta.index = block;
+    Schedule schedule(problem, config.block_n, cta);
     for (Tile tile; schedule.next(&tile);) {
       const Range range = ranges[problem.grouping == Grouping::none ? 0 : tile.group];
       const Range wanted = contraction ? range : Range{0, rows && tile.group == problem.groups ? 0 : problem.k};
@@ -147,7 +148,7 @@ TEST_CASE("every element of a result is in exactly one tile with its contraction
       for (const int columns : {128, 256}) check_row_tiles(problem, sizes, columns, /*split=*/true);
       check_any_pairs(problem, random);
     }
-    const Share all_at_once{0, config.blocks};
+    const Part all_at_once{0, config.blocks};
     const auto check = [&] {
       check_clusters(problem, config, all_at_once);
       check_cover(problem, config, sizes, all_at_once);

@@ -1,4 +1,4 @@
-// dispatch of more rows than ranks have, where it may drop: max-min fair shares, the same by both ways of routing.
+// dispatch of more rows than ranks have, where it may drop: max-min fair quotas, the same by both ways of routing.
 #pragma once
 
 #include "moe.h"
@@ -25,12 +25,12 @@ inline void check_fair(const std::vector<int>& asked, const std::vector<int>& gi
     sum += given[i];
     if (given[i] == asked[i]) continue;
     short_of = true;
-    for (const int other : given) expect(other <= given[i] + 1, "shares are fair");
+    for (const int other : given) expect(other <= given[i] + 1, "quotas are fair");
   }
   expect(short_of ? sum == room : sum <= room, "no room is left while somebody asks for more");
 }
 
-inline void check_shares(const std::vector<Rank>& ranks, int capacity) {
+inline void check_quotas(const std::vector<Rank>& ranks, int capacity) {
   const auto asked = count_assignments(ranks, false), kept = count_assignments(ranks, true);
   const auto blocks = [](const std::vector<int>& rows) {
     int sum = 0;
@@ -66,7 +66,7 @@ inline void drops(int tokens, const std::vector<Way>& ways) {
       args.capacity = capacity, args.drop = true;
       run_in_float32(comm, args, coop);
     });
-    check_shares(ranks, capacity);
+    check_quotas(ranks, capacity);
     if (first.empty()) first = ranks;
     int dropped = 0;
     for (int rank = 0; rank < kRanks; ++rank) {

@@ -102,7 +102,7 @@ inline void sparse_reductions(int times) {
 }
 
 // More rows than are left below 2^31 after the last stride.
-inline void shares_end() {
+inline void parts_end() {
   Group group({{0}}, 20.0, /*poison=*/false);
   const Coop coop({1, 1 << 30});
   const Op op(group.comm({0, 0}), coop, OpKind::sparse_reduce);
@@ -110,11 +110,11 @@ inline void shares_end() {
   SparseReduceArgs args{};
   args.bounds = bounds;
   std::vector<int> visited;
-  SparseRuns(op, args).for_my_share(2147483647, [&](int i) {
+  SparseRuns(op, args).for_my_part(2147483647, [&](int i) {
     visited.push_back(i);
-    expect(visited.size() < 3, "a share ends");
+    expect(visited.size() < 3, "a part ends");
   });
-  expect(visited == std::vector<int>({1, 1 + (1 << 30)}), "a share is every so many");
+  expect(visited == std::vector<int>({1, 1 + (1 << 30)}), "a part is every `count`-th entry");
 }
 
 // A rank that is lost between the two steps: nobody returns while a peer may still read its rows.

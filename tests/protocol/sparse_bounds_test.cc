@@ -44,7 +44,7 @@ void bad_places(int times) {
   }
 }
 
-TEST_CASE("a rank's share ends though its stride passes 2^31") { shares_end(); }
+TEST_CASE("a coop's part ends though its stride passes 2^31") { parts_end(); }
 TEST_CASE("places and bounds that no union gives stay inside the buffers") { bad_places(48); }
 
 }  // namespace

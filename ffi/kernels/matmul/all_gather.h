@@ -104,7 +104,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const 
   for (int i = 0; i < comm.size * row_blocks.chunks && op.ok(); ++i) {
     const int source = (comm.rank + i / row_blocks.chunks) % comm.size;
     const Range rows = row_blocks.chunk(i % row_blocks.chunks),
-                mine = share(rows.end - rows.begin, coop.index, coop.count);
+                mine = part_of(rows.end - rows.begin, coop.index, coop.count);
     const int first = source * args.m + rows.begin + mine.begin, count = mine.end - mine.begin;
     wait_rows(op, args, {first, first + count});
     if (!op.ok()) break;

@@ -16,7 +16,7 @@ struct MatmulReduceArgs {
   DType dtype, operand_dtype;  // of the result, of lhs and rhs
   int m, n, k;
   bool transpose_rhs;   // rhs is [N, K]
-  bool reduce_scatter;  // a rank gets only its share of the rows
+  bool reduce_scatter;  // a rank gets only its part of the rows
   const char* lhs;      // [M, K]
   const char* rhs;      // [K, N]
   char* result;         // [M, N], or [M / R, N]

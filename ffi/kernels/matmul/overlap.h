@@ -89,7 +89,7 @@ JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, cons
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
   gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs),
                               gemm::StoreTile<Out>(operands.out_map, operands.out), operands.problem, hooks,
-                              gemm::this_share());
+                              gemm::this_cta());
 }
 
 // The shared memory of the aux warps of a CTA, by the arguments of the op.
@@ -145,13 +145,13 @@ struct GatherHooks {
   JAX_EP_FN Roles<3> roles() const {
     return {attendants(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
   }
-  JAX_EP_FN void run_aux(gemm::Share share) const {
+  JAX_EP_FN void run_aux(Part cta) const {
     const auto [number, role] = roles().mine();
     if (number < 0) return;
     const Coop coop = role.coop(/*is_tracked=*/number == kSpreaders);
     Op op(work.comm, coop, kind_of(work.args));
     if (number == kWaiters)
-      look_out(op, share);
+      look_out(op, cta);
     else
       push(op);
     finish(op);
@@ -170,8 +170,8 @@ struct GatherHooks {
   // Debug: every tile waits, as a tile may be stored only after the result is poisoned, and a peer's flag implies that.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
-  JAX_EP_FN void look_out(Op& op, gemm::Share share) const {
-    gemm::Schedule schedule(problem, work.block_n, share);
+  JAX_EP_FN void look_out(Op& op, Part cta) const {
+    gemm::Schedule schedule(problem, work.block_n, cta);
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (!must_wait(tile)) continue;
       wait_rows(op, work.args, rows_of(tile));
@@ -239,7 +239,7 @@ struct ReduceHooks {
     ptx::count_one(&aux.written[warp]);
   }
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
-  JAX_EP_FN void run_aux(gemm::Share share) const {
+  JAX_EP_FN void run_aux(Part cta) const {
     enum { kAnnouncers, kReducers };
     const Roles<2> roles{attendants(), other_aux_warps(work.first_communicating, work.communicating)};
     const auto [number, role] = roles.mine();
@@ -247,7 +247,7 @@ struct ReduceHooks {
     const Coop coop = role.coop(/*is_tracked=*/number == kReducers, aux.memory[0], kReducerBytes);
     Op op(work.comm, coop, kind_of(work.args));
     if (number == kAnnouncers)
-      announce(op, share);
+      announce(op, cta);
     else
       reduce(op);
     op.finish(results_of(work), roles.coops());
@@ -255,10 +255,10 @@ struct ReduceHooks {
 
  private:
   // A row block is announced when all of its tiles are written.
-  JAX_EP_FN void announce(Op& op, gemm::Share share) const {
+  JAX_EP_FN void announce(Op& op, Part cta) const {
     const MatmulReduceArgs& args = work.args;
     const RowBlocks row_blocks(args.m);
-    gemm::Schedule schedule(problem, work.block_n, share);
+    gemm::Schedule schedule(problem, work.block_n, cta);
     int tiles_seen = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles_seen) {
       wait_written(aux.written, work.block_n, tiles_seen);

@@ -71,7 +71,7 @@ struct ExchangeHooks {
     }
     count(&aux.added[warp]);
   }
-  JAX_EP_FN void run_aux(gemm::Share) const {
+  JAX_EP_FN void run_aux(Part) const {
     enum { kAnnouncers, kAdders };
     const Roles<2> roles{attendants(), other_aux_warps(0, ctas)};
     const auto [number, role] = roles.mine();
@@ -111,7 +111,7 @@ struct ExchangeHooks {
 
   // Adds this warp's rows of every tile but the last, as the peer's tiles come.
   JAX_EP_FN void add_tiles(Op& op) const {
-    const Range part = share(gemm::kBlockM, op.coop.member.index, kOtherAuxWarps);
+    const Range part = part_of(gemm::kBlockM, op.coop.member.index, kOtherAuxWarps);
     gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {

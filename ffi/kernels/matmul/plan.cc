@@ -84,14 +84,14 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   OverlapConfig config{};
   config.block_n = block_n;
   config.split_k = gemm::should_split(block_n, shape.k, rows * columns, most);
-  const int shares = rows * columns * (config.split_k ? 2 : 1);
-  config.multiplying = std::min(most, shares + 1) / 2 * 2;
+  const int parts = rows * columns * (config.split_k ? 2 : 1);
+  config.multiplying = std::min(most, parts + 1) / 2 * 2;
   config.band =
       is_narrow ? std::clamp(config.multiplying / columns / 2, 1, model.reduce.most_pairs) : ceil_div(rows, 2);
   const double rate = model.reduce.flops_per_us * (is_narrow ? model.reduce.narrow : 1) * (config.split_k ? 2 : 1);
   const double wave =
       2.0 * kTileRows * block_n * shape.k / rate + (is_narrow ? rates.ping_pong_us : model.reduce.tile_us);
-  config.microseconds = ceil_div(shares, config.multiplying) * wave + rates.once_us +
+  config.microseconds = ceil_div(parts, config.multiplying) * wave + rates.once_us +
                         pushed_bytes(shape) / rates.pushed_per_us * (is_narrow ? rates.narrow_exposed : rates.exposed);
   return config;
 }

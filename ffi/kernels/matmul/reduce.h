@@ -18,7 +18,7 @@ class SummedRows {
  public:
   JAX_EP_FN SummedRows(const Comm& comm, const MatmulReduceArgs& args)
       : row_blocks(args.m),
-        kept(args.reduce_scatter ? share(args.m, comm.rank, comm.size) : Range{0, args.m}),
+        kept(args.reduce_scatter ? part_of(args.m, comm.rank, comm.size) : Range{0, args.m}),
         rank_(comm.rank),
         ranks_(comm.size),
         reduce_scatter_(args.reduce_scatter) {}
@@ -26,7 +26,7 @@ class SummedRows {
   const RowBlocks row_blocks;
   const Range kept;  // in the result
 
-  // This rank's rows of a row block. Ranks have equal shares of every row block, so that they are always equally busy.
+  // This rank's rows of a row block. Every rank sums an equal part of each row block, so all ranks have equal work.
   // In a reduce-scatter: the rows that this rank keeps.
   JAX_EP_FN Range of(int row_block) const {
     return reduce_scatter_ ? overlap(row_blocks.chunk(row_block), kept) : of_rank(rank_, row_block);
@@ -47,7 +47,7 @@ class SummedRows {
 
  private:
   JAX_EP_FN Range of_rank(int rank, int row_block) const {
-    const Range rows = row_blocks.chunk(row_block), theirs = share(rows.end - rows.begin, rank, ranks_);
+    const Range rows = row_blocks.chunk(row_block), theirs = part_of(rows.end - rows.begin, rank, ranks_);
     return {rows.begin + theirs.begin, rows.begin + theirs.end};
   }
 
@@ -170,7 +170,7 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
   op.post(posted(args, op.comm.size));
   const RowBlocks row_blocks(args.m);
   for (int row_block = 0; row_block < row_blocks.chunks && op.may_push(); ++row_block) {
-    const Range rows = row_blocks.chunk(row_block), mine = share(rows.end - rows.begin, op.coop.index, op.coop.count);
+    const Range rows = row_blocks.chunk(row_block), mine = part_of(rows.end - rows.begin, op.coop.index, op.coop.count);
     const int64_t first = rows.begin + mine.begin;
     multiply_rows(args.operand_dtype, args.lhs + first * args.k * size_of(args.operand_dtype),
                   Factor{args.rhs, args.k, args.n, args.transpose_rhs},
@@ -195,8 +195,8 @@ class MatmulExchange {
   JAX_EP_FN MatmulExchange(const Comm& comm, const MatmulReduceArgs& args)
       : peer(1 - comm.rank),
         n_(args.n),
-        kept_(args.reduce_scatter ? share(args.m, comm.rank, kExchangingRanks) : Range{0, args.m}),
-        sent_(args.reduce_scatter ? share(args.m, peer, kExchangingRanks) : Range{0, args.m}),
+        kept_(args.reduce_scatter ? part_of(args.m, comm.rank, kExchangingRanks) : Range{0, args.m}),
+        sent_(args.reduce_scatter ? part_of(args.m, peer, kExchangingRanks) : Range{0, args.m}),
         result_(reinterpret_cast<T*>(args.result) - int64_t{kept_.begin} * args.n),
         landed_(reinterpret_cast<const T*>(args.partial)) {}
 
@@ -284,7 +284,7 @@ JAX_EP_FN void exchange_products(Op& op, const MatmulReduceArgs& args) {
   op.wait_posted();
   const RowBlocks row_blocks(args.m);
   const auto own_rows = [&](int row_block) {
-    const Range rows = row_blocks.chunk(row_block), mine = share(rows.end - rows.begin, op.coop.index, op.coop.count);
+    const Range rows = row_blocks.chunk(row_block), mine = part_of(rows.end - rows.begin, op.coop.index, op.coop.count);
     return Range{rows.begin + mine.begin, rows.begin + mine.end};
   };
   for (int row_block = 0; row_block < row_blocks.chunks && op.may_push(); ++row_block) {

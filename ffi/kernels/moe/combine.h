@@ -157,7 +157,7 @@ class Combine {
   }
   JAX_EP_FN Range columns(int part, int parts) const {
     if (parts == 1) return {0, args_.hidden};
-    const Range batches = share((args_.hidden + kSumValues<T> - 1) / kSumValues<T>, part, parts);
+    const Range batches = part_of((args_.hidden + kSumValues<T> - 1) / kSumValues<T>, part, parts);
     return {batches.begin * kSumValues<T>, smaller(batches.end * kSumValues<T>, args_.hidden)};
   }
 

@@ -81,7 +81,7 @@ struct RouteScratch {
   JAX_EP_FN int64_t histogram_ints() const { return num_experts + 1; }
   JAX_EP_FN int32_t* coop_bins(int coop) const { return ints + coop * histogram_ints(); }  // of the routing CTAs
   JAX_EP_FN int32_t* cta_bins(int cta) const { return coop_bins(kMaxRouters * kMaxCtaCoops + cta); }
-  JAX_EP_FN int32_t* first_rows() const { return cta_bins(kMaxRouters); }              // [E] of this rank's share
+  JAX_EP_FN int32_t* first_rows() const { return cta_bins(kMaxRouters); }              // [E] of this rank's part
   JAX_EP_FN int32_t* totals() const { return first_rows() + num_experts; }             // [E] rows of all ranks
   JAX_EP_FN int32_t* needed() const { return totals() + num_experts; }                 // [R] rows
   JAX_EP_FN int32_t* shifts() const { return needed() + ranks; }                       // [R, E]

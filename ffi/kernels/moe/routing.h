@@ -29,7 +29,7 @@ class Histogram {
         scratch_{args.scratch, args.num_experts, op.comm.size},
         coop_(as_router(op, router_ctas(items, per_cta, op.coop.cta.count))),
         ctas_(coop_.cta.count),
-        mine_(share_of(items)) {}
+        mine_(part_of_coop(items)) {}
 
   // Whether this coop is one of the routing coops.
   JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
@@ -60,7 +60,7 @@ class Histogram {
     barrier();
   }
 
-  // Calls visit(item, bin, position, weight) for this coop's share. first_of(expert) is the first position of a bin.
+  // Calls visit(item, bin, position, weight) for this coop's part. first_of(expert) is the first position of a bin.
   // All lanes call together, with item -1 past the last item, and bin -1 for an assignment that is skipped.
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
@@ -99,11 +99,11 @@ class Histogram {
     return scratch_.coop_bins(coop.index + member - coop.member.index);
   }
 
-  JAX_EP_FN Range share_of(int items) const {
+  JAX_EP_FN Range part_of_coop(int items) const {
     const Coop& coop = coop_;
     if (!routes()) return {0, 0};
-    const Range cta = share(items, coop.cta.index, ctas_);
-    const Range mine = share(cta.end - cta.begin, coop.member.index, coop.member.count);
+    const Range cta = part_of(items, coop.cta.index, ctas_);
+    const Range mine = part_of(cta.end - cta.begin, coop.member.index, coop.member.count);
     return {cta.begin + mine.begin, cta.begin + mine.end};
   }
 
@@ -184,7 +184,7 @@ class Histogram {
   const Coop coop_;
   const int ctas_;
   const Range mine_;
-  Choice ahead_[kAhead];  // of a lane's items from ahead_from_ on: a small share is read only once
+  Choice ahead_[kAhead];  // of a lane's items from ahead_from_ on: a small part is read only once
   int ahead_from_ = -1;
 };
 
@@ -326,7 +326,7 @@ class RoutingByCounts : Router {
                      });
   }
 
-  // Derives the segments of every rank from all ranks' counts, and in each segment the first row of this rank's share.
+  // Derives the segments of every rank from all ranks' counts, and in each segment the first row of this rank's part.
   JAX_EP_FN void lay_out() {
     const Comm& comm = op_.comm;
     const ReceivedMail mail(op_);

@@ -238,7 +238,7 @@ JAX_EP_FN bool zeroes_rows(const Args& args) {
   return args.zero_unused || args.alignment > 1;
 }
 
-// Calls fill(begin, end, part) for this receiver's share of the rows without a token: the padding of every segment, and
+// Calls fill(begin, end, part) for this receiver's part of the rows without a token: the padding of every segment, and
 // the rows past the last segment if `unused`. `counts`: RowCounts of segments.h, or alike. All lanes call.
 template <class Args, class Counts, class Fill>
 JAX_EP_FN void for_each_gap(Op& op, const Args& args, const Counts& counts, bool unused, Fill fill) {
@@ -298,7 +298,7 @@ class Bound {
     if (broken()) op.report(Failure::invalid_routing, op.comm.rank, static_cast<int>(leaf_), end_, found_);
   }
   // Reports what was found, and refuses the op at the peers, which then deliver nothing either. All lanes call, after
-  // the peers have posted and before this coop delivers the last of its share.
+  // the peers have posted and before this coop delivers the last of its part.
   JAX_EP_FN void report_to_all(const Op& op) const {
     if (!op.coop.ballot(broken())) return;
     report(op);

@@ -14,7 +14,7 @@ struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;
   Bound* bound;
-  Shares blocks;  // the most of each expert
+  Quotas blocks;  // the most of each expert
   int end = -1;
 
   JAX_EP_FN int operator()(int expert) const {
@@ -31,7 +31,7 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   // With one block beyond the capacity, `end` shows whether rows exceed it.
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
-  if (counts.end > capacity) counts.blocks = share_blocks(op.coop, args.counts, ranks, local, alignment, capacity);
+  if (counts.end > capacity) counts.blocks = block_quotas(op.coop, args.counts, ranks, local, alignment, capacity);
   zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 

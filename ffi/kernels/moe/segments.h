@@ -1,6 +1,6 @@
 // The layout of every rank's rows: a segment for each of its experts. If a rank has too few rows and the dispatch may
-// drop, experts get max-min fair shares of the rows, and so do the source ranks of each expert.
-// jax_ep/ops/moe/shares.py has the same for XLA.
+// drop, experts get max-min fair quotas of its rows, and so do the source ranks of each expert.
+// jax_ep/ops/moe/quotas.py has the same for XLA.
 #pragma once
 
 #include "comm/heap.h"
@@ -25,7 +25,7 @@ struct RowCounts {
 };
 
 // The most that each member gets: `level`, plus one for the members before `until`.
-struct Shares {
+struct Quotas {
   int level, until;
 
   JAX_EP_FN int of(int member) const { return level + (member < until); }
@@ -45,18 +45,18 @@ JAX_EP_FN int last_to_fit(int high, Fits fits) {
   return low;
 }
 
-// The largest shares that fit `room`. sum_of(shares) adds up the members' shares, each at most what it asks for.
+// The largest quotas that fit `room`. sum_of(quotas) adds up what the members take: the least of quota and demand.
 template <class Sum>
-JAX_EP_FN Shares fair_shares(int members, int room, Sum sum_of) {
-  const int level = last_to_fit(room, [&](int level) { return sum_of(Shares{level, 0}) <= room; });
-  return {level, last_to_fit(members, [&](int until) { return sum_of(Shares{level, until}) <= room; })};
+JAX_EP_FN Quotas fair_quotas(int members, int room, Sum sum_of) {
+  const int level = last_to_fit(room, [&](int level) { return sum_of(Quotas{level, 0}) <= room; });
+  return {level, last_to_fit(members, [&](int until) { return sum_of(Quotas{level, until}) <= room; })};
 }
 
-// The shares of a rank's experts, in blocks of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
-JAX_EP_COLD_FN Shares share_blocks(Coop coop, const int32_t* counts, int sources, int local_experts, int alignment,
+// The quotas of a rank's experts, in blocks of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
+JAX_EP_COLD_FN Quotas block_quotas(Coop coop, const int32_t* counts, int sources, int local_experts, int alignment,
                                    int capacity) {
   const RowCounts rows_of{counts, sources, local_experts, -1};
-  return fair_shares(local_experts, capacity / alignment, [&](Shares blocks) {
+  return fair_quotas(local_experts, capacity / alignment, [&](Quotas blocks) {
     int sum = 0;
     for (int e = coop.lane; e < local_experts; e += Coop::lanes)
       sum += smaller(ceil_div(rows_of(e), alignment), blocks.of(e));
@@ -94,15 +94,15 @@ JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, 
   coop.sync();
 }
 
-// Shares out the rows of an expert. Odd rows go to the sources from `expert` modulo the ranks on, so that not always
-// the same sources lose rows. One lane calls.
-JAX_EP_FN void share_segment(const Overfull& over, int expert, const Segment& segment) {
+// Divides the rows of an expert among its sources. Odd rows go to the sources from `expert` modulo the ranks on, so
+// that different experts favour different sources. One lane calls.
+JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& segment) {
   const int ranks = over.scratch.ranks, begin = expert % ranks;
-  const auto kept = [&](int source, Shares shares) {
+  const auto kept = [&](int source, Quotas quotas) {
     const int member = source < begin ? source - begin + ranks : source - begin;
-    return smaller(over.count(source, expert), shares.of(member));
+    return smaller(over.count(source, expert), quotas.of(member));
   };
-  const Shares shares = fair_shares(ranks, segment.rows, [&](Shares tried) {
+  const Quotas quotas = fair_quotas(ranks, segment.rows, [&](Quotas tried) {
     int sum = 0;
     JAX_EP_ROLLED
     for (int source = 0; source < ranks; ++source) sum += kept(source, tried);
@@ -114,15 +114,15 @@ JAX_EP_FN void share_segment(const Overfull& over, int expert, const Segment& se
     const int at = over.at(source, expert), end = number + over.count(source, expert);
     if (source == (over.few ? 0 : over.rank)) over.scratch.first_rows()[expert] = number;
     over.scratch.shifts()[at] = row - number;
-    row += kept(source, shares);
+    row += kept(source, quotas);
     over.scratch.ends()[at] = row;
     number = end;
   }
 }
 
-// Shares out the rows of the rank, and sets its `totals` to what its experts keep. All lanes of one coop call.
+// Divides the rows of the rank among its experts, and sets `totals` to what they keep. All lanes of one coop call.
 // Arguments go by value, as this call is not inlined and references would force the caller's variables into memory.
-JAX_EP_COLD_FN void share_rows(Coop coop, Overfull over) {
+JAX_EP_COLD_FN void divide_rows(Coop coop, Overfull over) {
   const int ranks = over.scratch.ranks, local = over.scratch.num_experts / ranks, first = over.owner * local;
   int32_t* const rows = over.scratch.totals() + first;
   if (over.few) count_choices(coop, over, first, first + local);
@@ -132,11 +132,11 @@ JAX_EP_COLD_FN void share_rows(Coop coop, Overfull over) {
     rows[e] = sum;
   }
   coop.sync();
-  const Shares blocks = share_blocks(coop, rows, 1, local, over.alignment, over.capacity);
+  const Quotas blocks = block_quotas(coop, rows, 1, local, over.alignment, over.capacity);
   const auto rows_of = [&](int e) { return smaller(rows[e], blocks.of(e) * over.alignment); };
   for_each_segment(coop, local, over.alignment, rows_of, [&](int e, const Segment& segment) {
     if (e >= local) return;
-    share_segment(over, first + e, segment);
+    divide_segment(over, first + e, segment);
     rows[e] = segment.rows;
     if (over.owner == over.rank) over.sizes[e] = segment.padded;
   });
@@ -151,9 +151,9 @@ class Segments {
         local_(args.num_experts / op.comm.size),
         scratch_{args.scratch, args.num_experts, op.comm.size} {}
 
-  // Lays out the owners of this coop's share. Writes `needed` of each owner and the first row of each of its experts;
+  // Lays out the owners of this coop's part. Writes `needed` of each owner and the first row of each of its experts;
   // for this rank also group_sizes, and calls own(e) for each local expert. If rows do not fit and may be dropped,
-  // shares them out. rows_of(expert) counts the rows of all sources; before(expert) counts the rows before those that
+  // divides them. rows_of(expert) counts the rows of all sources; before(expert) counts the rows before those that
   // this rank places.
   template <class RowsOf, class Before, class Own>
   JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
@@ -169,7 +169,7 @@ class Segments {
       const int rows = for_each_segment(
           op_.coop, local_, args_.alignment, [&](int e) { return rows_of(owner * local_ + e); }, visit);
       if (op_.coop.lane == 0) scratch_.needed()[owner] = rows;
-      if (args_.drop && rows > args_.capacity) share_rows(op_.coop, overfull(owner));
+      if (args_.drop && rows > args_.capacity) divide_rows(op_.coop, overfull(owner));
     }
   }
 

@@ -45,13 +45,13 @@ class SparseRuns {
   // this rank, in no order.
   JAX_EP_FN void clear() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
-      for_my_share(places_, [&](int place) { args_.runs[int64_t{rank} * args_.places_kept + place] = {kNoEntry, 0}; });
-    for_my_share(places_, [&](int place) { args_.heads[place] = kNoEntry; });
-    for_my_share(1, [&](int) { *args_.listed = *args_.long_lists = 0; });
+      for_my_part(places_, [&](int place) { args_.runs[int64_t{rank} * args_.places_kept + place] = {kNoEntry, 0}; });
+    for_my_part(places_, [&](int place) { args_.heads[place] = kNoEntry; });
+    for_my_part(1, [&](int) { *args_.listed = *args_.long_lists = 0; });
   }
   JAX_EP_FN void fill() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
-      for_my_share(args_.entries, [&](int i) {
+      for_my_part(args_.entries, [&](int i) {
         const int place = place_of(rank, i);
         if (!has(place)) return;
         Run& held = args_.runs[int64_t{rank} * args_.places_kept + place];
@@ -63,7 +63,7 @@ class SparseRuns {
 
   // Calls visit(i) for i < count, lane by lane over all coops.
   template <class Visit>
-  JAX_EP_FN void for_my_share(int count, Visit visit) const {
+  JAX_EP_FN void for_my_part(int count, Visit visit) const {
     if (!op_.ok()) return;
     const int64_t step = int64_t{op_.coop.count} * Coop::lanes;  // count + step may not fit an int
     for (int64_t i = int64_t{op_.coop.index} * Coop::lanes + op_.coop.lane; i < count; i += step)
@@ -89,7 +89,7 @@ class RunLists {
   // Gives each list its range of `members`. Called when the runs are filled. `single`: a single entry also gets a list,
   // if another rank has several entries.
   JAX_EP_FN void allocate(bool single) const {
-    runs_.for_my_share(args_.entries, [&](int i) {
+    runs_.for_my_part(args_.entries, [&](int i) {
       const int place = runs_.place_of(op_.comm.rank, i);
       if (!runs_.has(place)) return;
       const Run run = runs_.run(op_.comm.rank, place);
@@ -102,11 +102,11 @@ class RunLists {
 
   // Fills the lists. Called after a barrier.
   JAX_EP_FN void fill() const {
-    runs_.for_my_share(args_.entries, [&](int i) { list_entry(i); });
+    runs_.for_my_part(args_.entries, [&](int i) { list_entry(i); });
     // Each coop takes one slice of one long list at a time.
     const int lists = count_long(), slices = larger(1, op_.coop.count / larger(1, lists));
     for (int i = op_.coop.index; op_.ok() && i < lists * slices; i += op_.coop.count)
-      list_slice(long_place(i / slices), share(args_.entries, i % slices, slices));
+      list_slice(long_place(i / slices), part_of(args_.entries, i % slices, slices));
   }
 
   // The number of entries in all lists; the number of long lists, and the place of each.

@@ -22,7 +22,7 @@ class SparseUnion {
       : op_(op),
         args_(args),
         words_(bitmap_words(args.num_rows)),
-        my_words_(share(words_, op.coop.index, op.coop.count)),
+        my_words_(part_of(words_, op.coop.index, op.coop.count)),
         bits_(reinterpret_cast<uint32_t*>(args.scratch)),
         prefix_(args.scratch + bitmap_prefix_offset(args.num_rows)),
         coop_counts_(args.scratch + bitmap_counts_offset(args.num_rows)) {}
@@ -70,7 +70,7 @@ class SparseUnion {
     const Part sender = op_.coop.sender;
     if (!op_.may_push() || sender.empty()) return;
     op_.enter(Phase::send);
-    const Range mine = share(args_.entries, sender.index, sender.count);
+    const Range mine = part_of(args_.entries, sender.index, sender.count);
     const int64_t first_place = int64_t{op_.comm.rank} * args_.entries;
     const Window<int32_t> places(op_, kWindow<&SparseUnionArgs::places>);
     for (int first = mine.begin; first < mine.end && op_.may_push(); first += Coop::lanes) {

@@ -66,7 +66,7 @@ def matmul_reduce_scatter(
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """The sum over ranks of each one's `lhs @ rhs`, a share of the rows on each: `psum_scatter(lhs @ rhs, tiled=True)`.
+    """The sum of the ranks' `lhs @ rhs`, of which each rank has a part: `psum_scatter(lhs @ rhs, tiled=True)`.
 
     Arguments, errors and sums as for `matmul_all_reduce`; M must be a multiple of the group's size R.
 

@@ -19,7 +19,7 @@ class MatmulConfig(NamedTuple):
 
 
 def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a share of its rows."""
+    """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a part of its rows."""
     called = ffi.call(
         "matmul_reduce",
         lhs,

@@ -95,7 +95,7 @@ def dispatch(
         tokens that have no expert here hold anything. In a group of one GPU the slots are `tokens`. Otherwise rows are
         expanded, and `indices` is arange(C).
       on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
-        "drop": its experts get max-min fair shares of the rows, in blocks of `alignment`, and so do the source ranks of
+        "drop": its experts get max-min fair quotas of the rows, in blocks of `alignment`, and so do the source ranks of
         each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
       nodes: `NodeOptions`: how tokens travel where the group is of several nodes.
       implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would

@@ -341,10 +341,10 @@ def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array)
 def _down_bias_gradients(
     row_weights: jax.Array, bias: jax.Array, d_answers: jax.Array, sizes: jax.Array, d_row_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`d_row_weights` plus the share of down's bias, and the cotangent of that bias."""
+    """`d_row_weights` plus what down's bias adds to it, and the cotangent of that bias."""
 
-    def share(row_weights: jax.Array, bias: jax.Array) -> jax.Array:
+    def bias_term(row_weights: jax.Array, bias: jax.Array) -> jax.Array:
         return row_weights[:, None] * bias_of_rows(bias, sizes, row_weights.shape[0])
 
-    by_bias, d_bias = jax.vjp(share, row_weights, bias)[1](d_answers.astype(jnp.float32))
+    by_bias, d_bias = jax.vjp(bias_term, row_weights, bias)[1](d_answers.astype(jnp.float32))
     return d_row_weights + by_bias, d_bias

@@ -10,7 +10,7 @@ import numpy as np
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
-from jax_ep.ops.moe.shares import expert_of_rows, rows_of_experts, segments
+from jax_ep.ops.moe.quotas import expert_of_rows, rows_of_experts, segments
 
 # The names by which a policy of `jax.checkpoint` keeps the results of an exchange.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns

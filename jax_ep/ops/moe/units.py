@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Weights
-from jax_ep.ops.moe.shares import expert_of_rows
+from jax_ep.ops.moe.quotas import expert_of_rows
 from jax_ep.pallas_kernels import ACTIVATIONS, ActivationName
 
 Activation = Callable[[jax.Array], jax.Array]

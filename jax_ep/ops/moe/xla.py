@@ -13,7 +13,7 @@ from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import dequantize_rows, packed, quantize_rows, unpacked
 from jax_ep._kit.linear import without_gradient
 from jax_ep._kit.vary import vary_alike
-from jax_ep.ops.moe.shares import rows_of_experts, rows_of_sources, segments
+from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
 from jax_ep.ops.moe.types import NO_GRADIENT, DispatchConfig, Dispatched, Routing
 
 _BLOCK = 64  # assignments

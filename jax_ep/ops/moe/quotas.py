@@ -1,4 +1,4 @@
-"""The segments of a rank's rows, and max-min fair shares of the rows if a dispatch may drop."""
+"""The segments of a rank's rows, and max-min fair quotas of rows if a dispatch may drop."""
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +12,30 @@ def segments(rows: jax.Array, alignment: int, capacity: int) -> tuple[jax.Array,
 
 
 def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """[C] int32: the local expert of each of so many rows; E / R behind the last expert's."""
+    """[C] int32: the local expert of each of `rows` rows, or E / R past the last group."""
     experts = group_sizes.shape[0]
     sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes, dtype=group_sizes.dtype))
     return jnp.repeat(jnp.arange(experts + 1, dtype=jnp.int32), sizes, total_repeat_length=rows)
 
 
-def fair_shares(asked: jax.Array, room: jax.Array | int) -> jax.Array:
-    """The shares [..., n] of `room` [...]: each is what is asked for, up to the highest common level that fits.
+def fair_quotas(asked: jax.Array, room: jax.Array | int) -> jax.Array:
+    """Divides `room` [...] among members that ask for `asked` [..., n]. Returns [..., n]: what each gets.
 
-    The rest of the room goes to the first that ask for more, one each.
+    A member gets what it asks for, up to the highest common level that fits. The rest goes, one each, to the first
+    members that ask for more.
     """
     ascending, room = jnp.sort(asked), jnp.asarray(room, jnp.int32)[..., None]
     before = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
     others = jnp.arange(asked.shape[-1], 0, -1, dtype=jnp.int32)  # if all before get what they ask for
     level = jnp.where(before <= room, (room - before) // others, 0).max(axis=-1, keepdims=True)
-    shares, more = jnp.minimum(asked, level), asked > level
-    left = room - shares.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    return shares + (more & (jnp.cumsum(more, axis=-1) <= left))
+    quotas, more = jnp.minimum(asked, level), asked > level
+    left = room - quotas.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return quotas + (more & (jnp.cumsum(more, axis=-1) <= left))
 
 
 def rows_of_experts(asked: jax.Array, alignment: int, capacity: int) -> jax.Array:
-    """The rows [..., L] that a rank's experts keep of `asked`, by shares in blocks of `alignment` rows."""
-    blocks = fair_shares(-(-asked // alignment), capacity // alignment)
+    """The rows [..., L] that a rank's experts keep of `asked`, by quotas in blocks of `alignment` rows."""
+    blocks = fair_quotas(-(-asked // alignment), capacity // alignment)
     return jnp.minimum(asked, blocks * alignment)
 
 
@@ -47,4 +48,4 @@ def rows_of_sources(asked: jax.Array, kept: jax.Array, first: jax.Array | int) -
     begin = (first + jnp.arange(experts, dtype=jnp.int32))[:, None]
     turns = jnp.arange(ranks, dtype=jnp.int32)
     in_turn = jnp.take_along_axis(asked.T, (begin + turns) % ranks, axis=1)
-    return jnp.take_along_axis(fair_shares(in_turn, kept), (turns - begin) % ranks, axis=1).T
+    return jnp.take_along_axis(fair_quotas(in_turn, kept), (turns - begin) % ranks, axis=1).T
