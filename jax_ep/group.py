@@ -22,10 +22,6 @@ from jax_ep.runtime.topology import NodePlan
 LOGGER = logging.getLogger("jax_ep")
 OnLost = Literal["raise", "exit"]
 
-# Whether kernels on the CPU serve several processes, as tests do. Elsewhere they must not: independent ops may run in
-# another order in each process, and wait for each other.
-_CPU_PROCESSES_SHARE = False
-
 
 class Group:
     """The ranks along one axis of a mesh, and the memory through which they signal.
@@ -99,11 +95,9 @@ class Group:
         self._native: native.NativeGroup | None = None
         self.intranode: Group | None = None  # of the ranks of each node, where there are several
         self._liveness: Liveness | None = None  # of the processes of other nodes, where there are some
-        shared = self.platform == "cpu" and _CPU_PROCESSES_SHARE
-        wanted = False if across_nodes is None and shared else across_nodes
-        if topology.crosses_nodes(mesh, self.axis_name, self.platform, wanted, open_timeout):
+        if topology.crosses_nodes(mesh, self.axis_name, self.platform, across_nodes, open_timeout):
             self._open_across_nodes(open_timeout, max_sms, on_lost)
-        elif ffi.is_built(self.platform) and not self._needs_xla:
+        elif ffi.is_built(self.platform) and not self._spans_cpu_processes:
             meshes.check_ranks(self.size, ffi.MAX_RANKS)
             native.check_xla_flags(self.platform)  # before processes connect
             ffi.library(self.platform)
@@ -148,11 +142,6 @@ class Group:
     def nodes(self) -> int:
         """How many nodes the ranks of a line are of."""
         return 1 if self.intranode is None else self.size // self.intranode.size
-
-    @property
-    def _asks_processes(self) -> bool:
-        """Whether ops compare their calls before XLA's collectives run, which between CPU processes would abort."""
-        return self._needs_xla or (self.intranode is not None and self._spans_cpu_processes)
 
     @property
     def _progress(self) -> Progress:
@@ -260,7 +249,7 @@ class Group:
             if implementation == "auto":
                 return _logged(op, "xla", "its kernels do not leave a node")
             raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
-        if self._needs_xla:
+        if self._spans_cpu_processes:
             if implementation == "auto":
                 return _logged(op, "xla", "kernels on a CPU do not leave their process")
             raise PlatformError(
@@ -285,12 +274,11 @@ class Group:
             self._kept_error = self._kept_error or error
 
     @property
-    def _needs_xla(self) -> bool:
-        """Whether kernels cannot serve this group: on the CPU they do not leave their process."""
-        return self._spans_cpu_processes and not _CPU_PROCESSES_SHARE
-
-    @property
     def _spans_cpu_processes(self) -> bool:
+        """Whether XLA's collectives serve the group, and compare the calls of ranks first (runtime/agreement.py).
+
+        Kernels would deadlock: CPU processes may run independent ops in different orders, and wait for each other.
+        """
         return self.platform == "cpu" and topology.spans_processes(self.mesh, checks.axes_of(self.axis_name))
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:

@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import Dispatched, Experts, Group, Implementation, JaxEpError, combine, dispatch, moe_mlp
+from jax_ep.runtime import topology
 
 LATE_TOKENS = 1100  # of a rank: more than set off before their rows are known
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
@@ -61,6 +62,11 @@ def per_rank(function: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True
         return jax.tree.map(lambda x: x.reshape((1,) * axes + x.shape), function(*here))
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
+
+
+def let_kernels_cross_cpu_processes() -> None:
+    """Lets groups of several CPU processes run kernels, for tests that run one op at a time."""
+    topology.spans_processes = lambda mesh, axes: False
 
 
 def spread(mesh: Mesh, x: np.ndarray) -> jax.Array:

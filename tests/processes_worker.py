@@ -24,7 +24,6 @@ from jax_ep import (
     JaxEpError,
     PeerLostError,
     PeerTimeoutError,
-    group as group_module,
 )
 
 EXPERTS, HIDDEN = 16, 256
@@ -128,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     jax.config.update("jax_default_matmul_precision", "highest")
-    group_module._CPU_PROCESSES_SHARE = True
+    helpers.let_kernels_cross_cpu_processes()
     mesh = helpers.mesh_of(ep=jax.device_count())
     checks = {
         "mapped": lambda: save_results(mesh, options.folder, stage=False),

@@ -33,7 +33,7 @@ class CallingGroup(Protocol):
     axis_name: AxisName
 
     @property
-    def _asks_processes(self) -> bool: ...
+    def _spans_cpu_processes(self) -> bool: ...
     @property
     def _progress(self) -> Progress: ...
     def _keep_error(self, error: JaxEpError) -> None: ...
@@ -55,13 +55,13 @@ class Agreement:
     def enter(self, operands: Any) -> Any:
         """Returns the operands once all ranks have called the op with equal settings; else the program raises
         `MismatchError`. In a gradient of the op, their cotangents mark its end."""
-        if not self._group._asks_processes:
+        if not self._group._spans_cpu_processes:
             return operands
         return _through(operands, _begun(self._group, self._text, operands), partial(_ended, self._group))
 
     def leave(self, results: Any) -> Any:
         """Returns the results, and marks the end of the op. Their cotangents begin its gradient, a call of its own."""
-        if not self._group._asks_processes:
+        if not self._group._spans_cpu_processes:
             return results
         return _through(
             results, _ended(self._group, results), partial(_begun, self._group, f"gradient of {self._text}")

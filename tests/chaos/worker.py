@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import Group, JaxEpError, group as group_module
+from jax_ep import Group, JaxEpError
 
 from .compare import assert_near
 from .faulty_ops import Op, draw_ops
@@ -143,7 +143,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     jax.config.update("jax_num_cpu_devices", options.devices)
     jax.config.update("jax_default_matmul_precision", "highest")
-    group_module._CPU_PROCESSES_SHARE = True
+    helpers.let_kernels_cross_cpu_processes()
     jax.devices()
     member = Member()
     answer = {"pid": os.getpid()}
