@@ -1,4 +1,4 @@
-"""The Pallas kernels in a source tree, where they lie beside jax_ep. In a wheel their package itself has this name."""
+"""The Pallas kernels of a source tree, where their folder is next to jax_ep. In a wheel their package has this name."""
 
 from pallas_kernels import (
     ACTIVATIONS as ACTIVATIONS,

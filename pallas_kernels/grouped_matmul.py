@@ -78,7 +78,7 @@ def grouped_matmul(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Each group's rows of `lhs` times its matrix. Rows behind the last group are zero.
+    """Each group's rows of `lhs` times its matrix. Rows after the last group are zero.
 
     Args:
       lhs: [M, K], or with `indices` any number of rows.
@@ -203,7 +203,7 @@ def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each program its group, its first row and the end of its rows; group G has the rows behind the last group.
+    """For each program its group, its first row and the end of its rows; group G has the rows after the last group.
 
     There are as many programs as `rows` rows can need.
     """

@@ -48,17 +48,18 @@ def moe_mlp(
       experts: `Experts`: matrices, biases and the activation.
       group: the open group of the ranks.
       capacity, wire, on_overflow, nodes: as for `jax_ep.dispatch`; there is no wire="float8_rows" here.
-      precision: None, or "float8", which quantizes the operands of the products of routed rows (`jax_ep.float8`). H and
-        F must be multiples of 128. See the table. With "float8_dgrad" the backward pass makes the cotangents of rows by
-        products in float8, too, of cotangents in blocks of 128 values (as DeepSeek-V3, 2024), which travel to the
-        experts in float8, except between nodes, with `weigh_inputs` and by "xla". Gradients of matrices are products
-        in the dtype of `tokens`.
+      precision: None, "float8" or "float8_dgrad"; see the table. Both need H and F to be multiples of 128. "float8"
+        quantizes the operands of the products of routed rows (`jax_ep.float8`). "float8_dgrad" also computes cotangents
+        of rows in float8, in blocks of 128 values (as DeepSeek-V3, 2024). Cotangents then travel to the experts in
+        float8, except between nodes, with `weigh_inputs` and by "xla". Gradients of matrices are products in the dtype
+        of `tokens`.
       shared: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S], [S], [H]
-        in the dtype of `tokens`, the same on all ranks. Several shared experts are one whose S is the sum of theirs.
+        in the dtype of `tokens`, the same on all ranks. Concatenate several shared
+        experts along S.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis is
-        that of the rank's experts. Rows behind the last group's are zero, and their products are ignored.
+        that of the rank's experts. Rows after the last group are zero, and their products are ignored.
       shared_tokens: all ranks have the same tokens, ids and weights, as when they serve one batch: they go into
         `jax.shard_map` by `P()`, and so may the result. Each rank multiplies the rows of its own experts, and the sums
         are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire` and `nodes`.

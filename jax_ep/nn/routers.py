@@ -71,10 +71,10 @@ def sigmoid_top_k(
     Args:
       logits: [T, E] bfloat16, float16 or float32.
       bias: [E] float32, added to the scores when experts are chosen, and not to the weights: see `balanced_bias`.
-      groups, top_groups: the E experts are so many groups of neighbours; only those of the `top_groups` best groups are
-        chosen. Where a group is what a node of GPUs owns, a token goes to at most `top_groups` nodes.
-      best_of_group: a group is as good as the sum of so many of its best experts (2 in DeepSeek-V3, 1 in V2), or of all
-        where it has fewer.
+      groups, top_groups: neighbouring experts form `groups` groups of equal size, and experts are chosen from the
+        `top_groups` best groups only. If each node of GPUs owns one group, a token goes to at most `top_groups` nodes.
+      best_of_group: a group is as good as the sum of its `best_of_group` best experts (2 in DeepSeek-V3, 1 in V2), or
+        of all if it has fewer.
       scale: what the weights are multiplied by in the end.
     """
     op = "sigmoid_top_k"

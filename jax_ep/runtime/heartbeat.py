@@ -60,7 +60,7 @@ class Heartbeat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Reads a heartbeat. Fields behind those it knows, of a newer version, are ignored.
+        """Reads a heartbeat. Further fields, of a newer version, are ignored.
 
         Raises:
           ValueError: the text is no heartbeat.

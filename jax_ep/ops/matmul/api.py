@@ -49,7 +49,7 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot`, on GPUs by kernels of ours.
 
-    Row i of the result is row i of `lhs` times the matrix of its group; rows behind the last group are zero. With
+    Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. With
     `lhs_indices` it is row lhs_indices[i] of `lhs`: kernels gather rows as they load them, on Hopper for 1 to 7 % of
     their time, and no copy of them exists (SonicMoE: Guo et al., 2025). Hopper GPUs multiply bfloat16 and float16
     operands of one dtype whose K and N are multiples of 8 by CUDA kernels at the speed of the tensor cores. Other

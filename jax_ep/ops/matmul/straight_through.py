@@ -27,7 +27,7 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of operands in float8. Arrays are quantized first.
 
-    Row i of the result is row i of `lhs` times the matrix of its group; rows behind the last group are zero. Quantizing
+    Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. Quantizing
     weights reads more bytes than the product, so quantize constant weights once, by `quantize_weights`.
 
     Gradients of arrays are those of `jax_ep.lax.ragged_dot`, without rounding (the straight-through estimator: Bengio

@@ -80,35 +80,37 @@ def dispatch(
       weights: [T, K] floats for `combine`, which takes them as float32, or None for 1.
       group: the open group of the ranks.
       num_experts: E, a multiple of the group's size R.
-      capacity: C, the rows that a rank can receive. An int is rows, a multiple of `alignment`. A float is times T * K,
-        the rows of each rank when all receive as many, rounded up to a multiple of `alignment`, and at most the
-        default. Default: R * T * min(K, E / R) rows plus the padding of every expert, the most there can be when no
-        token names an expert twice.
-      alignment: rows; every expert's segment is padded with zero rows to a multiple of it. All ranks' assignments,
-        so padded, are fewer than 2^31.
-      wire: None; or "float8": rows travel as float8_e4m3fn with one float32 scale per 128 values, and arrive in the
-        dtype of `tokens`; gradients pass straight through the rounding; or "float8_rows": they stay `Float8Rows`, for
-        a product in float8, and have no gradient. H must be a multiple of 128 for both.
-      expand: if false, a token that several experts of a rank have is stored there once, and `indices` [C] has for each
-        row of the products its row in `rows`, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ..., lhs_indices=indices)`.
-        Where R * T is less than C, in one node, `rows` are the slots `source * T + token` of all tokens; slots of
-        tokens that have no expert here hold anything. In a group of one GPU the slots are `tokens`. Otherwise rows are
+      capacity: C, the rows that a rank can receive. An int is rows, a multiple of `alignment`. A float is a multiple of
+        the even load, T * K rows, rounded up to a multiple of `alignment` and limited to the default. Default:
+        R * T * min(K, E / R) rows plus the padding of every expert. No dispatch needs more if no token names an expert
+        twice.
+      alignment: every expert's segment is padded with zero rows to a multiple of this number. The assignments of all
+        ranks and the padding must be fewer than 2^31.
+      wire: None, or one of two float8 formats; both need H to be a multiple of 128. "float8": rows travel as
+        float8_e4m3fn with one float32 scale per 128 values, and arrive in the dtype of `tokens`; gradients pass
+        straight through the rounding. "float8_rows": rows arrive as `Float8Rows`, for a product in float8, and have no
+        gradient.
+      expand: if False, a rank stores a token once, even if several of the rank's experts have it. `indices` [C] says
+        which of `rows` is each row of the products, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ...,
+        lhs_indices=indices)`. In one node with R * T < C, token t of rank s is row s * T + t, and rows of tokens
+        without an expert here hold anything; in a group of one GPU `rows` is `tokens`. In all other cases rows are
         expanded, and `indices` is arange(C).
-      on_overflow: when a rank would receive more than C rows: "raise" (`CapacityError`, nothing is delivered), or
-        "drop": its experts get max-min fair quotas of the rows, in blocks of `alignment`, and so do the source ranks of
-        each expert, which keep those of their first tokens. The others are counted in `routing.dropped`.
-      nodes: `NodeOptions`: how tokens travel where the group is of several nodes.
-      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", but "xla" where ranks that would
-        exchange by kernels are CPU devices of several processes. With "xla", an overflow fills `rows` with NaN and is
-        raised by `group.check()` or the next op.
+      on_overflow: what happens if a rank would receive more than C rows. "raise": `CapacityError`, and nothing is
+        delivered. "drop": the rank divides its rows among its experts by max-min fairness, in blocks of `alignment`,
+        and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
+        `routing.dropped` counts the assignments without a row.
+      nodes: `NodeOptions`: how tokens travel between nodes.
+      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", or "xla" if kernels would have to
+        exchange between CPU processes. With "xla", an overflow fills `rows` with NaN, and `group.check()` or the next
+        op raises it.
 
     Returns:
       `Dispatched(rows [C, H], group_sizes [E / R] int32, routing)`; with expand=False `rows` [M, H], `indices` [C].
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
-      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
-        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN; `group.check()` and the next op raise the
+      JaxEpError: an earlier op of this group failed. If this op fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU; on a GPU the results are NaN. `group.check()` and the next op raise the
         typed error.
     """
     op = "dispatch"
@@ -145,14 +147,13 @@ def combine(
 ) -> jax.Array:
     """For each token of this rank, the weighted sum of its experts' output rows.
 
-    Each peer sums its rows of a token in float32 and sends one row; the token's rank adds those and its own rows in
-    float32, in rank order. Equal inputs give equal bits. Differentiable in `expert_outputs` and in
-    `routing.weights`.
+    Each rank sums its rows of a token in float32 and sends one row. The token's rank adds these sums in float32, in
+    rank order. Equal inputs give equal bits. Differentiable in `expert_outputs` and in `routing.weights`.
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.rows`. H' is free.
-      routing: of the dispatch. Skipped, invalid and dropped assignments count as zero. If a leaf holds a row out of
-        bounds, "ffi" raises `InvalidRoutingError` on all ranks, and "xla" returns NaN for the row's token.
+      routing: the routing of the dispatch. Skipped, invalid and dropped assignments count as zero. If a leaf holds a
+        row out of bounds, "ffi" raises `InvalidRoutingError` on all ranks, and "xla" returns NaN for the row's token.
       group: the group of the dispatch.
       implementation: as for `dispatch`.
 

@@ -106,8 +106,8 @@ def note_shared_tokens(op: str, ranks: int) -> None:
 
 
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:
-    """Whether an op of so many tokens runs kernels. Of none it does not: jaxlib does not compile a custom call in a
-    `jax.shard_map` whose operands are all empty.
+    """Whether an op runs kernels. Without tokens it does not: jaxlib does not compile a custom call in a
+    `jax.shard_map` if all operands are empty.
     """
     return group._resolve(op, implementation, serves_nodes=True) == "ffi" and num_tokens > 0
 
@@ -164,7 +164,7 @@ def _node_tokens(op: str, nodes: Any, group: Group, num_experts: int, expert_ids
 
 
 def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:
-    """Raises unless `rows` [capacity, H'] has a row for each that the dispatch of `routing` delivered here."""
+    """Raises unless `rows` [capacity, H'] and `routing` fit each other and the group."""
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
     routing.check(op)

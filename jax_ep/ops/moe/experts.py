@@ -12,8 +12,8 @@ factor of each product. Let x be the row's left operand, M the matrix and c the 
 - the cotangent of w is (x M) c = x (c M^T), plus b c if the product has a bias b.
 So all elementwise work has F columns instead of H (SonicMoE: Guo et al., 2025, for the cotangent of w).
 
-The layer is the plain chain of these ops, which JAX differentiates, if it spans several nodes, runs in plain jax.lax,
-weighs its inputs, or has products of the user's.
+JAX differentiates the plain chain of these ops instead if the layer spans several nodes, runs in plain jax.lax, weighs
+its inputs, or has products of the user's.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split
 Product = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
 
-# The name by which a policy of `jax.checkpoint` keeps the products by gate and up. If JAX differentiates the chain, the
-# product by down has it too.
+# The name by which a policy of `jax.checkpoint` keeps the products by gate and up; in the plain chain also the product
+# by down.
 PRODUCTS = "jax_ep_products"
 
 
@@ -55,8 +55,8 @@ class ExpertsCall(NamedTuple):
 
     dispatch: DispatchCall
     unit: Unit
-    in_float8: bool  # products of operands that are quantized, if not yet
-    float8_dgrad: bool  # so are the gradients of their left operands
+    in_float8: bool  # products are in float8; operands are quantized unless they are in float8 already
+    float8_dgrad: bool  # products that make cotangents of rows are in float8, too
     weigh_inputs: bool
     product: Product | None
 
@@ -95,7 +95,7 @@ def experts_of_tokens(
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
     """Whether unused rows are zeroed. Our kernels, and XLA on CPUs, do not read unused rows. Libraries that XLA calls
-    on old GPUs may count them to the last group, and `jax.debug_nans` looks at all rows."""
+    on old GPUs may add them to the last group, and `jax.debug_nans` looks at all rows."""
     others_multiply = call.dispatch.group.platform != "cpu" and not (gemm.has_gemm() or gemm.pallas_platforms())
     return others_multiply or jax.debug_nans.value or jax.debug_infs.value
 
@@ -154,7 +154,7 @@ class Kept(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """Tangents or cotangents of all floats; None of what has none."""
+    """Tangents or cotangents of all float operands; None for an operand without one."""
 
     tokens: jax.Array
     weights: jax.Array
@@ -222,10 +222,10 @@ def answers_of(call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool
 def _up_and_gate(
     call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
-    """The unit of the products of dispatched rows, and these products.
+    """The unit of the products by gate and up, and these products.
 
-    On Hopper one kernel computes both, if the unit is known and has no biases. In float8 that kernel keeps no products,
-    and quantizes its result, as the product by down would.
+    On Hopper one kernel computes all, if the unit is known and has no biases. In float8 the kernel keeps no products,
+    and quantizes its result for the product by down.
     """
     biases, _ = split_biases(kept.experts, kept.experts.biases)
     multiply: Any = partial(quantized_product, dtype=dtype) if call.in_float8 else matmul.rows_product
@@ -250,7 +250,7 @@ def _up_and_gate(
 
 
 def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> jax.Array:
-    """Those of the plain chain behind the dispatch."""
+    """The tangents of the sums, by the plain chain after the dispatch."""
     rows, sizes, routing, _, experts, parameters = kept
     group, d_experts = call.dispatch.group, changes.experts
     if isinstance(rows, GatheredRows):

@@ -9,8 +9,8 @@ All are linear in their float operands, and four kernels are each other's transp
 | `scatter`      | `return_rows`                                      | combine, returning nothing of use         |
 | `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                   |
 
-The tangent of dispatch is a `scatter`, the tangent of combine is a combine. The rules call the op, not the kernel, so
-that they can be differentiated too. Tokens may come in chunks; each chunk is a call along its part of the routing.
+The tangent of dispatch is a `scatter`, the tangent of combine is a combine. The rules call the op and not its kernel,
+so they can be differentiated too. If tokens come in chunks, each chunk is a call with its part of the routing.
 
 The results of dispatch and combine have names (`jax.ad_checkpoint.checkpoint_name`). A policy of `jax.checkpoint` that
 keeps these names saves a second exchange.
@@ -81,12 +81,12 @@ def weighed(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
 
 
 def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
-    """Each row [C, N] times that of the others, summed in float32: [C]."""
+    """[C]: the inner product of each row [C, N] with the same row of `others`, in float32."""
     return jnp.sum(rows.astype(jnp.float32) * others.astype(jnp.float32), axis=1)
 
 
 def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
-    """[T, K] of each rank to the [R, T, K] that a dispatch would deliver."""
+    """Weights [T, K] of each rank, as a dispatch delivers them: [R, T, K]."""
     return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
 
 
@@ -105,7 +105,7 @@ def dispatch(
 def _followed(
     group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched
 ) -> tuple[Any, jax.Array]:
-    """The floats of a dispatch without its integers, for whose tangents JAX has no types."""
+    """The floats of a dispatch, without the integers: JAX has no types for tangents of integers."""
     return out.rows, out.routing.weights
 
 
@@ -120,7 +120,7 @@ def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: 
 
 
 def _to_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Tokens [T, H] and weights [T, K] to [C, H] and the [R, T, K] that a dispatch would deliver."""
+    """Sends tokens [T, H] and weights [T, K] as a dispatch does: [C, H] and [R, T, K]."""
     tokens, weights = operands
     return scatter(group, tokens, routing), sent_weights(group, weights, routing)
 
@@ -131,7 +131,7 @@ def _from_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Ar
 
 
 def _to_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Tokens to their slots [R T, H] at the ranks that have rows of theirs, and weights. Other slots hold anything."""
+    """Sends tokens to their slots [R T, H] at ranks where they have a row, and weights. Other slots hold anything."""
     tokens, weights = operands
     if group.size > 1:
         tokens = scatter(group, tokens, routing.of_slots(jax.lax.axis_index(group.axis_name)))
@@ -178,7 +178,7 @@ def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, 
 def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """`scatter` of a tangent, which JAX can transpose.
 
-    This call overwrites no rows of `onto` that another call wrote, so the cotangent of `onto` is that of the result.
+    Calls onto the same rows write different rows, so the cotangent of `onto` is the cotangent of the result.
     """
 
     def backward(routing: Routing, cotangent: jax.Array) -> Any:

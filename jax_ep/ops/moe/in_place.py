@@ -1,4 +1,5 @@
-"""Tokens that stay in place because products gather: in their landing slots, or in a group of one GPU uncopied."""
+"""Dispatches that do not expand rows, for products that gather: tokens stay in their landing slots, or, in a group of
+one GPU, are not copied at all."""
 
 import dataclasses
 
@@ -13,13 +14,13 @@ from jax_ep.ops.moe.xla import layout, routing_of
 
 
 def may_land(call: DispatchCall, num_tokens: int) -> bool:
-    """Whether tokens can stay where they land: in one node, if there are slots, and fewer than rows."""
+    """Whether tokens can stay where they land: the group has one node, and fewer slots than rows."""
     group = call.group
     return group.intranode is None and 0 < group.size * num_tokens < call.config.capacity
 
 
 def always_fits(config: DispatchConfig, assignments: int) -> bool:
-    """Whether no ids can overflow the capacity of one rank, also those that name an expert twice."""
+    """Whether no ids can overflow the capacity of one rank, even if a token names an expert twice."""
     padding = config.num_experts * (config.alignment - 1)
     return config.drop or config.capacity >= assignments + padding
 
@@ -27,7 +28,8 @@ def always_fits(config: DispatchConfig, assignments: int) -> bool:
 def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
     """Whether tokens need not even be copied to slots: one rank, no wire format, and the capacity suffices.
 
-    If the capacity may not suffice the dispatch kernel runs, which reports overflow. On CPUs the protocol always runs.
+    If ids may overflow the capacity, the dispatch kernel runs, because it reports the overflow. On CPUs the protocol
+    always runs.
     """
     alone_on_gpu = group.size == 1 and group.platform != "cpu"
     return alone_on_gpu and not config.expand and config.wire is None and always_fits(config, assignments)

@@ -42,7 +42,7 @@ def dispatch(
 
 
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """Sends rows [T, H] along a known routing: [capacity, H]. Rows without a token are as in the dispatch, or those of
+    """Sends rows [T, H] along a known routing: [capacity, H]. Rows without a token are as in the dispatch, or as in
     `onto`."""
     config = routing.config
     called = ffi.call(

@@ -5,9 +5,9 @@ Between nodes a token travels to the rank with the index of its own rank. That r
 the node that needs it. combine goes back: each node sums the outputs of its experts for a token, then the token's rank
 adds the nodes' sums in the order of the nodes. (DeepEP's internode kernels do the same.)
 
-Rows have the order of one group of all ranks, which is by source rank. Kernels know only the ranks of their node and
-would give another order. Therefore the routing is worked out here, from the expert ids of all tokens that came to the
-node, and the kernels only move rows along it. All steps are differentiable functions.
+Rows are ordered by source rank, as in one group of all ranks. Kernels know only the ranks of their node and would give
+another order. So this module derives the routing from the expert ids of all tokens that came to the node, and the
+kernels move rows along it. All steps are differentiable functions.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ from jax_ep.runtime.undelivered import nan_on_overflow
 
 
 def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
-    """As `jax_ep.dispatch`, of operands that are checked."""
+    """`jax_ep.dispatch` of validated operands."""
     group = call.group
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
@@ -47,7 +47,7 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
 
 
 def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
-    """As `jax_ep.combine`, of operands that are checked."""
+    """`jax_ep.combine` of validated operands."""
     assert group.intranode is not None
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
@@ -62,13 +62,13 @@ def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by
 
 
 def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
-    """[N, T, K]: for each node the ids relative to its first expert, and -1 for experts of other nodes."""
+    """[N, T, K]: for each node the ids relative to the node's first expert, and -1 for experts of other nodes."""
     first = experts * jnp.arange(nodes, dtype=expert_ids.dtype)[:, None, None]
     return jnp.where((expert_ids >= first) & (expert_ids < first + experts), expert_ids - first, -1)
 
 
 def _tokens_to_send(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Array]:
-    """For each node the first B tokens with an expert there, padded with T: [N, B]; and the most that a node needs."""
+    """[N, B]: for each node the first B tokens with an expert there, padded with T. And the most that a node needs."""
     nodes, num_tokens, _ = of_nodes.shape
     wanted = (of_nodes >= 0).any(axis=2)
     position = jnp.cumsum(wanted, axis=1) - 1
@@ -82,7 +82,7 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     """The routing of the tokens that came to this node, and [L], the rows that each rank of the node needs.
 
     Args:
-      ids: [N, B, K] of the tokens that this rank took in, by source node; relative to the node's first expert.
+      ids: [N, B, K], of the tokens that this rank received, by source node; relative to this node's first expert.
       weights: [N B, K].
     """
     axis, inside = call.intranode.axis_name, call.inside
@@ -151,7 +151,7 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
 def _moved(
     call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing, scatter: Any = gradients.scatter
 ) -> jax.Array:
-    """Tokens [T, H], or their tangents by `gradients.scatter_tangent`, to their nodes and their rows there."""
+    """Sends tokens [T, H] to their nodes and to their rows there; tangents with scatter=`gradients.scatter_tangent`."""
     taken_in = _to_nodes(call.group, tokens, sent, call.chunks)
     if call.by_kernels:
         return gradients.scatter_all(call.intranode, taken_in, call.chunks.cut(local), scatter)
@@ -189,7 +189,7 @@ def _send_to_nodes(group: Group, chunks: Chunks, sent: jax.Array | None, x: jax.
     taken_in: list[jax.Array] = []
     for chunk in chunks.slices(x.shape[0] if sent is None else sent.shape[1]):
         part = x[chunk] if sent is None else x.at[sent[:, chunk]].get(mode="fill", fill_value=0)
-        if taken_in:  # one collective after the other, as XLA would merge small ones
+        if taken_in:  # one collective after the other; otherwise XLA would merge small ones
             part, taken_in[-1] = jax.lax.optimization_barrier((part, taken_in[-1]))
         if sent is None:
             came = jax.lax.all_gather(part, group.node_axes)
@@ -210,6 +210,6 @@ def _sum_from_nodes(group: Group, num_tokens: int, sent: jax.Array | None, chunk
     def taken(part: jax.Array, node: int) -> jax.Array:
         return part.at[number[node]].get(mode="fill", fill_value=0)
 
-    # A token may be in another chunk for each node, so sums begin when all chunks are here.
+    # A token may be in different chunks for different nodes, so sums begin when all chunks are here.
     sums = jnp.concatenate([jax.lax.all_to_all(part, group.node_axes, 0, 0) for part in parts], axis=1)
     return added_up(sums, taken)

@@ -1,4 +1,4 @@
-"""A layer of tokens that all ranks have, as when serving: only the sums of the ranks' own experts travel."""
+"""A layer for serving, where all ranks have the same tokens: only the sums of the ranks' own experts travel."""
 
 import dataclasses
 

@@ -29,9 +29,9 @@ class NodeOptions:
       capacity: the most tokens that a rank sends to each node; `on_overflow` says what happens to more. None: all
         tokens go to all nodes, which is best for few tokens. "auto": None, or room for 5/4 of the tokens that an even
         router has for a node (`Group.node_plan`).
-      chunks: the number of chunks that tokens travel in, so that one chunk travels inside the nodes while the next
-        travels between them; in the dispatch, in its `combine`, and in the gradients of both. The results have the same
-        bits. "xla" ignores it.
+      chunks: into how many chunks tokens are cut: one chunk travels inside the nodes while the next travels between
+        them. The `combine` of the dispatch, and the gradients of both, use as many. Results have the same bits with any
+        number. "xla" ignores it.
     """
 
     capacity: int | Literal["auto"] | None = None
@@ -42,9 +42,9 @@ class NodeOptions:
 class DispatchConfig:
     """The static settings of a dispatch, which its routing keeps.
 
-    `capacity` is in rows. If `zero_unused` is false, the rows behind the last expert's are undefined (possibly NaN) in
-    the rows, in their tangent, and in the cotangent of `combine`. If `expand` is false, a token stays where it lands,
-    in its slot `source * T + token` of R T slots, and `Routing.indices` has the slot of each row.
+    `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in the
+    result, in its tangent, and in the cotangent of `combine`. If `expand` is false, a token stays in the slot in which
+    it lands, number `source * T + token` of R T slots, and `Routing.indices` holds the slot of each row.
     """
 
     size: int
@@ -81,7 +81,8 @@ class DispatchConfig:
 
 
 class Chunks(NamedTuple):
-    """How a rank cuts the tokens that it took in: those of each node into `number` chunks, of one token at least."""
+    """How a rank cuts the tokens that it received: those of each node into `number` chunks, or, if these are fewer
+    tokens, into chunks of one."""
 
     nodes: int = 1
     number: int = 1
@@ -145,8 +146,8 @@ class Routing:
       dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
       invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
       config: static; how the dispatch was called.
-      indices: [C] int32. For each row of the products the row of `Dispatched.rows` that it is, or -1 for a row of
-        zeros; in a dispatch that failed, other negative numbers. None of a dispatch with expand=True.
+      indices: [C] int32. For each row of the products its row in `Dispatched.rows`, or -1 for a row of zeros. If the
+        dispatch failed, other negative numbers. None if expand=True.
     """
 
     targets: jax.Array
@@ -171,12 +172,12 @@ class Routing:
         return segments(rows, alignment, capacity)[2]
 
     def by_row(self, values: jax.Array, nothing: Any) -> jax.Array:
-        """Values [R, T, K] of assignments by the row of this rank that holds each: [C], `nothing` for other rows."""
+        """[C]: for each row of this rank the value of its assignment, of `values` [R, T, K]; else `nothing`."""
         row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)
         return jnp.full_like(values, nothing, shape=(self.config.capacity,)).at[row].set(values, mode="drop")
 
     def of_slots(self, rank: jax.Array | int) -> "Routing":
-        """The routing of the tokens of this rank to their slots (`DispatchConfig`), one at each rank that has a row."""
+        """The routing that sends each token once to each rank where it has a row, into its slot (`DispatchConfig`)."""
         ranks, tokens, top_k = self.row_of.shape
         slots = jnp.arange(ranks * tokens, dtype=jnp.int32).reshape(ranks, tokens, 1)
         owner = jnp.where(self.targets >= 0, self.targets // self.config.capacity, -1)
@@ -191,9 +192,8 @@ class Routing:
         )
 
     def check(self, op: str) -> None:
-        """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves are as a dispatch returns them.
-
-        What the leaves hold is checked by the kernels.
+        """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves have the types that a dispatch
+        returns. Kernels check the values.
         """
         self._check_leaves(op, counts="counts")
 
@@ -236,14 +236,14 @@ class Routing:
 class NodeRouting(Routing):
     """Where every assignment of a dispatch over several nodes went. There are N nodes with L ranks each; R = N L.
 
-    `targets` [N B, K], `row_of` and `weights` [L, N B, K] and `config` describe the dispatch inside this node. Its
-    sources are the ranks of the node, each with the N B tokens that it took in, in the order of the nodes. B is T, or
-    `NodeOptions.capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; `dropped` includes tokens
-    that found no room between nodes.
+    `targets` [N B, K], `row_of` and `weights` [L, N B, K] and `config` describe the dispatch inside this node. The
+    sources of that dispatch are the ranks of the node. Each has received N B tokens, in the order of the nodes. B is T,
+    or `NodeOptions.capacity`. `counts` [R, E / R], `dropped` and `invalid` are as in `Routing`; `dropped` includes
+    tokens that found no room between nodes.
 
     Attributes:
       local_counts: [L, E / R] int32. Assignments per source rank inside the node and local expert, before drops there.
-      sent: [N, B] int32. For each node the tokens of this rank that were sent there, in order, padded with T. None if
+      sent: [N, B] int32. For each node the tokens of this rank that were sent to it, in order, padded with T. None if
         every node got all tokens.
       num_tokens: static; T.
       chunks: static; of the dispatch, and of its combine.
@@ -297,11 +297,11 @@ class Dispatched(NamedTuple, Generic[RowsT]):
     """What `dispatch` returns. To a type checker `Dispatched[jax.Array]`, or `Dispatched[Float8Rows]`.
 
     Attributes:
-      rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows": grouped by local expert; within
-        an expert by (source rank, token, k). Padding, and the rows behind the last expert's, are zero. With
-        expand=False [M, H], of which `indices` are such rows; others may hold anything.
-      group_sizes: [E / R] int32. Rows of each local expert, padding included: fit for `jax.lax.ragged_dot`.
-      routing: what `combine` needs; a `NodeRouting` where the group is of several nodes.
+      rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". Ordered by local expert, then
+        source rank, token and k. Padding, and rows after the last expert's, are zero. With expand=False, [M, H]:
+        rows[indices] has this order, and other rows may hold anything.
+      group_sizes: [E / R] int32. Rows of each local expert, padding included, as `jax.lax.ragged_dot` takes them.
+      routing: what `combine` needs; a `NodeRouting` if the group has several nodes.
     """
 
     rows: RowsT
@@ -310,15 +310,15 @@ class Dispatched(NamedTuple, Generic[RowsT]):
 
     @property
     def indices(self) -> jax.Array | None:
-        """[C] int32, `routing.indices`: fit for `jax_ep.lax.ragged_dot(..., lhs_indices=)`."""
+        """[C] int32, `routing.indices`, as `jax_ep.lax.ragged_dot(..., lhs_indices=)` takes them."""
         return self.routing.indices
 
     def expert_of_row(self) -> jax.Array:
-        """[C] int32: of each row of the products its local expert, of padding too; behind the last expert's, E / R."""
+        """[C] int32: the local expert of each row of the products, also of padding; E / R after the last expert's."""
         return expert_of_rows(self.group_sizes, self.routing.config.capacity)
 
     def weight_of_row(self) -> jax.Array:
-        """[C] float32: of each row of the products its weight, 0 where it has no assignment. Differentiable."""
+        """[C] float32: the weight of each row of the products, 0 without an assignment. Differentiable."""
         return self.routing.by_row(self.routing.weights, 0)
 
     def __repr__(self) -> str:

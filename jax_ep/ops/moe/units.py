@@ -29,7 +29,7 @@ class Gated:
 class Experts:
     """The matrices of a rank's own experts: a pytree, so under `jax.shard_map` the one spec `P(axis_name)` fits it.
 
-    The output of an expert for a row x is (activation(x gate) * (x up)) down. As `shared` of `moe_mlp`, all arrays lack
+    The output of an expert for a row x is (activation(x gate) * (x up)) down. In `moe_mlp(shared=)` all arrays lack
     the first axis.
 
     Attributes:
@@ -39,9 +39,9 @@ class Experts:
       down: [E / R, F, H], as `gate`.
       biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of the tokens or
         None; added to the products.
-      activation: static. "silu", "gelu" or "relu", which stand for `jax.nn.silu`, `jax.nn.gelu` (by tanh) and
-        `jax.nn.relu`; an elementwise function with activation(0) finite; or `Gated(function)` of both products. A
-        function is compared by identity: define it once, or `jax.jit` compiles again.
+      activation: static. "silu", "gelu" (by tanh) or "relu", for the functions of `jax.nn`; an elementwise function
+        with activation(0) finite; or `Gated(function)` of both products. Functions are compared by identity: define
+        yours once, or `jax.jit` compiles again.
     """
 
     gate: Any
@@ -54,12 +54,12 @@ class Experts:
 
     @property
     def first_names(self) -> tuple[str, ...]:
-        """The names of the matrices by which rows are multiplied: gate and up, or the one that there is."""
+        """The names of the matrices that multiply dispatched rows: "gate" and "up", or one of them."""
         return tuple(name for name in ("gate", "up") if getattr(self, name) is not None)
 
     @property
     def first_matrices(self) -> tuple[Any, ...]:
-        """The matrices of these names."""
+        """The matrices that multiply dispatched rows."""
         return tuple(getattr(self, name) for name in self.first_names)
 
 
@@ -71,10 +71,10 @@ def split_biases(experts: Experts, biases: Any) -> tuple[tuple[jax.Array | None,
 class Unit(NamedTuple):
     """The elementwise function between the first products of experts and the product by down: static."""
 
-    function: Callable[..., jax.Array]  # of the products by gate and up, or of the one by up; elementwise
-    operands: int  # how many products that takes
+    function: Callable[..., jax.Array]  # elementwise, of the products by gate and up, or of the product by up
+    operands: int  # of the function
     splits: bool  # gate and up come as one product
-    known: str | None  # by which name kernels of gated products know it
+    known: str | None  # the activation's name, if kernels of gated products have it
 
     def __call__(
         self,
@@ -98,8 +98,8 @@ class Unit(NamedTuple):
 def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
     """The unit of `experts`, which errors call `name`.
 
-    Raises ValueError or TypeError if the activation is no activation, or does not fit the matrices. A function of the
-    user's raises ValueError when it is called, if it returns another shape than that of its operands.
+    Raises ValueError or TypeError if the activation is no activation, or does not fit the matrices. The unit raises
+    ValueError when it is called, if a function of the user's changes the shape.
     """
     splits: bool = experts.up is None
     activation: Any = experts.activation
@@ -144,12 +144,11 @@ def _elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[.
 
 
 def closed_over(unit: Unit, product: jax.ShapeDtypeStruct) -> tuple[Unit, tuple[jax.Array, ...]]:
-    """`unit` as a function of its parameters, and the parameters: the differentiable values that it closed over.
-
-    They become operands, as `jax.custom_jvp` differentiates operands only.
+    """`unit` with its parameters as further operands, and the parameters: the differentiable values that the function
+    closed over. `jax.custom_jvp` differentiates operands only.
 
     Args:
-      product: the type of its operands, [C, F].
+      product: the type of the function's operands, [C, F].
     """
     if unit.known is not None:
         return unit, ()
@@ -165,8 +164,8 @@ def with_bias(product: jax.Array, bias: jax.Array | None, group_sizes: jax.Array
 
 
 def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
-    """[C, N] float32: the bias [E / R, N] of each row's expert, and 0 behind the last expert's.
+    """[C, N] float32: the bias [E / R, N] of each row's expert, and 0 after the last expert's rows.
 
-    It is float32, so that the gradient is summed in float32. The gradient ignores rows behind the last expert's.
+    The result is float32, so that its gradient is summed in float32. The gradient ignores rows after the last expert's.
     """
     return bias.astype(jnp.float32).at[expert_of_rows(group_sizes, rows)].get(mode="fill", fill_value=0)

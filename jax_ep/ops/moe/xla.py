@@ -62,10 +62,10 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
 
 
 def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many assignments of the same expert come before each of `expert` [S, N], in row-major order: [S * N] int32;
-    and those of each expert in each line, [S, experts] int32. Experts out of bounds have position 0, and no count.
+    """[S * N] int32: for each of `expert` [S, N], how many of the same expert come before it in row-major order. And
+    [S, experts] int32: how many of each expert are in each line. Experts out of bounds have position 0 and no count.
 
-    A counting sort in blocks: within a block every pair is compared, and each expert's assignments are counted.
+    A counting sort in blocks: all pairs within a block are compared, and the experts of each block are counted.
     """
     lines, width = expert.shape
     if width == 0:  # sorted, as jaxlib 0.10 does not compile the gradient of a program that is constant
@@ -91,7 +91,7 @@ def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
 def routing_of(
     placed: Layout, weights: jax.Array, me: jax.Array | int, config: DispatchConfig, expert_ids: jax.Array
 ) -> Routing:
-    """The routing of rank `me`, whose own ids are `expert_ids`; `weights` [R, T, K] of all ranks."""
+    """The routing of rank `me`. `expert_ids` are those of this rank, `weights` [R, T, K] those of all ranks."""
     row, owner, dropped = (x.reshape(weights.shape) for x in (placed.row, placed.owner, placed.dropped))
     row_of = jnp.where(owner == me, row, -1)
     targets = jnp.where(row >= 0, owner * config.capacity + row, -1)
