@@ -37,11 +37,13 @@ struct Report {
   uint64_t epoch;  // of the op that failed, written last
   Failure failure;
   OpKind op;
-  int32_t rank;  // that reports; for `capacity`, the rank that lacks room
-  int32_t peer;
+  int32_t rank;    // that reports; for `capacity`, the rank that lacks room
+  int32_t peer;    // the other rank that the failure is about, or `rank`
+  int64_t detail;  // of `invalid_routing`: what the op's spec describes (OpDefaults::describe_invalid), or kElsewhere
   int64_t expected;
   int64_t seen;
 };
+constexpr int64_t kElsewhere = -1;  // the routing of another rank is invalid
 
 // The buffers of a rank that its peers may use in an op.
 struct Posted {

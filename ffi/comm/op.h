@@ -67,9 +67,12 @@ class Op {
     return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.member.count - 1);
   }
 
-  // Leaves a report for the host, once per op. A report does not end the group, but the op delivers no results.
-  JAX_EP_FN void report(Failure failure, int rank, int peer, int64_t expected, int64_t seen) const {
-    record(heap, comm.report, {epoch, failure, kind_, rank, peer, expected, seen});
+  // These leave a report for the host, once per op. It does not end the group, but the op delivers no results.
+  JAX_EP_FN void report_capacity(int rank, int64_t capacity, int64_t needed) const {
+    record(heap, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
+  }
+  JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
+    record(heap, comm.report, {epoch, Failure::invalid_routing, kind_, comm.rank, peer, detail, expected, seen});
   }
   // Tells every peer that rows of this op will be missing; the peer then delivers nothing either. Called after
   // wait_posted(), and before this rank delivers the chunk.
@@ -218,7 +221,7 @@ class Op {
   JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
-    record_failed_wait(heap, comm.report, status, {epoch, Failure::none, kind_, comm.rank, peer, expected, seen});
+    record_failed_wait(heap, comm.report, status, {epoch, Failure::none, kind_, comm.rank, peer, 0, expected, seen});
   }
 
   // A flag of this epoch with another tag was raised by a rank that runs another op, or this op with other shapes.
@@ -291,7 +294,7 @@ class Op {
       give_up();
     }
     const bool refused = refused_in == epoch;
-    if (refused) report(Failure::invalid_routing, comm.rank, -1, 0, 0);  // unless there is a report of its own
+    if (refused) report_invalid(comm.rank, kElsewhere, 0, 0);  // unless this rank has a report already
     const bool undelivered = failed || refused || reported_in == epoch;
     if (failed && (reported_in == epoch || !is_earlier(ask_posted())) && !has_record()) begin_record();
     if (undelivered) fill(results, {0, 1});

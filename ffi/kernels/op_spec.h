@@ -177,7 +177,7 @@ struct OpDefaults {
   static std::optional<std::string> validate(const Args&, int) {
     return std::nullopt;
   }
-  // What a report of Failure::invalid_routing says. Its `peer` is -1 if the routing of another rank is invalid.
+  // What a report of Failure::invalid_routing says, by its `detail`. This is for kElsewhere.
   static std::string describe_invalid(const Report&) { return "the routing of another rank is out of bounds"; }
 };
 

@@ -118,7 +118,7 @@ std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) 
     latest[line] = std::max(latest[line], report.epoch);
     if (recoverable && !hearsay) continue;
     recoverable = describe(each);
-    hearsay = report.failure == Failure::invalid_routing && report.peer < 0;
+    hearsay = report.failure == Failure::invalid_routing && report.detail == kElsewhere;
   }
   *taken = latest;
   return recoverable;

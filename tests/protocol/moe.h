@@ -194,8 +194,16 @@ inline void reports_are_whole(int count) {
   std::atomic<bool> done{false};
   std::thread rank([&] {
     for (int i = 1; i <= count; ++i) {
-      Report report{static_cast<uint64_t>(i), Failure::capacity, OpKind::dispatch, 0, 5, i, i};
-      if (i % 2) report = {report.epoch, Failure::invalid_routing, OpKind::combine, 0, 1, -i, -i};
+      Report report{static_cast<uint64_t>(i), Failure::capacity, OpKind::dispatch, 0, 0, 0, i, i};
+      if (i % 2)
+        report = {report.epoch,
+                  Failure::invalid_routing,
+                  OpKind::combine,
+                  0,
+                  0,
+                  static_cast<int64_t>(RoutingLeaf::row_of),
+                  -i,
+                  -i};
       record(comm.own_heap, comm.report, report);
     }
     done = true;

@@ -76,16 +76,16 @@ struct PlainDispatchArgs : DispatchArgs {};
 struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 
-// The leaves of a routing that users pass to scatter and combine. A report's `peer` names the leaf with a value out of
+// The leaves of a routing that users pass to scatter and combine. A report's `detail` is the leaf with a value out of
 // bounds.
 enum class RoutingLeaf : int32_t { targets, row_of, counts };
 struct RoutedDefaults : OpDefaults {
   static std::string describe_invalid(const Report& report) {
     constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
-    if (report.peer < 0) return OpDefaults::describe_invalid(report);
-    return std::string("routing.") + kLeaves[report.peer] + " holds " + std::to_string(report.seen) +
+    if (report.detail == kElsewhere) return OpDefaults::describe_invalid(report);
+    return std::string("routing.") + kLeaves[report.detail] + " holds " + std::to_string(report.seen) +
            ", which is out of bounds: it must be below " + std::to_string(report.expected) +
-           (report.peer == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
+           (report.detail == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
   }
 };
 

@@ -295,7 +295,7 @@ class Bound {
   // Whether this lane has found a value out of bounds.
   JAX_EP_FN bool broken() const { return found_ != 0; }
   JAX_EP_FN void report(const Op& op) const {
-    if (broken()) op.report(Failure::invalid_routing, op.comm.rank, static_cast<int>(leaf_), end_, found_);
+    if (broken()) op.report_invalid(op.comm.rank, static_cast<int>(leaf_), end_, found_);
   }
   // Reports what was found, and refuses the op at the peers, which then deliver nothing either. All lanes call, after
   // the peers have posted and before this coop delivers the last of its part.

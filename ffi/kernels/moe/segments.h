@@ -208,7 +208,7 @@ class Segments {
     if (args_.drop) return true;
     const int rank = rank_without_room();
     if (rank >= 0 && op_.coop.index == 0 && op_.coop.lane == 0)
-      op_.report(Failure::capacity, rank, rank, args_.capacity, scratch_.needed()[rank]);
+      op_.report_capacity(rank, args_.capacity, scratch_.needed()[rank]);
     return rank < 0;
   }
 

@@ -38,7 +38,7 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     return std::nullopt;
   }
   static std::string describe_invalid(const Report& report) {
-    if (report.peer < 0) return "on another rank a slice lies outside its buffer or is too long";
+    if (report.detail == kElsewhere) return "on another rank a slice lies outside its buffer or is too long";
     return "with rank " + std::to_string(report.peer) +
            " a slice lies outside its buffer or has another size than the receiver expects: it must be at most " +
            std::to_string(report.expected) + ", got " + std::to_string(report.seen);

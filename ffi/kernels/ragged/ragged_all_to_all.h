@@ -20,8 +20,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
   const bool sendable = inside(from, size, args.operand_rows);
   if (sendable && inside(to, size, args.result_rows)) return true;
   if (op.coop.lane == 0)
-    op.report(Failure::invalid_routing, op.comm.rank, peer, sendable ? args.result_rows : args.operand_rows,
-              (sendable ? to : from) + size);
+    op.report_invalid(peer, 0, sendable ? args.result_rows : args.operand_rows, (sendable ? to : from) + size);
   op.refuse();  // as the peer waits for the slice
   return false;
 }
@@ -55,7 +54,7 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
     if (sent == args.recv_sizes[i])
       op.count_received(source, larger(0, sent) * args.row_bytes);
     else
-      op.report(Failure::invalid_routing, op.comm.rank, source, args.recv_sizes[i], sent);
+      op.report_invalid(source, 0, args.recv_sizes[i], sent);
   }
 }
 

@@ -303,7 +303,7 @@ JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
     reduction.pad();
     reduction.wait();
   } else if (op.ok() && op.coop.index == 0 && op.coop.lane == 0) {
-    op.report(Failure::capacity, full, full, args.capacity, reduction.rows_of(full));
+    op.report_capacity(full, args.capacity, reduction.rows_of(full));
   }
 }
 
