@@ -82,8 +82,8 @@ JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
   }
 }
 
-// All lanes call. Each lane in `holders` has a short row of a multiple of 4 bytes. The coop copies several of these
-// rows at once, so that it waits for memory once.
+// Copies the rows of the lanes in `holders`, a bit for each lane. A row is short, and a multiple of 4 bytes. The coop
+// copies several rows at once, and waits for memory once. All lanes call.
 JAX_EP_FN void copy_short(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
   constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);
   if (Coop::lanes == 1 || bytes > Coop::lanes * kWordBytes || coop.ballot(!in_words(to, from, bytes))) {
@@ -105,7 +105,7 @@ JAX_EP_FN void copy_short(const Coop& coop, uint64_t holders, char* to, const ch
   }
 }
 
-// This lane's part of a row.
+// Fills this lane's part of a row.
 JAX_EP_FN void fill_row(int lane, char* to, uint8_t byte, int64_t bytes) {
   if constexpr (Coop::lanes == 1) {
     memset(to, byte, bytes);

@@ -1,4 +1,4 @@
-// CTAs of a rank that meet: at a barrier, or to find out which of them take part in an op.
+// How the CTAs of a rank meet at a barrier, and how they find out which of them take part in an op.
 #pragma once
 
 #include "comm/heap.h"
@@ -8,9 +8,9 @@
 namespace jax_ep {
 
 // A barrier of the first `ctas` CTAs. All their coops call it, and cta_sync() after it. Then every coop sees what the
-// others wrote before the barrier. A coop whose op has failed passes `join` = false; the other CTAs then see the abort
-// word. The first coop of a CTA waits for its CTA, and only this coop gets the status. If the wait failed, this coop
-// raises the abort word before the cta_sync().
+// others wrote before the barrier. A coop whose op has failed passes `join` = false, and the other CTAs see the abort
+// word. The first coop of each CTA waits, and only that coop gets the status. If the wait failed, it raises the abort
+// word before the cta_sync().
 JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bool join, const uint64_t* abort_word,
                              uint64_t timeout_ns) {
   coop.cta_sync();
@@ -57,8 +57,8 @@ JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
 }
 
 // Whether all `count` coops of a role have begun. Each of these coops calls, and waits up to kJoinNs. `begun` is a word
-// that is zero when the op begins. The last coop to begin gets true, so at least one coop stays if the coops that get
-// false leave. A coop that stays may wait for peers, as no other coop of this rank then needs an SM.
+// that is zero when the op begins. A coop that gets false leaves. The last coop to begin gets true, so at least one
+// coop stays. It may wait for peers, because no other coop of this rank needs an SM any more.
 JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
   int all = 0;
   if (coop.lane == 0) {

@@ -1,6 +1,6 @@
-// How the values of a block are scaled to float8 e4m3: the largest magnitude becomes 448, the largest of the format. A
-// value times the factor is stored; times the scale it is restored. A block of zeros has the scale 1. A block with a
-// NaN or an infinity becomes NaN.
+// How the values of a block are scaled to float8 e4m3: the largest magnitude becomes 448, the format's maximum. What is
+// stored is the value times the factor; the stored value times the scale restores it. A block of zeros has the scale 1.
+// A block with a NaN or an infinity becomes NaN.
 #pragma once
 
 #include "comm/platform.h"

@@ -94,13 +94,13 @@ struct alignas(128) Heap {
   uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
   uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
   alignas(128) OpRecord ops[kRecordedOps];                     // by epoch
-  alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in waits that were not over at once
+  alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in longer waits
   alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: of rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
   alignas(128) uint64_t chosen[kMaxRanks];                     // by source: the rest of its mail is here
   alignas(128) uint64_t laid_out;                              // the rows of each expert here are counted
   alignas(128) uint64_t placed[kMaxRanks];                     // by source: its assignments have their rows here
-  alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or may be fetched
+  alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or can be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords routing, everyone;                         // barriers among CTAs of this rank
   alignas(128) uint64_t routing_begun, members;  // CTAs that have begun to route; CTAs or reducers that have begun

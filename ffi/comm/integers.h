@@ -10,11 +10,11 @@ namespace jax_ep {
 JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
 JAX_EP_FN int larger(int a, int b) { return a > b ? a : b; }
 
-// Both take numbers that are not negative.
+// For numbers that are not negative.
 JAX_EP_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 JAX_EP_FN int align_up(int a, int alignment) { return (a + alignment - 1) / alignment * alignment; }
 
-// Divides by a number known only at run time, by one multiplication: exact for every dividend below 2^32.
+// Divides by a number known only at run time, with one multiplication. Exact for every dividend below 2^32.
 class Divider {
  public:
   JAX_EP_FN explicit Divider(int divisor) : divisor_(divisor), magic_(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}

@@ -26,13 +26,13 @@ JAX_EP_COLD_FN void record(Heap* heap, Report* to, Report what) {
   store_release(&there[0], words[0]);
 }
 
-// Whether the latest report of a rank is that the group has failed.
+// Whether the latest report of a rank says that the group has failed.
 JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
   return load_acquire(&report->epoch) != 0 && report->failure >= kFirstFatal;
 }
 
-// Leaves a report of a wait that failed. After a timeout or a mismatch it also sets the abort word, if it is zero, to
-// 1 + the rank that was waited for.
+// Leaves a report of a wait that failed. After a timeout or a mismatch, also sets the abort word, if it is zero, to 1 +
+// the rank that was waited for.
 JAX_EP_COLD_FN void record_failed_wait(Heap* heap, Report* to, Status status, Report what) {
   const bool aborted = status == Status::aborted;
   what.failure = aborted ? Failure::peer_lost : status == Status::timeout ? Failure::timeout : Failure::mismatch;

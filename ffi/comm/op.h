@@ -40,8 +40,8 @@ class Op {
 
   // ---- Life: post, report, finish ----
 
-  // Sends every peer the addresses that it may write to. Every coop calls. Coop 0 posts; it has met the coops that
-  // wrote the rest of the mail.
+  // Sends every peer the addresses to which the peer may write. Every coop calls. Coop 0 posts, after it has met the
+  // coops that wrote the rest of the mail.
   JAX_EP_FN void post(const Posted& buffers) {
     record_begin(is_recorder());
     post_by(coop.index == 0, buffers);
@@ -62,7 +62,8 @@ class Op {
   JAX_EP_FN void record_begin(bool elected) const {
     if (ok() && elected && coop.lane == 0) begin_record();
   }
-  // Whether a kernel on rows elects this coop. On a GPU it is in the second CTA, for which no coop waits at that time.
+  // Whether a kernel on rows elects this coop to begin the record. On a GPU the coop is in the second CTA, because no
+  // other coop waits for that CTA at that time.
   JAX_EP_FN bool is_recorder() const {
     return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.member.count - 1);
   }
@@ -74,7 +75,7 @@ class Op {
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
     record(heap, comm.report, {epoch, Failure::invalid_routing, kind_, comm.rank, peer, detail, expected, seen});
   }
-  // Tells every peer that rows of this op will be missing; the peer then delivers nothing either. Called after
+  // Tells every peer that rows of this op will be missing. A peer then delivers nothing either. Called after
   // wait_posted(), and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
@@ -92,8 +93,8 @@ class Op {
     barrier();
   }
 
-  // Ends the op; every coop calls. The last coop to call handles a failure, and returns when no peer can write into
-  // this rank's buffers any more. `coops`: the number of coops that call, if not all do.
+  // Ends the op; every coop calls. If the op has failed, the last coop to call returns when no peer can write into this
+  // rank's buffers any more. `coops`: the number of coops that call, if not all do.
   template <class Results>
   JAX_EP_FN void finish(const Results& results, int coops = 0) {
     coop.sync();
@@ -109,7 +110,7 @@ class Op {
   // A flag for every source rank, in the heap of each rank.
   using Flags = uint64_t (Heap::*)[kMaxRanks];
 
-  // Raises this rank's flag at every peer. One coop is `elected`; it has met the coops that wrote the flag's data.
+  // Raises this rank's flag at every peer. One coop is `elected`, and has met the coops that wrote the flag's data.
   JAX_EP_FN void signal(Flags flags, bool elected) {
     coop.sync();
     if (!ok() || !elected) return;
@@ -129,7 +130,7 @@ class Op {
   JAX_EP_FN void wait_here(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
   }
-  // Waits until all peers have posted their buffers, which may be written from then on.
+  // Waits until all peers have posted their buffers. From then on this rank may write to the buffers.
   JAX_EP_FN void wait_posted() { wait(&Heap::posted); }
   // Waits until a chunk is here, from one source or from all.
   JAX_EP_FN void wait_delivered(int source, int chunk) {
@@ -157,7 +158,7 @@ class Op {
     enter(Phase::barrier);
     meet(&heap->everyone, coop.cta.count);
   }
-  // Waits for the coops of the first `ctas` CTAs, which alone call it.
+  // Waits for the coops of the first `ctas` CTAs. Only these coops call.
   JAX_EP_FN void routing_barrier(int ctas) {
     if (ctas == 1)
       coop.cta_sync();  // no other CTA takes part
@@ -173,7 +174,7 @@ class Op {
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
 
-  // False once the group has failed. Called before every row, as a rank must not write to a peer that gave up.
+  // False once the group has failed. Called before every row, because a rank must not write to a peer that gave up.
   JAX_EP_FN bool may_push() const { return !ask_abort(); }
   // Loads the abort word for later. Nothing may be pushed if it is not zero.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
@@ -216,8 +217,7 @@ class Op {
   // The least stamp of this op, whatever its tag. All stamps of later ops are greater.
   JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
 
-  // Marks the op as failed for this coop and tells the host. Raises the abort word, unless the abort word was the
-  // reason.
+  // Marks the op as failed for this coop and tells the host. Raises the abort word, unless it is raised already.
   JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
@@ -228,12 +228,13 @@ class Op {
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
 
   JAX_EP_FN void meet(BarrierWords* words, int ctas) {
-    // A late coop may itself be waiting for a peer. That wait must time out first, as its report names the peer.
+    // A late coop may itself be waiting for a peer. The late coop must time out first, because its report names the
+    // peer.
     const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
     const Status status = cta_barrier(words, coop, ctas, ok(), &heap->abort, timeout);
     if (ok()) fail(status, comm.rank, 0, 0);
     coop.cta_sync();
-    if (ok() && load_relaxed(&heap->abort))  // the coop that stood at the barrier for this one may have failed
+    if (ok() && load_relaxed(&heap->abort))  // the coop that waited on behalf of this one may have failed
       fail(Status::aborted, comm.rank, 0, 0);
   }
 
@@ -311,8 +312,8 @@ class Op {
   }
 
   // Raises the abort word everywhere, acknowledges that this rank writes no more, and waits for the peers'
-  // acknowledgements. A peer that has begun the op gets a longer grace, as it may be about to write here. A peer that
-  // has not will see its abort word first.
+  // acknowledgements. A peer that has begun the op may be about to write here, and gets a longer grace. Other peers
+  // will see their abort word first.
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&heap->abort);

@@ -3,7 +3,7 @@
 
 namespace jax_ep {
 
-// One of `count` parts; empty if that is 0.
+// Part number `index` of `count`. Empty if `count` is 0.
 struct Part {
   int index = 0;
   int count = 0;
@@ -11,19 +11,20 @@ struct Part {
   JAX_EP_CONSTANT_FN bool empty() const { return count == 0; }
 };
 
-// The first `senders` coops of a CTA send. Neighbouring parts are in different CTAs, so that few rows use all CTAs.
+// The part of a coop among all senders, which are the first `senders` coops of each CTA. Neighbouring parts are in
+// different CTAs, so that few rows use all CTAs.
 JAX_EP_CONSTANT_FN Part sender_part(int cta, int ctas, int coop, int senders) {
   return coop < senders ? Part{coop * ctas + cta, ctas * senders} : Part{};
 }
 
-// The other coops receive, or all coops if all send.
+// The part of a coop among all receivers: the coops that do not send, or all coops if all send.
 JAX_EP_CONSTANT_FN Part receiver_part(int cta, int ctas, int coop, int coops, int senders) {
   const int receivers = senders < coops ? coops - senders : coops;
   const int first = senders < coops ? senders : 0;
   return coop >= first ? Part{(coop - first) * ctas + cta, ctas * receivers} : Part{};
 }
 
-// Which track of its CTA's timeline a coop writes: the first sender and the first receiver have one each.
+// Which track of its CTA's timeline a coop writes. Only the first sender and the first receiver have a track.
 enum class TrackRole : int { sender, receiver, none };
 
 JAX_EP_CONSTANT_FN TrackRole track_of(int coop, int senders) {

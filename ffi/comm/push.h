@@ -23,9 +23,9 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 // after it has returned -1.
 //
 // `own_first` (senders only): sender i starts with item i, which the constructor claims, and draws tickets from then
-// on. Waiting for the first ticket would cost 10 % of a small dispatch. After next() has returned -1 and all items are
-// announced, the sender calls next_stolen() until it returns -1. next_stolen() returns items of senders that have not
-// begun. A sender that claims an item also checks the next item, so every item is handed out if one sender runs.
+// on. Waiting for the first ticket would cost 10 % of a small dispatch. When next() has returned -1 and all items are
+// announced, the sender calls next_stolen(), which returns items of senders that have not begun, until it returns -1.
+// A sender that claims an item also checks the next item, so every item is handed out if one sender runs.
 class PushItems {
  public:
   JAX_EP_FN PushItems(Op& op, int items, bool own_first = false)
@@ -78,8 +78,8 @@ class PushItems {
 
 // Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
 // only after it has started the next ones, so that the link stays busy. All lanes call. after() takes tokens in any
-// order. begun() and skipped() take rising tokens between two calls of finish(), which may be called several times.
-// `Chunks` has chunks, chunk(), chunk_of().
+// order. Between two calls of finish(), begun() and skipped() take tokens in rising order. `Chunks` has chunks, chunk()
+// and chunk_of().
 template <class Chunks>
 class Announcer {
  public:
@@ -114,8 +114,8 @@ class Announcer {
     after(token, rows);
   }
 
-  // Announces all items so far. If there are no items at all, every sender announces all chunks, as it may be the only
-  // sender that runs.
+  // Announces all items so far. If there are no items at all, every sender announces all chunks, because it may be the
+  // only sender that runs.
   template <class Rows>
   JAX_EP_FN void finish(Rows& rows) {
     if (begun_ >= 0) after(begun_, rows);

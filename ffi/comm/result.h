@@ -6,8 +6,8 @@
 
 namespace jax_ep {
 
-// Every byte of an undelivered result. nan: NaN, or -1 in integers. size: 0, as other kernels trust sizes. target: a
-// number below -1. It tells combine that the dispatch failed, and a product that gathers makes NaN of it.
+// The byte that fills an undelivered result. nan: NaN, or -1 in integers. size: 0, because other kernels trust sizes.
+// target: a number below -1, which tells combine that the dispatch failed, and gives NaN in a product that gathers.
 enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
 
 // A result of an op.
@@ -17,7 +17,7 @@ struct Buffer {
   Undelivered undelivered = Undelivered::nan;
 };
 
-// Fills one coop's part of a buffer. It takes the lane alone, as a coop would cost the caller registers.
+// Fills one coop's part of a buffer. Takes only the coop's lane: passing the coop would cost the caller registers.
 JAX_EP_COLD_FN void fill_part(int lane, Buffer buffer, Part part) {
   constexpr int64_t kChunk = 1 << 16;
   for (int64_t begin = part.index * kChunk; begin < buffer.bytes; begin += part.count * kChunk) {

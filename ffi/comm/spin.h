@@ -5,18 +5,18 @@
 
 namespace jax_ep {
 
-enum class Status : int { ok, timeout, aborted, mismatch, failed };  // failed: another lane told the host why
+enum class Status : int { ok, timeout, aborted, mismatch, failed };  // failed: another lane has reported it
 
 struct Waited {
   Status status;
-  uint64_t seen;  // in the flag, last
-  uint64_t ns;    // that the wait took, zero for a short one
+  uint64_t seen;  // the flag's last value
+  uint64_t ns;    // how long the wait took; 0 for a short one
 };
 
-// A waiter that looks at the clock this late was suspended itself, perhaps with all its peers.
+// If this much time passes between two looks at the clock, the waiter itself was suspended, perhaps with all its peers.
 constexpr uint64_t kStoppedNs = 1'000'000'000;
 
-constexpr unsigned kShortWait = 64;  // looks at the flag before the first at the clock
+constexpr unsigned kShortWait = 64;  // looks at the flag before the first look at the clock
 
 // A longer wait, with a deadline.
 JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
@@ -35,9 +35,9 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
   }
 }
 
-// Waits until *flag is at least `value`, for at most `timeout_ns` of this waiter's own running time. It polls with
-// relaxed loads, as acquire loads would invalidate the caches of the other coops, and acquires once at the end. It
-// ignores the value of that acquire, so the coop does not wait for the load.
+// Waits until *flag is at least `value`, for at most `timeout_ns` of this waiter's own running time. Polls with relaxed
+// loads, because acquire loads would invalidate the caches of the other coops, and acquires once at the end. Nobody
+// uses the value of that acquire, so the coop does not wait for it.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);
   if (seen >= value) return {Status::ok, seen, 0};

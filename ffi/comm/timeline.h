@@ -31,12 +31,12 @@ enum class Phase : int32_t {
 
 struct Event {
   uint64_t ns;    // of the device's clock
-  uint64_t what;  // of the op its epoch and kind, and the phase, in bits from kEpochBit, kOpBit and 0
+  uint64_t what;  // the op's epoch from bit kEpochBit on, its kind from bit kOpBit on, the phase from bit 0 on
 };
 constexpr int kEpochBit = 16, kOpBit = 8;
 
 struct alignas(32) Track {
-  uint64_t count;  // of events, ever
+  uint64_t count;  // of all events so far
   uint64_t mask;   // the ring's length - 1
   Event* events;
 };
@@ -44,7 +44,7 @@ struct alignas(32) Track {
 // The tracks of one rank: one per role of each CTA.
 constexpr int kTrackRoles = static_cast<int>(TrackRole::none);
 struct Timeline {
-  uint64_t ctas;  // further ones are not recorded
+  uint64_t ctas;  // later CTAs are not recorded
   Track* tracks;
 };
 

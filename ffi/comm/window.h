@@ -1,7 +1,7 @@
 // The only way to a peer's memory, except for the flags and addresses that Op writes to the peer's signal pad.
 //
-// A window is a buffer that a rank posts when an op begins. Peers may write and read the window after they have seen it
-// posted (Op::wait_posted), and until they deliver the last chunk that the rank waits for. Windows are numbered in the
+// A window is a buffer that a rank posts when an op begins. A peer may write and read the window after it has seen the
+// post (Op::wait_posted), and until it delivers the last chunk that the rank waits for. Windows are numbered in the
 // order of the op's spec. A rank may also write numbers to a peer's mailbox before it raises a flag at the peer.
 #pragma once
 
@@ -15,7 +15,7 @@ class Window {
  public:
   JAX_EP_FN Window(const Op& op, int number) : op_(op), number_(number) {}
 
-  // Where it begins at a rank, which has posted: a load from the mail.
+  // Where the window of `rank` begins: a load from the mail. The rank has posted.
   JAX_EP_FN T* peer(int rank) const { return static_cast<T*>(op_.mail(op_.comm.rank, rank)->buffers[number_]); }
 
  private:
@@ -32,7 +32,7 @@ class LaneWindow {
     if (in_lanes() && op.coop.lane < op.comm.size) mine_ = window_.peer(op.coop.lane);
   }
 
-  // All lanes ask together, each for a rank of its own; null for a rank below zero.
+  // All lanes call together, each with its own rank. Null for a negative rank.
   JAX_EP_FN T* peer(int rank) const {
     if (!in_lanes()) return rank < 0 ? nullptr : window_.peer(rank);
     T* begin = op_.coop.from_lane(mine_, larger(rank, 0));
@@ -59,7 +59,7 @@ class SentMail {
   const Op& op_;
 };
 
-// What the sources have left here. Read after the wait for their flags.
+// What the sources have left here. To be read after the wait for the sources' flags.
 class ReceivedMail {
  public:
   JAX_EP_FN explicit ReceivedMail(const Op& op) : boxes_(op.mail(op.comm.rank, 0)) {}

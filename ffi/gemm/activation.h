@@ -1,4 +1,4 @@
-// Activations of gated units, to the bit as XLA computes those of jax.nn on GPUs: every step is rounded to the dtype.
+// Activations of gated units, with the bits of jax.nn's on XLA:GPU: every step is rounded to the dtype.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@
 
 namespace jax_ep::gemm {
 
-// Two values at once, as the hardware adds and multiplies 16-bit ones.
+// Pairs of 16-bit values, which the hardware adds and multiplies at once.
 JAX_EP_FN float2 widened(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 JAX_EP_FN float2 widened(__half2 x) { return __half22float2(x); }
 JAX_EP_FN __nv_bfloat162 narrowed(float x, float y, __nv_bfloat162) { return __floats2bfloat162_rn(x, y); }

@@ -1,5 +1,5 @@
-// Epilogues that store sums as they are: a warp's part of a finished tile, from accumulators through shared memory to
-// the result. StoreTile is for tiles of fixed height, StoreSwapped for swapped operands.
+// Epilogues that store sums as they are. A warp moves its part of a finished tile from accumulators through shared
+// memory to the result. StoreTile is for tiles of fixed height, StoreSwapped for swapped operands.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-// 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of that row + 8.
+// 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane / 4 + 8.
 template <class Out>
 JAX_EP_FN void stage_columns(char* to, const float* d, int lane) {
   const int line = lane & 15, half = lane >> 4;
@@ -44,7 +44,8 @@ JAX_EP_FN void stage_columns<float>(char* to, const float* d, int lane) {
   }
 }
 
-// Rows before `rows` and 16-byte vectors before `vecs` of what was staged, where TMA would write too much.
+// Stores the first `rows` lines and the first `vecs` 16-byte vectors of what is staged. For edges, where TMA would
+// write too much.
 JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
   const int vec = lane & 7;
 #pragma unroll
@@ -54,12 +55,12 @@ JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, cons
           *reinterpret_cast<const uint4*>(from + swizzled(line, vec));
 }
 
-// A warp's sums fit into its buffers by halves.
+// Whether half of a warp's sums fit into its buffers.
 template <int kBlockN>
 constexpr bool kCanSplit = kBlockN == 128;
 
-// This CTA's half of the columns of a tile of which both CTAs of the cluster have contracted a part: they swap what the
-// other is to store, and add, which gives the same bits in either order.
+// Adds the sums of both CTAs of a cluster, each of which has contracted a part: the CTAs swap halves of the columns,
+// and each adds the half that it stores. Both orders of a sum of two give the same bits.
 template <int kCount, class Memory>
 JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared, uint32_t parity,
                            int warp, int lane) {
@@ -98,8 +99,8 @@ struct StoreTile {
   JAX_EP_FN StoreTile(const CUtensorMap& map, void* out) : map(map), out(static_cast<Out*>(out)) {}
   JAX_EP_FN StoreTile(const Maps& maps, const Product& product) : StoreTile(maps.result, product.result) {}
 
-  // A warp's accumulators of 16 rows of a tile, the strip-th such. The last stores still read `buffers` when it
-  // returns.
+  // Stores a warp's accumulators of strip number `strip` of a tile, 16 rows. The last stores still read `buffers` when
+  // this returns.
   template <int kBlockN>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                        char (*buffers)[kOutBytes], int strip, int lane) const {
@@ -114,7 +115,7 @@ struct StoreTile {
       const int col = tile.out_col + chunk * kColumns;
       char* const buffer = buffers[chunk % kBuffers];
       if (col < problem.n) {
-        if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // the other buffers' may go on
+        if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may go on
         __syncwarp();
         stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
         if (whole) ptx::shared_proxy_fence();
@@ -125,12 +126,12 @@ struct StoreTile {
         else if (lane == 0)
           store_box(map, {col, row, matrix}, buffer);
       }
-      if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty: so the latest are the other buffers'
+      if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty, as wait_stores_read counts groups
     }
   }
 };
 
-// As StoreTile, by plain stores: the lanes of a warp call put(row, column, words) together, each for its own 16 bytes.
+// Like StoreTile, with plain stores: the lanes of a warp call put(row, column, words) together, each with 16 bytes.
 template <class Out, int kBlockN, class Put>
 JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                         char (*buffers)[kOutBytes], int strip, int lane, Put put) {
@@ -149,7 +150,7 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
   }
 }
 
-// With swapped operands results leave in chunks of 64 rows and a line of columns, through two buffers of each
+// With swapped operands, results leave in chunks of 64 rows by one line of columns, through two buffers of each
 // warpgroup.
 constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kLineBytes;
 constexpr int kRowSlices = kMostRows / kSlice;
@@ -159,7 +160,7 @@ JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
 }
 
 // A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
-// two rows of column lane / 4, the same of that column + 8.
+// two of column lane / 4, two of column lane / 4 + 8.
 template <class Out>
 JAX_EP_FN void stage_rows(char* to, int line, int column, const float* d, int lane) {
   if constexpr (sizeof(Out) == 2) {
@@ -182,9 +183,9 @@ JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
   for (int line = 0; line < kChunkRows; line += 16) stage_rows<Out>(buffer, line, column, d + line / 2, lane);
 }
 
-// A warp's 16 rows of a chunk, from `row` on, and a line of columns from `col` on, as they are staged at `from`: to a
-// matrix of `columns` values a row, of which those before `col_end` and the rows before `row_end` are wanted. By TMA
-// where that writes nothing else: it stops where the matrix' rows end.
+// Stores a warp's part of a chunk, staged at `from`: 16 rows from `row` on by a line of columns from `col` on. `matrix`
+// has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA stores, unless
+// it would write too much; TMA itself stops at the end of the matrix' rows.
 template <class Out>
 JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
                            const char* from, int lane) {
@@ -198,10 +199,10 @@ JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int
     store_box(map, {col, row, 0}, from);
 }
 
-// A warpgroup's 64 columns of a tile of up to kRows rows, from `col` on, rounded to Out, to a matrix as in store_strip.
-// They leave chunk by chunk: its warps stage their columns, then each stores 16 of the rows. The last stores still read
-// their buffer when it returns: `chunks` counts those of all tiles, so that the next tile begins with the buffer that
-// was read first.
+// Stores a warpgroup's 64 columns of a tile of up to kRows rows, from `col` on, rounded to Out, to a matrix as in
+// store_strip. For each chunk, the warps stage their columns, then each warp stores 16 rows. The last stores still read
+// their buffer when this returns. `chunks` counts the chunks of all tiles, so that the next tile begins with the buffer
+// that is free first.
 template <class Out, int kRows, class Memory>
 JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, int col, int col_end,
                              const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& chunks, int warp,
@@ -215,7 +216,7 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
     if (first >= tile.rows) break;
     const int column = warp % kWarpgroup * 16 - part;
     char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
-    if (lane == 0) ptx::wait_stores_read<1>();  // the other buffer's may go on
+    if (lane == 0) ptx::wait_stores_read<1>();  // stores of the other buffer may go on
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
@@ -250,12 +251,12 @@ struct StoreSwapped {
 template <class Out>
 struct StoreTransposed {
   static constexpr bool kTransposes = true;
-  const CUtensorMap& map;  // of all groups' rows as those of one matrix
+  const CUtensorMap& map;  // of the rows of all groups, as one matrix
   void* out;
 
   JAX_EP_FN StoreTransposed(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
 
-  // A warpgroup's sums of 64 rows of a tile: that part of its rows.
+  // Stores a warpgroup's sums of part number `part` of a tile's rows, 64 rows.
   template <int kBlockN, class Memory>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2], int part,
                        Memory& shared, int& chunks, int warp, int lane) const {

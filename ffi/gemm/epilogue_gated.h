@@ -8,8 +8,8 @@
 
 namespace jax_ep::gemm {
 
-// Gated units of 16-bit operands, whose products both warpgroups leave in shared memory, rounded: from there TMA stores
-// them if they are kept, and all threads activate 16 bytes of gate times up.
+// Gated units of 16-bit operands. Both warpgroups leave their products in shared memory, rounded. TMA stores the
+// products from there if they are kept, and every thread computes 16 bytes of the unit.
 template <class T, Activation kActivation>
 struct StoreGated {
   static_assert(kConsumers == 8 * kChunkRows / 2, "a thread has 16 bytes of each half of a chunk");
@@ -19,8 +19,8 @@ struct StoreGated {
 
   JAX_EP_FN StoreGated(const Maps& maps, const Product& product) : maps(maps), product(product) {}
 
-  // All consumers of a CTA call together. Each warp waits until TMA has read the last chunk before all threads meet: so
-  // the other buffer is free behind the meeting.
+  // All consumers of a CTA call together. Each warp waits until TMA has read the previous chunk before all threads
+  // meet, so the other buffer is free after the meeting.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMostRows / 2], Memory& shared,
                        int& chunks, int warp, int lane) const {
@@ -83,7 +83,7 @@ struct StoreGated {
   }
 
  private:
-  // A warp's 16 rows of its warpgroup's product, which is staged in `own`.
+  // Stores a warp's 16 rows of its warpgroup's product, which is staged in `own`.
   JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,
                       int lane) const {
     const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
@@ -98,10 +98,10 @@ struct StoreGated {
   }
 };
 
-// A tile of float8 has kBlockM rows, in halves, and of each warpgroup 64 columns of gate and as many of up.
+// A tile of float8 has kBlockM rows, in two halves. Each warpgroup has 64 columns of gate and 64 of up.
 constexpr int kGatedWidth = 2 * kSlice, kHalves = kBlockM / kSlice;
 
-// What a thread has of a half: for its two rows pairs of columns, of which neighbouring lanes have the next.
+// What a thread has of a half: pairs of columns of two rows. Neighbouring lanes have neighbouring pairs.
 struct GatedPairs {
   static constexpr int kPairs = kSlice / 8;
   __nv_bfloat162 pairs[2][kPairs];
@@ -115,8 +115,8 @@ struct GatedPairs {
                                     __floats2bfloat162_rn(total[up], total[up + 1]));
     }
   }
-  // The bits of the largest magnitude in the warp's columns of a row: that of a NaN is larger than all. The four lanes
-  // that share a row call together.
+  // The bits of the largest magnitude in the warp's columns of a row. The bits of a NaN are the largest. The four lanes
+  // of a row call together.
   JAX_EP_FN uint32_t largest(int row) const {
     uint32_t both = 0;
 #pragma unroll
@@ -137,8 +137,8 @@ struct StoreGatedFloat8 {
   JAX_EP_FN StoreGatedFloat8(const Maps&, const Product& product)
       : values(static_cast<char*>(product.result)), scales(product.result_scales) {}
 
-  // All consumers of a CTA call together. Between their first and their second meeting a row's scale is read, and its
-  // values are staged; so neither is overwritten while others read.
+  // All consumers of a CTA call together. Magnitudes are read and values are staged only between the two meetings, so
+  // neither is overwritten while others read.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&halves)[kHalves][kGatedWidth / 2],
                        Memory& shared, int warp, int lane) const {

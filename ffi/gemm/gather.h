@@ -1,11 +1,11 @@
-// Operands that are gathered: row i of the operand is row indices[i] of another matrix.
+// Gathered operands: row i of the operand is row indices[i] of another matrix.
 //
 // TMA cannot gather on Hopper. Two warps copy the rows by cp.async, 16 bytes a lane, into the swizzle that wgmma reads.
 // Each of these warps fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma
 // and announces the stage. The CTAs of a cluster share the other operand by multicast, never the gathered one.
 //
-// Lines behind the end of a group are rows of the next group, as with TMA: they are not stored, and where they end a
-// contraction the consumers zero them (multiply.h).
+// Lines past the end of a group are rows of the next group, as with TMA. Their products are not stored. If the
+// contraction is gathered, the consumers zero such lines (multiply.h).
 #pragma once
 
 #include "comm/target/ptx/bulk.h"
@@ -20,14 +20,14 @@ namespace jax_ep::gemm {
 
 constexpr int kGatherWarps = 2;
 constexpr int kLineVecs = kLineBytes / 16;
-constexpr int kLinesAtOnce = 32 / kLineVecs;        // that a warp copies
+constexpr int kLinesAtOnce = 32 / kLineVecs;        // of a warp
 constexpr int kLaneLines = kSlice / kLinesAtOnce;   // of a slice: a lane copies 16 bytes of each
 constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 
 // The matrix of the gathered operand.
 struct Gathering {
   const char* matrix;
-  int rows, columns;  // of 16 bits: two values of float8 are one
+  int rows, columns;  // columns of 16 bits: two values of float8 are one
   const int32_t* indices;
   int count;  // of indices
 
@@ -47,7 +47,7 @@ struct GatheredMemory : Base {
   static constexpr int kStages = Base::kStages;
 
   uint64_t landed[kStages];  // the copies of a stage
-  // Where the rows of a stage begin, if the contraction is gathered. The 16 entries of a lane are contiguous.
+  // If the contraction is gathered: where the rows of a stage begin. The 16 entries of a lane are contiguous.
   uint64_t found[kStages];
   uint4 rows[kStages][kSlice / 4];
   uint32_t has_nans[kStages];
@@ -64,9 +64,9 @@ struct GatheredMemory : Base {
 // Where the rows of a slice's 64 lines begin. Each lane has two.
 struct FoundRows {
   uint32_t rows[2];  // lines lane and lane + 32: in vectors from the start of the matrix, or kNoRow
-  bool has_nans;     // if any line of the slice is NaN
+  bool has_nans;     // whether any line of the slice is NaN
 
-  // Lines are rows from indices[first] on. The loads stay where this is called; find() waits for them.
+  // Starts to load the rows of lines, from indices[first] on. The compiler does not move the loads. find() waits.
   JAX_EP_FN void read(const Gathering& from, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -80,7 +80,7 @@ struct FoundRows {
     for (uint32_t& row : rows) row = row < static_cast<uint32_t>(from.rows) ? row * (from.columns / 8) : kNoRow;
   }
 
-  // Through shared memory, for a stage whose lines are these.
+  // Hands the rows to the gathering warps, through shared memory. The rows are the lines of `stage`.
   template <class Memory>
   JAX_EP_FN void put(Memory& shared, int stage, int lane) const {
     uint32_t* const to = reinterpret_cast<uint32_t*>(shared.rows[stage]);
@@ -95,7 +95,7 @@ struct FoundRows {
   }
 };
 
-// The rows of which a lane copies 16 bytes: line lane / 8 and every fourth line after it.
+// The rows of the lines of which a lane copies 16 bytes: line lane / 8 and every fourth line after it.
 struct LaneRows {
   uint32_t rows[kLaneLines];
   bool has_nans;
@@ -116,7 +116,7 @@ struct LaneRows {
     }
   }
 
-  // Copies 64 columns from `column` on of the first `lines` lines, a multiple of 16. Columns behind the last become
+  // Copies 64 columns from `column` on, of the first `lines` lines, a multiple of 16. Columns past the last become
   // zeros. Line i is row indices[first + i].
   JAX_EP_FN void copy(char* to, const Gathering& from, int first, int lines, int column, int lane) const {
     const int vec = lane % kLineVecs, at = column + vec * 8;
@@ -151,7 +151,7 @@ struct LaneRows {
   }
 };
 
-// A gathering warp: its slice of all stages.
+// A gathering warp: fills its slice of all stages.
 template <class Mainloop, class Memory>
 __device__ void gather(Memory& shared, const typename Mainloop::Source& source, const Problem& problem, Part cta,
                        int warp) {
@@ -195,7 +195,7 @@ JAX_EP_FN void announce_stage(Memory& shared, const Position<Memory::kStages>& a
   if (lane == 0) ptx::arrive(&shared.full[at.stage]);
 }
 
-// The announcing warp where rows are gathered. It takes tiles off the queue, too.
+// The announcing warp if rows are gathered. It also takes tiles off the queue.
 template <class Mainloop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                               Part cta) {
@@ -216,7 +216,7 @@ class Steps {
  public:
   JAX_EP_FN explicit Steps(const Tiles& tiles) : tiles_(tiles) { tile_.k_end = k_ = 0; }
 
-  // Where the next one begins in the contraction, or -1 behind the last.
+  // Where the next step begins in the contraction, or -1 after the last.
   JAX_EP_FN int next() {
     for (; k_ >= tile_.k_end; k_ = tile_.k_begin)
       if (!tiles_.next(&tile_)) return -1;
@@ -230,15 +230,15 @@ class Steps {
   int k_;
 };
 
-// The announcing warp where the contraction is gathered also finds the rows, kStages steps ahead. Index loads of a
-// gathering warp would wait behind the copies of that warp.
+// The announcing warp if the contraction is gathered. It also finds the rows, kStages steps ahead. If the gathering
+// warps loaded indices, they would wait for their own copies first.
 template <class Mainloop, class Memory>
 __device__ void announce_contraction(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                                      Part cta) {
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
   Steps steps(Mainloop::tiles(shared, problem, cta));
-  int ahead = 0;  // steps whose rows are found and which are not announced
+  int ahead = 0;  // steps with rows found and not yet announced
   for (FoundRows found; ahead < Memory::kStages; ++ahead) {
     const int k = steps.next();
     if (k < 0) break;
@@ -253,7 +253,7 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
     announce_stage(shared, at, lane);
     if (k < 0) {
       --ahead;
-    } else {  // gathering warps have read the rows of the stage that landed
+    } else {  // the stage has landed, so gathering warps have read its rows
       found.find(from);
       found.put(shared, at.stage, lane);
     }

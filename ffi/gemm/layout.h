@@ -1,5 +1,5 @@
-// How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 lines of 128 bytes, of which
-// each eight form an atom whose 16-byte vectors TMA permutes (the "128-byte swizzle") and wgmma permutes back.
+// How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 lines of 128 bytes. Eight lines
+// form an atom. TMA permutes the 16-byte vectors of an atom (the "128-byte swizzle"), and wgmma permutes them back.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@ constexpr int kConsumerWarps = 8;
 constexpr int kWarpgroup = 4;  // warps
 constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kAuxWarps = 3;  // the producer is one of four, the first
+constexpr int kAuxWarps = 3;  // of the producer's warpgroup, whose first warp is the producer
 constexpr int kFirstAuxWarp = kConsumerWarps + 1;
 constexpr int kOutRows = 16;  // of a warp, stored at once: lines of 128 bytes again
 constexpr int kOutBytes = kOutRows * kLineBytes;
 
-// The warpgroups are cooperative in a wide tile: each has 64 of its rows. In narrower tiles they ping-pong: they take
-// them in turns, so that one stores while the other multiplies.
+// In a tile of 256 columns the warpgroups are cooperative: each has 64 of the rows. Otherwise they ping-pong: they take
+// tiles in turns, so that one stores while the other multiplies.
 JAX_EP_CONSTANT_FN bool is_ping_pong(int block_n) { return block_n < 256; }
 template <int kBlockN>
 constexpr int kParts = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
@@ -52,14 +52,14 @@ JAX_EP_FN Storing storing(int block_n, int tile) {
 template <int kBlockN>
 constexpr bool kHasEdges = kBlockN == 192;
 
-// Buffers of a warp, through which it stores a tile in chunks of a line: each has a fixed one, so a tile must have a
-// multiple of so many chunks.
+// The number of buffers through which a warp stores a tile, in chunks of one line of columns. Chunks take the buffers
+// in turn, so the chunks of a tile must be a multiple of this number.
 template <int kBlockN>
 constexpr int kOutBuffers = kBlockN == 192 ? 3 : 2;
 
 struct Nothing {};
 
-// `Aux`: what the aux warps keep there, which costs stages.
+// `Aux`: what the aux warps keep in shared memory. It costs stages.
 template <int kBlockN, class Aux = Nothing>
 struct Shared {
   static constexpr int kSlices = kSlicesA + kBlockN / kSlice;
@@ -71,15 +71,15 @@ struct Shared {
   alignas(1024) char out[kConsumerWarps][kOutBuffers<kBlockN>][kOutBytes];
   uint64_t full[kStages], empty[kStages];
   uint64_t turn[2];                                          // of the warpgroups, to multiply
-  uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // of a split contraction: the peer's `out`, this CTA's
+  uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // for swap_halves: the peer's `out`, and this CTA's
   Aux aux;
 };
 
 // Where the 16-byte vector of a line lies.
 JAX_EP_FN int swizzled(int line, int vec) { return line * kLineBytes + ((vec ^ (line & 7)) << 4); }
 
-// The word that tells wgmma where an operand lies, in 16-byte units of 14 bits each. In a cluster a shared address
-// carries the CTA's rank above the offset, which must not reach the strides.
+// The word that tells wgmma where an operand lies: an address and strides, each in units of 16 bytes and 14 bits wide.
+// In a cluster, a shared address has the CTA's rank in its upper bits, which must not reach the strides.
 JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
   constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
@@ -87,8 +87,8 @@ JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes,
 }
 static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "a rank leaks into the strides");
 
-// What wgmma wants to know of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the
-// operand (m or n) rather than along the contraction; then the two strides lead to the next slice and the next atom.
+// The descriptor of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the operand (m or
+// n), not along the contraction; then the two strides lead to the next slice and the next atom.
 template <bool kMn>
 JAX_EP_FN uint64_t describe(const char* slice) {
   return descriptor(ptx::shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);

@@ -7,8 +7,8 @@
 //   Tile              what tiles() yields: Tile (schedule.h) or RowTile (row_schedule.h)
 //   Memory<Aux>       the shared memory of a CTA; Aux is that of the hooks
 //   Sums              the accumulators of a thread, kAccumulators registers
-//   kPingPong         whether the consumer warpgroups take tiles in turns; else they share each tile
-//   kProducers        how many warps announce that a stage is full, beside the bytes of TMA
+//   kPingPong         whether the consumer warpgroups take tiles in turns; else each has a part of every tile
+//   kProducers        how many warps announce that a stage is full, besides the bytes of TMA
 //   kGathers          whether the aux warps gather an operand (gather.h)
 // and these functions
 //   open(), close()   all threads call, before the first and after the last use of shared memory
@@ -31,10 +31,11 @@
 
 namespace jax_ep::gemm {
 
-// What a collective adds to a product in tiles of fixed height (kernels/matmul/overlap.h). `before_tile` runs in the
-// producer warp before the first load of a tile, and says where lhs's rows are. `after_tile` runs in each consumer warp
-// behind its stores, which are written by then if kAwaitStores; `after_last` behind its last tile. Unless Aux is
-// Nothing, `run_aux` runs in the aux warps of a CTA, which have an Aux in shared memory.
+// What a collective adds to a product in tiles of fixed height (kernels/matmul/overlap.h).
+//   before_tile()   runs in the producer warp before the first load of a tile, and says where lhs's rows are
+//   after_tile()    runs in each consumer warp after its stores of a tile; if kAwaitStores, these are written by then
+//   after_last()    runs in each consumer warp after its last tile
+//   run_aux()       runs in the aux warps, which have an Aux in shared memory, unless Aux is Nothing
 struct NoHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Nothing;
@@ -48,10 +49,10 @@ struct NoHooks {
   JAX_EP_FN void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
 };
 
-// This CTA among all.
+// This CTA among all CTAs of the kernel.
 JAX_EP_FN Part this_cta() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
 
-// How many stages a tile's operands fill. TMA fills the last stage of each term up with zeros.
+// How many stages a tile's operands fill. TMA pads the last stage of each term with zeros.
 template <class Source, class Tile>
 JAX_EP_FN int stages_of(const Tile& tile) {
   return Source::kTerms * ceil_div(larger(tile.k_end - tile.k_begin, 0), kBlockK);
@@ -75,7 +76,7 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
   drain(shared, at);
 }
 
-// A consumer warp: multiplies and stores all tiles of a CTA. Where the warpgroups ping-pong, they take tiles in turns.
+// A consumer warp: multiplies and stores all tiles of a CTA, or, if the warpgroups ping-pong, every second tile.
 template <class Mainloop, class Memory, class Epilogue, class Hooks>
 __device__ void consume(Memory& shared, const typename Mainloop::Source& source, const Epilogue& epilogue,
                         const Problem& problem, const Hooks& hooks, Part cta) {
@@ -107,7 +108,7 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
     hooks.after_tile(tile, warp);
   }
   hooks.after_last(tile, taken, warp);
-  if (lane == 0) ptx::wait_stores_written<0>();  // shared memory goes with the CTA; others look at the result
+  if (lane == 0) ptx::wait_stores_written<0>();  // before the CTA and its shared memory end
 }
 
 // All that a CTA does.
@@ -136,8 +137,8 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
   Mainloop::close();
 }
 
-// The maps are a parameter of their own: TMA takes their addresses, so the compiler believes that what lies in one
-// struct with them may change, and reads it again and again.
+// The maps are a parameter of their own. TMA takes their addresses, so the compiler believes that anything in the same
+// struct may change, and would load it again and again.
 template <class Mainloop, class Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,

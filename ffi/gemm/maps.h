@@ -5,8 +5,8 @@
 
 namespace jax_ep::gemm {
 
-// Those of operands find slices of 64 lines, those of results a warp's box of 16. Only those are set whose array a
-// product has.
+// Maps of operands have boxes of 64 lines, a slice; maps of results have boxes of 16 lines, a warp's rows. A map is set
+// if the product has the array.
 struct Maps {
   CUtensorMap lhs, second_lhs, rhs, second_rhs, result, first_product, second_product;
 };

@@ -1,5 +1,5 @@
 // Tiles of fixed height, of 16-bit operands in every storage order. In tiles of 256 columns the warpgroups are
-// cooperative: each has half of the rows. In narrower ones they ping-pong: one stores while the other multiplies.
+// cooperative: each has half of the rows. In narrower tiles they ping-pong: one stores while the other multiplies.
 #pragma once
 
 #include "comm/target/ptx/cta.h"
@@ -13,8 +13,8 @@ namespace jax_ep::gemm {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// The contraction ends inside this stage: the lines from `valid` on, up to where a multiply ends, belong to the next
-// group, whatever they hold.
+// Zeroes lines of a stage inside which the contraction of a group ends: from `valid` up to the end of a multiply. These
+// lines belong to the next group.
 template <int kBlockN>
 JAX_EP_FN void zero_lines(char* stage, int valid) {
   constexpr int kThreads = kConsumers / kParts<kBlockN>, kVecs = kLineBytes / 16;
@@ -29,7 +29,7 @@ JAX_EP_FN void zero_lines(char* stage, int valid) {
   ptx::sync_some(1 + threadIdx.x / kThreads, kThreads);
 }
 
-// One step of a stage: so much of d += a x b, or = where it is the first.
+// One step of a stage, kMultiplyK of the contraction: d += a x b, or d = a x b if it is the first.
 template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kAll, int kCount>
 JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, int step, bool is_first) {
 #pragma unroll
@@ -62,7 +62,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
   return running;
 }
 
-// The last stage of a group whose contraction ends inside it: only the steps that it needs, of all columns.
+// The last stage of a group, if the contraction ends inside the stage: only the steps that are needed, all columns.
 template <class In, int kBlockN, class Memory>
 JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
                             Position<Memory::kStages>& at, int first_slice) {
@@ -83,12 +83,12 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
   return last;
 }
 
-// Such tiles are taken in turns, not off a queue.
+// For tiles of fixed height, which need no queue.
 struct NoTaker {
   JAX_EP_FN static void take() {}
 };
 
-// What the main loops of such tiles have in common. Their aux warps are free.
+// The base of main loops with tiles of fixed height. The aux warps have nothing to do.
 template <int kBlockN>
 struct FixedTiles {
   using Tile = gemm::Tile;
@@ -111,7 +111,7 @@ struct FixedTiles {
   JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Part, int /*aux_warp*/) {}
 };
 
-// kMnA, kMnB: the contiguous dimension of lhs is m, of rhs is n, rather than k.
+// kMnA, kMnB: lhs is contiguous along m, rhs is contiguous along n, and not along k.
 template <class In, int kBlockN, bool kMnA, bool kMnB, class SourceOf = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>>
 struct TileMainloop : FixedTiles<kBlockN> {
   using Source = SourceOf;
@@ -122,11 +122,11 @@ struct TileMainloop : FixedTiles<kBlockN> {
   JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int warpgroup) {
     const int first_row = tile.row + (kPingPong ? 0 : warpgroup * kSlice);
     const bool wanted = first_row < tile.row_end && tile.col < problem.n;
-    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // the other warpgroup, to zero lines
+    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // in zero_lines
     return wanted || meets;
   }
 
-  // d = lhs x rhs, of no more columns and rows than the tile has, roughly.
+  // d = lhs x rhs. At edges, roughly no more columns and rows than the tile has.
   template <class Shared>
   JAX_EP_FN static void accumulate(Sums& d, Shared& shared, const Source&, const Problem& problem, const Tile& tile,
                                    Position<Shared::kStages>& at, int warp, int lane) {
@@ -174,7 +174,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
     if (kMnA && kMnB && rest >= 0) release(&shared.empty[rest], lane);
   }
 
-  // By strips of 16 rows. Of a split contraction the CTAs of a cluster swap and add halves first.
+  // Stores strips of 16 rows. If the contraction is split, the CTAs of the cluster swap and add halves first.
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, Shared& shared, const Problem& problem,
                               const Tile& tile, int& swaps, int warp, int lane) {

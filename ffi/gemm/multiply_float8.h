@@ -1,9 +1,9 @@
-// Grouped products of float8 rows and matrices: DeepGEMM's recipe. Each CTA has a tile of kBlockM rows, of which both
-// consumer warpgroups multiply 64. wgmma adds up 128 of the contraction, a block; behind it the sum is scaled, by the
-// scale of the row and that of the 128 x 128 weights, and added in float32.
+// Grouped products of float8 rows and matrices: DeepGEMM's recipe. Each CTA has a tile of kBlockM rows; each of the two
+// consumer warpgroups multiplies 64. wgmma sums over a block, 128 values of the contraction. Then the sum is multiplied
+// by the scale of the row and the scale of the 128 x 128 weights, and added in float32.
 //
-// To TMA, to the schedule and to the producer two values of float8 are one of 16 bits: so problem.k and a tile's range
-// count pairs, and a stage is a block.
+// TMA, the schedule and the producer take two values of float8 for one value of 16 bits. So problem.k and a tile's
+// range count pairs, and a stage is a block.
 #pragma once
 
 #include "gemm/multiply.h"
@@ -12,14 +12,14 @@ namespace jax_ep::gemm {
 
 static_assert(kScaleBlock == 2 * kBlockK, "a stage is a block");
 
-// What the sums of a thread are to be multiplied by: its two rows, and each 64 columns.
+// The scales of a thread's sums: of its two rows, and of each 64 columns.
 template <int kBlockN>
 struct BlockScales {
   float rows[2], weights[kBlockN / kSlice];
 };
 
-// Where a thread finds the scales of its part of a tile: of the rows lane / 4 and lane / 4 + 8 of its warp's 16. What
-// lies outside the matrices gets scales of their edges. Of gathered rows it is zero or NaN, whatever it is scaled by.
+// Where a thread finds the scales of its part of a tile: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Rows and
+// columns outside the matrices get the scales of the edge. A gathered row outside is zero or NaN with any scale.
 template <int kBlockN, bool kGathers>
 class TileScales {
  public:
@@ -71,7 +71,7 @@ JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const Positi
   commit_multiplies();
 }
 
-// total += d, scaled. The scales are first touched here, behind the multiplies that hide their loads.
+// total += d, scaled. The scales are not used before this point, so that the multiplies hide their loads.
 template <int kBlockN>
 JAX_EP_FN void add_block(float (&total)[kBlockN / 2], const float (&d)[kBlockN / 2], BlockScales<kBlockN>& scales) {
   settle(scales.rows);
@@ -97,7 +97,7 @@ struct Float8Source : TileSource<false, Rhs> {
       : TileSource<false, Rhs>(maps, product), product(product) {}
 };
 
-// Each warpgroup multiplies 64 rows of a tile. While one scales, the other multiplies.
+// Each warpgroup multiplies 64 rows of a tile. While one warpgroup scales, the other multiplies.
 template <int kBlockN, class SourceOf = Float8Source<OneMatrix<kBlockN, false>>>
 struct Float8Mainloop : FixedTiles<kBlockN> {
   using Source = SourceOf;

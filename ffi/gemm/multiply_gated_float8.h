@@ -1,8 +1,8 @@
 // Gated units of float8 operands: the products of multiply_float8.h, twice.
 //
 // A tile has kBlockM rows and one block of 128 columns, of gate and of up. Each of the two consumer warpgroups has all
-// of its rows and 64 of its columns, of both: so a thread has both products of a value, and what makes the scale of a
-// row meets in shared memory. While one warpgroup scales its sums, the other multiplies.
+// rows and 64 of the columns of gate and of up, so a thread has both products of a value. The largest magnitudes of a
+// row meet in shared memory. While one warpgroup scales its sums, the other multiplies.
 #pragma once
 
 #include "gemm/epilogue_gated.h"
@@ -14,13 +14,13 @@ namespace jax_ep::gemm {
 struct StageScales {
   float rows[kBlockM], weights[2];
 
-  // What a thread's sums of a half are to be multiplied by; `row`: its warp's first.
+  // The scales of a thread's sums of a half. `row`: the first row of its warp.
   JAX_EP_FN BlockScales<kGatedWidth> of_half(int row, int lane) const {
     return {{rows[row + lane / 4], rows[row + lane / 4 + 8]}, {weights[0], weights[1]}};
   }
 };
 
-// A result of 8 bits a value takes half of `out`; what more is kept has the other half.
+// Results have 8 bits a value and take half of `out`. `More` is in the other half.
 struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
   struct More {
     StageScales scales[kStages];
@@ -33,7 +33,7 @@ struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
 };
 static_assert(kBlockM * kLineBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));
 
-// Where the scales of a tile's columns of gate begin, or of up.
+// Where the scales of a tile's columns begin, of gate or of up.
 JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, const Tile& tile, int is_up) {
   const int column = smaller(tile.col, problem.n - 1) + (is_up ? x.second_column() : 0);
   const int64_t block = tile.group * (x.columns / kScaleBlock) + column / kScaleBlock;
@@ -74,8 +74,8 @@ __device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& 
   }
 }
 
-// total += a x b of a block, scaled: a half of a tile's rows, of which a warp's begin at `row`, times the columns of a
-// warpgroup. Calls done() when nothing reads the stage any more.
+// total += a x b of a block, scaled, for a half of a tile's rows and the columns of a warpgroup. `row`: the first row
+// of this warp. Calls done() when nothing reads the stage any more.
 template <class Done>
 JAX_EP_FN void add_half(float (&total)[kGatedWidth / 2], uint64_t a, uint64_t b, const StageScales& stage, int row,
                         int lane, Done done) {
@@ -92,10 +92,11 @@ JAX_EP_FN void add_half(float (&total)[kGatedWidth / 2], uint64_t a, uint64_t b,
   settle(d);
   done();
   add_block<kGatedWidth>(total, d, scales);
-  settle(total);  // before the next multiplies begin, or there would have to be registers for two sums of a block
+  settle(total);  // before the next multiplies begin; otherwise two sums of a block would need registers
 }
 
-// A warpgroup takes the rows of a tile by halves, as the sums of both and those of a block of one fill the registers.
+// A warpgroup takes the rows of a tile in two halves: the sums of both halves, and those of one block, fill the
+// registers.
 struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
   using Source = Float8Source<GateAndUpBlocks>;
   template <class Aux>

@@ -1,8 +1,8 @@
-// Products of which the left operand is gathered (gather.h).
+// Products whose left operand is gathered (gather.h).
 //
-// Rows of 16 bits: the operands are swapped (multiply_swapped.h). The CTAs of a cluster split the rows of a tile pair,
-// as gathered rows cannot be multicast, and share 256 columns of the weights by multicast. A CTA has up to 128 rows. A
-// warpgroup has two parts of 64 columns. The traffic from the L2 cache equals that of a product that does not gather.
+// Rows of 16 bits: the operands are swapped (multiply_swapped.h). Gathered rows cannot be multicast, so the CTAs of a
+// cluster split the rows of a tile pair, and share 256 columns of the weights by multicast. A CTA has up to 128 rows, a
+// warpgroup two parts of 64 columns. The L2 cache delivers as many bytes as for a product that does not gather.
 //
 // Contractions, and rows of float8: tiles of fixed height (multiply.h, multiply_float8.h). The CTAs of a cluster share
 // the right operand.
@@ -14,7 +14,7 @@
 
 namespace jax_ep::gemm {
 
-// What TMA loads where rows are gathered: the weights.
+// What TMA loads if rows are gathered and operands swapped: the weights.
 template <class WeightsOf>
 struct WideSource {
   using Weights = WeightsOf;
@@ -40,7 +40,7 @@ struct WideSource {
   JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
 };
 
-// ... in tiles of fixed height: the right operand.
+// What TMA loads in tiles of fixed height: the right operand.
 template <class Rhs, bool kContraction>
 struct RightSource {
   static constexpr int kTerms = 1, kGatheredSlice = 0;

@@ -1,9 +1,9 @@
 // Products whose rows are in groups, with the operands swapped ("swap AB", as DeepGEMM and CUTLASS call it): wgmma
 // takes 64 columns of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile
-// has as many rows as its group has left, where tiles of fixed height waste half of one per group.
+// has only the rows that its group has left; tiles of fixed height waste half a tile per group.
 //
-// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Clusters take tiles off a queue
-// (tile_queue.h), as tiles differ in height.
+// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Tiles differ in height, so clusters take
+// tiles off a queue (tile_queue.h).
 #pragma once
 
 #include "gemm/epilogue.h"

@@ -1,5 +1,5 @@
-// The ring of stages between the producer, which fills them, and the consumer warps of both CTAs of a cluster, which
-// release them; and the turns of warpgroups that ping-pong.
+// The ring of stages: the producer fills stages, and the consumer warps of both CTAs of a cluster release them. Also
+// the turns of warpgroups that ping-pong.
 #pragma once
 
 #include "gemm/layout.h"
@@ -27,7 +27,7 @@ struct Position {
 };
 
 // All threads of the cluster call. `consumers`: the warps of a CTA that release each stage. `producers`: the arrivals
-// that announce a full one, beside the bytes.
+// that announce a full stage, besides the bytes.
 template <class Memory>
 JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
   if (threadIdx.x == 0) {
@@ -45,12 +45,12 @@ JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
   sync_cluster();
 }
 
-// A consumer warp is done with a stage: it says so to the producers of both CTAs.
+// A consumer warp tells the producers of both CTAs that it is done with a stage.
 JAX_EP_FN void release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
-// Consumes so many stages without multiplying.
+// Consumes `stages` stages without multiplying.
 template <class Memory>
 JAX_EP_FN void skip(Memory& shared, int stages, Position<Memory::kStages>& at, int lane) {
   for (int i = 0; i < stages; ++i, at.advance()) {
@@ -59,7 +59,7 @@ JAX_EP_FN void skip(Memory& shared, int stages, Position<Memory::kStages>& at, i
   }
 }
 
-// Waits until the peer's consumers have released every stage: then nobody writes into this CTA's shared memory.
+// Waits until the peer's consumers have released every stage. After that nobody writes into this CTA's shared memory.
 template <class Memory>
 JAX_EP_FN void drain(Memory& shared, Position<Memory::kStages>& at) {
   for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())

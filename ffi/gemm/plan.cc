@@ -5,7 +5,7 @@
 namespace jax_ep::gemm {
 namespace {
 
-// Rows of tiles; if m-grouped, where only the total is known here, half a tile is lost per group.
+// Rows of tiles. If m-grouped, the host knows only the total, and counts half a tile more per group.
 int tile_rows(const Shape& shape) {
   return ceil_div(shape.m, kBlockM) + (shape.grouping == Grouping::m_grouped ? shape.groups / 2 : 0);
 }
@@ -29,8 +29,8 @@ int cost_of(const Shape& shape, int sms, int block_n) {
   return ceil_div(tiles_of(shape, block_n), sms) * (block_n + columns_lost(shape, block_n == 256));
 }
 
-// The same with swapped operands. Half a step of rows is lost per group. There are no waves, as whoever is done first
-// takes the next tile.
+// The same with swapped operands. Half a step of rows is lost per group. There are no waves, because the cluster that
+// is done first takes the next tile.
 int swapped_tiles(const Shape& shape, int columns) {
   return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
 }
@@ -41,7 +41,7 @@ int swapped_cost(const Shape& shape, int sms) {
   return larger(static_cast<int>(all / sms), smaller(shape.m, kMostRows) + lost);
 }
 
-// Tiles of no more rows than they need, and so many columns.
+// Tiles of `tile_columns` columns and no more rows than they need.
 Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
   const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
   return {kMostRows, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};

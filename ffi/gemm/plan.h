@@ -1,4 +1,4 @@
-// How a product is laid over the SMs: a pure function of its shape and of the number of SMs.
+// How the tiles of a product are laid over the SMs: a pure function of the product's shape and the number of SMs.
 #pragma once
 
 #include <string>
@@ -18,11 +18,11 @@ struct Shape {
 };
 
 struct Config {
-  int block_n;  // tiles are kBlockM x block_n; if swap_ab, of at most so many rows and kTileColumns
+  int block_n;  // tiles are kBlockM x block_n; if swap_ab, at most block_n rows x kTileColumns
   int band;     // see Problem
   int blocks;   // an even number
   bool split_k;
-  bool swap_ab = false;  // tiles of no more rows than they need (multiply_swapped.h)
+  bool swap_ab = false;  // tiles have no more rows than they need (multiply_swapped.h)
 
   std::string describe() const;
 };
@@ -30,21 +30,21 @@ struct Config {
 // Rates of a Hopper, measured on an H200.
 struct Rates {
   int band = 8;  // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
-  // Divided by the contraction: how many columns are multiplied in the time that 256 take to be stored. And how many in
-  // the time that a tile waits for its operands. Both: gemm_bench sweep.
+  // By gemm_bench sweep. store_columns / k is how many columns are multiplied while 256 columns are stored;
+  // load_columns is how many are multiplied while a tile waits for its operands.
   int store_columns = 40000;
   int load_columns = 12;
-  int least_split = 1024;  // a contraction that two CTAs share: gemm_bench time, products of 64 and 128 rows
+  int least_split = 1024;  // the least k that two CTAs split: gemm_bench time, products of 64 and 128 rows
 };
 constexpr Rates kRates;
 
 Config plan(const Shape& shape, int sms);
 
-// With tiles of fixed height, to which hooks can be added.
+// A plan with tiles of fixed height. Only such products can have hooks (loop.h).
 Config plan_fixed(const Shape& shape, int sms);
 
-// Whether both CTAs of a cluster should take one tile, half of the contraction each: where there are so few tiles that
-// this leaves none of `sms` without work.
+// Whether both CTAs of a cluster should take one tile, and half of the contraction each: the tiles are so few that each
+// can have two of the `sms`.
 bool should_split(int block_n, int k, int tiles, int sms);
 
 }  // namespace jax_ep::gemm

@@ -11,16 +11,16 @@ namespace jax_ep::gemm {
 constexpr int kBlockM = 128;
 constexpr int kBlockK = 64;            // 16-bit values
 constexpr int kSlice = 64;             // rows of an operand that are loaded at once, with kBlockK of the contraction
-constexpr int kFloat8Columns = 192;    // of a tile of float8: its sums and those of a block fill the registers
+constexpr int kFloat8Columns = 192;    // of a tile of float8: the sums of the tile and of a block fill the registers
 constexpr int kGatheredColumns = 192;  // of a tile whose contraction is gathered: by gemm_bench gathers
-constexpr int kCluster = 2;            // CTAs that compute two neighbouring tiles and share what both load
+constexpr int kCluster = 2;            // CTAs, which compute two neighbouring tiles and load what is common once
 
 struct Problem {
   Grouping grouping;
   int m, n, k;  // as in Product, but k counts 16-bit values: two values of float8 are one
   int groups;
   const int32_t* group_sizes;
-  int band;  // tiles that follow each other stay within this many pairs of rows, for the sake of the L2 cache
+  int band;  // successive tiles stay within this many pairs of rows, for the sake of the L2 cache
   // Without groups, a collective may want some rows first: `pair_lead` pairs of rows of tiles come first, from
   // `pair_first` on. The other pairs are cut into `pair_parts` equal parts, which take turns.
   int pair_first = 0, pair_lead = 0, pair_parts = 1;
@@ -34,11 +34,11 @@ enum class Common { lhs, rhs, tile };
 struct Tile {
   int group;
   int row, col;
-  int row_end;  // rows from here on belong to others
+  int row_end;  // rows from here on belong to other groups
   int k_begin, k_end;
-  Common common;         // rhs: the cluster's other tile is above or below; lhs: at its side
+  Common common;         // rhs: the cluster's other tile is above or below; lhs: it is to the side
   int out_col, out_end;  // the columns that this CTA stores
-  bool last;             // of its CTA, if there are no groups
+  bool last;             // of the CTA's tiles, if there are no groups
 };
 
 }  // namespace jax_ep::gemm

@@ -11,7 +11,7 @@ namespace jax_ep::gemm {
 // What the groups divide. Group g is the g-th of consecutive ranges whose sizes lie on the device.
 enum class Grouping {
   none,       // out [m, n] = lhs [m, k] x rhs [k, n]
-  m_grouped,  // out [m, n]: the rows in group g are lhs's rows there x rhs[g]; rows behind the last group are zero
+  m_grouped,  // out [m, n]: the rows in group g are lhs's rows there x rhs[g]; rows after the last group are zero
   k_grouped,  // out [g, m, n] = lhs's columns in group g [m, ...] x rhs's rows in group g [..., n]
 };
 
@@ -21,8 +21,8 @@ JAX_EP_CONSTANT_FN Element element_of(DType dtype) {
   return dtype == DType::float32 ? Element::float32 : dtype == DType::bfloat16 ? Element::bfloat16 : Element::float16;
 }
 
-// What becomes of the sums. Products are rounded to the dtype of the operands before an activation, in float8 to
-// bfloat16.
+// What becomes of the sums. Before an activation, products are rounded to the dtype of the operands, or to bfloat16 if
+// the operands are float8.
 enum class Epilogue {
   store,   // lhs x rhs, rounded
   gated,   // activation(lhs x rhs) * (lhs x second_rhs): rhs is the gate, second_rhs is up. Quantized if out is float8
@@ -31,11 +31,11 @@ enum class Epilogue {
 
 enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
 
-// Which operand is gathered: its row i is row indices[i] of the array. -1 is a row of zeros, any other index outside
-// the array a row of NaN.
+// Which operand is gathered: row i of the operand is row indices[i] of the array. Index -1 is a row of zeros, any other
+// index outside the array is a row of NaN.
 enum class Gathered { none, lhs, rhs };
 
-constexpr int kLineMultiple = 8;  // 16-bit values: TMA wants lines of 16 bytes
+constexpr int kLineMultiple = 8;  // 16-bit values: TMA wants lines that are multiples of 16 bytes
 
 // Row-major arrays without gaps. Their dimensions are multiples of kLineMultiple along lines, in float8 of kScaleBlock
 // in n and k. kernels/matmul/product_spec.h says which products there are.

@@ -1,8 +1,7 @@
-// Tiles of a product whose rows are in groups, where a tile has no more rows than it needs ("swap AB":
-// multiply_swapped.h).
+// Tiles of a product whose rows are in groups. A tile has no more rows than it needs ("swap AB": multiply_swapped.h).
 //
-// A group of many rows is cut into tiles of nearly as many rows each, in steps of kRowStep, so that less than one step
-// of a group is multiplied in vain. Clusters take tile pairs: two tiles of the same rows, side by side.
+// A group of many rows is cut into tiles of nearly equal height, in steps of kRowStep, so that less than one step of a
+// group is multiplied in vain. Clusters take tile pairs: two tiles of the same rows, side by side.
 #pragma once
 
 #include "gemm/problem.h"
@@ -10,7 +9,7 @@
 namespace jax_ep::gemm {
 
 constexpr int kRowStep = 16;                  // rows by which tiles differ
-constexpr int kMostRows = 256;                // of a tile: what its sums take of the registers
+constexpr int kMostRows = 256;                // of a tile: more sums would not fit into the registers
 constexpr int kMostGathered = kMostRows / 2;  // where CTAs of a cluster split the rows
 constexpr int kTileColumns = 128;             // of one matrix of weights; a gated product has 64 of each
 
@@ -19,23 +18,23 @@ struct RowTile {
   int group;
   int row, row_end;
   int rows;  // to multiply: a multiple of kRowStep
-  int col;   // may lie behind the last column
+  int col;   // may lie past the last column
   static constexpr int k_begin = 0;
   int k_end;
 };
 
-// The tile pairs of all groups by their number: those of a group follow each other. Every warp that works on tiles has
-// its own.
+// Finds tile pairs by number. The pairs of a group have successive numbers. Every warp that works on tiles has its own
+// RowTiles.
 class RowTiles {
  public:
-  // Tiles have `tile_columns` columns. Those of a pair are side by side, or if `split` one above the other.
+  // Tiles have `tile_columns` columns. The tiles of a pair are side by side, or, if `split`, one above the other.
   JAX_EP_FN RowTiles(const Problem& problem, int tile_columns, bool split)
       : problem_(problem), tile_columns_(tile_columns), split_(split) {
     columns_ = ceil_div(problem.n, tile_columns * (split ? 1 : kCluster));
     open_group(0);
   }
 
-  // The tile of CTA `rank` in a pair, or false behind the last one. Numbers must not fall from call to call.
+  // Finds the tile of CTA `rank` in a pair. False after the last pair. `pair` must not fall from call to call.
   JAX_EP_FN bool find(int pair, int rank, RowTile* tile) {
     while (pair - first_ >= tiles_ * columns_) {
       if (group_ == problem_.groups) return false;
@@ -47,7 +46,7 @@ class RowTiles {
   }
 
  private:
-  // The rows behind the last group are one more, without contraction. Sizes that would leave the matrix are cut off.
+  // The rows after the last group count as one more group, without a contraction. Sizes are limited to the rows left.
   JAX_EP_FN void open_group(int group) {
     group_ = group;
     row_ = row_end_;
@@ -57,7 +56,7 @@ class RowTiles {
     tiles_ = ceil_div(steps_, kMostRows / kRowStep);
   }
 
-  // Down the tiles of a band, then to the next columns. The first tiles have a step more where they cannot be equal.
+  // Goes down the tiles of a band, then to the next columns. If tiles cannot be equal, the first have one step more.
   JAX_EP_FN RowTile locate(int i, int rank) const {
     const int band = i / (problem_.band * columns_), inside = i - band * problem_.band * columns_;
     const int first = band * problem_.band, count = smaller(problem_.band, tiles_ - first);
@@ -84,7 +83,7 @@ class RowTiles {
   bool split_;
   int columns_;                    // of tile pairs
   int first_ = 0;                  // tile pair of the open group
-  int group_, row_, row_end_ = 0;  // the open one
+  int group_, row_, row_end_ = 0;  // of the open group
   int steps_, tiles_;              // of its rows
 };
 

@@ -1,7 +1,7 @@
 // Which tiles a CTA computes, in which order. Every warp of a CTA walks the same list by itself.
 //
-// Clusters take tile pairs: two tiles on top of each other, which share rhs, the larger operand; where a group has an
-// odd number of rows of tiles, two side by side in the last of them, so that no tile is wasted.
+// Clusters take tile pairs. The tiles of a pair are on top of each other and share rhs, the larger operand. If a group
+// has an odd number of rows of tiles, pairs of the last row are side by side, so that no tile is wasted.
 #pragma once
 
 #include "gemm/problem.h"
@@ -19,7 +19,7 @@ class Schedule {
     open_group(0);
   }
 
-  // False behind the last tile. Both CTAs of a cluster get tiles of one group and one range of the contraction; a tile
+  // False after the last tile. Both CTAs of a cluster get tiles of one group and one range of the contraction. A tile
   // may lie wholly outside the matrix.
   JAX_EP_FN bool next(Tile* tile) {
     while (next_ - first_ >= tile_pairs_) {
@@ -34,13 +34,13 @@ class Schedule {
   }
 
  private:
-  // If m-grouped, the rows behind the last group are one more, without contraction.
+  // If m-grouped, the rows after the last group count as one more group, without a contraction.
   JAX_EP_FN int last_group() const {
     if (problem_.grouping == Grouping::none) return 0;
     return problem_.grouping == Grouping::m_grouped ? problem_.groups : problem_.groups - 1;
   }
 
-  // Sizes that would leave the matrix are cut off.
+  // The rows of a group, limited to those that are left.
   JAX_EP_FN int size_of(int group, int left) const {
     return group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
   }
@@ -62,7 +62,8 @@ class Schedule {
     tile_pairs_ = problem_.split_k ? rows_ * columns_ : rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
   }
 
-  // Down the rows of a band in two columns, which are as many tile pairs as there are rows, then to the next two.
+  // Goes down the rows of a band in two columns, which have as many tile pairs as the band has rows, then in the next
+  // two.
   JAX_EP_FN void locate(int tile_pair, Tile* tile) const {
     if (problem_.split_k) return locate_split(tile_pair, tile);
     const int band = tile_pair / (problem_.band * columns_), inside = tile_pair - band * problem_.band * columns_;
@@ -78,7 +79,8 @@ class Schedule {
     tile->out_end = tile->col + block_n_;
   }
 
-  // As many steps of the contraction for both CTAs, though the last may lie behind its end; then half of the columns.
+  // Both CTAs take equally many steps of the contraction, though the last step may lie past the end. Then each stores
+  // half of the columns.
   JAX_EP_FN void locate_split(int tile_pair, Tile* tile) const {
     *tile = tile_;
     tile->common = Common::tile;
@@ -109,9 +111,9 @@ class Schedule {
   int next_, step_;                 // in tile pairs
   int rank_;                        // within the cluster
   int first_ = 0, tile_pairs_ = 0;  // of the open group
-  int rows_ = 0, columns_ = 0;      // of its tiles
+  int rows_ = 0, columns_ = 0;      // of tiles of the open group
   int start_ = 0;                   // where the next group starts
-  Tile tile_{};                     // the open group's first
+  Tile tile_{};                     // the first of the open group
 };
 
 }  // namespace jax_ep::gemm

@@ -1,9 +1,11 @@
 // Where the operands of a tile come from: what the producer warp puts into a stage.
 //
-// A source has kTerms, the pairs of operands whose products add up; `open`, which says what of a tile there is to load;
-// and `load`, which all lanes of the warp call when a stage is empty. A stage holds the slices of the operand that
-// wgmma takes as its rows, kSlicesA of them, then those of the other. multiply_gathered.h has the sources of gathered
-// rows.
+// A source has
+//   kTerms   the number of pairs of operands whose products add up
+//   open()   says what of a tile there is to load
+//   load()   all lanes of the warp call it when a stage is empty
+// A stage holds kSlicesA slices of the operand whose lines wgmma takes as rows, then the slices of the other operand.
+// multiply_gathered.h has the sources of gathered rows.
 #pragma once
 
 #include "gemm/layout.h"
@@ -16,9 +18,9 @@
 
 namespace jax_ep::gemm {
 
-// Loads this CTA's slices of an operand. Only the first `wanted` slices hold anything; the others are not loaded, as
-// TMA takes its time to fill them with zeros. If `shared`, each CTA of the cluster loads half of the slices for both;
-// if their number is odd, the CTAs take turns to load the odd one. `once`: nobody reads the slices again.
+// Loads this CTA's slices of an operand. Only the first `wanted` slices hold anything. The others are not loaded,
+// because TMA takes time to fill them with zeros. If `shared`, each CTA of the cluster loads half of the slices for
+// both; if the number is odd, the CTAs take turns to load the odd slice. `once`: nobody reads the slices again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
                            bool shared, int rank, uint64_t* barrier) {
@@ -38,10 +40,10 @@ JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int
   }
 }
 
-// How many slices of 64 begin before `size`, of at most `most`.
+// How many slices of 64 begin before `size`; at most `most`.
 JAX_EP_FN int slices_in(int size, int most) { return larger(0, smaller(ceil_div(size, kSlice), most)); }
 
-// From where to load lhs's part of a tile: in the coordinates of the map, which need not be those of the whole product.
+// From where to load lhs's part of a tile, in the coordinates of `map`, which may cover only a part of the product.
 struct Rows {
   const CUtensorMap& map;
   int first;
@@ -55,7 +57,7 @@ struct OneMatrix {
   JAX_EP_FN explicit OneMatrix(const CUtensorMap& map) : map(map) {}
   JAX_EP_FN OneMatrix(const Maps& maps, const Product&) : map(maps.rhs) {}
 
-  // How many slices of 64 columns of a tile are loaded: wide tiles load what lies outside as zeros.
+  // How many slices of 64 columns of a tile are loaded. Other widths than 192 load columns outside the matrix as zeros.
   JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const {
     return kHasEdges<kBlockN> ? slices_in(problem.n - tile.col, kBlockN / kSlice) : kBlockN / kSlice;
   }
@@ -67,8 +69,8 @@ struct OneMatrix {
   }
 };
 
-// The right operand of a tile of a gated product in float8: for each warpgroup 64 columns of gate, then those of up.
-// Each CTA of a cluster loads half of them where they share the columns.
+// The right operand of a tile of a gated product in float8: for each warpgroup 64 columns of gate, then 64 of up. If
+// the CTAs of a cluster have the same columns, each loads half for both.
 struct GateAndUpBlocks {
   const CUtensorMap &gate, &up;
   int up_column;
@@ -93,7 +95,7 @@ struct GateAndUpBlocks {
   }
 };
 
-// Tiles of fixed height: contiguous rows of lhs, stored [k, m] if kMnA, and a right operand as above.
+// Tiles of fixed height: contiguous rows of lhs, stored [k, m] if kMnA, and OneMatrix or GateAndUpBlocks.
 template <bool kMnA, class Rhs>
 struct TileSource {
   static constexpr int kTerms = 1;
@@ -123,8 +125,8 @@ struct TileSource {
 };
 
 // The weights of a tile whose operands are swapped: a matrix per group, stored [k, n] if kStoredKN. A CTA has 128
-// columns of its own; if kWide both CTAs of a cluster have the same 256, of which each loads half for both. Where there
-// are two terms, second_lhs and second_rhs are the other one.
+// columns of its own. If kWide, both CTAs of a cluster have the same 256 columns, and each loads half for both. A
+// second term has second_lhs and second_rhs.
 template <bool kStoredKN, bool kIsWide = false, int kPairs = 1>
 struct SwappedMatrix {
   static constexpr bool kMn = kStoredKN, kWide = kIsWide;
@@ -142,8 +144,8 @@ struct SwappedMatrix {
   }
 };
 
-// ... of a gated product: 64 columns of gate, then the same columns of up. If kWide, that for each warpgroup; else one
-// warpgroup multiplies those of gate and the other those of up. Both are stored [k, n].
+// The weights of a gated product: 64 columns of gate, then the same columns of up, both stored [k, n]. If kWide, each
+// warpgroup has such columns of its own. Otherwise one warpgroup multiplies gate and the other up.
 template <bool kIsWide = false>
 struct SwappedGateAndUp {
   static constexpr bool kMn = true, kWide = kIsWide;
@@ -171,8 +173,8 @@ struct SwappedGateAndUp {
   }
 };
 
-// Tiles with swapped operands (multiply_swapped.h): the CTAs of a cluster have the same rows, of which each loads half
-// for both. Where they have the same weights instead, each has its own rows.
+// Tiles with swapped operands (multiply_swapped.h). The CTAs of a cluster have the same rows, and each loads half for
+// both. If the weights are wide, the CTAs have the same weights and each has its own rows.
 template <class WeightsOf>
 struct SwappedSource {
   using Weights = WeightsOf;

@@ -1,4 +1,4 @@
-// Descriptions of arrays by which TMA finds boxes in them.
+// Describes arrays to TMA.
 #pragma once
 
 #include <cuda.h>
@@ -10,14 +10,14 @@
 
 namespace jax_ep::gemm {
 
-// [count, outer, inner], without gaps. To TMA two values of float8 are one of 16 bits, so `inner` is even.
+// [count, outer, inner], without gaps. TMA takes two values of float8 for one of 16 bits, so `inner` is even.
 struct Matrices {
   const void* data;
   Element element;
   int inner, outer, count;
 };
 
-// Describes boxes of `lines` times 128 bytes, swizzled; what lies outside the matrices reads as zero. Returns an error.
+// Describes boxes of `lines` times 128 bytes, swizzled. What lies outside the matrices reads as zero. Returns an error.
 std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map);
 
 }  // namespace jax_ep::gemm

@@ -1,5 +1,5 @@
-// Which tile pairs a cluster takes where tiles differ in height (multiply_swapped.h): whoever is done first takes the
-// next.
+// Which tile pairs a cluster takes if tiles differ in height (multiply_swapped.h): the cluster that is done first takes
+// the next pair.
 #pragma once
 
 #include "gemm/pipeline.h"
@@ -7,14 +7,14 @@
 
 namespace jax_ep::gemm {
 
-// Tile pairs that a cluster has taken and its warps have not all begun.
+// Tile pairs that a cluster has taken and that not all of its warps have begun.
 struct TileQueue {
   static constexpr int kAhead = 2;
   uint64_t taken[kAhead], begun[kAhead];
   uint32_t pair[kAhead];
 };
 
-// One thread calls, before any other uses the queue. `warps` of each CTA work on tiles.
+// One thread calls, before any other uses the queue. `warps`: how many warps of each CTA work on tiles.
 JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
   for (int i = 0; i < TileQueue::kAhead; ++i) {
     ptx::init_barrier(&queue.taken[i], 1);
@@ -28,7 +28,7 @@ class TileTaker {
   JAX_EP_FN TileTaker(TileQueue& queue, const Problem& problem, int tile_columns, bool split, uint32_t* counter)
       : queue_(queue), tiles_(problem, tile_columns, split), counter_(counter), lane_(threadIdx.x % 32) {}
 
-  // Takes the next pair when all warps have begun the one before the last. False behind the last.
+  // Waits until all warps have begun the pair before the last, then takes the next pair. False after the last pair.
   JAX_EP_FN bool take() {
     if (!more_) return false;
     wait_barrier(&queue_.begun[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
@@ -55,7 +55,7 @@ class TakenTiles {
   JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns, bool split)
       : queue_(queue), tiles_(problem, tile_columns, split), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
 
-  // False behind the last tile.
+  // False after the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
     wait_for_data(&queue_.taken[at_.stage], at_.parity);
     const int pair = queue_.pair[at_.stage];

@@ -29,7 +29,7 @@ struct RowRates {
 // Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct GatherRates {
   double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
-  double narrow = 0.93;          // of that with 128 columns
+  double narrow = 0.93;          // of that rate with 128 columns
   double tile_us = 1;            // to begin and to store a tile
   double handshake_us = 10;      // until the first rows can be here
   double bytes_per_cta = 2.3e3;  // to each peer, in a microsecond
@@ -42,11 +42,11 @@ struct GatherRates {
 // sweep 2 and sweep 4.
 struct ReduceRates {
   double flops_per_us = 6.2e6;  // of an SM with tiles of 256 columns
-  double narrow = 0.94;         // of that with 128 columns
+  double narrow = 0.94;         // of that rate with 128 columns
   double tile_us = 2.5;         // to begin and to store a tile
   double round_us = 15;         // from the last tile to the last flag, and to begin
-  double bytes_per_us = 300e3;  // that come in, or go out
-  double last_per_us = 230e3;   // bytes, when all wait for them
+  double bytes_per_us = 300e3;  // of each direction
+  double last_per_us = 230e3;   // bytes that all wait for
   int most_pushing = 144;       // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
   int most_pairs = 16;          // of a band: overlap_bench bands 2, overlap_bench bands 4
   int least_bands = 8;          // so that the last band moves few bytes: overlap_bench bands 2

@@ -29,7 +29,7 @@ auto with_format(DType dtype, Run run) {
   }
 }
 
-// The format of kernels that look at no values.
+// The format of byte-wise kernels.
 struct NoFormat {};
 
 // The dtype of a buffer. `any`: the op moves rows of bytes of any dtype.
@@ -45,7 +45,7 @@ enum class Use : uint8_t {
   operand,  // is only read
   result,
   updated,  // a result that begins as the operand of the same name, and keeps what no rank overwrites
-  scratch,  // a part of the workspace, which nobody reads after the op
+  scratch,  // a part of the workspace; nobody reads it after the op
 };
 
 struct BufferSpec {
@@ -128,7 +128,8 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
   return dtype == DType::float32 ? Values::float32 : dtype == DType::bfloat16 ? Values::bfloat16 : Values::float16;
 }
 
-// What a launch on a GPU depends on: the number of items to send (tokens, entries) or of rows to zero, the larger one.
+// What a launch on a GPU depends on: the number of items to send (tokens, entries) or of rows to zero, whichever is
+// larger.
 struct WorkSize {
   int tokens = 0;
   bool encoded = false;  // rows travel in float8
@@ -137,7 +138,7 @@ struct WorkSize {
 // Which warps of a CTA are senders: all, or the number that the rates of dispatch or combine say
 // (kernels/hardware_model.h).
 enum class Senders : uint8_t { all, by_dispatch_rates, by_combine_rates };
-// How many CTAs a launch has: all that it may have, at most one for each token, or one for some entries of a union.
+// How many CTAs a launch has: as many as allowed, at most one for each token, or one for some entries of a union.
 enum class Ctas : uint8_t { all, one_a_token, by_union_rates };
 
 // How an op on rows is launched on a GPU; kernels/plan.cc adds the rates.
@@ -249,14 +250,14 @@ int64_t for_each_part(const Args& args, int ranks, Visit visit) {
   return end;
 }
 
-// In a kernel: the results, for Op::poison and Op::finish. Addresses are computed only for a fill, which is rare, as a
-// kernel has no registers to spare.
+// In a kernel: the results, for Op::poison and Op::finish. Fills are rare and kernels have no registers to spare, so
+// addresses are computed only for a fill.
 template <class Args>
 class Results {
  public:
   JAX_EP_FN Results(const Args& args, int ranks) : args_(args), ranks_(ranks) {}
 
-  // Calls visit(buffer) for each. Absent ones have no bytes.
+  // Calls visit(buffer) for each result. Absent results have no bytes.
   template <class Visit>
   JAX_EP_FN void each(const Visit& visit) const {
     OpSpec<Args>::buffers(args_, ranks_, VisitResults<Visit>{args_, visit});

@@ -18,8 +18,8 @@ struct RowShape {
   WorkSize work;
 };
 
-// Blocks are few, as they wait for peers while other kernels need SMs. In each block the first warps are senders, which
-// push rows to peers. The other warps are receivers, which take in the rows that arrive.
+// Blocks are few, because they wait for peers while other kernels need SMs. In each block the first warps are senders
+// and push rows to peers. The other warps are receivers and process the rows that arrive.
 struct LaunchConfig {
   int blocks;  // a block takes a whole SM
   int threads;

@@ -5,7 +5,7 @@
 
 namespace jax_ep::gemm {
 
-// 16 bytes to the shared address `to` + kOffset, from the `vec`-th 16 bytes behind `from`; or zeros.
+// 16 bytes to the shared address `to` + kOffset, from 16-byte vector number `vec` after `from`; or zeros.
 template <int kOffset>
 JAX_EP_FN void copy_vector(uint32_t to, const char* from, uint32_t vec, bool zeros) {
   asm volatile(

@@ -72,7 +72,7 @@ JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
 #define JAX_EP_FIRST_120(d) JAX_EP_FIRST_112(d), JAX_EP_OPERANDS_8(d, 112)
 #define JAX_EP_FIRST_128(d) JAX_EP_FIRST_120(d), JAX_EP_OPERANDS_8(d, 120)
 
-// The instruction for one width, the accumulators of a thread, and the numbers of the operands behind them.
+// The instruction for one width: the accumulators of a thread, and the numbers of the operands that follow them.
 #define JAX_EP_WGMMA(type, width, count, a, b, add, mn_a, mn_b)                                                 \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #width      \
                "k16.f32." type "." type " {" JAX_EP_REGISTERS_##count "}, %" #a ", %" #b ", add, 1, 1, %" #mn_a \

@@ -1,5 +1,4 @@
-// The arguments of dispatch and of the ops along its routing: plain pointers into XLA's buffers of this rank, and the
-// shapes.
+// The arguments of dispatch, scatter and combine: pointers into XLA's buffers of this rank, and the shapes.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,8 @@
 
 namespace jax_ep {
 
-// How tokens travel: in their dtype; in float8, decoded where they land; or in float8, which the rows then have.
+// How tokens travel. plain: in their dtype. float8: in float8, and receivers decode them. float8_rows: in float8, as
+// which they stay.
 enum class Wire : uint8_t { plain, float8, float8_rows };
 template <>
 struct NamesOf<Wire> {
@@ -21,26 +21,26 @@ struct NamesOf<Wire> {
       {"plain", Wire::plain}, {"float8", Wire::float8}, {"float8_rows", Wire::float8_rows}};
 };
 
-// Whether tokens are few. Then each rank sends its ids and weights to all, and each works out the whole routing.
+// Whether tokens are few. If so, each rank sends its ids and weights to all ranks, and works out the whole routing.
 constexpr bool are_few(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
 }
 
 // The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
-// All tokens are eager if they are few, or if they are decoded on arrival, which needs landing slots anyway.
+// All tokens are eager if they are few, or if receivers decode them: decoding needs landing slots anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
   const bool all = are_few(num_tokens, top_k) || wire == Wire::float8;
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
 }
 
-// Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R; M is C, or R T if
-// the op does not expand.
+// Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R. M is C if the op
+// expands, and R T if not.
 struct DispatchArgs {
   DType dtype;
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   Wire wire;
   bool drop;
-  bool expand = true;          // each token to all of its rows; or it stays in row `source * T + token`, its slot
+  bool expand = true;          // copies each token to all of its rows; else it stays in its slot, `source * T + token`
   bool zero_unused = true;     // rows past the last expert's
   const char* tokens;          // [T, H]
   const int32_t* expert_ids;   // [T, K]
@@ -51,20 +51,20 @@ struct DispatchArgs {
   int32_t* group_sizes;        // [L]
   int32_t* targets;            // [T, K]
   int32_t* row_of;             // [R, T, K] the row here of a source rank's assignment, or -1
-  float* weights;              // [R, T, K] of those assignments, or 0
+  float* weights;              // [R, T, K] of the assignments in row_of, else 0
   int32_t* counts;             // [R, L]
   int32_t* dropped;            // [1]
   int32_t* invalid;            // [1]
   int32_t* scratch;
   bool few;       // tokens
   int eager;      // the number of eager tokens, which are the first ones
-  char* landing;  // [R, eager] landing slots; null if tokens stay in their slots of `rows` as they travel
+  char* landing;  // [R, eager] landing slots; null if tokens land in `rows`
 
   // Whether tokens land in their final slots of `rows`.
   JAX_EP_CONSTANT_FN bool lands_in_rows() const { return !expand && wire != Wire::float8; }
 };
 
-// Bytes of a token's landing slot: for messages in float8, for values in float8 and their scales, or for plain values.
+// Bytes of a token's landing slot. It holds messages in float8, values in float8 and their scales, or plain values.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   if (a.wire == Wire::float8) return wire_bytes(a.hidden);
   return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
@@ -92,7 +92,7 @@ struct RoutedDefaults : OpDefaults {
 struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
-  bool onto;                // writes to the rows of an operand, of which rows without a token stay; there are no counts
+  bool onto;                // `rows` begins as an operand, and keeps its rows without a token; there are no counts
   bool zero_unused = true;  // rows past the last expert's
   const char* tokens;       // [T, H]
   const int32_t* targets;   // [T, K]

@@ -1,5 +1,5 @@
 // combine: each rank that owns experts of a token sums the token's rows in float32 and sends one row home. The token's
-// rank adds those rows and its own, in rank order.
+// rank adds the rows that come and its own rows, in rank order.
 #pragma once
 
 #include <variant>
@@ -14,8 +14,8 @@
 
 namespace jax_ep {
 
-// Whether to sum long batches. They save instructions, but start slowly, and waste lanes if a row does not fill them. A
-// row must fill at least three quarters of its batches. Tuned with `kernels_bench 2`.
+// Whether to sum long batches. Long batches save instructions, but start slowly, and waste lanes if a row does not fill
+// them. So a row must fill at least three quarters of its batches. Tuned with `kernels_bench 2`.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
   const int even = even_packs((row + lanes - 1) / lanes, kRowPacks);
@@ -38,7 +38,7 @@ class Combine {
                   in_words(args.combined, args.combined, 0),
               kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
 
-  // Sums the rows here of every peer's tokens, and sends the sums and the scalars home, chunk by chunk.
+  // Sums this rank's rows of every peer's tokens, and sends the sums and the scalars home, chunk by chunk.
   JAX_EP_FN void push() {
     const int peers = op_.comm.size - 1;
     if (op_.coop.sender.empty() || peers == 0) return;
@@ -92,7 +92,8 @@ class Combine {
   }
 
  private:
-  // An item of a sender: a part of the row that it sends home for a token. Items are ordered by token, then by peer.
+  // An item of a sender: a part of the row that this rank sends home for a token. Items are ordered by token, then
+  // peer.
   struct Item {
     int home, token, part;
   };
@@ -219,7 +220,8 @@ class Combine {
       if (args_.row_of[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
 
-  // What a lane knows of a token of this rank: the assignment at the lane's position among the terms, and a target.
+  // What a lane has loaded of a token of this rank: the assignment at the lane's position among the terms, and a
+  // target.
   struct Known {
     Assigned own;
     int target;
@@ -232,7 +234,7 @@ class Combine {
     return k < args_.top_k ? args_.targets[int64_t{token} * args_.top_k + k] : -1;
   }
 
-  // A bit for every rank that has a row of a token. `target`: of this lane.
+  // A bit for every rank that has a row of a token. `target`: the token's target number `coop.lane`.
   JAX_EP_FN uint64_t sources_of(int token, int target) {
     uint64_t sources = 0;
     for (int first = 0; first < args_.top_k; first += Coop::lanes) {
@@ -245,7 +247,7 @@ class Combine {
     return sources;
   }
 
-  // Terms are in rank order: a row of each peer that sends one, and at this rank's position all of its own rows.
+  // Adds terms in rank order: one row of each peer that sends one, and, in this rank's place, all of its own rows.
   JAX_EP_FN void reduce(int token, Range columns, Known known) {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
     const uint64_t sources = sources_of(token, known.target);
@@ -259,7 +261,7 @@ class Combine {
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
     note_received(sources, width * static_cast<int>(sizeof(T)));
-    if (op_.coop.broadcast(known.target) < -1)  // its dispatch failed: then its sum is NaN, not zero
+    if (op_.coop.broadcast(known.target) < -1)  // the token's dispatch failed, so the sum is NaN, not zero
       fill_row(op_.coop, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
       rows_.sum(terms, sink(out), width);
@@ -268,7 +270,8 @@ class Combine {
     return_nothing(token);
   }
 
-  // Notes `bytes` for each source. They are counted at the end, as an atomic a row would hold up the sums.
+  // Notes `bytes` for each source. count_received() counts them at the end: an atomic for each row would delay the
+  // sums.
   JAX_EP_FN void note_received(uint64_t sources, int bytes) {
     for (int i = 0; i < kRanksALane && i * Coop::lanes < op_.comm.size; ++i)
       received_[i] += sources >> (i * Coop::lanes + op_.coop.lane) & 1 ? bytes : 0;
@@ -278,7 +281,7 @@ class Combine {
       op_.count_received(i * Coop::lanes + op_.coop.lane, received_[i]);
   }
 
-  // Zeroes the scalars of assignments without a row, for which no rank sends one.
+  // Zeroes the scalars of assignments without a row. No rank sends a scalar for them.
   JAX_EP_FN void return_nothing(int token) {
     if (!args_.returned) return;
     const int64_t at = int64_t{token} * args_.top_k;

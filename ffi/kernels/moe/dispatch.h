@@ -1,6 +1,6 @@
 // dispatch: works out the routing, and sends every token once to each rank that owns one of its experts. A token goes
-// straight into XLA's buffer there. If it is eager or is decoded on arrival, it goes into a landing slot. Where the op
-// does not expand, the landing slots are the result, and receivers write which slot each row is.
+// straight into XLA's buffer at that rank. If the token is eager, or is decoded on arrival, it goes into a landing
+// slot. If the op does not expand, the landing slots are the result, and receivers write the slot of each row.
 #pragma once
 
 #include <variant>
@@ -20,8 +20,8 @@ struct Spot {
 };
 
 // The places where tokens land. Every rank has a slot for every eager token of every rank, in `landing` or in `rows`.
-// An eager token goes to its slots at the ranks that own its experts. Other tokens go to their first row at every
-// owner, and on this rank to all of their rows.
+// An eager token goes to its slot at every rank that owns one of its experts. Any other token goes to its first row at
+// every such rank, and to all of its rows on this rank.
 class Landing {
  public:
   JAX_EP_FN Landing(const Op& op, const DispatchArgs& args, int value_bytes)
@@ -37,13 +37,13 @@ class Landing {
   JAX_EP_FN int64_t slot_bytes() const { return slot_bytes_; }
   JAX_EP_FN bool is_eager(int token) const { return token < args_.eager; }
 
-  // The number that push_items loads ahead for a token's k-th assignment: the expert of an eager token, otherwise the
-  // packed target.
+  // What push_items loads ahead for a token's k-th assignment: the expert if the token is eager, else the packed
+  // target.
   JAX_EP_FN int packed(int token, int k) const {
     if (!is_eager(token)) return rows_.packed(token, k);
     return k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
   }
-  // Where the token lands, without or with its scales. All lanes call, each with its own k.
+  // Where the token lands, without or with the place of its scales. All lanes call, each with its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
     return is_eager(token) && !args_.lands_in_rows() ? slot_at_owner(token, k, packed)
                                                      : rows_.row_at(target(token, k, packed), row_bytes_);
@@ -56,7 +56,7 @@ class Landing {
     const Target there = target(token, k, packed);
     return {rows_.row_at(there, row_bytes_), scales_.row_at(there, scale_row_bytes(args_.hidden))};
   }
-  // at_owner(), or null for a token that expand() copies from `tokens`: an eager one whose owner is this rank.
+  // at_owner(), or null for an eager token whose owner is this rank: expand() copies it from `tokens`.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {
     char* there = at_owner(token, k, packed);
     const bool copied = args_.expand && is_eager(token) && owner_of(packed) == op_.comm.rank;
@@ -88,7 +88,7 @@ class Landing {
     char* base = slots_.peer(first_owner(token, k, packed));
     return base ? base + slot(op_.comm.rank, token) * slot_bytes_ : nullptr;
   }
-  // The owner of an eager token's k-th expert; -1 if there is none, or if an earlier expert has the same owner.
+  // The owner of an eager token's k-th expert; -1 if there is no such expert, or an earlier expert has the same owner.
   JAX_EP_FN int first_owner(int token, int k, int packed_k) const {
     const int owner = owner_of(packed_k);
     const auto owner_before = [&](int j) { return owner_of(packed(token, j)); };
@@ -111,8 +111,8 @@ JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
   return args.row_of + int64_t{source} * args.num_tokens * args.top_k;
 }
 
-// Writes to each row of a source's tokens the slot in which its token has landed. All lanes call. Returns how many of
-// the tokens have a row here.
+// Writes the index of each row of a source's tokens: the slot in which the token has landed. All lanes call. Returns
+// how many of the tokens have a row here.
 JAX_EP_FN int write_indices(const Coop& coop, const DispatchArgs& args, int source, Range tokens) {
   const int32_t* table = rows_from(args, source);
   int tokens_here = 0;
@@ -127,7 +127,7 @@ JAX_EP_FN int write_indices(const Coop& coop, const DispatchArgs& args, int sour
   return tokens_here;
 }
 
-// Zeroes the rows without a token. Where the op does not expand, these have the index -1 instead.
+// Zeroes the rows without a token. If the op does not expand, sets their index to -1 instead.
 JAX_EP_FN void pad_rows(Op& op, const DispatchArgs& args, char* rows, int64_t bytes, const RowCounts& counts) {
   if (args.expand)
     zero_padding(op, args, rows, bytes, counts);
@@ -147,7 +147,7 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
 // An address, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens travel in their dtype. This rank's own eager tokens do not travel: expand() copies them.
+// Tokens travel in their dtype. This rank's own eager tokens do not travel; expand() copies them.
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
@@ -258,7 +258,7 @@ class EncodedDispatch {
   RowWriter writer_;
 };
 
-// Tokens travel in float8 and stay in float8, also this rank's own. Values and scales land apart.
+// Tokens travel in float8 and stay in float8; so do this rank's own. Values and scales land in different buffers.
 template <class T>
 class Float8Dispatch {
  public:
@@ -353,12 +353,12 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& chosen, const Coop& coop
   if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
   if (routed.all_placed())
     dispatch.expand();
-  else  // peers that learn of the lack of room later still push
+  else  // a peer that has not yet learned of the lack of room still pushes
     for_each_arrival(op, args.num_tokens, /*own=*/true, [](int, Range) {});
   op.finish(results);
 }
 
-// A dispatch has a kernel for each way that tokens travel.
+// A dispatch has a kernel for each Wire.
 using DispatchKernel = std::variant<PlainDispatchArgs, EncodedDispatchArgs, Float8DispatchArgs>;
 inline DispatchKernel kernel_of(const DispatchArgs& args) {
   if (args.wire == Wire::plain) return PlainDispatchArgs{args};

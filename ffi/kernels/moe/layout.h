@@ -1,4 +1,4 @@
-// How a dispatch numbers rows, cuts tokens up and lays segments out; and the sizes of its scratch. Kernels and the host
+// How a dispatch numbers rows, cuts tokens up and lays out segments, and the sizes of its scratch. Kernels and the host
 // use the same arithmetic.
 #pragma once
 
@@ -22,7 +22,7 @@ static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 // Assignments per routing CTA. Tuned with `kernels_bench 2`.
 constexpr int kRoutingAssignments = Coop::lanes == 1 ? 256 : 2048;
 
-// A token's row at the rank that owns the expert, as one number; -1 stands for none.
+// A row at the rank that owns an expert. Packed into one number; -1 stands for none.
 struct Target {
   int owner, row;
 };
@@ -40,7 +40,7 @@ JAX_EP_FN Value pop_front(Value (&values)[kCount]) {
   return first;
 }
 
-// One local expert's rows: [start, start + rows) hold tokens, up to start + padded are zero.
+// One local expert's rows: [start, start + rows) hold tokens, and rows from there up to start + padded are zero.
 struct Segment {
   int start, rows, padded;
 };
@@ -72,7 +72,7 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
 
 constexpr int kMaxRouters = 16;
 
-// Scratch of routing. A histogram has a bin per expert, and one for invalid ids. The last three tables are there if
+// Scratch of routing. A histogram has a bin for each expert, and one for invalid ids. The last three tables exist if
 // rows may be dropped (Overfull).
 struct RouteScratch {
   int32_t* ints;

@@ -1,6 +1,5 @@
-// Routing: some coops of a rank, the routing coops, work out the row of each assignment of a dispatch. The other coops
-// wait for the results that they need. Rows are ordered by (expert, source rank, token, k), whatever the number of
-// coops.
+// Routing: the routing coops of a rank work out the row of each assignment of a dispatch. The other coops wait for the
+// results that they need. Rows are ordered by (expert, source rank, token, k) with any number of coops.
 #pragma once
 
 #include "comm/ctas.h"
@@ -18,8 +17,8 @@ struct Choice {
   float weight;
 };
 
-// Counts items by bin, and gives each item its position in its bin, whatever the number of coops. The routing coops are
-// the first CTAs of a rank that have begun. A CTA's coops keep their histograms in shared memory.
+// Counts items by bin, and gives each item its position in its bin; both are the same with any number of coops. The
+// routing coops are those of the first CTAs to begin. Their histograms are in shared memory if there is room.
 class Histogram {
  public:
   // Counts `items` assignments, with a bin for every expert, and a last bin for ids out of range. All coops of a
@@ -33,10 +32,10 @@ class Histogram {
 
   // Whether this coop is one of the routing coops.
   JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
-  // Among the routing coops: whether this coop is the first, and its part.
+  // This coop among the routing coops: whether it is the first, or in the first CTA, and its part.
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
   JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
-  // The last coop of the first CTA, which is the last to have work.
+  // Whether this is the last coop of the first CTA, the last coop to have work.
   JAX_EP_FN bool is_responsible() const { return is_first_cta() && coop_.member.index == coop_.member.count - 1; }
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
   JAX_EP_FN void barrier() const { op_.routing_barrier(ctas_); }
@@ -61,7 +60,7 @@ class Histogram {
   }
 
   // Calls visit(item, bin, position, weight) for this coop's part. first_of(expert) is the first position of a bin.
-  // All lanes call together, with item -1 past the last item, and bin -1 for an assignment that is skipped.
+  // All lanes call visit together: item is -1 past the last item, and bin is -1 for a skipped assignment.
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.member.index);
@@ -79,11 +78,11 @@ class Histogram {
     for_each(choice_of, [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
   }
 
-  // Values that a lane reads before it uses the first.
+  // How many values a lane loads before it uses the first.
   static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;
 
  private:
-  // This coop among those of the CTAs that route. A single CTA need not wait for others.
+  // This coop, numbered among the routing coops. If one CTA routes, it need not wait for others.
   JAX_EP_FN static Coop as_router(Op& op, int wanted) {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
@@ -145,7 +144,7 @@ class Histogram {
     return next;
   }
 
-  // Replaces each coop's histogram by the sum over the coops of its CTA before it, and sums up all of them.
+  // Replaces each coop's histogram by the sum over the earlier coops of its CTA, and sums over all coops of the CTA.
   template <class Take>
   JAX_EP_FN void sum_over_cta(Take take) {
     const Coop& coop = coop_;
@@ -162,7 +161,7 @@ class Histogram {
     }
   }
 
-  // Replaces each CTA's histogram by the sum over the CTAs before it, and sums up all of them.
+  // Replaces each CTA's histogram by the sum over the earlier CTAs, and sums over all CTAs.
   template <class Take>
   JAX_EP_FN void sum_over_ctas(Take take) {
     const Coop& coop = coop_;
@@ -184,7 +183,7 @@ class Histogram {
   const Coop coop_;
   const int ctas_;
   const Range mine_;
-  Choice ahead_[kAhead];  // of a lane's items from ahead_from_ on: a small part is read only once
+  Choice ahead_[kAhead];  // a lane's items from ahead_from_ on; a small part is read only once
   int ahead_from_ = -1;
 };
 
@@ -202,8 +201,8 @@ class RoutingResults {
   // Waits until this rank's assignments have their rows.
   JAX_EP_FN void await_placed() const { op_.wait_here(&op_.heap->placed[op_.comm.rank]); }
 
-  // Waits until the assignments of all ranks have their rows, and returns whether there is room for them. If tokens are
-  // few, each rank places all of them itself.
+  // Waits until the assignments of all ranks have their rows, and returns whether there is room for all. If tokens are
+  // few, this rank itself places all of them.
   JAX_EP_FN bool all_placed() const {
     await_placed();
     if (!args_.few) op_.wait(&Heap::placed);
@@ -216,7 +215,7 @@ class RoutingResults {
   const Segments segments_;
 };
 
-// Hands out the tokens of a dispatch. next() waits for the row of a token that is not eager, and returns -1 once the op
+// Hands out the tokens of a dispatch. If a token is not eager, next() waits for its row. next() returns -1 once the op
 // has failed.
 class RoutedTokens {
  public:
@@ -242,14 +241,14 @@ class RoutedTokens {
   bool placed_ = false;
 };
 
-// Posts the buffers of a dispatch; all coops call, before they route. The last coop of the last CTA posts, as the
-// routing coops have other work. If that CTA has no SM yet, a routing coop posts (Router::ask_posted).
+// Posts the buffers of a dispatch. All coops call, before they route. The last coop of the last CTA posts, because the
+// routing coops have other work. If the last CTA has no SM yet, a routing coop posts (Router::ask_posted).
 JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
   op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), posted(args, op.comm.size));
 }
 
-// What both ways of routing share.
+// The base of both ways to route.
 class Router {
  protected:
   // `items`: assignments that this rank counts; `per_cta`: those of a routing CTA.
@@ -260,19 +259,18 @@ class Router {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // Whether the last CTA is late, for post_if_late(). Called when the peers' choices are here: it starts a load, which
-  // post_if_late(), called after the layout or the count, waits for. On a CPU this coop has posted.
+  // Begins to load whether this rank has posted. Called when the peers' choices are here. post_if_late(), called after
+  // the layout or the count, uses the value, and posts if the last CTA is late. On a CPU this coop has posted.
   JAX_EP_FN uint64_t ask_posted() const {
     return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
   }
-  // Posting twice does no harm.
   JAX_EP_FN void post_if_late(uint64_t asked) { op_.post_by(op_.is_earlier(asked), posted(args_, op_.comm.size)); }
 
   // The row of the first of this rank's assignments of an expert, for Histogram::number.
   JAX_EP_FN auto first_rows() const {
     return [this](int e) { return segments_.first_row(e); };
   }
-  // Adds what the lanes of this coop have counted to a result.
+  // Adds the counts of all lanes of this coop to a result.
   JAX_EP_FN void add_up(int count, int32_t* total) const {
     count = op_.coop.sum(count);
     if (op_.coop.lane == 0 && count) atomic_add(total, count);
@@ -441,7 +439,7 @@ class RoutingByChoices : Router {
     op_.signal(&Heap::chosen, histogram_.is_first());
   }
 
-  // The assignment with number `item` among those of all ranks, in order.
+  // Assignment number `item` of all ranks' assignments, in the order of the ranks.
   JAX_EP_FN Choice choice(int item) const {
     const int source = by_rank_.quotient(item), at = item - source * per_rank_;
     const ReceivedMail mail(op_);

@@ -1,5 +1,5 @@
-// Moves rows along a routing: a rank sends each token once to each rank, and the receiver copies it to its other rows.
-// Values of a routing that a user passes are never followed out of bounds.
+// Moves rows along a routing: a rank sends each token once to each rank that needs it, and the receiver copies it to
+// the token's other rows. A user may have changed a routing, so no value of it is used as an index unchecked.
 #pragma once
 
 #include "comm/heap.h"
@@ -16,7 +16,7 @@ namespace jax_ep {
 constexpr int kBatchTokens = Coop::lanes == 1 ? 64 : 8;
 
 // How a rank's tokens are cut up. Each chunk has a flag of its own, so that peers can use it while later chunks travel.
-// A batch is the part of a chunk that one coop takes at a time. If tokens are few, each is a chunk.
+// A batch is the part of a chunk that one coop takes at a time. If tokens are few, each token is a chunk.
 struct TokenSchedule {
   int tokens, chunk_tokens, chunks, batch_tokens;
 
@@ -47,11 +47,12 @@ JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, Own
   return true;
 }
 
-// The address to which the k-th assignment of a token is written. It is null if there is no k-th assignment, or if an
-// earlier one goes to the same peer. On this rank each assignment has its own row. All lanes call, each with its own k.
+// The address to which a token's k-th assignment is written. It is null if there is no k-th assignment, or if an
+// earlier assignment of the token goes to the same peer. On this rank each assignment has an address. All lanes call,
+// each with its own k.
 class RowSink {
  public:
-  // The rows are those of the window of this number.
+  // `window`: the number of the window in which the rows are.
   JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity, int window)
       : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, window) {}
 
@@ -86,8 +87,9 @@ class RowSink {
   const LaneWindow<char> bases_;
 };
 
-// Pushes the tokens of items.next(), until it returns -1, and announces their chunks. Calls before_last() before it
-// announces the last chunks. Then it pushes the tokens of items.next_stolen(), and after each those of next().
+// Pushes the tokens of items.next(), until it returns -1, and announces their chunks. Calls before_last() before the
+// last chunks are announced. Then pushes a token of items.next_stolen(), and again those of next(), until both are
+// done.
 template <class Items, class Source, class Sink, class BeforeLast>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
                            Source source, Sink sink, BeforeLast before_last) {
@@ -97,7 +99,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   bool may_push = op.may_push();
   const auto checked = [&](int token) -> const char* {
     if (!may_push) return nullptr;
-    may_push = op.may_push();  // for the next row: the answer comes while this one moves
+    may_push = op.may_push();  // for the next row; the load is hidden by the move of this row
     return source(token);
   };
   int stolen = -1;
@@ -141,8 +143,8 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   announcer.finish(writer);
 }
 
-// Takes batches of tokens by ticket, waits for the chunk of each, and calls visit(source, tokens). Together the coops
-// wait for every chunk of every peer, and of this rank too if `own`.
+// Takes batches of tokens by ticket, waits for the chunk of each batch, and calls visit(source, tokens). All coops
+// together wait for every chunk of every peer, and, if `own`, of this rank.
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int sources = op.comm.size - (own ? 0 : 1);
@@ -184,9 +186,9 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
   return found;
 }
 
-// Copies each token from where it has landed, from(token, row), to its rows. `row` is the first of its rows, in which
-// it may have landed. `table` has top_k rows for each token; valid(row) is negative for no row. Returns the number of
-// tokens with a row.
+// Copies each token from where it has landed, from(token, row), to its rows. `row` is the token's first row; the token
+// may have landed in it. `table` has top_k rows for each token; valid(row) is negative if there is no row. Returns the
+// number of tokens with a row.
 template <class Mover, class From, class Valid>
 JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
                            const int32_t* table, int top_k, From from, Valid valid) {
@@ -213,7 +215,7 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
   return copy_to_rows(coop, mover, tokens, rows, bytes, table, top_k, from, [](int row) { return row; });
 }
 
-// copy_to_rows for short rows, of which the lanes copy several at once.
+// copy_to_rows for short rows: the lanes copy several rows at once.
 template <class From>
 JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* rows, int bytes, const int32_t* table, Range tokens,
                                   int top_k, From from) {
@@ -238,8 +240,9 @@ JAX_EP_FN bool zeroes_rows(const Args& args) {
   return args.zero_unused || args.alignment > 1;
 }
 
-// Calls fill(begin, end, part) for this receiver's part of the rows without a token: the padding of every segment, and
-// the rows past the last segment if `unused`. `counts`: RowCounts of segments.h, or alike. All lanes call.
+// Calls fill(begin, end, part) for this receiver's part of the rows without a token: the padding of every segment, and,
+// if `unused`, the rows past the last segment. `counts`: RowCounts (segments.h) or BoundedCounts (scatter.h). All lanes
+// call.
 template <class Args, class Counts, class Fill>
 JAX_EP_FN void for_each_gap(Op& op, const Args& args, const Counts& counts, bool unused, Fill fill) {
   const int capacity = args.capacity, alignment = args.alignment;
@@ -262,8 +265,8 @@ JAX_EP_FN void for_each_gap(Op& op, const Args& args, const Counts& counts, bool
   if (unused) within(end, capacity, receiver);
 }
 
-// Zeroes the rows without a token; those past the last segment only if `zero_unused` says so. `rows`: the rows, or what
-// belongs to each.
+// Zeroes the rows without a token; rows past the last segment only if args.zero_unused. `rows`: the rows, or their
+// scales.
 template <class Args, class Counts>
 JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes, const Counts& counts) {
   if (!zeroes_rows(args)) return;
@@ -272,8 +275,8 @@ JAX_EP_FN void zero_padding(Op& op, const Args& args, char* rows, int64_t bytes,
   });
 }
 
-// Checks the values of a leaf of a routing, which the user may have changed. In hot loops every lane checks every value
-// before it uses the value as an index. report() or report_to_all() reports at the end.
+// Checks the values of a leaf of a routing, because a user may have changed them. In hot loops every lane checks a
+// value before it uses the value as an index. report() or report_to_all() reports at the end.
 class Bound {
  public:
   JAX_EP_FN Bound(RoutingLeaf leaf, int end) : leaf_(leaf), end_(end) {}  // at least 1
@@ -297,8 +300,8 @@ class Bound {
   JAX_EP_FN void report(const Op& op) const {
     if (broken()) op.report_invalid(op.comm.rank, static_cast<int>(leaf_), end_, found_);
   }
-  // Reports what was found, and refuses the op at the peers, which then deliver nothing either. All lanes call, after
-  // the peers have posted and before this coop delivers the last of its part.
+  // Reports what was found, and refuses the op, so that peers deliver nothing either. All lanes call, after the peers
+  // have posted and before this coop delivers the last of its part.
   JAX_EP_FN void report_to_all(const Op& op) const {
     if (!op.coop.ballot(broken())) return;
     report(op);
@@ -308,7 +311,7 @@ class Bound {
  private:
   const RoutingLeaf leaf_;
   const int end_;
-  int found_ = 0;  // is never out of bounds
+  int found_ = 0;  // a value out of bounds, or 0, which is never out of bounds
 };
 
 }  // namespace jax_ep

@@ -9,12 +9,12 @@
 
 namespace jax_ep {
 
-// The rows of each local expert, from the counts of a routing, without dropped rows. Each count is checked.
+// The rows of each local expert, from the counts of a routing, without dropped rows. Checks each count.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;
   Bound* bound;
-  Quotas blocks;  // the most of each expert
+  Quotas blocks;  // of the experts
   int end = -1;
 
   JAX_EP_FN int operator()(int expert) const {
@@ -35,7 +35,8 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
-// Hands out the tokens for push_chunks. Constructed before the wait for peers, which hides the latency of the claim.
+// Hands out the tokens for push_chunks. The constructor claims a token; the wait for peers that follows hides its
+// latency.
 class ScatteredTokens {
  public:
   JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}

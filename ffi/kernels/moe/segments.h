@@ -11,9 +11,9 @@
 
 namespace jax_ep {
 
-// How many rows each local expert has here.
+// The number of rows of each local expert.
 struct RowCounts {
-  const int32_t* counts;  // [sources, local_experts], of all ranks apart or together
+  const int32_t* counts;  // [sources, local_experts]: a source is a rank, or the only one stands for all ranks
   int sources, local_experts;
   int end;  // of the last segment, or -1 if it is not known
 
@@ -64,9 +64,9 @@ JAX_EP_COLD_FN Quotas block_quotas(Coop coop, const int32_t* counts, int sources
   });
 }
 
-// A rank that is asked for more rows than it has. Its rows are first numbered as if there were room for all. The tables
-// `shifts` and `ends` of scratch [ranks, experts] turn the numbers of a source into rows: `shifts` is added to a
-// number, and the row exists if it is then below `ends`. The table `chosen` counts the experts of few tokens.
+// A rank that is asked for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
+// the scratch, [ranks, experts], turn a number into a row: row = number + shift, and it exists if it is below `ends`.
+// A third table, `chosen`, counts the assignments of few tokens.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the overfull rank, and this rank
