@@ -116,7 +116,7 @@ def _avoid_unbuilt_gpus() -> None:
 
 
 def load(package: str, module: str) -> ModuleType:
-    """Imports a script of `package`, which is a part of the installed jax_ep, and lies beside it in a source tree."""
+    """Imports a script of `package`, which is inside an installed jax_ep, and next to it in a source tree."""
     installed = f"jax_ep.{package}"
     return importlib.import_module(f"{installed if importlib.util.find_spec(installed) else package}.{module}")
 

@@ -17,9 +17,9 @@ class PeerLostError(JaxEpError):
 
 
 class MismatchError(JaxEpError):
-    """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options: say, in another order,
-    or with a last batch of another size. The group has failed: close it and open a new one. Where CPU processes
-    that exchange by XLA differ, nothing was exchanged, and the group remains usable.
+    """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options. For example, ops ran
+    in another order, or the last batch had another size. The group has failed: close it and open a new one. But if CPU
+    processes exchange by XLA, nothing was exchanged, and the group remains usable.
     """
 
 
@@ -38,6 +38,6 @@ class GroupClosedError(JaxEpError):
 
 
 class PlatformError(JaxEpError):
-    """It cannot run on these devices: no library, or one of another version, is built for their platform, they are of
-    several hosts or processes where they may not be, XLA's flags let ops overlap, or there are no kernels to ask about.
+    """Something cannot run on these devices: their platform has no library, or one of another version; they are of
+    several hosts or processes, which is not allowed; XLA's flags let ops overlap; or there are no kernels to ask about.
     """

@@ -48,13 +48,13 @@ class Group:
         process without a heartbeat for this time, and at least 2 seconds, is lost (`PeerLostError`).
       open_timeout: seconds that this call waits for the other processes, in all. Default: `timeout`, but at most 300.
       on_lost: what a failure of the group does, besides its log entry and its flight record. "raise": `check()` and
-        later ops raise it. "exit": the process ends with code 75, so that whoever started it starts it again; nothing
-        else frees a thread that waits in one of XLA's collectives.
+        later ops raise it. "exit": the process ends with code 75, so that its launcher can restart it. Nothing else
+        frees a thread that waits in one of XLA's collectives.
 
     The devices may be of several processes (`jax.distributed`), which must be on one host except along axes that cross
     nodes. All processes create the group, in the same order as other groups over these devices. If a process comes too
-    late, the call fails in all processes that have come. It may be repeated, and returns when all processes are in it
-    at the same time.
+    late, the call fails in all processes that have come. They may call again: the call returns once all processes are
+    in it at the same time.
 
     Raises:
       ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, one axis
@@ -135,12 +135,12 @@ class Group:
 
     @property
     def node_axes(self) -> tuple[str, ...]:
-        """The axes that cross nodes: none where all ranks are of one."""
+        """The axes that cross nodes; none in a group of one node."""
         return () if self.intranode is None else checks.axes_of(self.axis_name)[:-1]
 
     @property
     def nodes(self) -> int:
-        """How many nodes the ranks of a line are of."""
+        """How many nodes a line spans."""
         return 1 if self.intranode is None else self.size // self.intranode.size
 
     @property
@@ -173,7 +173,7 @@ class Group:
                 raise error
 
     def _check_intranode(self, intranode: "Group") -> None:
-        """Raises the error of this node's group; or, if a process of another node caused it, that process' loss."""
+        """Raises the error of this node's group, or the loss of a process of another node that caused it."""
         try:
             intranode.check()
         except PeerTimeoutError as error:
@@ -182,12 +182,13 @@ class Group:
             raise
 
     def report(self) -> list[native.RankReport]:
-        """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer and how many bytes
-        of rows it received from there.
+        """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer, and how many bytes of
+        rows it received from each.
 
-        May be called at any time, from any thread, while ops run and after a failure. Ranks of other processes are
-        included, those of other hosts and with implementation="xla" are not. A failure writes it as JSON into the
-        folder that the environment variable JAX_EP_DUMP names; `python -m jax_ep report` merges those of all processes.
+        May be called at any time, from any thread, while ops run and after a failure. It includes ranks of other
+        processes, but no ranks of other hosts, and no ops with implementation="xla". A failure writes it as JSON into
+        the folder that the environment variable JAX_EP_DUMP names; `python -m jax_ep report` merges the files of all
+        processes.
         """
         if self.intranode is not None:
             return self.intranode.report()

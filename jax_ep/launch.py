@@ -1,11 +1,12 @@
 """`python -m jax_ep.launch -n 4 script.py [arguments]`: one process per GPU of this host, joined by jax.distributed.
 
-Process i of n sees device i alone as its own. With `--gpus` fewer, they share those in turn: kernels of processes on
-one GPU take time slices, so this is for tests of more ranks than there are GPUs. With JAX_PLATFORMS=cpu every process
+Process i of n has device i as its own. With fewer `--gpus`, processes take the GPUs in turn, and kernels of processes
+on one GPU take time slices: this is for tests with more ranks than GPUs. With JAX_PLATFORMS=cpu every process
 has CPU devices of its own.
 
-No process outlives the launcher: SIGINT, SIGTERM and SIGHUP end all of them and what they started, and so does its
-death. They are a process group of their own, which a shell ends when the launcher no longer holds the shell's input.
+No process outlives the launcher: SIGINT, SIGTERM and SIGHUP end all processes and what these started, and so does the
+death of the launcher. The processes are a group of their own. A shell ends the group when the launcher no longer holds
+the shell's input.
 
 The script finds `jax.distributed` initialized. Its own call of `jax.distributed.initialize` does nothing.
 """
@@ -41,7 +42,7 @@ class ProcessSpec(NamedTuple):
 
     address: str  # of the coordinator, which is in process 0
     processes: int
-    process: int  # which of them this is
+    process: int  # the number of this process
     launcher: int  # its process id
     pipe: int  # process 0 holds the read end, which ends when the others, who hold the write end, have exited
 

@@ -7,8 +7,8 @@ largest number is 240, so the 448 of each block would become NaN. JAX leaves int
 Values pass an `optimization_barrier` before they are dequantized. Without it XLA would remove the conversions to float8
 and back, and with them the rounding.
 
-The scale makes the largest magnitude of a block 448, the largest that the format holds (as in DeepSeek-V3's training
-and in DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
+The scale makes the largest magnitude of a block 448, the format's maximum (as in DeepSeek-V3's training and in
+DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
 
 On GPUs XLA divides to within 2 units in the last place. So scales may differ from the kernels' scales by 2 units, and a
 value near the middle of two float8 values may be rounded to the other one.
@@ -91,14 +91,14 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
 
 
 def packed(rows: Float8Rows) -> jax.Array:
-    """Rows as float32 that travel as one: four values in each, then the scales, a multiple of 16 bytes in all."""
+    """Rows and scales in one float32 array: four values in each float32, then the scales, padded to 16 bytes."""
     fours = rows.bits.reshape(rows.bits.shape[0], rows.bits.shape[1] // 4, 4)
     padding = (0, 0), (0, -rows.scales.shape[1] % 4)
     return jnp.concatenate([jax.lax.bitcast_convert_type(fours, jnp.float32), jnp.pad(rows.scales, padding)], axis=1)
 
 
 def unpacked(rows: jax.Array, hidden: int) -> Float8Rows:
-    """The rows of `hidden` values that are `packed`. What is NaN there is NaN here."""
+    """The inverse of `packed`, for rows of `hidden` values. A row of NaN gives NaN."""
     fours, scales = rows[:, : hidden // 4], rows[:, hidden // 4 :]
     bits = jax.lax.bitcast_convert_type(fours, BITS)
     return Float8Rows(bits.reshape(rows.shape[0], hidden), scales[:, : hidden // BLOCK])

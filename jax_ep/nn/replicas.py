@@ -26,7 +26,7 @@ from jax_ep.ops.ragged.api import ragged_all_to_all
 
 Array = jax.Array | np.ndarray
 Tree = TypeVar("Tree")
-SLACK = 1.05  # times the mean load: a rank may have so much if it then keeps a matrix
+SLACK = 1.05  # times the mean load: the most that a rank may have in order to keep a matrix
 
 
 class ReplicaPlan(NamedTuple):
@@ -37,7 +37,7 @@ class ReplicaPlan(NamedTuple):
     Attributes:
       experts: [S] int32, the expert of each slot.
       slots: [E, S - E + 1] int32, the slots of each expert in ascending order, repeated from the first.
-      counts: [E] int32, how many there are.
+      counts: [E] int32, the number of slots of each expert.
     """
 
     experts: np.ndarray
@@ -56,17 +56,17 @@ def plan_replicas(
 ) -> ReplicaPlan:
     """A greedy plan (after EPLB of DeepSeek, 2025): of the same arguments every process makes the same one.
 
-    First every expert has one replica; each further slot goes to the expert whose replicas are busiest, of equal ones
-    to that of the fewest. Then replicas are packed, the busiest first, each into the least busy rank with a free slot,
-    rather one without that expert.
+    First every expert has one replica. Each further slot goes to the expert whose replicas are busiest; of equally busy
+    ones, to the expert with the fewest. Then replicas are packed, the busiest first, each into the least busy rank with
+    a free slot, preferably a rank without that expert.
 
     Args:
       load: [E] or [layers, E] assignments of each expert, of all ranks: a past mean.
       num_slots: S, at least E and a multiple of `num_ranks`.
       num_nodes: nodes of neighbouring ranks, each with all replicas of its experts: groups are packed into nodes first.
       groups: of neighbouring experts, as for `sigmoid_top_k`: a group is on one node. Default: E.
-      previous: a plan of which as much stays as can. A replica rather goes to a rank that had its expert, if the rank
-        then has at most 1.05 times the mean load; slots keep what their rank keeps.
+      previous: an earlier plan, which the new one resembles. A replica goes to a rank that had its expert if the rank
+        then has at most 1.05 times the mean load. Experts that stay on a rank stay in their slots.
 
     Raises:
       ValueError, TypeError: the numbers do not fit, a load is negative or not finite, or it is traced.
@@ -137,14 +137,14 @@ def _packed(loads: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: 
 
 
 def _in_place(new: list[int], had: np.ndarray) -> list[int]:
-    """`new` in an order in which as many as can are where they were."""
+    """`new`, ordered so that as many experts as possible are where they were."""
     left = sorted(new)
     kept = [left.pop(left.index(expert)) if expert in left else None for expert in had]
     return [left.pop(0) if expert is None else expert for expert in kept]
 
 
 def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Tree:
-    """The matrices [S / R, ...] of this rank's slots, of those of its own experts, on any rank of a `jax.shard_map`.
+    """The matrices [S / R, ...] of this rank's slots. Called on every rank, in `jax.shard_map`, with its own experts.
 
     A matrix goes once to each slot. The gradients of its replicas come home, are added up in float32 in the order of
     the slots, and rounded once. (`lb_prefetch_weights` and `lb_reduce_grads` of DeepEP V2.5.)
@@ -197,13 +197,13 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
 def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
     """The slots [T, K] int32 that stand for experts [T, K], which are integers.
 
-    The assignments to an expert are dealt to its replicas in turn, in the order of (token, k): what they get differs by
-    at most one, whatever the order of the tokens.
+    The assignments to an expert are dealt to its replicas in turn, in the order of (token, k). So the numbers of
+    assignments of two replicas differ by at most one.
 
     Ids outside [0, E) stay outside of the slots: -1 is -1, others become the number of slots, which is invalid.
 
     Args:
-      offset: the replica that begins. With the rank, what cannot be divided goes to another one on every rank.
+      offset: the replica that begins. If it is the rank, odd assignments go to different replicas on different ranks.
     """
     op = "physical_ids"
     checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
@@ -232,7 +232,7 @@ def _check_plan(op: str, plan: ReplicaPlan) -> None:
 
 
 def _turns(ids: jax.Array) -> jax.Array:
-    """[N] int32: how many equal ids stand before each."""
+    """[N] int32: how many equal ids come before each."""
     order = jnp.argsort(ids, stable=True)
     ordered = ids[order]
     places = jnp.arange(ids.size)

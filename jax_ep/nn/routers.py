@@ -22,7 +22,7 @@ class Routed(NamedTuple):
     """What a router chooses.
 
     Attributes:
-      expert_ids: [T, K] int32, different experts, the best first; of equal scores that of the lower id. -1 is none.
+      expert_ids: [T, K] int32, different experts, the best first; of equal scores the lower id first. -1 is none.
       weights: [T, K] float32, differentiable in the logits.
     """
 
@@ -140,21 +140,21 @@ def round_tokens(
 ) -> Routed:
     """Rounds the rows of each expert to whole tiles of its products (token rounding, SonicMoE: Guo et al., 2025).
 
-    A router chooses more than `top_k` experts for each token. The first `top_k` count, the others are candidates. The
-    count of an expert becomes the nearest multiple, a half goes up: the expert drops assignments of the least weights,
-    or takes candidates of the greatest. With too few candidates its count is rounded down. To round up by half a
-    multiple, a token needs top_k * multiple / (2 * rows of an expert) candidates.
+    A router chooses more than `top_k` experts for each token. The first `top_k` are assignments, the others candidates.
+    The count of an expert becomes the nearest multiple, and a half goes up: the expert drops the assignments with the
+    least weights, or takes the candidates with the greatest. With too few candidates its count is rounded down. To
+    round up by half a multiple, a token needs top_k * multiple / (2 * rows of an expert) candidates.
 
         routed = round_tokens(softmax_top_k(logits, K + 2), K, E, axis_name="ep")
 
-    `expert_load` and `balance_loss` of the result count what is left; of the first `top_k` ids that came in, what was
-    chosen. A float `capacity` is times the even load of all K columns.
+    `expert_load` and `balance_loss` of the result count assignments after rounding; of `routed.expert_ids[:, :top_k]`,
+    before. A float `capacity` is a multiple of the even load of all K columns.
 
     Args:
       routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count.
       multiple: 128 rows are a tile of products in float8, twice the step of weight gradients, and eight times that of
         products in 16 bits.
-      renormalize: as it was for the router: the weights left to a token are scaled to the sum of all that it had.
+      renormalize: as for the router: the weights that a token keeps are scaled to the sum that it had before.
       axis_name: an axis of the mesh, or a tuple of them: counts are those of the tokens of all devices along it, as an
         expert gets them. Without, those of `routed` alone.
 

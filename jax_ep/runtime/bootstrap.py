@@ -30,8 +30,8 @@ _HANDSHAKE = struct.Struct("=32sI")  # proof of the secret, process; then the pa
 
 
 def host_identity() -> str:
-    """A text that is equal for processes that can reach each other's sockets: of one boot of one host, in one network
-    namespace."""
+    """A text that is equal for processes that can reach each other's sockets: they are of one boot of one host, and in
+    one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
@@ -48,7 +48,7 @@ class Accepted(NamedTuple):
 
 
 class Listener:
-    """Accepts connections of the processes `others`, which know the secret, at `process`. Each listener has its own
+    """Accepts connections at `process` from the processes `others`, which know the secret. Each listener has its own
     secret.
 
     `poll` does all the work. As a context manager it closes all connections at the end.
@@ -99,7 +99,7 @@ class Listener:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors are left, for one
+            except OSError:  # for example, no descriptors are left
                 if self._pending:
                     self._reject(next(iter(self._pending)))
                 time.sleep(_RETRY_SECONDS)
@@ -152,8 +152,7 @@ class Listener:
 
 
 def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeout: float) -> socket.socket:
-    """Connects to the listener of `peer`. Returns a blocking connection that keeps messages apart, which the caller
-    closes.
+    """Connects to the listener of `peer`: a blocking connection that keeps messages apart; the caller closes it.
 
     Args:
       secret: that of the listener.

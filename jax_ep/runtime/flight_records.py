@@ -1,8 +1,8 @@
 """Flight records: the last ops of the ranks of a group, and where this process is, as JSON in the folder JAX_EP_DUMP.
 
-A failure writes one. Whoever touches the file `request` in that folder gets one of every open group of every process
-that sees the file, a second later, also where the main thread of a process waits in native code. Python runs handlers
-of signals in the main thread alone, so a signal would come too late. `jax_ep.runtime.report` merges records.
+A failure writes a record. If somebody touches the file `request` in that folder, every process that sees the file
+writes a record of each open group within a second, even while its main thread waits in native code. (A signal would
+come too late, as Python runs signal handlers in the main thread.) `jax_ep.runtime.report` merges records.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from jax_ep.runtime.store import Store
 _LOGGER = logging.getLogger("jax_ep")
 _FOLDER = "jax_ep/heartbeat/2"  # in the store, with the version of what is written; a key there for each process
 _PERIOD_SECONDS = 0.25  # between two heartbeats of a process
-_OPENING_SECONDS = 0.025  # likewise, while it opens a group
+_OPENING_SECONDS = 0.025  # the same, while the process opens a group
 _READS_A_SECOND = 256  # of all processes together; with many processes heartbeats become rarer
 _JOIN_SECONDS = 1.0
 _MOST_ENDED = 4  # parts that a heartbeat still names
@@ -36,7 +36,7 @@ class GroupPart(NamedTuple):
 
     group: str  # what the group is over
     state: str
-    seen: str  # a hash of the group's parts, of all processes, that the process has seen
+    seen: str  # a hash of the parts of the group, of all processes, that this process has seen
     begun: int = 0  # ops of the group
     ended: int = 0
     last: str = ""  # the op that was begun last
@@ -105,7 +105,7 @@ class HeartbeatThread:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._silent = False
-        self._asked: float | None = None  # when the call of the store began that is not back yet
+        self._asked: float | None = None  # when the store was called, until the call returns
         self._thread: threading.Thread | None = None
 
     @property

@@ -113,10 +113,10 @@ class Liveness:
       name: of the group, for the log.
       over: a text that identifies the devices, mesh and axis of the group, the same in all its processes.
       others: by process, what an error calls it; at least one.
-      timeout: seconds of silence after which a process is lost, if they are more than 2.
+      timeout: seconds of silence after which a process is lost; at least 2.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread: of this process.
-      on_lost: called with the error, in the watching thread, when the group fails, before a caller sees the error.
+      on_lost: called in the watching thread with the error of the group, before a caller sees the error.
 
     Raises:
       PeerTimeoutError: a process did not open the group.
@@ -163,7 +163,7 @@ class Liveness:
         return None if found is None else self._failed(found)
 
     def close(self, *, in_order: bool = True) -> None:
-        """Ends this process' part: closed, or left by an error, which fails the group in the other processes."""
+        """Ends this process' part of the group. Unless `in_order`, the group then fails in the other processes."""
         self._ended.set()
         try:
             if self._thread is not threading.current_thread():

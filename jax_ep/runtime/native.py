@@ -23,8 +23,8 @@ class NativeGroup(Protocol):
 
     def close(self) -> None: ...
     def release(self) -> None: ...
-    def take_error(self) -> tuple[ErrorKind, str] | None: ...  # a recoverable one only once
-    def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...  # or why it was closed
+    def take_error(self) -> tuple[ErrorKind, str] | None: ...  # returns a recoverable error only once
+    def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...  # also returns if it is closed
     def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
     def start_recording(self) -> None: ...
     def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
@@ -58,7 +58,7 @@ def create_group(
       lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
       timeout: seconds.
       content: a hash of the devices, the mesh and the axis, by which compiled programs find the group.
-      index: the number of the group among those of this content, as all processes agreed; -1: the lowest free one.
+      index: the number of the group among groups of this content, on which all processes agreed; -1: the lowest free.
       processes: by line and rank, if some are of other processes.
       sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
       max_sms: the most SMs that an op takes on a GPU.
@@ -99,9 +99,9 @@ class RankReport(NamedTuple):
     line: int
     rank: int
     finished: int  # ops
-    process: str  # how that of the rank is, by its heartbeats; empty for a rank of this process
-    waited_ns: list[int]  # for each rank of the line, in waits that were not over at once
-    received_bytes: list[int]  # from each rank of the line: rows that came from there, over all ops
+    process: str  # the state of the rank's process, by its heartbeats; empty for this process
+    waited_ns: list[int]  # for each rank of the line, in longer waits
+    received_bytes: list[int]  # of rows, from each rank of the line, over all ops
     ops: list[OpRecord]  # the last 64 at most, in order
 
 
@@ -113,7 +113,7 @@ def history(native: NativeGroup) -> list[RankReport]:
 
 
 def as_error(found: tuple[ErrorKind, str] | None) -> JaxEpError | None:
-    """The exception of an error that a library has returned, if it has."""
+    """The exception for an error that a library returned; None for None."""
     return None if found is None else getattr(errors, found[0].name)(found[1])
 
 
@@ -130,11 +130,11 @@ class Span(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The recording of one rank: (cta, role) after (cta, role), each in order of time."""
+    """The recording of one rank. Spans are ordered by CTA, role and time."""
 
     line: int
     rank: int
-    lost: int  # phases that later ones have overwritten
+    lost: int  # phases that later phases have overwritten
     unfinished: int  # coops that were inside an op when the recording ended
     spans: list[Span]
 
@@ -147,7 +147,7 @@ def stop_recording(native: NativeGroup) -> list[Recording]:
 
 
 def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
-    """The error of an overflow that "xla" has seen, in the words of the libraries (ffi/runtime/group_errors.cc)."""
+    """The error of an overflow with implementation="xla", in the words of ffi/runtime/group_errors.cc."""
     return CapacityError(
         f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or "
         "on_overflow='drop'"

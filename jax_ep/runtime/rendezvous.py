@@ -27,15 +27,15 @@ from jax_ep.runtime.store import Store, not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
 # Groups of several processes over the same devices have different numbers, on which their processes agree.
-_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of those that are open here, by what they are over
-_meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one thread at a time, likewise
+_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of the groups open here, by what the groups are over
+_meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one thread meets at a time, likewise
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between looks into the store
-_ANSWER_SECONDS = 5.0  # for a leader to answer; a later leader has gone, or is stopped
+_ANSWER_SECONDS = 5.0  # for a leader to answer; a leader that takes longer has gone, or is stopped
 
 
 class Meeting(NamedTuple):
-    number: int  # the same in all processes; differs from the numbers that any of them had taken
+    number: int  # the same in all processes; none of them had taken it
     sockets: dict[int, socket.socket]  # blocking, by process with which this one shares a line; the caller closes them
 
 
@@ -46,7 +46,7 @@ class Introduced(NamedTuple):
 
 
 def introduce(what: str, me: int, processes: Sequence[Sequence[int]], timeout: float) -> Introduced:
-    """Meets the other processes of a group over `what`, and takes the same free number there as they do.
+    """Meets the other processes of a group over `what`. All take the same free number for the group.
 
     Args:
       processes: of the ranks along each line.
@@ -82,7 +82,7 @@ def meet(
     Raises:
       PeerTimeoutError: a process did not come in time. All processes may try again.
       PeerLostError: a process, or the store, went away at the very end.
-      PlatformError: they are not of one host.
+      PlatformError: the processes are not of one host.
     """
     try:
         participants = _Participants(store, key, me, neighbours(lines, me), timeout)
@@ -126,12 +126,12 @@ class _Participants:
                 number = next(number for number in range(len(numbers) + 1) if number not in numbers)
                 with contextlib.ExitStack() as on_failure:
                     if (sockets := self._introduce(listener, on_failure)) is not None:
-                        self._send_to_all(listener, {"number": number})  # a process that goes from now on is lost
+                        self._send_to_all(listener, {"number": number})  # a process that goes after this is lost
                         on_failure.pop_all()
                         return Meeting(number, sockets)
 
     def _await_all(self, listener: bootstrap.Listener) -> None:
-        """Waits until all processes are connected. Sends those that are the numbers of the missing ones."""
+        """Waits until all processes are connected. Tells connected processes which ones are missing."""
         listener.poll(0)
         informed: list[bootstrap.Accepted] = []
         never_here = set(self._others)

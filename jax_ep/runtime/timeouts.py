@@ -20,7 +20,7 @@ def seconds(name: str, value: float) -> float:
 
 
 class Deadline(float):
-    """Seconds that a call may take, and `until`, when it must end. A `Deadline` of a `Deadline` is the same."""
+    """Seconds that a call may take, and `until`, the time when it must end. `Deadline(deadline)` is `deadline`."""
 
     until: float  # as of time.monotonic
 

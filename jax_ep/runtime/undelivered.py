@@ -1,4 +1,4 @@
-"""The results of the "xla" implementation if an op delivers nothing: as those of kernels on a GPU."""
+"""What results hold if an op with implementation="xla" delivers nothing: the same as with kernels on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,12 @@ KeepError = Callable[[JaxEpError], None]  # `Group._keep_error`
 def undelivered_if(
     wrong: jax.Array, results: Any, keep_error: KeepError, error: Callable[..., JaxEpError], *data: jax.Array
 ) -> Any:
-    """`results`, a pytree; or if `wrong` NaN, -1 in integers, and the exception `error(*data)` for `group.check()`.
+    """Returns `results`, a pytree. If `wrong`, they become NaN, or -1 in integers, and `group.check()` raises
+    `error(*data)`.
 
     Args:
       wrong: bool scalar, the same on all ranks.
-      data: arrays that `error` takes as those of numpy.
+      data: arrays. `error` gets them as numpy arrays.
     """
 
     def report(wrong: np.ndarray, *data: np.ndarray) -> None:
@@ -39,12 +40,12 @@ def nan_on_overflow(
     keep_error: KeepError,
     error: Callable[[str, int, int, int], JaxEpError] = native.capacity_error,
 ) -> Any:
-    """`rows`, a pytree; or NaN and an exception for `group.check()` if a rank needs more than `capacity`.
+    """Returns `rows`, a pytree. If a rank needs more than `capacity`, they become NaN, and `group.check()` raises.
 
     Args:
-      op: that needs the rows.
+      op: the op that needs the rows.
       needed: [R] rows that each rank needs, the same on all ranks.
-      error: the exception, of `op`, the first rank that needs more, what it needs, and `capacity`.
+      error: makes the exception from `op`, the first rank that needs more, what that rank needs, and `capacity`.
     """
 
     def of_first(needed: np.ndarray) -> JaxEpError:

@@ -20,7 +20,7 @@ ProductImplementation = Literal["auto", "pallas", "xla"]
 
 
 class ProductSettings(NamedTuple):
-    """Who computes a product, and how precisely where its operands are in float32."""
+    """Who computes a product, and how precisely if the operands are float32."""
 
     implementation: ProductImplementation = "auto"
     precision: Any = None
@@ -28,7 +28,8 @@ class ProductSettings(NamedTuple):
 
 AUTO = ProductSettings()
 
-# A product of rows with the matrix of their group, or with that transposed; or of both rows of each group, contracted.
+# What is multiplied: rows and the matrix of their group, or the transposed matrix; or, over the rows of each group, two
+# matrices of rows.
 Form = Literal["plain", "transposed", "contracted"]
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -52,8 +53,8 @@ def ragged_dot(
     Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. With
     `lhs_indices` it is row lhs_indices[i] of `lhs`: kernels gather rows as they load them, on Hopper for 1 to 7 % of
     their time, and no copy of them exists (SonicMoE: Guo et al., 2025). Hopper GPUs multiply bfloat16 and float16
-    operands of one dtype whose K and N are multiples of 8 by CUDA kernels at the speed of the tensor cores. Other
-    operands and other GPUs are served by Pallas kernels, CPUs by `jax.lax.ragged_dot`. Kernels accumulate in float32 in
+    operands of one dtype whose K and N are multiples of 8 by CUDA kernels at the speed of the tensor cores. Pallas
+    kernels multiply other operands and on other GPUs, `jax.lax.ragged_dot` on CPUs. Kernels accumulate in float32 in
     one fixed order, so the same operands give the same bits. Gradients run on the same kernels, with the cotangent
     rounded to the dtype of the operands. On several devices call it inside `jax.shard_map`, as XLA cannot partition
     kernels.
@@ -130,7 +131,7 @@ def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Arra
 
 
 def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """A cotangent [M, N], in the dtype of `rhs`, times each group's [K, N] transposed: [M, K].
+    """[M, K]: a cotangent [M, N], in the dtype of `rhs`, times the transposed matrix [K, N] of each group.
 
     For backward passes, here and in other families: the operands vary over the same mesh axes, as in `rhs_gradient`.
     """
@@ -163,7 +164,7 @@ def _summed(
 
 
 def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
-    """Over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype: [G, K, N].
+    """[G, K, N]: over the rows of each group, [M, K] transposed times a cotangent [M, N] of the same dtype.
 
     At most one operand may be `GatheredRows`.
     """
@@ -222,7 +223,7 @@ def _by(
     group_sizes: jax.Array,
     **options: Any,
 ) -> Callable[..., Any]:
-    """What computes a product of these operands: the kernel of this name of the core or of Pallas, or else XLA."""
+    """What computes a product of these operands: the core's or Pallas' kernel of this name, or XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
     chosen = _choose(settings, dtype or left.dtype, left, right, group_sizes)
     if chosen == "core":
@@ -235,7 +236,7 @@ def _by(
 
 
 def _platforms(settings: ProductSettings) -> tuple[str, ...]:
-    """Those on which Pallas kernels multiply."""
+    """The platforms on which Pallas kernels multiply."""
     if settings.implementation == "pallas":
         return "cuda", "rocm", "cpu"
     return gemm.pallas_platforms() if settings.implementation == "auto" else ()
@@ -272,7 +273,7 @@ def _choose(
 def _multiplied(
     form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
-    """By the kernels of this form, or by XLA; kernels store a contraction in the dtype of the operands."""
+    """The product, by kernels of this form or by XLA. Kernels store a contraction in the dtype of the operands."""
 
     def by_xla(left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
         options: Any = {"precision": settings.precision, "preferred_element_type": dtype}
@@ -297,7 +298,7 @@ product = jax.custom_jvp(_multiplied, nondiff_argnums=(0, 1, 2))
 def _product_jvp(
     form: Form, settings: ProductSettings, dtype: Any, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The derivatives of the three forms are of the three forms."""
+    """The derivatives of the three forms have these forms, too."""
 
     def inside(rows: Rows, matrix: jax.Array) -> Rows:
         return dataclasses.replace(rows, matrix=matrix) if isinstance(rows, GatheredRows) else matrix

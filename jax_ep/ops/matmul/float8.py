@@ -76,9 +76,9 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
 def grouped_product(
     dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
-    """The product of checked operands: on Hopper by the GEMM core, elsewhere by XLA, of both operands in bfloat16.
+    """The product of checked operands: by the GEMM core on Hopper, elsewhere by XLA from both operands in bfloat16.
 
-    XLA's is off by at most 2^-7 of the sum of the terms' magnitudes.
+    XLA's result is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
     lhs, rhs = without_gradient(NO_GRADIENT, (lhs, rhs))
     core, by_xla = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, dtype=dtype)
@@ -104,7 +104,7 @@ def quantized_product(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The product of operands, of which arrays are quantized first. It has no gradient.
+    """The product of operands; arrays are quantized first. It has no gradient.
 
     Args:
       dtype: of the result; None: that of `lhs`, or bfloat16 if `lhs` is in float8.

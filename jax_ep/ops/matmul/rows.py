@@ -38,7 +38,7 @@ Rows = jax.Array | GatheredRows
 
 
 def gathered_rows(op: str, matrix: Any, lhs_indices: jax.Array) -> GatheredRows:
-    """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless these fit."""
+    """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless both fit."""
     checks.check_array(op, "lhs_indices", lhs_indices, "[M]", np.integer)
     return GatheredRows(matrix, checks.to_int32(lhs_indices))
 
@@ -49,7 +49,7 @@ def parts(rows: Any) -> tuple[Any, jax.Array | None]:
 
 
 def taken(rows: Any) -> Any:
-    """The rows as an array, or as `Float8Rows`, which have scales of zero or NaN where `take_rows` has such rows."""
+    """The rows as an array, or as `Float8Rows`, in which rows of zeros and of NaN have scales of zero and NaN."""
     if not isinstance(rows, GatheredRows):
         return rows
     return jax.tree.map(lambda x: take_rows(x, rows.indices), rows.matrix)

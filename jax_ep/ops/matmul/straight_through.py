@@ -116,7 +116,7 @@ def lhs_gradient(
     group_sizes: jax.Array,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Each cotangent [M, N] times its group's [K, N] transposed, summed: [M, K], by one product in float8.
+    """[M, K]: the sum of each cotangent [M, N] times its group's transposed matrix [K, N], by one product in float8.
 
     For other families, too. It has no gradient.
     """

@@ -59,9 +59,9 @@ def ragged_all_to_all(
 
     Raises:
       ValueError, TypeError: an argument is wrong, or no single open group has this axis; when the op is traced.
-      JaxEpError: an earlier op of this group failed. Where this one fails, awaiting its results raises
-        `jax.errors.JaxRuntimeError` on a CPU, and on a GPU they are NaN, or -1 in integers; `group.check()` and the
-        next op raise the typed error: `InvalidRoutingError`, when a slice lies outside its buffer or the sizes of two
+      JaxEpError: an earlier op of this group failed. If this op fails, awaiting its results raises
+        `jax.errors.JaxRuntimeError` on a CPU; on a GPU the results are NaN, or -1 in integers. `group.check()` and the
+        next op raise the typed error: `InvalidRoutingError` if a slice lies outside its buffer, or the sizes of two
         ranks disagree.
     """
     op = "ragged_all_to_all"
@@ -131,7 +131,7 @@ def _check_slices(op: str, entries: int, size: int) -> None:
 
 
 def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.ndarray:
-    """[size, ranks of a part]: for each rank, the ranks of the part that it is in."""
+    """[size, ranks of a part]: for each rank, the ranks of its part."""
     try:
         parts = [[operator.index(rank) for rank in part] for part in axis_index_groups]
     except TypeError:

@@ -47,8 +47,8 @@ def sparse_all_reduce(
         duplicates. Ids outside [0, num_rows) are ignored; those among the first `rows.count` are counted.
       group: the open group of the ranks.
       capacity: C, the rows of the result.
-      op: "sum"; "mean", the sum divided by the number of ranks; "mean_by_count", the sum divided by the number of
-        entries of its row.
+      op: "sum"; "mean", the sum divided by the number of ranks; or "mean_by_count", the sum of a row divided by the
+        number of the row's entries.
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
         Otherwise all ranks have the same result, which does not vary over the group's axis.
       method: how places are found. "bitmap": by prefix sums over a bitmap of the table's rows. "match": by sorting the
@@ -60,8 +60,8 @@ def sparse_all_reduce(
         by `group.check()` or the next op.
 
     Returns:
-      C entries in the dtypes of `rows`, `count` of them rows, padded with id `num_rows` and zero values. `ignored`
-      counts entries over all ranks, `dropped` ids; both include what `rows` of all ranks say.
+      C entries in the dtypes of `rows`. The first `count` are rows; the others are padding, with id `num_rows` and zero
+      values. `ignored` counts entries of all ranks and `dropped` counts ids, both on top of those in `rows`.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -154,7 +154,7 @@ def _reduce_jvp(group: Group, config: SparseConfig, primals: Any, tangents: Any)
 
 
 def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of every entry: that of its row, from the rank that has the row."""
+    """The cotangent of every entry is the cotangent of its row, on the rank that has the row."""
     axis_name, dtype = group.axis_name, cotangent.dtype
     places = xla.places_of_entries(union, axis_name)
     if config.sharded:

@@ -1,4 +1,4 @@
-"""Sums, multiples and norms of gradients: pytrees of `SparseRows`, beside which there may be arrays."""
+"""Sums, multiples and norms of gradients, which are pytrees of `SparseRows` and arrays."""
 
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -51,7 +51,7 @@ def add(a: T, b: T, *, capacity: int | None = None) -> T:
 
 
 def scale(tree: T, factor: Scalar) -> T:
-    """`factor` times every row and array of `tree`, multiplied in float32, in the dtypes that they have.
+    """`factor` times every row and array of `tree`, multiplied in float32. Dtypes stay.
 
     Raises:
       TypeError: the factor is no number, or a leaf no array.
@@ -69,7 +69,7 @@ def scale(tree: T, factor: Scalar) -> T:
 
 
 def global_norm(tree: Tree) -> jax.Array:
-    """float32 scalar: the Euclidean norm of all rows and arrays of `tree`, once entries of the same row are added up.
+    """float32 scalar: the Euclidean norm of all rows and arrays of `tree`. Entries of the same row are added up first.
 
     Where ranks hold different rows (`sparse_all_reduce(sharded=True)`, `sharded_lookup`), the norm of all of them is
     `jnp.sqrt(jax.lax.psum(global_norm(tree) ** 2, axis_name))`.

@@ -56,13 +56,13 @@ def sharded_lookup(
     """`lookup` in a table that is sharded over the ranks: rank r holds the rows [r B, (r + 1) B).
 
     Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
-    and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`, whose
-    gradient is then dense; that of `sparse_value_and_grad(group=...)` is sparse.
+    and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`; the
+    gradient is dense, unlike that of `sparse_value_and_grad(group=...)`.
 
     Args:
       table: [B, D] bfloat16, float16 or float32; B is the same on all ranks, so pad a table to a multiple of R rows.
-      ids: [...] int32 or int64, or a pytree of them, of which one exchange brings all rows. An id outside [0, R B)
-        reads zeros.
+      ids: [...] int32 or int64, or a pytree of them; one exchange brings the rows of all. An id outside [0, R B) reads
+        zeros.
       group: the open group of the R ranks.
       capacity: C, the ids that an owner has room for, as in `dispatch`: rows, or a float times N, the ids of one rank.
         Default: R N, the most there can be.
@@ -222,7 +222,7 @@ def bag(
     bag_of: jax.Array | None = None,
     num_bags: int | None = None,
 ) -> jax.Array:
-    """One row per bag of ids: what `lookup` found for its ids, added up. Differentiable in `rows` and `weights`.
+    """One row per bag of ids: the sum of the rows that `lookup` found. Differentiable in `rows` and `weights`.
 
     Args:
       rows: [..., L, D], the rows of `ids`.

@@ -78,7 +78,7 @@ def _entries_owned(group: Group, at: _AtOwners) -> jax.Array:
 
 
 def _sums_for_owners(group: Group, config: SparseConfig, values: jax.Array, union: Union, at: _AtOwners) -> jax.Array:
-    """[nodes, S, D] float32: for each node, this node's sums in the places that its rank of this index owns.
+    """[nodes, S, D] float32: for each node n, this node's sums in the places owned by n's rank of this rank's index.
 
     A place without an entry of this node is undefined.
     """

@@ -27,8 +27,8 @@ class RowOptimizer(NamedTuple):
     """`state = init(table)`; `updates, state = update(gradient, state, table)`; states and updates are float32.
 
     `update` takes gradients with or without duplicates. It checks the ids, and calls `coalesce` unless they are sorted
-    and different, as those of `coalesce` and `sparse_all_reduce` are. It wants the table where the optimizer does, as
-    those with weight decay do.
+    and different, as `coalesce` and `sparse_all_reduce` return them. It needs the table if the optimizer does, for
+    example for weight decay.
     """
 
     init: Callable[[Tree], Any]
@@ -38,10 +38,9 @@ class RowOptimizer(NamedTuple):
 def by_rows(optimizer: Transform) -> RowOptimizer:
     """An optax optimizer of tables whose gradients are `SparseRows`, with its schedules and its weight decay.
 
-    On the rows that a gradient names it does what `optimizer` does to a dense table. All other rows keep their bits,
-    and so does their state: there momentum and means do not decay, and weights neither, while no gradient names the
-    row (as in `torch.optim.SparseAdam`). Counters of steps count every
-    call.
+    On the rows that a gradient names it does what `optimizer` does to a dense table. All other rows and their state
+    keep their bits: momentum, means and weights do not decay (as in `torch.optim.SparseAdam`). Counters of steps count
+    every call.
 
     Every table is a parameter of its own, with a state of its own. So clip by the norm of all gradients beforehand,
     with `clip_by_global_norm`.

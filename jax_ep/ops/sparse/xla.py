@@ -16,7 +16,7 @@ from jax_ep.ops.sparse.types import SparseConfig, Union
 
 @sequential_vmap  # jnp.searchsorted has no batch with spmd_axis_name
 def search(union: jax.Array, ids: jax.Array) -> jax.Array:
-    """[N] int32: the place of each id, its number in the sorted union. Padding has the place where it begins."""
+    """[N] int32: the place of each id, its number in the sorted union. All padding has the first place of padding."""
     return jnp.searchsorted(union, ids, method="scan_unrolled").astype(jnp.int32)
 
 
