@@ -35,7 +35,7 @@ struct SignatureRoom {
       ++(std::is_same_v<Value, bool> ? flags : sizes);
   }
   template <class Args>
-  constexpr void count(DType Args::*) {}  // they have a place of their own
+  constexpr void count(DType Args::*) {}  // dtypes have fields of their own
 };
 
 template <class Args>
@@ -85,7 +85,7 @@ struct SignatureOf {
   }
   void operator()(const char* name, const char*, DType Args::* member) {
     names.rows = true;
-    signature.other_dtype = args.*member;  // that of operands comes last
+    signature.other_dtype = args.*member;  // of the operands, which come last
     if (std::string_view(name) == "dtype") signature.dtype = args.*member;
   }
 };

@@ -11,7 +11,7 @@
 namespace jax_ep {
 
 // `kRows`: how many rows have packs in flight at once. A lane has 16 packs in flight in all, so fewer rows mean more
-// packs of each. A choice, which python -m jax_ep bench sparse times.
+// packs of each row. Chosen with `bench sparse`.
 template <class In, class Out, int kRows = 4>
 class DirectSum {
  private:
@@ -53,7 +53,7 @@ class DirectSum {
   }
 
  private:
-  // Where a lane's pack of a row lies.
+  // Where a lane's pack lies in a row.
   JAX_EP_FN int at(int first, int pack) const { return first + pack * kValues + coop_.lane * kPackValues<In>; }
 
   // Rows of odd sizes: a value per lane at a time.
@@ -98,7 +98,7 @@ class FewRows {
     all_ = !next.row;
   }
 
-  // Whether there are no more than these.
+  // Whether these are all rows of the lineup.
   JAX_EP_FN bool all() const { return all_; }
   JAX_EP_FN int count() const { return count_; }
   JAX_EP_FN const Term<Row>* begin() const { return rows_; }
@@ -118,7 +118,7 @@ JAX_EP_FN void sum_values(const FewRows<const In>& rows, const FewRows<char>& si
     for (int i = 0; i < kValues; ++i) total[i] += term.weight * to_float(term.row[first + i]);
   Out rounded[kValues];
   from_floats(total, rounded);
-  for (const auto& sink : sinks) {  // several are results of several ranks, not looked at soon
+  for (const auto& sink : sinks) {  // several sinks are results of several ranks, and nobody reads them soon
     auto* to = reinterpret_cast<Out*>(sink.row) + first;
     if (kValues > 1 && sinks.count() > 1) {
       stream_out(to, rounded);

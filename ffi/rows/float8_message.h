@@ -22,8 +22,8 @@ JAX_EP_CONSTANT_FN int64_t wire_bytes(int hidden) {
 
 JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock * 4; }
 
-// What encoder and decoder share. A coop works on one message; each lane has up to kPacks packs of it. kBlockLanes
-// neighbouring lanes share a block of values.
+// A message, for encoder and decoder. A coop works on one message; each lane has up to kPacks packs of it. A block of
+// values is in kBlockLanes neighbouring lanes.
 template <class T, int kMost = kWireValues>
 struct Message {
   static constexpr int kBlockLanes = Coop::lanes == 1 ? 1 : 8;
@@ -33,15 +33,15 @@ struct Message {
   using Encoded = Pack<Float8E4M3, kBlockValues>;
 
   const Coop& coop;
-  const int hidden, first;  // the value with which it begins
-  const int most;           // values, of all but the last of a row
+  const int hidden, first;  // values of the row, and the first value of the message
+  const int most;           // values of every message of a row but the last
   const bool staged;  // in shared memory, which has room for a whole message; what lies past the end is never sent
 
   JAX_EP_FN int values() const { return smaller(most, hidden - first); }
   JAX_EP_FN int at(int pack) const { return (pack * Coop::lanes + coop.lane) * kBlockValues; }
   JAX_EP_FN bool has(int pack) const { return staged || at(pack) < values(); }
-  // Calls visit(pack) for all of its packs. The second half is skipped as a whole, as a test for each pack would cost
-  // more.
+  // Calls visit(pack) for all packs. If the message is short, the second half is skipped as a whole, because a test for
+  // each pack would cost more.
   template <class Visit>
   JAX_EP_FN void for_each_pack(Visit visit) const {
     constexpr int kHalf = (kPacks + 1) / 2;
@@ -61,8 +61,8 @@ struct Message {
   }
 };
 
-// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share them: first those for
-// all factors, then those for all scales.
+// The factors and scales of a message's blocks. Divisions are slow, so they are divided among the lanes of a block: all
+// factors come first, then all scales.
 template <class Message>
 class Scaling {
  public:

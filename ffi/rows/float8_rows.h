@@ -7,8 +7,7 @@
 
 namespace jax_ep {
 
-// The most values of a message whose values and scales are apart: half a row of 7168. A choice, which kernels_bench 2
-// times.
+// The most values of a message whose values and scales are apart: half a row of 7168. Chosen with `kernels_bench 2`.
 constexpr int kApartValues = 3584;
 
 // The sinks of a row whose values and scales are apart.
@@ -38,7 +37,7 @@ struct EncodeApart {
   RowWriter& writer;
   const bool words;      // rows of scales are made of 16-byte words
   const int most;        // values of a message
-  const int put_values;  // that leave together: all messages of a stage, or of a row
+  const int put_values;  // values that leave together: all messages of a stage, or of a row
 
   template <class To, class Release>
   JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& sinks, Release release) const {
@@ -77,8 +76,8 @@ JAX_EP_FN int apart_message_values(int hidden) {
   return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 
-// Returns how many values leave as one batch: a whole row, or as many messages as fit beside two messages that are
-// read.
+// Returns how many values leave as one batch: a whole row, or as many messages as fit into shared memory besides two
+// messages that are read.
 template <class T>
 JAX_EP_FN int apart_put_values(const Coop& coop, int hidden) {
   const int message = apart_message_values(hidden),

@@ -8,14 +8,14 @@
 
 namespace jax_ep {
 
-// A row and what it is multiplied by; a null row stands for none.
+// A row and its factor. A null row stands for no row.
 template <class Row>
 struct Term {
   Row* row;
   float weight;
 };
 
-// Terms that the lanes of a coop hold, at most one each, in the order of lanes.
+// Terms in the lanes of a coop, at most one in each, in the order of lanes.
 template <class Row>
 class Held {
  public:

@@ -4,22 +4,21 @@
 //   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
 //     source(i) to the up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move
 //     nothing. All lanes call together, each sink with a k of its own, and sink(i, k) right after source(i).
-//   mark(), complete_to(mark): as of a RowWriter.
+//   mark(), complete_to(mark): as in RowWriter.
 //
-// RowReader: from memory to shared memory, in batches asked for ahead of time.
-//   in_bulk(): whether it does so at all here; depth(): how many batches may be under way or in use.
-//   acquire(): what a flag has announced may be asked for from here on.
+// RowReader: from memory to shared memory, in batches that are requested ahead of time.
+//   in_bulk(): whether this target does so; depth(): how many batches may be under way or in use.
+//   acquire(): from here on, ask() may request what a flag has announced.
 //   ask(mine, count, from, bytes): `count` batches, of which this lane's `mine`-th is at its own address; lanes with
 //     other numbers have none.
-//   take(): where the oldest batch is now; release(): all that was taken has been looked at.
+//   take(): where the oldest batch is now; release(): the caller has read all batches that it took.
 //
 // RowWriter: from registers to memory.
 //   put(sinks, offset, bytes, fill): a batch of `bytes` at `offset` from every sink of a lineup. Every lane writes
-//     its part by fill(to). put_directly(...) does so for batches that are not made of 16-byte words.
-//   By hand, where rows come in bulk: stage(true) is where the next batch is to be made, stage(false) that batch
-//     again; then seal(), send(sinks, offset, bytes, from) for each part of it, and commit().
-//   mark(), complete_to(mark): returns when all that was put before the mark is written, so that a flag may announce
-//     it.
+//     its part by fill(to). put_directly(...) does the same for batches that are not made of 16-byte words.
+//   put() by hand, if rows come in bulk: stage(true) is where the next batch is made, stage(false) is the same place
+//     again; then seal(), send(sinks, offset, bytes, from) for each part of the batch, and commit().
+//   mark(), complete_to(mark): returns when everything put before the mark is written, so that a flag may announce it.
 #pragma once
 
 #include "comm/platform.h"

@@ -1,4 +1,4 @@
-// Rows that come in batches, one job after another. While one job is done, the batches of the next are under way.
+// Rows that come in batches, one job after another. During a job, the batches of the next job are under way.
 #pragma once
 
 #include "comm/integers.h"
@@ -12,7 +12,7 @@ struct Cut {
   int row_bytes, batch_bytes;
 };
 
-// A job is some rows, all read part by part, and the sinks of what is made of them.
+// A job has some rows, which are read part by part, and the sinks of the result.
 template <class Row, class Sinks>
 class RowStream {
  public:
@@ -23,8 +23,8 @@ class RowStream {
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }
 
-  // A job begins in three steps: ask_for() its rows, finish() the job before, begin() it. The caller may wait for
-  // something between ask_for() and begin(), as the rows are under way.
+  // A job begins in three steps: ask_for() requests its rows, finish() ends the job before, begin() starts the job.
+  // Between ask_for() and begin() the caller may wait for something, while the rows are under way.
   JAX_EP_FN void ask_for(const Held<const Row>& rows, Cut cut) {
     then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
     ask();

@@ -10,18 +10,18 @@
 
 namespace jax_ep {
 
-// Values of a batch, which is what a coop sums of a row at a time.
+// Values of a batch: the part of a row that a coop sums at a time.
 template <class T, int kPacks = kLanePacks>
 constexpr int kSumValues = kPacks * Coop::lanes * kPackValues<T>;
 
-// Packs that a lane has of a batch. Rows of `packs` packs a lane are cut into as few batches of at most `most` packs as
-// possible, all of about one size.
+// How many packs of a batch a lane has. A row of `packs` packs per lane is cut into as few batches as possible, of at
+// most `most` packs and of about one size.
 JAX_EP_CONSTANT_FN int even_packs(int packs, int most) {
   const int batches = (packs + most - 1) / most;
   return batches ? (packs + batches - 1) / batches : 1;
 }
 
-// `kPacks`: the most that a lane has of a batch.
+// `kPacks`: the most packs of a batch that a lane has.
 template <class T, int kPacks = kLanePacks>
 class RowSum {
  public:
@@ -63,7 +63,7 @@ class RowSum {
   static constexpr int kDirectPacks = kPacks < kLanePacks ? kPacks : kLanePacks;
   using Total = float[kDirectPacks][kPackValues<T>];
   static constexpr int kDirect = kSumValues<T, kDirectPacks>;
-  // Long batches leave room for one stage to write, as reading ahead needs the rest.
+  // Long batches leave room for one stage to write, because reading ahead needs the rest.
   JAX_EP_FN int put_stages() const { return batch_ > kDirect ? 1 : 2; }
 
   // There is code for batches of kPacks packs, half of them, and so on. Tests inside one version would cost more.
@@ -71,7 +71,7 @@ class RowSum {
   static constexpr int kFewer = kUsed > kLanePacks         ? kLanePacks
                                 : kUsed > kDirectPacks / 2 ? (kUsed + 1) / 2
                                                            : kUsed;
-  // A stage has room for all that this code reads. What lies past the end of a row is added too, but never sent.
+  // A stage has room for all that this code reads. Values past the end of a row are added, too, but never sent.
   template <int kUsed>
   static JAX_EP_FN int staged(int values) {
     if constexpr (kFewer<kUsed> < kUsed)

@@ -1,5 +1,5 @@
-// Rows on the wire in float8: the sender encodes them, and they are decoded where they land. A row travels as messages
-// of up to kWireValues values, each followed by the float32 scales of its blocks.
+// Rows on the wire in float8: the sender encodes, and the receiver decodes. A row travels as messages of up to
+// kWireValues values, and each message ends with the float32 scales of its blocks.
 #pragma once
 
 #include "rows/float8_message.h"
@@ -9,7 +9,8 @@
 namespace jax_ep {
 
 // Calls work(batch, message, sinks, release) for every message of a row. The work calls release() when it has read the
-// batch. If rows come in bulk, begin() does the row before while the next one is under way, and finish() does the last.
+// batch. If rows come in bulk, begin() works on the row before while its own row is under way, and finish() works on
+// the last row.
 template <class T, class Work>
 class MessageStream {
  public:

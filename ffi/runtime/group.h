@@ -71,7 +71,7 @@ class Group {
   Heap* heap(RankSlot rank_slot) const { return heaps_[index_of(rank_slot)]; }
 
   int device_of(RankSlot rank_slot) const { return lines_[rank_slot.line][rank_slot.rank]; }
-  // Whether the device is of this process.
+  // Whether the rank slot's device belongs to this process.
   bool is_local(RankSlot rank_slot) const { return device_of(rank_slot) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
@@ -151,7 +151,7 @@ class Group {
   };
   std::optional<Told> told_by(int index) const;
   std::vector<Told> told(bool fatal, const std::vector<uint64_t>& taken) const;
-  // The error of an op that is later than those already taken, of each line.
+  // The error of an op later than the epochs `taken`, which are by line.
   std::optional<GroupError> take_recoverable(std::vector<uint64_t>* taken);
   GroupError describe(const Told& told) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
@@ -176,7 +176,7 @@ class Group {
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
-  std::mutex told_mutex_;  // of what follows
+  std::mutex told_mutex_;  // guards the members below
   // By line: the epochs of the errors that take_error() and error_before() have returned. An error of one op is one
   // error of all its ranks.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;

@@ -113,7 +113,7 @@ static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
 // The shared memory of the aux warps in a gather.
 struct Waiter {
-  uint32_t ready;  // tiles whose rows have arrived, among the tiles that wait for rows
+  uint32_t ready;  // of the tiles that wait for rows, how many have them
 };
 
 template <>
@@ -131,7 +131,7 @@ struct GatherHooks {
   const CUtensorMap& own;
   const gemm::Problem& problem;
   Waiter& aux;
-  mutable uint32_t awaited = 0;  // of the producer
+  mutable uint32_t awaited = 0;  // tiles, by the producer
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& gathered) const {
     if (must_wait(tile)) ptx::wait_count(&aux.ready, ++awaited);

@@ -14,7 +14,7 @@ constexpr int kPairRows = 2 * kTileRows;
 // Simulates the rounds of tiles of a gather, with the rows that each round must wait for. Times are in microseconds.
 struct Rounds {
   const GatherRates& rates;
-  int pairs, own;            // pairs of rows of tiles; those with rows of this rank only
+  int pairs, own;            // pairs of rows of tiles; how many have rows of this rank only
   int band_tiles, clusters;  // in pairs of tiles
   int band;
   double tile, moving;  // for a tile; for all rows, which arrive at an even rate

@@ -114,7 +114,7 @@ class MatmulReduce {
       if (row_block >= ready) {
         ready = delivered_until(op_, row_block, first + row_blocks);
         if (ready == row_block) {
-          sums_.finish();  // rather than keep the current sum waiting, too
+          sums_.finish();  // so that the current sum does not wait, too
           op_.wait_delivered(row_block);
           if (!op_.ok()) break;
           ready = row_block + 1;
@@ -184,8 +184,8 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
 }
 
 // A reduction of two ranks is one exchange. A rank leaves the part of its product that it keeps in its result, and
-// pushes the part that the peer keeps to the peer's landing. When the peer's part is here, it is added. Both ranks add
-// the same two values, so their bits are equal.
+// pushes the part that the peer keeps to the peer's landing. When the peer's part is here, the rank adds it. Both ranks
+// add the same two values, so their bits are equal.
 constexpr int kExchangingRanks = 2;
 
 // The places of the values of one rank's product. Rows are numbered in the whole product.

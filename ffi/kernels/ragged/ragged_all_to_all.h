@@ -13,7 +13,7 @@ JAX_EP_FN bool inside(int64_t begin, int64_t size, int64_t rows) {
   return begin >= 0 && size >= 0 && begin + size <= rows;
 }
 
-// Whether a slice must be sent. Reports a slice that is out of bounds; an empty slice never is.
+// Whether a slice must be sent: it is neither empty nor out of bounds. Reports a slice that is out of bounds.
 JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) {
   const int64_t size = args.send_sizes[index], from = args.input_offsets[index], to = args.output_offsets[index];
   if (size == 0) return false;

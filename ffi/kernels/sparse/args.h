@@ -40,7 +40,7 @@ struct SparseReduceArgs {
   int landing_room;  // rows that each peer may push to the landing; 0: owners fetch all rows
   bool sharded, drop;
   bool by_count;          // rows are divided by their number of entries ...
-  float scale;            // ... or else multiplied by this
+  float scale;            // ... else multiplied by this
   const char* values;     // [N, D]
   const int32_t* places;  // [R, N]
   const int32_t* bounds;  // [R + 1]

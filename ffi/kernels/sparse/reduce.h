@@ -260,7 +260,7 @@ class SparseReduce {
           .sum(ranks, [&](int rank) { return partial_of(rank, row.place); }, args_.hidden, sinks, scale);
   }
 
-  // The part that a rank adds to a row, wherever it lies.
+  // The part that a rank adds to a row: in the landing, or at the rank.
   JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
     if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
     const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.place);

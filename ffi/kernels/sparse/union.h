@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// A rank's contiguous range of the rows of a table; empty past the last.
+// A rank's contiguous range of the rows of a table. Empty if no rows are left for the rank.
 JAX_EP_FN Range row_range(int num_rows, int rank, int ranks) {
   const int64_t rows = (int64_t{num_rows} + ranks - 1) / ranks, begin = rank * rows, end = begin + rows;
   return {static_cast<int>(begin < num_rows ? begin : num_rows), static_cast<int>(end < num_rows ? end : num_rows)};

@@ -1,8 +1,8 @@
 // Moves rows by Hopper's bulk copies through a coop's shared memory, so that neither latency nor a slow link holds up a
 // lane. On older GPUs, and for rows that are not made of 16-byte words, rows go through registers.
 //
-// The shared memory of a coop begins with barriers: those of a RowReader, then those of a RowMover. Behind them lie the
-// stages of a RowMover; or the stages of a RowWriter and then those of a RowReader.
+// The shared memory of a coop begins with barriers: first those of a RowReader, then those of a RowMover. After the
+// barriers come the stages of a RowMover; or the stages of a RowWriter, then those of a RowReader.
 #pragma once
 
 #include "comm/target/ptx/bulk.h"
@@ -91,7 +91,7 @@ class BulkMover {
     };
     InFlight queue[kStages - 1] = {};  // the parts under way, in order
     int done = -1;
-    for (int asked = 1;; ++asked) {  // for parts, in one sink: what that takes is in line, and long
+    for (int asked = 1;; ++asked) {  // one call of the sink asks for all parts: its code is inlined, and long
       for (int i = 0; i < kStages - 2; ++i) queue[i] = queue[i + 1];
       queue[kStages - 2] = load();
       if (done >= 0) after(done, *this);
@@ -115,8 +115,8 @@ class BulkMover {
   uint64_t* const barriers_;
   char* const stages_;
   const int stage_bytes_;
-  uint32_t loaded_ = 0, stored_ = 0;  // of all parts: they name the stage
-  uint32_t live_ = 0, phases_ = 0;    // a bit per stage: something is in it; the parity of its barrier
+  uint32_t loaded_ = 0, stored_ = 0;  // numbers of parts, which name the stage
+  uint32_t live_ = 0, phases_ = 0;    // a bit per stage: whether it is in use; the parity of its barrier
 };
 
 // Brings batches to shared memory before they are needed.
