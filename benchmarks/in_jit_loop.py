@@ -185,9 +185,9 @@ def _executions_before(program: Callable[[], Any], hot: bool) -> int:
 
 
 def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:
-    """What `timed` executions take after `before` others and before IN_FLIGHT more, none of which waits for the host.
+    """The seconds of `timed` executions, with `before` executions before and IN_FLIGHT after. None waits for the host.
 
-    The last ones keep the host as busy as those that count: where it takes longer than the devices, its time is seen.
+    IN_FLIGHT more keep the host busy to the end, so that its time shows if it takes longer than the devices.
     """
     results: list[Any] = []
     ended: list[float] = []
