@@ -30,8 +30,8 @@ def sums_of_shared_tokens(
     """
     group, config = call.dispatch.group, call.dispatch.config
     if group.size == 1:  # the sum over this rank makes the types alike on all ranks
-        total, stats, _ = experts_of_tokens(call, tokens, expert_ids, weights, experts, overlapped)
-        return jax.lax.psum(total, group.axis_name), stats, overlapped
+        total, stats = experts_of_tokens(call, tokens, expert_ids, weights, experts)
+        return jax.lax.psum(total, group.axis_name), stats
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
     agreement = Agreement(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
