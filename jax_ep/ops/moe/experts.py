@@ -316,10 +316,10 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
 
 
 def _unit_cotangents(
-    call: ExpertsCall, kept: Kept, d_answers: Rows | Float8Rows, row_weights: jax.Array, dtype: Any
+    call: ExpertsCall, kept: Kept, d_answers: Any, row_weights: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
-    biases and of the unit's parameters."""
+    biases and of the unit's parameters. `d_answers` are `Rows`, or with float8_dgrad `Float8Rows`."""
     _, sizes, _, products, experts, parameters = kept
 
     def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
