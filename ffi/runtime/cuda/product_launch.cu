@@ -10,7 +10,7 @@
 namespace jax_ep::gemm {
 namespace {
 
-std::array<Variants<ProductKernel>, 6> all_kernels() {
+std::array<Variants<ProductKernel>, 5> all_kernels() {
   return {tile_kernels(), swapped_kernels(), gated_kernels(), gathered_kernels(), float8_kernels()};
 }
 
