@@ -32,7 +32,6 @@ _BENCHES = {
     "sparse": "sparse_all_reduce",
     "matmul": "dense and grouped matrix products",
     "collective_matmul": "products overlapped with a collective",
-    "phases": "where the time of dispatch, combine and sparse_all_reduce goes",
     "nodes": "dispatch and combine over several nodes",
     "report": "the tables of docs/performance.md, and which results are old",
 }

@@ -36,7 +36,6 @@ def rows_of(table: str) -> list[dict[str, str]]:
         "peers --peers jax_ep --rounds 1",
         "matmul --repeats 1 --quick",
         pytest.param("matmul --by float8 --repeats 1 --quick", marks=pytest.mark.nightly),
-        pytest.param("phases --ops moe", marks=pytest.mark.nightly),
     ],
 )
 def test_a_benchmark_prints_a_table(
