@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sparse_cases as cases
 from conftest import OpenGroup
+from test_nodes import over
 
 from jax_ep import (
     Experts,
@@ -40,17 +41,15 @@ Shape = tuple[int, int, int]  # T, K, H
         ((5, 0, 128), {"wire": "float8"}),
         ((5, 2, 0), {}),
         ((0, 0, 0), {}),
+        ((0, 2, 128), {"wire": "float8", "nodes": NodeOptions(), "on_overflow": "drop"}),
+        ((3, 0, 128), {"wire": "float8", "nodes": NodeOptions(2), "on_overflow": "drop"}),
+        ((3, 2, 0), {"nodes": NodeOptions(2), "on_overflow": "drop"}),
     ],
     ids=str,
 )
 def test_nothing(
-    shape: Shape,
-    options: dict[str, Any],
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
+    shape: Shape, options: dict[str, Any], implementation: Implementation, rng: np.random.Generator
 ) -> None:
-    group = open_group(SIZE)
     tokens, top_k, hidden = shape
 
     def body(*larger: jax.Array) -> Any:
@@ -65,14 +64,17 @@ def test_nothing(
 
         return jax.value_and_grad(both, (0, 1), has_aux=True)(rows, weights)
 
-    # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
-    case = helpers.draw_case(rng, SIZE, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
-    (_, actual), gradients = helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
-    group.check()
+    with over(2, SIZE) if "nodes" in options else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
+        # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
+        case = helpers.draw_case(rng, group.size, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
+        operands = [x.reshape(*group.mesh.axis_sizes, *x.shape[1:]) for x in case]
+        (_, actual), gradients = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+        group.check()
     case = helpers.Case(case.tokens[:, :tokens, :hidden], *(x[:, :tokens, :top_k] for x in case[1:]))
-    helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+    if "nodes" not in options:
+        helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
     for gradient, operand in zip(gradients, (case.tokens, case.weights), strict=True):
-        np.testing.assert_array_equal(gradient, np.zeros_like(operand))
+        np.testing.assert_array_equal(gradient.reshape(operand.shape), np.zeros_like(operand))
 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["ops", "layer"])

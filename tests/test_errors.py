@@ -70,21 +70,27 @@ def test_dispatch(argument: str, value: Any, error: type[Exception], open_group:
         trace(group, lambda: dispatched(group, **{argument: value}))
 
 
-def test_alignment_beyond_32_bits(open_group: OpenGroup) -> None:
+def many_tokens() -> dict[str, Any]:
+    tokens, ids = jnp.zeros((2**18, HIDDEN)), jnp.zeros((2**18, 2**11), jnp.int32)
+    return {"tokens": tokens, "expert_ids": ids, "num_experts": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            lambda: {"capacity": 2**29, "alignment": 2**29},
+            r"R \* T .* alignment .* fewer than 2\*\*31, got .* \* 536870912",
+        ),
+        (lambda: {"capacity": 12, "alignment": 8}, "capacity must be a multiple of alignment 8, got 12"),
+        (many_tokens, r"the default capacity must be below .*, got \d+; pass capacity="),
+    ],
+    ids=["alignment beyond 32 bits", "no multiple", "default capacity beyond 32 bits"],
+)
+def test_capacities_that_cannot_be(changes: Callable[[], Any], match: str, open_group: OpenGroup) -> None:
     group = open_group(SIZE)
-    with pytest.raises(ValueError, match=r"^dispatch: R \* T .* alignment .* fewer than 2\*\*31, got .* \* 536870912"):
-        trace(group, lambda: dispatched(group, capacity=2**29, alignment=2**29))
-
-
-def test_a_default_capacity_beyond_32_bits_is_not_blamed_on_the_caller(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-
-    def of_many_tokens() -> Any:
-        tokens, ids = jnp.zeros((2**18, HIDDEN)), jnp.zeros((2**18, 2**11), jnp.int32)
-        return dispatched(group, tokens=tokens, expert_ids=ids, num_experts=4096)
-
-    with pytest.raises(ValueError, match=r"^dispatch: the default capacity must be below .*, got \d+; pass capacity="):
-        trace(group, of_many_tokens)
+    with pytest.raises(ValueError, match=f"^dispatch: {match}"):
+        trace(group, lambda: dispatched(group, **changes()))
 
 
 def test_the_first_of_several_errors_is_kept(open_group: OpenGroup) -> None:
@@ -94,12 +100,6 @@ def test_the_first_of_several_errors_is_kept(open_group: OpenGroup) -> None:
     with pytest.raises(CapacityError, match="first"):
         group.check()
     group.check()
-
-
-def test_capacity_no_multiple_of_alignment(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    with pytest.raises(ValueError, match=r"^dispatch: capacity must be a multiple of alignment 8, got 12"):
-        trace(group, lambda: dispatched(group, capacity=12, alignment=8))
 
 
 @pytest.mark.parametrize(

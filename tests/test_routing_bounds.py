@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
+from test_nodes import over
 
-from jax_ep import Dispatched, Group, InvalidRoutingError, Routing, SparseRows, combine, dispatch
+from jax_ep import Dispatched, Group, InvalidRoutingError, NodeOptions, Routing, SparseRows, combine, dispatch
 from jax_ep.float8 import Float8Rows
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, CAPACITY = 2, 6, 3, 8, 16, 40
@@ -130,7 +131,9 @@ def test_anything_in_the_leaves(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize(
+    ("nodes", "leaf"), [*((1, leaf) for leaf in LEAVES), *((2, leaf) for leaf in (*LEAVES, "local_counts", "sent"))]
+)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -144,19 +147,24 @@ def test_anything_in_the_leaves(
     ],
 )
 def test_leaf_refused_by_name(
-    leaf: str, change: Any, error: type[Exception], message: str, open_group: OpenGroup, rng: np.random.Generator
+    nodes: int, leaf: str, change: Any, error: type[Exception], message: str, rng: np.random.Generator
 ) -> None:
-    group = open_group(SIZE)
+    options: dict[str, Any] = {"nodes": NodeOptions(3), "on_overflow": "drop"} if nodes > 1 else {}
+    with over(nodes, SIZE) if nodes > 1 else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
 
-    def body(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="xla")
-        routing = dataclasses.replace(out.routing, **{leaf: change(getattr(out.routing, leaf))})
-        return combine(out.rows, routing, group=group, implementation="xla")
+        def body(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+            out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="xla", **options)
+            routing = dataclasses.replace(out.routing, **{leaf: change(getattr(out.routing, leaf))})
+            return combine(out.rows, routing, group=group, implementation="xla")
 
-    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    other = "row_of" if leaf == "targets" else leaf  # targets say how many tokens there are
-    with pytest.raises(error, match=rf"^combine: routing\.({leaf}|{other}) {message}"):
-        jax.eval_shape(helpers.per_rank(body, group.mesh), case.tokens, case.ids)
+        case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+        operands = [x.reshape(*group.mesh.axis_sizes, *x.shape[1:]) for x in case[:2]]
+        if leaf == "sent" and "NoneType" in message:  # then all tokens were sent to all nodes
+            error, message = ValueError, "must be of the tokens of 2 nodes"
+        # By targets, and by what was sent, the others are known to fit.
+        other = {"targets": "row_of|rows", "sent": "targets"}.get(leaf, leaf)
+        with pytest.raises(error, match=rf"^combine: routing\.({leaf}|{other}) {message}"):
+            jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
 
 
 @pytest.mark.parametrize(
