@@ -220,7 +220,6 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
 @pytest.mark.parametrize("precision", ["float8", "float8_dgrad"])
@@ -240,7 +239,6 @@ def test_float8_against_the_chain(
     assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1])
 
 
-@pytest.mark.optimized
 def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Matrices that come in float8, or some of them, give the bits of those that the layer quantizes. Gradients in the
     tokens differ by the rounding of the matrices."""
