@@ -1,6 +1,7 @@
 """A layer of experts and its gradients: every expert answers every token, in float64. Shares no code with jax_ep."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ def through_float8(x: jax.Array, *block: int) -> jax.Array:
 def sums(
     layer: Layer,
     biases: Biases,
-    ids: np.ndarray,
+    ids: Any,
     *,
     unit: Callable[..., jax.Array] = silu_gated,
     weigh_inputs: bool = False,
@@ -71,14 +72,19 @@ def sums(
     return jnp.einsum("rtke,rtkeh->rth", shares, jnp.broadcast_to(answers, (*shares.shape, answers.shape[-1])))
 
 
+@partial(jax.jit, static_argnames=("unit", "weigh_inputs", "float8"))
+def _with_gradients(layer: Layer, biases: Biases, cotangent: jax.Array, ids: jax.Array, **form: Any) -> tuple[Any, ...]:
+    out, pull = jax.vjp(lambda layer, biases: sums(layer, biases, ids, **form), layer, biases)
+    return out, *pull(cotangent)
+
+
 def gated_experts(
     layer: Layer, ids: np.ndarray, cotangent: np.ndarray, biases: Biases = (None, None, None), **form: Any
 ) -> tuple[Any, ...]:
     """The sums and the gradients for their cotangent, of `layer` and, if there are some, of `biases`."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (layer, biases, cotangent))
-        out, pull = jax.vjp(lambda layer, biases: sums(layer, biases, ids, **form), *exact[:2])
-        found = jax.tree.map(np.asarray, (out, *pull(exact[2])))
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (layer, biases, cotangent))
+        found = jax.device_get(_with_gradients(*exact, ids, **form))
     return found if any(bias is not None for bias in biases) else found[:2]
 
 
