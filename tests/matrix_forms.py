@@ -254,6 +254,7 @@ def arrives(form: Form, case: helpers.Case) -> np.ndarray:
 OF_OPS = (
     *("capacity", "on_overflow", "wire", "expand", "precision", "nodes", "weigh_inputs", "alignment", "implementation"),
 )
+OF_ORACLES = ("wire", "precision", "weigh_inputs", "activation", "product", "matrices", "shared")
 
 
 def product(rows: jax.Array, parts: Any, sizes: jax.Array) -> jax.Array:
