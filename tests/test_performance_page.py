@@ -84,6 +84,7 @@ def test_a_benchmark_keeps_what_it_printed(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--first --second")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     assert provenance.run("some_thing", main, ["--quick", "--json", *commit]) == 0
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
