@@ -1,6 +1,7 @@
 """A layer of experts and its gradients: every expert answers every token, in float64. Shares no code with jax_ep."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,6 +73,13 @@ def sums(
     return jnp.einsum("rtke,rtkeh->rth", shares, jnp.broadcast_to(answers, (*shares.shape, answers.shape[-1])))
 
 
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Programs compute in float64 on the CPU. For GPUs XLA drops the rounding to float8 of wider values."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @partial(jax.jit, static_argnames=("unit", "weigh_inputs", "float8"))
 def _with_gradients(layer: Layer, biases: Biases, cotangent: jax.Array, ids: jax.Array, **form: Any) -> tuple[Any, ...]:
     out, pull = jax.vjp(lambda layer, biases: sums(layer, biases, ids, **form), layer, biases)
@@ -82,7 +90,7 @@ def gated_experts(
     layer: Layer, ids: np.ndarray, cotangent: np.ndarray, biases: Biases = (None, None, None), **form: Any
 ) -> tuple[Any, ...]:
     """The sums and the gradients for their cotangent, of `layer` and, if there are some, of `biases`."""
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+    with exactly():
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (layer, biases, cotangent))
         found = jax.device_get(_with_gradients(*exact, ids, **form))
     return found if any(bias is not None for bias in biases) else found[:2]

@@ -13,6 +13,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import matrix_forms
+import moe_oracle
 import numpy as np
 import pytest
 from matrix_forms import DISPATCH, LAYER, Form, Function, Operands
@@ -276,7 +277,7 @@ def expected(
 ) -> Result:
     derive = moved if under.derive is linearized else under.derive
     read = tuple((name, form[name]) for name in matrix_forms.OF_ORACLES if name in form)
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+    with moe_oracle.exactly():
         wide = jax.tree.map(
             lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else np.asarray(x, np.float64),
             (operands.floats, operands.exact, tangents, cotangent),
