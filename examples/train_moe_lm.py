@@ -26,7 +26,7 @@ from .moe_lm_data import load_bytes, sample_batch
 
 SEED = 0
 SEQUENCES, LENGTH = 8, 128  # of a batch, over all devices
-SAMPLE_PROMPT, SAMPLE_LENGTH = b"def ", 192
+SAMPLE_PROMPT, SAMPLE_LENGTH = b"def ", 64
 SMOOTHING = 20  # steps over which the reported losses and loads are averaged
 
 TrainStep = Callable[[moe_lm.Params, Any, np.ndarray], tuple[moe_lm.Params, Any, moe_lm.Metrics]]
@@ -157,7 +157,7 @@ def open_group(nodes: int | None, config: moe_lm.Config) -> jax_ep.Group:
 def main(arguments: list[str]) -> int:
     """Returns 0 if the loss fell and the ops agreed with implementation="xla"."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo", description="Train a small MoE language model.")
-    parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     parser.add_argument("--nodes", type=int, help="into which the devices are split, such as processes; default: none")
