@@ -49,11 +49,15 @@ def test_a_benchmark_prints_a_table(
     assert all(rows_of(table) for table in tables)
 
 
-def test_decoding_is_part_of_the_sweep(open_group: OpenGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decoding_is_part_of_the_sweep(
+    open_group: OpenGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the sweep's own rows and columns: few tokens, the layers and what they are compared with."""
-    benchmark("token_sweep").run(open_group(1), 1, True)
+    sweep = benchmark("token_sweep")
+    monkeypatch.setattr(sweep, "DECODED", sweep.DECODED[:1])
+    sweep.run(open_group(1), 1, True)
     rows = rows_of(capsys.readouterr().out)
-    assert [next(iter(row.values())) for row in rows] == ["1", "8", "32", "128"]
+    assert [next(iter(row.values())) for row in rows] == ["1"]
     assert [*rows[0]][1:] == ["dispatch, combine, us", "layer, us", "layer, shared tokens, us"]
 
 
