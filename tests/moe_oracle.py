@@ -75,8 +75,9 @@ def sums(
 
 @contextlib.contextmanager
 def exactly() -> Iterator[None]:
-    """Programs compute in float64 on the CPU. For GPUs XLA drops the rounding to float8 of wider values."""
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(jax.devices("cpu")[0]):
+    """Programs compute in float64 on a CPU of this process. For GPUs XLA drops the rounding to float8 of wider values."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(cpu):
         yield
 
 
