@@ -93,7 +93,7 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   return joined;
 }
 
-// The part of a coop, in the order of sender_part(), if only members have parts.
+// Renumbers a part over the coops of members alone, in the order of sender_part().
 JAX_EP_FN Part among_members(Part part, Part cta, Part member) {
   const int of_cta = part.count / cta.count;  // parts
   return of_cta == 0 ? Part{} : Part{part.index / cta.count * member.count + member.index, of_cta * member.count};

@@ -11,7 +11,7 @@ namespace jax_ep {
 constexpr int kMaxRanks = 64;
 constexpr int kMaxFlags = 1024;    // chunks of a source that have a flag each: a matrix has many row blocks
 constexpr int kMailCounts = 4096;  // numbers in a mailbox: bounds the experts and the slices of an op
-constexpr int kMailBuffers = 5;    // all in use by the op with the most windows: rows, tables, weights, scales, landing
+constexpr int kMailBuffers = 5;    // dispatch uses all: rows, row_of, weights, scales, landing
 
 enum class OpKind : int32_t;  // kernels/ops.h
 

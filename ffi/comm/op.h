@@ -68,7 +68,8 @@ class Op {
     return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.member.count - 1);
   }
 
-  // These leave a report for the host, once per op. It does not end the group, but the op delivers no results.
+  // Each reports an error to the host, which keeps the first report of an op. The group stays usable; this op delivers
+  // nothing.
   JAX_EP_FN void report_capacity(int rank, int64_t capacity, int64_t needed) const {
     record(heap, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
   }
@@ -149,7 +150,7 @@ class Op {
   // Whether a flag in this rank's heap is of this op.
   JAX_EP_FN bool is_raised(const uint64_t* flag) const { return load_acquire(flag) >= first_stamp(); }
 
-  // is_earlier(ask_posted()): whether this rank has not posted yet. Only the second step waits for the load.
+  // is_earlier(ask_posted()): whether this rank has not posted yet. ask_posted() issues the load, is_earlier() uses it.
   JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
   JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 

@@ -50,8 +50,8 @@ class PushItems {
     return item;
   }
 
-  // Whether another coop has stolen the item that next() returned. A stolen item must be neither put nor announced.
-  // Call as late as possible, as this waits for the claim.
+  // Whether another coop has stolen the item that next() returned. If so, skip the item: its thief puts and announces
+  // it. Call as late as possible, because this waits for the result of an atomic exchange.
   JAX_EP_FN bool was_stolen(int item) const {
     return has_own_ && item == op_.coop.sender.index && op_.coop.broadcast(claimed_before_ == op_.epoch);
   }
@@ -77,9 +77,9 @@ class PushItems {
 };
 
 // Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
-// only after it has started the next ones, so that the link stays busy. All lanes call. after() takes tokens in any
-// order. Between two calls of finish(), begun() and skipped() take tokens in rising order. `Chunks` has chunks, chunk()
-// and chunk_of().
+// only after it has started the next ones, so that the link stays busy. All lanes call. Pass
+// tokens to after() in any order, and to begun() and skipped() in increasing order until the next finish(). `Chunks`
+// has chunks, chunk() and chunk_of().
 template <class Chunks>
 class Announcer {
  public:

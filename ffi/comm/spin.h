@@ -36,8 +36,8 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
 }
 
 // Waits until *flag is at least `value`, for at most `timeout_ns` of this waiter's own running time. Polls with relaxed
-// loads, because acquire loads would invalidate the caches of the other coops, and acquires once at the end. Nobody
-// uses the value of that acquire, so the coop does not wait for it.
+// loads, because acquire loads would invalidate the caches of the other coops, and acquires once at the end. That
+// acquire orders later reads. Its value is unused, so no instruction waits for its register.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);
   if (seen >= value) return {Status::ok, seen, 0};

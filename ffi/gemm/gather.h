@@ -158,7 +158,7 @@ __device__ void gather(Memory& shared, const typename Mainloop::Source& source, 
   using Source = typename Mainloop::Source;
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
-  Position<Memory::kStages> at;
+  PipelineState<Memory::kStages> at;
   auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
     const int first = tile.row + warp * kSlice, lines = Source::rows_of(tile) - warp * kSlice;
@@ -185,11 +185,11 @@ __device__ void gather(Memory& shared, const typename Mainloop::Source& source, 
       arrive_when_copied(&shared.landed[at.stage]);
     }
   }
-  drain(shared, at);
+  producer_tail(shared, at);
 }
 
 template <class Memory>
-JAX_EP_FN void announce_stage(Memory& shared, const Position<Memory::kStages>& at, int lane) {
+JAX_EP_FN void announce_stage(Memory& shared, const PipelineState<Memory::kStages>& at, int lane) {
   wait_barrier(&shared.landed[at.stage], at.parity, "gathered rows");
   ptx::shared_proxy_fence();
   if (lane == 0) ptx::arrive(&shared.full[at.stage]);
@@ -200,7 +200,7 @@ template <class Mainloop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                               Part cta) {
   const int rank = blockIdx.x % kCluster, lane = threadIdx.x % 32;
-  Position<Memory::kStages> at;
+  PipelineState<Memory::kStages> at;
   auto taker = Mainloop::taker(shared, source, problem);
   if (rank == 0) taker.take();
   auto tiles = Mainloop::tiles(shared, problem, cta);
@@ -246,7 +246,7 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
     found.find(from);
     found.put(shared, ahead, lane);
   }
-  for (Position<Memory::kStages> at; ahead > 0; at.advance()) {
+  for (PipelineState<Memory::kStages> at; ahead > 0; at.advance()) {
     const int k = steps.next();
     FoundRows found;
     if (k >= 0) found.read(from, k, lane);

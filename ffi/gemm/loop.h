@@ -6,7 +6,7 @@
 //   Source            where the operands come from: kTerms, open(), load() (source.h)
 //   Tile              what tiles() yields: Tile (schedule.h) or RowTile (row_schedule.h)
 //   Memory<Aux>       the shared memory of a CTA; Aux is that of the hooks
-//   Sums              the accumulators of a thread, kAccumulators registers
+//   Accumulators      the sums of a thread, in kAccumulators registers
 //   kPingPong         whether the consumer warpgroups take tiles in turns; else each has a part of every tile
 //   kProducers        how many warps announce that a stage is full, besides the bytes of TMA
 //   kGathers          whether the aux warps gather an operand (gather.h)
@@ -63,7 +63,7 @@ template <class Mainloop, class Memory, class Hooks>
 __device__ void produce(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                         const Hooks& hooks, Part cta) {
   const int rank = blockIdx.x % kCluster;
-  Position<Memory::kStages> at;
+  PipelineState<Memory::kStages> at;
   auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
     const auto opened = source.open(problem, tile, hooks);
@@ -73,7 +73,7 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
         source.load(shared.stages[at.stage], problem, tile, opened, term, k, rank, &shared.full[at.stage]);
       }
   }
-  drain(shared, at);
+  producer_tail(shared, at);
 }
 
 // A consumer warp: multiplies and stores all tiles of a CTA, or, if the warpgroups ping-pong, every second tile.
@@ -83,7 +83,7 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
   using Source = typename Mainloop::Source;
   constexpr bool kPingPong = Mainloop::kPingPong;
   const int warp = uniform(threadIdx.x / 32), warpgroup = warp / kWarpgroup, lane = threadIdx.x % 32;
-  Position<Memory::kStages> at;
+  PipelineState<Memory::kStages> at;
   auto tiles = Mainloop::tiles(shared, problem, cta);
   typename Mainloop::Tile tile{};
   int taken = 0, stored = 0;
@@ -94,11 +94,11 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
     }
     await_turn<kPingPong>(shared, taken / 2, warpgroup);
     if (Mainloop::has_work(source, problem, tile, warpgroup)) {
-      typename Mainloop::Sums sums;
+      typename Mainloop::Accumulators sums;
       Mainloop::accumulate(sums, shared, source, problem, tile, at, warp, lane);
       Mainloop::store(epilogue, sums, shared, problem, tile, stored, warp, lane);
     } else {
-      skip(shared, stages_of<Source>(tile), at, lane);
+      consumer_skip(shared, stages_of<Source>(tile), at, lane);
       pass_turn<kPingPong>(shared, warpgroup, lane);
     }
     if constexpr (Hooks::kAwaitStores) {
@@ -117,15 +117,17 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
                            const Problem& problem, const Hooks& hooks, Part cta) {
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
   using Wanted = Registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>;
+  static_assert(Wanted::kConsumer * kConsumers + Wanted::kOther * (kThreads - kConsumers) == 168 * kThreads,
+                "what some warps take others must give");
   auto& shared = *reinterpret_cast<Memory*>(memory);
   Mainloop::open(shared);
   open_pipeline(shared, Mainloop::kPingPong ? kWarpgroup : kConsumerWarps, Mainloop::kProducers);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
-    take_registers<Wanted::kConsumer>();
+    warpgroup_reg_alloc<Wanted::kConsumer>();
     consume<Mainloop>(shared, source, epilogue, problem, hooks, cta);
   } else {
-    give_registers<Wanted::kOther>();
+    warpgroup_reg_dealloc<Wanted::kOther>();
     if (warp == kConsumerWarps) {
       produce<Mainloop>(shared, source, problem, hooks, cta);
     } else if constexpr (!std::is_empty_v<typename Hooks::Aux>) {

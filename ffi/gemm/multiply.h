@@ -43,7 +43,7 @@ JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, i
 template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, class Memory, int kAll,
           int kCount>
 JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
-                              Position<Memory::kStages>& at, int first_slice, int lane) {
+                              PipelineState<Memory::kStages>& at, int first_slice, int lane) {
   int running = -1;
   for (int k = begin; k < end; k += kBlockK, at.advance()) {
     const char* const stage = shared.stages[at.stage];
@@ -56,7 +56,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
       multiply_step<In, kWidth, kParts, kMnA, kMnB>(d, a, b, step, k == begin && step == 0);
     commit_multiplies();
     wait_multiplies<1>();
-    if (running >= 0) release(&shared.empty[running], lane);
+    if (running >= 0) consumer_release(&shared.empty[running], lane);
     running = at.stage;
   }
   return running;
@@ -65,7 +65,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
 // The last stage of a group, if the contraction ends inside the stage: only the steps that are needed, all columns.
 template <class In, int kBlockN, class Memory>
 JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
-                            Position<Memory::kStages>& at, int first_slice) {
+                            PipelineState<Memory::kStages>& at, int first_slice) {
   char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
   zero_lines<kBlockN>(stage, valid);
@@ -115,7 +115,7 @@ struct FixedTiles {
 template <class In, int kBlockN, bool kMnA, bool kMnB, class SourceOf = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>>
 struct TileMainloop : FixedTiles<kBlockN> {
   using Source = SourceOf;
-  using Sums = float[kParts<kBlockN>][kBlockN / 2];
+  using Accumulators = float[kParts<kBlockN>][kBlockN / 2];
   static constexpr bool kPingPong = is_ping_pong(kBlockN);
   static constexpr int kAccumulators = kParts<kBlockN> * kBlockN / 2, kProducers = 1;
 
@@ -126,10 +126,10 @@ struct TileMainloop : FixedTiles<kBlockN> {
     return wanted || meets;
   }
 
-  // d = lhs x rhs. At edges, roughly no more columns and rows than the tile has.
+  // d = lhs x rhs. At edges only the columns and rows that the tile has, rounded up to 64.
   template <class Shared>
-  JAX_EP_FN static void accumulate(Sums& d, Shared& shared, const Source&, const Problem& problem, const Tile& tile,
-                                   Position<Shared::kStages>& at, int warp, int lane) {
+  JAX_EP_FN static void accumulate(Accumulators& d, Shared& shared, const Source&, const Problem& problem,
+                                   const Tile& tile, PipelineState<Shared::kStages>& at, int warp, int lane) {
     const int warpgroup = warp / kWarpgroup;
     if (tile.k_begin >= tile.k_end) {
 #pragma unroll
@@ -170,13 +170,13 @@ struct TileMainloop : FixedTiles<kBlockN> {
     wait_multiplies<0>();
 #pragma unroll
     for (auto& part : d) settle(part);
-    if (running >= 0) release(&shared.empty[running], lane);
-    if (kMnA && kMnB && rest >= 0) release(&shared.empty[rest], lane);
+    if (running >= 0) consumer_release(&shared.empty[running], lane);
+    if (kMnA && kMnB && rest >= 0) consumer_release(&shared.empty[rest], lane);
   }
 
   // Stores strips of 16 rows. If the contraction is split, the CTAs of the cluster swap and add halves first.
   template <class Epilogue, class Shared>
-  JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, Shared& shared, const Problem& problem,
+  JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, Shared& shared, const Problem& problem,
                               const Tile& tile, int& swaps, int warp, int lane) {
 #pragma unroll
     for (int part = 0; part < kParts<kBlockN>; ++part) {

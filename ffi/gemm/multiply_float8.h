@@ -58,7 +58,8 @@ class TileScales {
 
 // Starts d = a x b of the stage at `at`, when it is full.
 template <int kBlockN, class Memory>
-JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const Position<Memory::kStages>& at, int warp) {
+JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const PipelineState<Memory::kStages>& at,
+                           int warp) {
   const char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
   const uint64_t a = describe<false>(stage + warp / kWarpgroup * kSliceBytes);
@@ -101,7 +102,7 @@ struct Float8Source : TileSource<false, Rhs> {
 template <int kBlockN, class SourceOf = Float8Source<OneMatrix<kBlockN, false>>>
 struct Float8Mainloop : FixedTiles<kBlockN> {
   using Source = SourceOf;
-  using Sums = float[kBlockN / 2];
+  using Accumulators = float[kBlockN / 2];
   static constexpr bool kPingPong = false;
   static constexpr int kAccumulators = 192, kProducers = 1;  // the sums of a tile and of a block
 
@@ -110,8 +111,8 @@ struct Float8Mainloop : FixedTiles<kBlockN> {
   }
 
   template <class Shared>
-  JAX_EP_FN static void accumulate(Sums& total, Shared& shared, const Source& source, const Problem& problem,
-                                   const Tile& tile, Position<Shared::kStages>& at, int warp, int lane) {
+  JAX_EP_FN static void accumulate(Accumulators& total, Shared& shared, const Source& source, const Problem& problem,
+                                   const Tile& tile, PipelineState<Shared::kStages>& at, int warp, int lane) {
 #pragma unroll
     for (float& value : total) value = 0;
     const int blocks = ceil_div(tile.k_end - tile.k_begin, kBlockK);
@@ -123,14 +124,14 @@ struct Float8Mainloop : FixedTiles<kBlockN> {
       BlockScales<kBlockN> block_scales = tile_scales.load(block);
       wait_multiplies<0>();
       settle(d);
-      release(&shared.empty[at.stage], lane);
+      consumer_release(&shared.empty[at.stage], lane);
       add_block<kBlockN>(total, d, block_scales);
     }
   }
 
   template <class Epilogue, class Shared>
-  JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& total, Shared& shared, const Problem& problem,
-                              const Tile& tile, int& /*stored*/, int warp, int lane) {
+  JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& total, Shared& shared,
+                              const Problem& problem, const Tile& tile, int& /*stored*/, int warp, int lane) {
     epilogue.template store<kBlockN>(problem, tile, total, shared.out[warp], warp, lane);
   }
 };

@@ -47,7 +47,7 @@ __device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& 
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32, blocks = problem.k / kBlockK;
   int turn = 0;
-  Position<GatedFloat8Memory::kStages> at;
+  PipelineState<GatedFloat8Memory::kStages> at;
   Schedule schedule(problem, kScaleBlock, cta);
   for (Tile tile; schedule.next(&tile);) {
     const float* const weights = weight_scales(product, problem, tile, lane % 2);
@@ -101,7 +101,7 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
   using Source = Float8Source<GateAndUpBlocks>;
   template <class Aux>
   using Memory = GatedFloat8Memory;
-  using Sums = float[kHalves][kGatedWidth / 2];
+  using Accumulators = float[kHalves][kGatedWidth / 2];
   static constexpr bool kPingPong = false;
   static constexpr int kAccumulators = 192, kProducers = 2;  // scales arrive, too
 
@@ -114,8 +114,9 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
     return tile.row < tile.row_end && tile.col < problem.n;
   }
 
-  JAX_EP_FN static void accumulate(Sums& total, GatedFloat8Memory& shared, const Source&, const Problem&,
-                                   const Tile& tile, Position<GatedFloat8Memory::kStages>& at, int warp, int lane) {
+  JAX_EP_FN static void accumulate(Accumulators& total, GatedFloat8Memory& shared, const Source&, const Problem&,
+                                   const Tile& tile, PipelineState<GatedFloat8Memory::kStages>& at, int warp,
+                                   int lane) {
 #pragma unroll
     for (auto& half : total)
 #pragma unroll
@@ -127,7 +128,7 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
       wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
       const uint64_t a = describe<false>(stage);
       const uint64_t b = describe<false>(stage + (kSlicesA + warp / kWarpgroup * 2) * kSliceBytes);
-      const auto done = [&] { release(&shared.empty[at.stage], lane); };
+      const auto done = [&] { consumer_release(&shared.empty[at.stage], lane); };
       add_half(total[0], a, b, shared.scales(at.stage), row, lane, [&] {
         if (!has_lower) done();
       });
@@ -136,7 +137,7 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
   }
 
   template <class Epilogue>
-  JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& total, GatedFloat8Memory& shared,
+  JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& total, GatedFloat8Memory& shared,
                               const Problem& problem, const Tile& tile, int& /*stored*/, int warp, int lane) {
     epilogue.store(problem, tile, total, shared, warp, lane);
   }

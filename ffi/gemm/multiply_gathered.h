@@ -115,7 +115,7 @@ struct GatheredContractionMainloop : ContractionTiles<In> {
   using Base = ContractionTiles<In>;
   using Shared = typename Base::Shared;
   template <class Epilogue>
-  JAX_EP_FN static void store(const Epilogue& epilogue, const typename Base::Sums& d, Shared& shared,
+  JAX_EP_FN static void store(const Epilogue& epilogue, const typename Base::Accumulators& d, Shared& shared,
                               const Problem& problem, const Tile& tile, int& chunks, int warp, int lane) {
     if constexpr (!Epilogue::kTransposes)
       return Base::store(epilogue, d, shared, problem, tile, chunks, warp, lane);

@@ -16,7 +16,7 @@ namespace jax_ep::gemm {
 // at most kMost. Returns the stage that wgmma may still read, or -1.
 template <class In, int kRows, int kMost, bool kMn, int kParts>
 JAX_EP_FN int multiply_rows(float (&d)[kParts][kMost / 2], SwappedMemory& shared, int rows, int k_end,
-                            Position<SwappedMemory::kStages>& at, int warpgroup, int lane) {
+                            PipelineState<SwappedMemory::kStages>& at, int warpgroup, int lane) {
   if constexpr (kRows > kMost) {
     return -1;
   } else {
@@ -36,7 +36,7 @@ struct SwappedMainloop {
   template <class Aux>
   using Memory = SwappedMemory;
   static constexpr int kMost = kMostRows / kParts;
-  using Sums = float[kParts][kMost / 2];
+  using Accumulators = float[kParts][kMost / 2];
   static constexpr bool kPingPong = false, kGathers = false, kSplitsRows = kParts > 1;
   static constexpr int kAccumulators = kMostRows / 2, kProducers = 1;
 
@@ -61,8 +61,8 @@ struct SwappedMainloop {
     return warpgroup * kParts < source.weights.slices(problem, tile) && tile.rows > 0;
   }
 
-  JAX_EP_FN static void accumulate(Sums& d, SwappedMemory& shared, const Source&, const Problem&, const Tile& tile,
-                                   Position<SwappedMemory::kStages>& at, int warp, int lane) {
+  JAX_EP_FN static void accumulate(Accumulators& d, SwappedMemory& shared, const Source&, const Problem&,
+                                   const Tile& tile, PipelineState<SwappedMemory::kStages>& at, int warp, int lane) {
     const int k_end = stages_of<Source>(tile) * kBlockK;
     if (k_end == 0) {
 #pragma unroll
@@ -78,12 +78,12 @@ struct SwappedMainloop {
     wait_multiplies<0>();
 #pragma unroll
     for (auto& part : d) settle(part);
-    if (running >= 0) release(&shared.empty[running], lane);
+    if (running >= 0) consumer_release(&shared.empty[running], lane);
   }
 
   template <class Epilogue>
-  JAX_EP_FN static void store(const Epilogue& epilogue, const Sums& d, SwappedMemory& shared, const Problem& problem,
-                              const Tile& tile, int& chunks, int warp, int lane) {
+  JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, SwappedMemory& shared,
+                              const Problem& problem, const Tile& tile, int& chunks, int warp, int lane) {
     epilogue.store(problem, tile, d, shared, chunks, warp, lane);
   }
 };

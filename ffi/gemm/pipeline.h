@@ -10,7 +10,7 @@ namespace jax_ep::gemm {
 
 // A stage of the ring, and the parity of the round.
 template <int kStages>
-struct Position {
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -46,22 +46,22 @@ JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
 }
 
 // A consumer warp tells the producers of both CTAs that it is done with a stage.
-JAX_EP_FN void release(uint64_t* empty, int lane) {
+JAX_EP_FN void consumer_release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
 // Consumes `stages` stages without multiplying.
 template <class Memory>
-JAX_EP_FN void skip(Memory& shared, int stages, Position<Memory::kStages>& at, int lane) {
+JAX_EP_FN void consumer_skip(Memory& shared, int stages, PipelineState<Memory::kStages>& at, int lane) {
   for (int i = 0; i < stages; ++i, at.advance()) {
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage to skip");
-    release(&shared.empty[at.stage], lane);
+    consumer_release(&shared.empty[at.stage], lane);
   }
 }
 
 // Waits until the peer's consumers have released every stage. After that nobody writes into this CTA's shared memory.
 template <class Memory>
-JAX_EP_FN void drain(Memory& shared, Position<Memory::kStages>& at) {
+JAX_EP_FN void producer_tail(Memory& shared, PipelineState<Memory::kStages>& at) {
   for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())
     wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
 }

@@ -18,7 +18,15 @@ enum class Grouping {
 // The dtype of an array. float8 is e4m3.
 enum class Element { float32, bfloat16, float16, float8 };
 JAX_EP_CONSTANT_FN Element element_of(DType dtype) {
-  return dtype == DType::float32 ? Element::float32 : dtype == DType::bfloat16 ? Element::bfloat16 : Element::float16;
+  switch (dtype) {
+    case DType::float32:
+      return Element::float32;
+    case DType::bfloat16:
+      return Element::bfloat16;
+    case DType::float16:
+      break;
+  }
+  return Element::float16;
 }
 
 // What becomes of the sums. Before an activation, products are rounded to the dtype of the operands, or to bfloat16 if

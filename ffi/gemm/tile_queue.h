@@ -46,7 +46,7 @@ class TileTaker {
   uint32_t* counter_;
   int lane_;
   bool more_ = true;
-  Position<TileQueue::kAhead> at_;
+  PipelineState<TileQueue::kAhead> at_;
 };
 
 // The tiles of a CTA for one of its warps.
@@ -69,7 +69,7 @@ class TakenTiles {
   TileQueue& queue_;
   RowTiles tiles_;
   int rank_, lane_;
-  Position<TileQueue::kAhead> at_;
+  PipelineState<TileQueue::kAhead> at_;
 };
 
 // The shared memory of a CTA.

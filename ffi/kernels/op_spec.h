@@ -24,9 +24,10 @@ auto with_format(DType dtype, Run run) {
       return run(float{});
     case DType::bfloat16:
       return run(BFloat16{});
-    default:
-      return run(Float16{});
+    case DType::float16:
+      break;
   }
+  return run(Float16{});
 }
 
 // The format of byte-wise kernels.
@@ -125,7 +126,15 @@ JAX_EP_CONSTANT_FN BufferSpec any_rows(const char* name, Use use, int64_t rows, 
 }
 
 JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
-  return dtype == DType::float32 ? Values::float32 : dtype == DType::bfloat16 ? Values::bfloat16 : Values::float16;
+  switch (dtype) {
+    case DType::float32:
+      return Values::float32;
+    case DType::bfloat16:
+      return Values::bfloat16;
+    case DType::float16:
+      break;
+  }
+  return Values::float16;
 }
 
 // What a launch on a GPU depends on: the number of items to send (tokens, entries) or of rows to zero, whichever is

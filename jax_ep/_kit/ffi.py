@@ -67,7 +67,8 @@ def library(platform: str) -> ModuleType:
         )
     limits = (library.max_ranks, library.max_experts, library.float8_block, library.line_multiple)
     here = (MAX_RANKS, MAX_EXPERTS, float8.BLOCK, LINE_MULTIPLE)
-    assert limits == here, f"ranks, experts, float8 block and line multiple: the library has {limits}, Python {here}"
+    if limits != here:
+        raise PlatformError(f"ranks, experts, float8 block, line multiple: the library has {limits}, Python {here}")
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():

@@ -1,4 +1,4 @@
-"""Layers, routers and optimizers made of the ops; here by name: routers, what balances experts, and their replicas."""
+"""Routers, what balances experts, and replicas of experts. The layer is `jax_ep.moe_mlp`."""
 
 from jax_ep.nn.balance import (
     LoadStats as LoadStats,

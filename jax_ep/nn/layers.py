@@ -39,7 +39,8 @@ def moe_mlp(
     Called on every rank, inside `jax.shard_map` over the group's axis, with the matrices of the rank's own experts:
     rank r owns experts [r E/R, (r + 1) E/R). Differentiable in `tokens`, `weights`, all matrices and biases, and in
     what an activation of the user's closes over. (Gated MLPs: Shazeer, "GLU Variants Improve Transformer", 2020; shared
-    experts: DeepSeekMoE, 2024.) The backward pass keeps the rows and the products by gate and up, each once.
+    experts: DeepSeekMoE, 2024.) The forward pass keeps, for the backward pass, the rows and the products by
+    gate and up, each once.
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.

@@ -9,11 +9,11 @@ namespace jax_ep::gemm {
 
 // Registers of a thread move between the warpgroups of a CTA: all four warps call it.
 template <int kRegisters>
-JAX_EP_FN void give_registers() {
+JAX_EP_FN void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-JAX_EP_FN void take_registers() {
+JAX_EP_FN void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

@@ -12,8 +12,8 @@
 
 namespace jax_ep {
 
-// How tokens travel. plain: in their dtype. float8: in float8, and receivers decode them. float8_rows: in float8, as
-// which they stay.
+// How tokens travel. plain: in their dtype. float8: in float8, and receivers decode them. float8_rows: in float8, and
+// receivers do not decode them.
 enum class Wire : uint8_t { plain, float8, float8_rows };
 template <>
 struct NamesOf<Wire> {
@@ -82,7 +82,7 @@ enum class RoutingLeaf : int32_t { targets, row_of, counts };
 struct RoutedDefaults : OpDefaults {
   static std::string describe_invalid(const Report& report) {
     constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
-    if (report.detail == kElsewhere) return OpDefaults::describe_invalid(report);
+    if (report.detail < 0 || report.detail >= 3) return OpDefaults::describe_invalid(report);  // kElsewhere
     return std::string("routing.") + kLeaves[report.detail] + " holds " + std::to_string(report.seen) +
            ", which is out of bounds: it must be below " + std::to_string(report.expected) +
            (report.detail == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");

@@ -259,7 +259,8 @@ class Router {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // Begins to load whether this rank has posted. Called when the peers' choices are here. post_if_late(), called after
+  // Begins to load whether this rank has posted. Called after the peers' expert counts, or ids, have arrived.
+  // post_if_late(), called after
   // the layout or the count, uses the value, and posts if the last CTA is late. On a CPU this coop has posted.
   JAX_EP_FN uint64_t ask_posted() const {
     return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
@@ -372,11 +373,11 @@ class RoutingByCounts : Router {
                         if (index >= 0)
                           args_.targets[index] = target.row < 0 ? -1 : pack_target(target, args_.capacity);
                         for (int rank = 0; rank < op_.comm.size; ++rank) {
-                          auto* rows_there = rows.peer(rank) + mine + index;
-                          auto* weights_there = weights.peer(rank) + mine + index;
+                          auto* const rows_there = rows.peer(rank);  // all lanes call
+                          auto* const weights_there = weights.peer(rank);
                           if (index < 0) continue;
-                          *rows_there = rank == target.owner ? target.row : -1;
-                          *weights_there = rank == target.owner ? weight : 0.0f;
+                          rows_there[mine + index] = rank == target.owner ? target.row : -1;
+                          weights_there[mine + index] = rank == target.owner ? weight : 0.0f;
                         }
                       });
     add_up(dropped, args_.dropped);

@@ -65,8 +65,8 @@ JAX_EP_COLD_FN Quotas block_quotas(Coop coop, const int32_t* counts, int sources
 }
 
 // A rank that is asked for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
-// the scratch, [ranks, experts], turn a number into a row: row = number + shift, and it exists if it is below `ends`.
-// A third table, `chosen`, counts the assignments of few tokens.
+// the scratch, [ranks, experts], turn a number into a row: the assignment gets row number + shift if that is below
+// `ends`, and else is dropped. A third table, `chosen`, counts the assignments of few tokens.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the overfull rank, and this rank

@@ -1,5 +1,5 @@
-"""Dispatches that do not expand rows, for products that gather: tokens stay in their landing slots, or, in a group of
-one GPU, are not copied at all."""
+"""Dispatches that do not expand rows, for grouped products that read rows through an index list. Tokens stay in their
+landing slots; in a group of one GPU they are not copied at all."""
 
 import dataclasses
 

@@ -81,8 +81,8 @@ class DispatchConfig:
 
 
 class Chunks(NamedTuple):
-    """How a rank cuts the tokens that it received: those of each node into `number` chunks, or, if these are fewer
-    tokens, into chunks of one."""
+    """How a rank cuts the tokens that it received: those of each node into `number` chunks, or into chunks of one token
+    if a node has fewer tokens."""
 
     nodes: int = 1
     number: int = 1
