@@ -102,13 +102,13 @@ class Comparison:
         A run of each before the first round does not count: the first timing of a shape is up to 17 % slower.
         """
         if rounds:
-            peers = [peer for peer in peers if self._ask(peer, name, counts=False, quantity="forward", heat=heat)]
+            peers = [peer for peer in peers if self._ask(peer, name, False, quantity="forward", heat=heat)]
         for _ in range(rounds):
             for quantity in PASSES:
                 peers = [peer for peer in peers if self._ask(peer, name, quantity=quantity, heat=heat)]
             peers = peers[1:] + peers[:1]
 
-    def _ask(self, peer: str, name: str, counts: bool = True, **question: Any) -> bool:
+    def _ask(self, peer: str, name: str, counts: bool = True, /, **question: Any) -> bool:
         """False if it failed, of which a line tells. A child that ended or hangs is closed."""
         if self.seconds_left <= 0:
             return False
