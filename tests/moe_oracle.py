@@ -75,7 +75,7 @@ def sums(
 
 @contextlib.contextmanager
 def exactly() -> Iterator[None]:
-    """Programs compute in float64, on a CPU of this process: for GPUs XLA drops the rounding of wider values to float8."""
+    """Programs compute in float64 on a CPU of this process: for GPUs XLA drops the rounding to float8."""
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(cpu):
         yield
