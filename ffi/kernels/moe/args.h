@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "comm/dtype.h"
 #include "comm/heap.h"
@@ -82,7 +83,7 @@ enum class RoutingLeaf : int32_t { targets, row_of, counts };
 struct RoutedDefaults : OpDefaults {
   static std::string describe_invalid(const Report& report) {
     constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
-    if (report.detail < 0 || report.detail >= 3) return OpDefaults::describe_invalid(report);  // kElsewhere
+    if (report.detail < 0 || report.detail >= int64_t{std::size(kLeaves)}) return OpDefaults::describe_invalid(report);
     return std::string("routing.") + kLeaves[report.detail] + " holds " + std::to_string(report.seen) +
            ", which is out of bounds: it must be below " + std::to_string(report.expected) +
            (report.detail == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
