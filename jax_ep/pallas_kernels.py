@@ -5,4 +5,5 @@ from pallas_kernels import (
     ActivationName as ActivationName,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
+    quantize_matrices as quantize_matrices,
 )

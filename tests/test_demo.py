@@ -28,7 +28,7 @@ example = partial(load, "examples")  # by its name
 def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
     monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts in float8, also backward, learn as fast: the losses of 20 steps are within 1 % in the mean, and differ. So
+    """Experts in float8, also backward, learn as fast: the mean loss of 20 steps is within 1 %, and not the same. So
     do experts whose 32 rows in the mean are rounded to eights. One of both by day, by the seed.
 
     A single step may be off by more, by the text: Python's own sources, of whatever version."""

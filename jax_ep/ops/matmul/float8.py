@@ -17,7 +17,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
 from jax_ep.ops.matmul import kernels
-from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize
+from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize, quantized_weights
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
@@ -112,13 +112,8 @@ def quantized_product(
     if not isinstance(lhs, Float8Rows):
         dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
     dtype = np.dtype(dtype or RESULTS[0])
-    rhs = quantized_weights(rhs)
     kept = RESULTS[dtype != RESULTS[0]]
-    return grouped_product(kept, lhs, rhs, group_sizes).astype(dtype)
-
-
-def quantized_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
-    return weights if isinstance(weights, Float8Weights) else float8.quantize_weights(weights)
+    return grouped_product(kept, lhs, quantized_weights(rhs), group_sizes).astype(dtype)
 
 
 def quantized_gated_product(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, float8
+from jax_ep import pallas_kernels
+from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
 
@@ -37,7 +38,7 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
     if weights.ndim not in (2, 3):
         raise ValueError(f"{op}: weights must have shape [K, N] or [G, K, N], got {weights.shape}")
     check_blocks(op, "weights", weights.shape[-2:])
-    return float8.quantize_weights(weights)
+    return quantized_weights(weights)
 
 
 def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
@@ -60,6 +61,27 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         check_weights(op, name, quantized, quantized.shape, "[G, K, N]")
         return float8.dequantize_weights(quantized, result)
     raise TypeError(f"{op}: {name} must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
+
+
+def quantized_weights(weights: jax.Array | Float8Weights, *, transpose: bool = False) -> Float8Weights:
+    """Checked matrices in float8, quantized unless they are already, or their transposes. For other families, too.
+
+    On Hopper a kernel reads each matrix once. XLA reads it twice, and transposes slowly.
+    """
+    if isinstance(weights, Float8Weights):
+        return jax.tree.map(lambda x: x.swapaxes(-1, -2), weights) if transpose else weights
+
+    def by_xla(weights: jax.Array) -> Float8Weights:
+        return float8.quantize_weights(weights.swapaxes(-1, -2) if transpose else weights)
+
+    def by_kernel(weights: jax.Array) -> Float8Weights:
+        matrices = without_gradient("quantized weights have no gradient", weights)
+        found = pallas_kernels.quantize_matrices(matrices.reshape(-1, *weights.shape[-2:]), transpose=not transpose)
+        return Float8Weights(*(x.reshape(*weights.shape[:-2], *x.shape[1:]) for x in found))
+
+    if not gemm.has_gemm() or not weights.size:
+        return by_xla(weights)
+    return jax.lax.platform_dependent(weights, cuda=by_kernel, default=by_xla)
 
 
 def check_rows(op: str, name: str, rows: Float8Rows) -> None:

@@ -12,8 +12,8 @@ from jax_ep._kit import checks, float8
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
-from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product, quantized_weights
-from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, frozen
+from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product
+from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, frozen, quantized_weights
 from jax_ep.ops.matmul.rows import gathered_rows
 
 
@@ -121,11 +121,7 @@ def lhs_gradient(
     For other families, too. It has no gradient.
     """
     rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *cotangents)
-    weights = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *map(_transposed, rhs))
+    weights = jax.tree.map(
+        lambda *x: jnp.concatenate(x, axis=-1), *(quantized_weights(each, transpose=True) for each in rhs)
+    )
     return quantized_product(rows, weights, group_sizes, dtype=dtype)
-
-
-def _transposed(weights: jax.Array | Float8Weights) -> Float8Weights:
-    if isinstance(weights, Float8Weights):
-        return jax.tree.map(lambda x: x.swapaxes(-1, -2), weights)
-    return float8.quantize_weights(weights.swapaxes(-1, -2))

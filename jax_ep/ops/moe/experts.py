@@ -31,8 +31,8 @@ from jax_ep._kit import gemm, vary
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api as matmul
-from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product, quantized_weights
-from jax_ep.ops.matmul.quantize import dequantized, quantize_rows
+from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product
+from jax_ep.ops.matmul.quantize import dequantized, quantize_rows, quantized_weights
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
 from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, product
 from jax_ep.ops.moe import gradients
