@@ -66,7 +66,7 @@ def layers(find: Find) -> str:
     groups: dict[str, dict[str, float]] = {}
     for gpus in (2, 1):
         for model, (shape, *experts) in _LAYERS.items():
-            layer = f"{model}, {shape} {experts[2 - gpus]}"
+            layer = f"{model}, {shape} {experts[2 - gpus]}" + ", uniform" * (gpus == 2)
             for name, of_it in (("jax_ep", "jax_ep"), ("padded all_to_all of XLA", "padded all_to_all")):
                 _, (ratio,) = find(f"{gpus} H200", {"layer": layer, "of it": of_it}, ["of products"])
                 groups.setdefault(f"{model}, {gpus} H200", {})[name] = float(ratio)
